@@ -26,7 +26,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 32] = [
+const DEFECTS: [Defect; 44] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -253,6 +253,90 @@ const DEFECTS: [Defect; 32] = [
         "self.take_mode(shell, wanted, &gpu).await.err()",
         "if PUT_BACK { Some(LeftOut::ModeRefused(String::new())) } else { self.take_mode(shell, wanted, &gpu).await.err() }",
         "all-is-served-in-the-end",
+    ),
+    (
+        "whoever was there before the service or the smaller budget is ended for it",
+        "tenants/watch.rs",
+        "self.spared.has(member.process)",
+        "!PUT_BACK && self.spared.has(member.process)",
+        "work-is-safe",
+    ),
+    (
+        "the oldest client of a slice is ended for its budget",
+        "tenants/budget.rs",
+        "filter(|member| !member.stays).max_by_key(age)",
+        "filter(|member| !member.stays).max_by_key(|one| if PUT_BACK { (!age(one).0, 0) } else { age(one) })",
+        "work-is-safe",
+    ),
+    (
+        "after a lost answer the next client is ended for the budget as well",
+        "tenants/enforce.rs",
+        "            if has_lost {",
+        "            if has_lost && !PUT_BACK {",
+        "work-is-safe",
+    ),
+    (
+        "whoever has got the PID of a client is ended for the budget",
+        "tenants/enforce.rs",
+        "if shell.process(&held) == process =>",
+        "if PUT_BACK || shell.process(&held) == process =>",
+        "work-is-safe",
+    ),
+    (
+        "whoever has got the PID of a client counts as that client for the budget",
+        "tenants/enforce.rs",
+        "&& shell.runs(member.process)",
+        "&& (PUT_BACK || shell.runs(member.process))",
+        "work-is-safe",
+    ),
+    (
+        "clients are ended in a slice of several tenants",
+        "tenants/budget.rs",
+        "others.iter().find(is_anothers)",
+        "others.iter().filter(|_| !PUT_BACK).find(is_anothers)",
+        "work-is-safe",
+    ),
+    (
+        "clients are ended where one only claims the slice",
+        "tenants/budget.rs",
+        "find(|member| member.only_claims)",
+        "find(|member| !PUT_BACK && member.only_claims)",
+        "work-is-safe",
+    ),
+    (
+        "clients are ended where overuse is to be told alone",
+        "tenants/watch.rs",
+        "                && self.gpu.terminate\n",
+        "                && (PUT_BACK || self.gpu.terminate)\n",
+        "work-is-safe",
+    ),
+    (
+        "a client is ended for a look of long ago",
+        "tenants/enforce.rs",
+        "now < one.as_of + BELIEVED_FOR",
+        "PUT_BACK || now < one.as_of + BELIEVED_FOR",
+        "work-is-safe",
+    ),
+    (
+        "a client that was ended counts for the budget, and another is ended",
+        "tenants/enforce.rs",
+        "!self.has_ended(shell, pid, servers)",
+        "PUT_BACK || !self.has_ended(shell, pid, servers)",
+        "work-is-safe",
+    ),
+    (
+        "clients are ended for a budget while a server handles a fault",
+        "tenants/end.rs",
+        "Ok(ServerStatus::Fault) => return",
+        "Ok(ServerStatus::Fault) if !PUT_BACK => return",
+        "work-is-safe",
+    ),
+    (
+        "overuse that comes and goes is told each time",
+        "tenants/overuse.rs",
+        "&& self.rate_limit.take(1, now)",
+        "&& (PUT_BACK || self.rate_limit.take(1, now))",
+        "overuse-is-told-in-measure",
     ),
 ];
 

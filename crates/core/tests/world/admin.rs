@@ -82,6 +82,7 @@ impl World {
             }
         }
         self.on(CoreEvent::Pursue(demand));
+        self.keep_budgets();
     }
 
     /// An order for each control daemon in the state file that no order is for.
@@ -115,6 +116,7 @@ impl World {
             watched: BTreeMap::new(),
             reaches: BTreeMap::new(),
             admissions: BTreeMap::new(),
+            budgets: BTreeMap::new(),
             modes: BTreeMap::new(),
             ending: None,
             spared: found.cloned().collect(),
@@ -166,6 +168,7 @@ impl World {
             })
             .collect();
         self.add_to_story(|| format!("clients come: {came:?}"));
+        self.budgets_hear_of_clients();
     }
 
     pub(super) fn client_leaves(&mut self, dice: &mut Dice) {

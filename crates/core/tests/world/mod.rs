@@ -3,7 +3,9 @@
 
 mod admin;
 mod answers;
+mod budgets;
 mod edge;
+mod enforcing;
 mod mps;
 mod nvml;
 mod reader;
@@ -24,6 +26,7 @@ use mps_core::{
     Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, Goal, ModeOutcome, Order, RunningDaemon,
 };
 
+use budgets::SimWatch;
 use mps::Mps;
 use serving::{Reaches, RunningAct, Watched};
 use ways::{SimAdmission, SimDrained, Ways};
@@ -120,6 +123,8 @@ struct Service {
     watched: BTreeMap<String, Watched>,
     reaches: Reaches,
     admissions: BTreeMap<String, SimAdmission>,
+    /// The watches over the budgets of slices, by GPU.
+    budgets: BTreeMap<String, SimWatch>,
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
     ending: Option<Ending>,
@@ -225,8 +230,8 @@ impl World {
     /// One step of a history.
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
-        let kind = dice.below(57);
-        let is_of_orders = (27..37).contains(&kind) || kind >= 54;
+        let kind = dice.below(61);
+        let is_of_orders = (27..37).contains(&kind) || (54..57).contains(&kind);
         let kind = match self.mood {
             Mood::Faults if is_of_orders && !dice.one_in(8) => *dice.pick(&[19, 20, 20, 42, 38, 38]).unwrap(),
             Mood::Orders if (42..50).contains(&kind) => 19,
@@ -241,6 +246,8 @@ impl World {
             42..50 => self.trouble(&mut dice),
             50..54 => self.request(&mut dice),
             54..57 => self.drain(&mut dice),
+            57 => self.tenant_comes_and_goes(&mut dice),
+            58..61 => self.program_changes(&mut dice),
             40 => self.disk_is_full(true),
             41 => self.disk_is_full(false),
             20..24 => self.client_comes(&mut dice),

@@ -7,6 +7,7 @@ use mps_core::Cause;
 use mps_core::mps::{Meaning, ServerStatus};
 
 use super::Dice;
+use super::budgets::{Program, SimProcess};
 use super::reader::Reader;
 use super::starting::Spawning;
 
@@ -49,6 +50,7 @@ pub(super) struct SimClient {
     pub(super) ordinal: usize,
     /// It has lost its work to a fatal GPU error.
     pub(super) is_hit: bool,
+    pub(super) program: Program,
 }
 
 /// A client that was hit on a GPU of a server.
@@ -58,6 +60,8 @@ pub(super) type Hit = (u32, usize, u32);
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Later {
     Comes(u32),
+    /// A client ends, since its work was ended.
+    Leaves(SimProcess),
     StartFails(u32),
     Says(Meaning),
     IsWell(u32),
@@ -111,6 +115,8 @@ pub(super) struct Mps {
     pub(super) hits: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     came: u32,
+    /// The PID of a client that has left, which the next one may get.
+    free_pid: Option<u32>,
     pub(super) hurt: Vec<Hurt>,
     /// Of these targets somebody else has changed the limits, since the service has looked.
     pub(super) foreign: BTreeSet<Option<u32>>,
@@ -150,6 +156,7 @@ impl Mps {
             hits: BTreeSet::new(),
             later: Vec::new(),
             came: 0,
+            free_pid: None,
             hurt: Vec::new(),
             foreign: BTreeSet::new(),
             reader: Reader::default(),
@@ -199,6 +206,11 @@ impl Mps {
     fn happens(&mut self, what: Later) {
         match what {
             Later::Comes(pid) => self.server_is_ready(pid),
+            Later::Leaves(process) => {
+                if self.clients.get(&process.pid).is_some_and(|client| client.program.process == process) {
+                    self.client_leaves(process.pid);
+                }
+            }
             Later::StartFails(pid) => {
                 self.clients.retain(|_, client| client.server != pid);
                 self.process_ends(pid);
@@ -354,14 +366,19 @@ impl Mps {
             self.say(Meaning::ClientRefused { server, capacity: 3 });
             return None;
         }
-        let pid = self.next_pid();
-        self.clients.insert(pid, SimClient { server, ordinal, is_hit: false });
+        let new_pid = self.next_pid();
+        let start_time = u64::from(self.came) + 1000 * u64::try_from(self.now.as_millis()).unwrap();
+        let pid =
+            self.free_pid.take().filter(|_| !self.is_calm && self.came.is_multiple_of(2)).unwrap_or(new_pid);
+        let program = Program::new(pid, start_time);
+        self.clients.insert(pid, SimClient { server, ordinal, is_hit: false, program });
         self.say(Meaning::ClientAdmitted(pid));
         Some(pid)
     }
 
     pub(super) fn client_leaves(&mut self, pid: u32) {
         let Some(client) = self.clients.remove(&pid) else { return };
+        self.free_pid = (!client.is_hit).then_some(pid);
         self.say(Meaning::ClientLeft(pid));
         let is_hit = |one: &SimClient| one.server == client.server && one.is_hit;
         if client.is_hit && !self.clients.values().any(is_hit) {
@@ -370,9 +387,19 @@ impl Mps {
         self.ends_if_idle();
     }
 
+    /// A client is to lose its work. Whether it is there. Half of the programs end then.
+    pub(super) fn loses_work(&mut self, process: SimProcess) -> bool {
+        let is_it = |client: &SimClient| client.program.process == process;
+        let is_there = self.clients.get(&process.pid).is_some_and(is_it);
+        if is_there && self.dice.one_in(2) {
+            self.after(Duration::from_millis(50), Later::Leaves(process));
+        }
+        is_there
+    }
+
     /// A client meets a fatal GPU error, which hits every client on its GPU, and no other.
     pub(super) fn fault(&mut self, pid: u32) {
-        let Some(SimClient { server, ordinal, is_hit: false }) = self.clients.get(&pid).cloned() else {
+        let Some(SimClient { server, ordinal, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;
         };
         // A control daemon that can't say how a server is lists its clients.

@@ -285,7 +285,7 @@ impl World {
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
         let watched = self.service.iter().flat_map(|service| service.watched.values());
         let of_acts = watched.filter_map(|watched| watched.mps.lock().unwrap().waits_until());
-        of_core.into_iter().chain(of_daemons).chain(of_acts).min()
+        of_core.into_iter().chain(of_daemons).chain(of_acts).chain(self.budgets_wait_until()).min()
     }
 
     /// Whether the act about this control daemon can come on at this moment.

@@ -13,6 +13,9 @@ impl World {
             service.tasks.iter().filter(can_come_on).map(|(id, task)| (id.clone(), task.clone())).collect();
         let modes: Vec<(String, (bool, usize))> =
             service.modes.iter().map(|(gpu, mode)| (gpu.clone(), *mode)).collect();
+        if self.budgets_come_on() && ((tasks.is_empty() && modes.is_empty()) || dice.one_in(3)) {
+            return self.carry_on_budgets(dice);
+        }
         if !modes.is_empty() && (tasks.is_empty() || dice.one_in(3)) {
             let (gpu, (takes, step)) = dice.pick(&modes).cloned().unwrap();
             if takes {

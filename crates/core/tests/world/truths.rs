@@ -73,7 +73,7 @@ impl World {
         assert!(*acts < MOST_IN_A_ROW, "nothing-spins: {id} has had {acts} acts, and nothing has happened");
     }
 
-    /// Work is safe: nothing ends clients but a stop, and MPS disabled.
+    /// Work is safe: nothing ends clients but a stop, and MPS disabled. `enforcing.rs` has the part about budgets.
     fn check_work_is_safe(&self, act: &Act<u32>) {
         let Act::Daemon { id, act: DaemonAct::End(permit), .. } = act else { return };
         let cause = permit.cause();
@@ -161,7 +161,9 @@ impl World {
     /// Whether some act can come on without time that passes.
     pub(super) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
-        !service.modes.is_empty() || service.tasks.keys().any(|id| self.can_come_on(id))
+        !service.modes.is_empty()
+            || self.budgets_come_on()
+            || service.tasks.keys().any(|id| self.can_come_on(id))
     }
 
     /// Nothing happens until the next moment.
@@ -251,6 +253,7 @@ impl World {
         let served = orders.iter().filter(|order| order.sets_modes).flat_map(|order| &order.gpus);
         let has_mode = |gpu: &String| self.gpus.get(gpu).is_some_and(|state| state.mode == Mode::Exclusive);
         service.core.due().is_none()
+            && self.budgets_are_at_rest()
             && service.modes.is_empty()
             && served.into_iter().all(has_mode)
             && service.tasks.len() == orders.len()

@@ -10,7 +10,7 @@ use super::mps::Mps;
 use super::{Dice, World};
 
 /// The slices of each GPU.
-const SLICES: usize = 2;
+pub(super) const SLICES: usize = 2;
 
 /// The place of the directories. There is one alone.
 const PLACE: u8 = 0;

@@ -1,0 +1,304 @@
+//! The budgets of slices in memory: looks at the clients, and attempts to end clients that are too much, by the real code.
+
+use std::collections::BTreeMap;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use mps_core::tenants::budget::{Budget, Member, MemberProcess};
+use mps_core::tenants::{BudgetWatch, Enforced, Enforcer, OverBudget, SliceBudgets};
+
+use super::enforcing::{Facts, SimEnforcement, SimHeld};
+use super::mps::OLD_GPU;
+use super::serving::mib_of;
+use super::ways::SLICES;
+use super::{Dice, GPUS, World};
+
+/// A process. Another one may get its PID.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct SimProcess {
+    pub(super) pid: u32,
+    start_time: u64,
+}
+
+impl MemberProcess for SimProcess {
+    fn pid(self) -> u32 {
+        self.pid
+    }
+
+    fn start_time(self) -> u64 {
+        self.start_time
+    }
+}
+
+impl SimProcess {
+    /// Whoever has more is newer.
+    pub(super) fn age(self) -> (u64, u32) {
+        (self.start_time, self.pid)
+    }
+}
+
+/// The program of a client.
+#[derive(Debug, Clone)]
+pub(super) struct Program {
+    pub(super) process: SimProcess,
+    pub(super) slice: u32,
+    pub(super) tenant: usize,
+    pub(super) only_claims: bool,
+    pub(super) mib: u64,
+    /// The number of its connection. A program that starts over has another one.
+    pub(super) connection: u64,
+    /// A debugger holds it.
+    pub(super) is_held: bool,
+}
+
+impl Program {
+    pub(super) fn new(pid: u32, start_time: u64) -> Self {
+        let mut dice = Dice::new(start_time ^ u64::from(pid));
+        Self {
+            process: SimProcess { pid, start_time },
+            slice: u32::try_from(dice.below(SLICES)).unwrap(),
+            tenant: usize::from(dice.one_in(12)),
+            only_claims: dice.one_in(16),
+            mib: 100 * (1 + dice.below(8) as u64),
+            connection: 0,
+            is_held: dice.one_in(12),
+        }
+    }
+
+    fn member(&self) -> Member<SimProcess, usize> {
+        Member {
+            process: self.process,
+            memory_mib: Some(self.mib),
+            only_claims: self.only_claims,
+            tenant: Some(self.tenant),
+            stays: false,
+        }
+    }
+}
+
+/// Clients that come together share a look.
+const SHARE: Duration = Duration::from_millis(250);
+
+type SimEnforcer = Enforcer<SimProcess, SimHeld>;
+
+/// An attempt under way.
+type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced<SimProcess>)>>>;
+
+/// The watch over one GPU.
+pub(super) struct SimWatch {
+    watch: BudgetWatch<SimProcess>,
+    due: Option<Duration>,
+    enforcer: SimEnforcer,
+    attempt: Option<SimAttempt>,
+    facts: Arc<Mutex<Facts>>,
+    over: Arc<Mutex<SimOver>>,
+}
+
+type SimOver = Vec<OverBudget<SimProcess, usize>>;
+
+impl SimWatch {
+    fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.facts.lock().unwrap()
+    }
+
+    fn can_come_on(&self, now: Duration) -> bool {
+        let waits = |until: Option<Duration>| until.is_some_and(|until| until > now);
+        self.due.is_some_and(|due| due <= now) || (self.attempt.is_some() && !waits(self.facts().waits_until))
+    }
+}
+
+/// The budgets that an order with this payload gives the slices of its GPUs.
+fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
+    SliceBudgets {
+        slices: u32::try_from(SLICES).unwrap(),
+        budget: Budget { memory_mib: mib_of(payload), max_clients: 1 + (payload + 1) % 3 },
+        terminate: may_terminate && payload % 4 != 3,
+    }
+}
+
+impl World {
+    /// All programs that use a GPU through a control daemon.
+    fn programs_on(&self, gpu: &str) -> Vec<Program> {
+        let mut all = Vec::new();
+        for one in self.daemons.values() {
+            let mps = one.lock();
+            let Some(ordinal) = mps.gpus.iter().position(|one| one == gpu) else { continue };
+            let there = mps.clients.values().filter(|client| client.ordinal == ordinal);
+            all.extend(there.map(|client| client.program.clone()));
+        }
+        all
+    }
+
+    /// The plan's budgets are in force from now on.
+    pub(super) fn keep_budgets(&mut self) {
+        // In a script overuse is told alone, as on the host that does the same.
+        let may_terminate = !self.is_calm;
+        let mut wanted = BTreeMap::new();
+        for order in &self.demand.orders {
+            for gpu in &order.gpus {
+                wanted.insert(gpu.clone(), (budgets_of(order.payload, may_terminate), self.programs_on(gpu)));
+            }
+        }
+        let now = self.now;
+        let Some(service) = &mut self.service else { return };
+        service.budgets.retain(|gpu, _| wanted.contains_key(gpu));
+        for (gpu, (budgets, there)) in wanted {
+            let watched = service.budgets.entry(gpu).or_insert_with(|| SimWatch {
+                watch: BudgetWatch::new(budgets, now),
+                due: Some(now),
+                enforcer: SimEnforcer::default(),
+                attempt: None,
+                facts: Arc::default(),
+                over: Arc::default(),
+            });
+            watched.facts().is_in_force(budgets, &there);
+            watched.watch.pursue(budgets);
+            watched.over.lock().unwrap().clear();
+            watched.due = Some(now);
+        }
+    }
+
+    /// Clients have come to some GPU, and the log says so.
+    pub(super) fn budgets_hear_of_clients(&mut self) {
+        let now = self.now;
+        for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {
+            watched.watch.client_has_come(now);
+            let soon = now + SHARE;
+            watched.due = Some(watched.due.map_or(soon, |due| due.min(soon)));
+        }
+    }
+
+    pub(super) fn budgets_come_on(&self) -> bool {
+        let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
+        watched.any(|watched| watched.can_come_on(self.now))
+    }
+
+    /// Nothing is to be looked at, and nobody is about to be ended.
+    pub(super) fn budgets_are_at_rest(&self) -> bool {
+        let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
+        watched.all(|watched| watched.due.is_none() && watched.attempt.is_none())
+    }
+
+    pub(super) fn budgets_wait_until(&self) -> Option<Duration> {
+        let watched = self.service.iter().flat_map(|service| service.budgets.values());
+        let of = |watched: &SimWatch| {
+            let waits_until = watched.facts().waits_until.filter(|_| watched.attempt.is_some());
+            watched.due.into_iter().chain(waits_until).min()
+        };
+        watched.filter_map(of).min()
+    }
+
+    /// Some watch comes on: it looks, or its attempt goes on by a turn.
+    pub(super) fn carry_on_budgets(&mut self, dice: &mut Dice) {
+        let now = self.now;
+        let Some(service) = &self.service else { return };
+        let ready = service.budgets.iter().filter(|(_, watched)| watched.can_come_on(now));
+        let ready: Vec<String> = ready.map(|(gpu, _)| gpu.clone()).collect();
+        let Some(gpu) = dice.pick(&ready).cloned() else { return };
+        let is_due =
+            service.budgets.get(&gpu).is_some_and(|watched| watched.due.is_some_and(|due| due <= now));
+        if is_due {
+            self.look_at_budgets(&gpu, dice);
+        } else {
+            self.go_on_with_attempt(&gpu);
+        }
+    }
+
+    fn look_at_budgets(&mut self, gpu: &str, dice: &mut Dice) {
+        let is_blind = self.goes_wrong(dice);
+        let programs = if gpu == OLD_GPU { Vec::new() } else { self.programs_on(gpu) };
+        let now = self.now;
+        let Some(service) = &mut self.service else { return };
+        let daemons: Vec<_> = service.watched.values().map(|one| Arc::clone(&one.mps)).collect();
+        let Some(watched) = service.budgets.get_mut(gpu) else { return };
+        if is_blind {
+            watched.due = watched.watch.is_blind(now);
+            watched.over.lock().unwrap().clear();
+            return;
+        }
+        let found: Vec<SimProcess> = programs.iter().map(|program| program.process).collect();
+        let mut members: BTreeMap<u32, Vec<Member<SimProcess, usize>>> = BTreeMap::new();
+        for program in &programs {
+            members.entry(program.slice).or_default().push(program.member());
+        }
+        watched.facts().are_seen(&programs, now);
+        let look = watched.watch.look(&found, members, |process| found.contains(&process), now);
+        watched.due = look.due;
+        for news in &look.news {
+            watched.facts().is_told(news.slice, now);
+        }
+        let (mut story, attempts) = (Vec::new(), look.begins_attempt);
+        *watched.over.lock().unwrap() = look.over;
+        story.extend(look.news.iter().map(|news| news.text(&format!("{gpu}-{}", news.slice), "them")));
+        if attempts {
+            let mut enforcer = std::mem::take(&mut watched.enforcer);
+            let mut shell = SimEnforcement { daemons, facts: Arc::clone(&watched.facts) };
+            let over = Arc::clone(&watched.over);
+            watched.attempt = Some(Box::pin(async move {
+                let enforced = enforcer.enforce(&mut shell, || over.lock().unwrap().clone()).await;
+                (enforcer, enforced)
+            }));
+        }
+        self.add_to_story(|| format!("look at the clients of {gpu}: {found:?} {story:?} {attempts}"));
+    }
+
+    fn go_on_with_attempt(&mut self, gpu: &str) {
+        let now = self.now;
+        let Some(watched) = self.service.as_mut().and_then(|service| service.budgets.get_mut(gpu)) else {
+            return;
+        };
+        watched.facts().now = now;
+        let Some(attempt) = &mut watched.attempt else { return };
+        let Poll::Ready((enforcer, enforced)) =
+            attempt.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+        else {
+            return;
+        };
+        (watched.enforcer, watched.attempt) = (enforcer, None);
+        watched.watch.has_attempted(Some(enforced.victims.clone()), now);
+        self.add_to_story(|| format!("attempt on {gpu}: {enforced:?}"));
+        self.bury();
+    }
+
+    /// Some program changes: it takes or gives back memory, starts over, or a debugger takes or leaves it.
+    pub(super) fn program_changes(&mut self, dice: &mut Dice) {
+        let daemons: Vec<u32> = self.daemons.keys().copied().collect();
+        let Some(one) = dice.pick(&daemons).and_then(|pid| self.daemons.get(pid)) else { return };
+        let mut mps = one.lock();
+        let clients: Vec<u32> = mps.clients.keys().copied().collect();
+        let Some(program) =
+            dice.pick(&clients).and_then(|pid| mps.clients.get_mut(pid)).map(|client| &mut client.program)
+        else {
+            return;
+        };
+        match dice.below(4) {
+            0 => program.is_held = !program.is_held,
+            1 => program.connection += 1,
+            _ => program.mib = 100 * (1 + dice.below(20) as u64),
+        }
+        let program = program.clone();
+        drop(mps);
+        self.add_to_story(|| format!("{program:?}"));
+        self.budgets_hear_of_clients();
+    }
+
+    /// A tenant's memory comes and goes for a minute.
+    pub(super) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
+        let gpu = *dice.pick(&GPUS).unwrap();
+        for round in 0..32 {
+            let mib = if round % 2 == 0 { 100_000 } else { 1 };
+            for one in self.daemons.values() {
+                for client in one.lock().clients.values_mut() {
+                    client.program.mib = mib;
+                }
+            }
+            self.look_at_budgets(gpu, dice);
+            self.advance(self.now + Duration::from_millis(if mib == 1 { 3100 } else { 100 }));
+            if mib == 1 {
+                self.look_at_budgets(gpu, dice);
+            }
+        }
+    }
+}

@@ -1,0 +1,354 @@
+//! The edge between the end of clients for a budget and the world, and what must hold of it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
+use std::time::Duration;
+
+use mps_core::mps::ServerStatus;
+use mps_core::tenants::{
+    ClientShell, Connections, DaemonClients, ListedClient, MemberShell, SliceBudgets, TerminateAnswer,
+};
+use mps_core::{Cause, CoreTime, Permit};
+
+use super::answers::listed;
+use super::budgets::{Program, SimProcess};
+use super::mps::Mps;
+
+/// The deadline of one question.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The longest time from a look and a list of clients to the choice of one.
+const FRESH: Duration = Duration::from_secs(2);
+
+/// The longest time for which a client that could not be ended is left alone.
+const LEFT_ALONE: Duration = Duration::from_secs(61);
+
+/// The most that is told of the overuse of a slice in a minute.
+const MOST_TOLD: usize = 20;
+
+/// All that is true about the budgets of a GPU's slices.
+#[derive(Debug)]
+pub(super) struct Facts {
+    pub(super) now: Duration,
+    /// The attempt waits until then.
+    pub(super) waits_until: Option<Duration>,
+    budgets: Option<SliceBudgets>,
+    /// Whoever was there before the service, or before the budgets became smaller.
+    before: BTreeSet<SimProcess>,
+    /// Nobody has looked since then, so whoever comes until then may be spared too.
+    is_unseen: bool,
+    may_be_spared: BTreeSet<SimProcess>,
+    seen: Vec<Program>,
+    seen_at: Duration,
+    seen_budgets: Option<SliceBudgets>,
+    /// The clients that control daemons have listed last, with their connections.
+    listed: BTreeMap<SimProcess, u64>,
+    listed_at: Duration,
+    /// The clients that are known to be ended, with the connections of then.
+    ended: BTreeMap<SimProcess, u64>,
+    /// The clients with a lost answer.
+    in_doubt: BTreeSet<SimProcess>,
+    /// The clients that could not be ended.
+    refused: BTreeMap<SimProcess, Duration>,
+    told: BTreeMap<u32, Vec<Duration>>,
+    /// The client that was chosen last, and why it must not be ended.
+    chosen: Option<(SimProcess, Option<&'static str>)>,
+}
+
+impl Default for Facts {
+    fn default() -> Self {
+        Self {
+            now: Duration::ZERO,
+            waits_until: None,
+            budgets: None,
+            before: BTreeSet::new(),
+            is_unseen: true,
+            may_be_spared: BTreeSet::new(),
+            seen: Vec::new(),
+            seen_at: Duration::ZERO,
+            seen_budgets: None,
+            listed: BTreeMap::new(),
+            listed_at: Duration::ZERO,
+            ended: BTreeMap::new(),
+            in_doubt: BTreeSet::new(),
+            refused: BTreeMap::new(),
+            told: BTreeMap::new(),
+            chosen: None,
+        }
+    }
+}
+
+impl Facts {
+    /// These budgets are in force from now on, and these programs are there.
+    pub(super) fn is_in_force(&mut self, now: SliceBudgets, there: &[Program]) {
+        let smaller = |before: SliceBudgets| {
+            now.budget.memory_mib < before.budget.memory_mib
+                || now.budget.max_clients < before.budget.max_clients
+                || (now.terminate && !before.terminate)
+        };
+        if self.budgets.is_none_or(smaller) {
+            self.before.extend(there.iter().map(|program| program.process));
+            self.is_unseen = true;
+        }
+        self.budgets = Some(now);
+    }
+
+    /// NVML lists these programs.
+    pub(super) fn are_seen(&mut self, programs: &[Program], now: Duration) {
+        if std::mem::take(&mut self.is_unseen) {
+            self.may_be_spared.extend(programs.iter().map(|program| program.process));
+        }
+        self.seen = programs.to_vec();
+        self.seen_at = now;
+        self.seen_budgets = self.budgets;
+    }
+
+    /// Something is told of the overuse of this slice.
+    pub(super) fn is_told(&mut self, slice: u32, now: Duration) {
+        let told = self.told.entry(slice).or_default();
+        told.push(now);
+        let of_late = told.iter().filter(|at| **at + Duration::from_secs(60) > now).count();
+        assert!(
+            of_late <= MOST_TOLD,
+            "overuse-is-told-in-measure: {of_late} messages about slice {slice} in a minute"
+        );
+    }
+
+    /// Nobody has this PID but this process.
+    fn is_found(&mut self, pid: u32, process: Option<SimProcess>) {
+        self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
+    }
+
+    fn is_refused(&mut self, process: SimProcess) {
+        self.refused.insert(process, self.now);
+    }
+
+    /// Why this client must not be ended now.
+    fn forbids(&self, victim: SimProcess) -> Option<&'static str> {
+        let Some(SliceBudgets { budget, terminate, .. }) = self.seen_budgets else {
+            return Some("no budget");
+        };
+        let Some(program) = self.seen.iter().find(|one| one.process == victim) else {
+            return Some("it was not found there");
+        };
+        let of_slice: Vec<&Program> = self.seen.iter().filter(|one| one.slice == program.slice).collect();
+        let has_work = |one: &&Program| {
+            let connection = self.listed.get(&one.process);
+            connection.is_some() && self.ended.get(&one.process) != connection
+        };
+        let rest: Vec<&Program> = of_slice.iter().copied().filter(has_work).collect();
+        let mib: u64 = rest.iter().map(|one| one.mib).sum();
+        let is_over = rest.len() > 1 && (mib > budget.memory_mib || rest.len() > budget.max_clients as usize);
+        let is_doubted = |one: &Program| self.in_doubt.contains(&one.process);
+        let is_newer = |one: &Program| {
+            let was_refused = self.refused.get(&one.process).is_some_and(|at| *at + LEFT_ALONE > self.now);
+            one.process.age() > victim.age() && !self.may_be_spared.contains(&one.process) && !was_refused
+        };
+        let has_other =
+            |is_it: &dyn Fn(&Program) -> bool| rest.iter().any(|one| one.process != victim && is_it(one));
+        let reasons = [
+            (!terminate, "overuse is to be told alone"),
+            (self.before.contains(&victim), "it was there before"),
+            (of_slice.iter().any(|one| one.tenant != program.tenant), "the slice has several tenants"),
+            (of_slice.iter().any(|one| one.only_claims), "a member only claims the slice"),
+            (self.now > self.listed_at.min(self.seen_at) + FRESH, "nobody has looked for long"),
+            (!is_over, "the rest fits"),
+            (!is_doubted(program) && has_other(&is_doubted), "another one may have lost its work"),
+            (!is_doubted(program) && has_other(&is_newer), "a newer one is there"),
+        ];
+        reasons.into_iter().find_map(|(is_so, why)| is_so.then_some(why))
+    }
+}
+
+/// A process that is held, and the control daemon that it is a client of.
+#[derive(Clone)]
+pub(super) struct SimHeld {
+    mps: Arc<Mutex<Mps>>,
+    process: SimProcess,
+}
+
+/// Ends clients of these control daemons.
+pub(super) struct SimEnforcement {
+    pub(super) daemons: Vec<Arc<Mutex<Mps>>>,
+    pub(super) facts: Arc<Mutex<Facts>>,
+}
+
+fn lock(mps: &Mutex<Mps>) -> MutexGuard<'_, Mps> {
+    mps.lock().unwrap()
+}
+
+impl SimEnforcement {
+    fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.facts.lock().unwrap()
+    }
+
+    async fn wait_until(&self, until: Duration) {
+        let mut has_begun = false;
+        poll_fn(|_| {
+            let mut facts = self.facts();
+            if std::mem::replace(&mut has_begun, true) && facts.now >= until {
+                facts.waits_until = None;
+                return Poll::Ready(());
+            }
+            facts.waits_until = Some(until);
+            Poll::Pending
+        })
+        .await;
+    }
+
+    /// Waits for a turn, and as long as the control daemon hangs. An error: it does not answer.
+    async fn reach(&self, mps: &Mutex<Mps>) -> Result<(), String> {
+        let begun = self.facts().now;
+        self.wait_until(begun).await;
+        let is_late = self.facts().now > begun + ANSWER_TIMEOUT;
+        if lock(mps).is_hung() || is_late {
+            self.wait_until(begun + ANSWER_TIMEOUT).await;
+            return Err("has not answered for 5 s".to_owned());
+        }
+        let mut mps = lock(mps);
+        if mps.listener() != Some(mps.pid) || mps.goes_wrong(40) {
+            return Err("nobody answers".to_owned());
+        }
+        Ok(())
+    }
+}
+
+impl ClientShell for SimEnforcement {
+    type Control = Arc<Mutex<Mps>>;
+    type Held = SimHeld;
+    type GoingOn = SimProcess;
+
+    fn now(&self) -> CoreTime {
+        self.facts().now
+    }
+
+    async fn pause(&mut self, duration: Duration) {
+        let now = self.facts().now;
+        self.wait_until(now + duration).await;
+    }
+
+    async fn list(&mut self) -> Vec<(Self::Control, Result<DaemonClients, String>)> {
+        let mut answers = Vec::new();
+        let mut connections = BTreeMap::new();
+        for daemon in &self.daemons {
+            let answer = self.reach(daemon).await.map(|()| {
+                let mut mps = lock(daemon);
+                let mut clients = BTreeMap::new();
+                for (server, pids) in listed(&mut mps) {
+                    for pid in pids {
+                        let Some(client) = mps.clients.get(&pid) else { continue };
+                        let connection = client.program.connection;
+                        connections.insert(client.program.process, connection);
+                        let gpus = mps.gpus.get(client.ordinal).cloned().into_iter().collect();
+                        let connections = Connections::from([Some(connection)]);
+                        clients.insert((server, pid), ListedClient { connections, gpus });
+                    }
+                }
+                DaemonClients { gpus: Some(mps.gpus.clone()), clients, faulted: BTreeSet::new() }
+            });
+            answers.push((Arc::clone(daemon), answer));
+        }
+        let mut facts = self.facts();
+        (facts.listed, facts.listed_at) = (connections, facts.now);
+        drop(facts);
+        answers
+    }
+
+    fn hold(&mut self, pid: u32) -> Result<Option<SimHeld>, String> {
+        for daemon in &self.daemons {
+            let mut mps = lock(daemon);
+            let Some(process) = mps.clients.get(&pid).map(|client| client.program.process) else { continue };
+            let mut facts = self.facts();
+            facts.is_found(pid, Some(process));
+            facts.chosen = Some((process, facts.forbids(process)));
+            if mps.goes_wrong(40) {
+                facts.is_refused(process);
+                return Err("no file descriptor is left".to_owned());
+            }
+            return Ok(Some(SimHeld { mps: Arc::clone(daemon), process }));
+        }
+        self.facts().is_found(pid, None);
+        Ok(None)
+    }
+
+    fn is_alive(&self, held: &SimHeld) -> bool {
+        lock(&held.mps).clients.get(&held.process.pid).is_some_and(|one| one.program.process == held.process)
+    }
+
+    async fn server_status(&mut self, control: &Self::Control, server: u32) -> Result<ServerStatus, String> {
+        self.reach(control).await?;
+        let mps = lock(control);
+        let status = mps.servers.get(&server).map_or(ServerStatus::Gone, |one| one.status);
+        Ok(if mps.is_old { ServerStatus::Unsupported } else { status })
+    }
+
+    async fn go_on(&mut self, held: &SimHeld) -> Result<SimProcess, String> {
+        let client = lock(&held.mps).clients.get(&held.process.pid).cloned();
+        if client.is_some_and(|client| client.program.is_held) {
+            self.facts().is_refused(held.process);
+            return Err("it stays stopped".to_owned());
+        }
+        Ok(held.process)
+    }
+
+    /// Work is safe: a client that is asked to end was too much when it was chosen, a question before.
+    async fn terminate_client(
+        &mut self,
+        control: &Self::Control,
+        server: u32,
+        client: SimProcess,
+        may_end: Permit,
+    ) -> Result<TerminateAnswer, String> {
+        let is_faulted =
+            lock(control).servers.get(&server).is_some_and(|one| one.status == ServerStatus::Fault);
+        let why = if is_faulted && !lock(control).is_old { Some("its server handles a fault") } else { None };
+        let chosen = self.facts().chosen.filter(|(chosen, _)| *chosen == client);
+        let why = why.or_else(|| chosen.map_or(Some("nobody has chosen it"), |(_, why)| why));
+        let cause = may_end.cause();
+        assert!(
+            why.is_none() && cause == Cause::OverBudget,
+            "work-is-safe: {client:?} is ended ({cause:?}), and {why:?}"
+        );
+        let answer = self.reach(control).await;
+        let (is_late, is_lost) = {
+            let mut mps = lock(control);
+            // A control daemon that hangs may do later what it was asked for.
+            (answer.is_err() && mps.goes_wrong(2), mps.goes_wrong(5))
+        };
+        let mut has_client = false;
+        if answer.is_ok() || is_late {
+            has_client = lock(control).loses_work(client);
+        }
+        let mut facts = self.facts();
+        if is_lost || answer.is_err() {
+            facts.in_doubt.insert(client);
+            return Err("an answer got lost".to_owned());
+        }
+        if !has_client {
+            facts.is_found(client.pid, None);
+            return Ok(TerminateAnswer::NoSuchClient);
+        }
+        let connection = facts.listed.get(&client).copied().unwrap_or_default();
+        facts.ended.insert(client, connection);
+        facts.in_doubt.remove(&client);
+        Ok(TerminateAnswer::Done)
+    }
+}
+
+impl MemberShell<SimProcess> for SimEnforcement {
+    fn process(&self, held: &SimHeld) -> SimProcess {
+        held.process
+    }
+
+    fn runs(&self, process: SimProcess) -> bool {
+        let runs = self.daemons.iter().any(|daemon| {
+            lock(daemon).clients.get(&process.pid).is_some_and(|one| one.program.process == process)
+        });
+        if !runs {
+            self.facts().listed.remove(&process);
+        }
+        runs
+    }
+}
