@@ -333,3 +333,15 @@ fn a_gpu_that_left_and_comes_back_waits_for_the_clients_of_before() {
     let acts = core.on(done("shared", None, ActOutcome::Ended), NOW);
     assert_eq!(told(&acts), ["A: Start", "B: Start", "shared: release"]);
 }
+
+#[test]
+fn a_start_waits_until_the_mode_of_its_gpu_is_put_back() {
+    let mut core = serving("A", &["A"]);
+    core.on(demand(&[]), NOW);
+    core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    let acts = core.on(done("A", None, ActOutcome::Ended), NOW);
+    assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
+    assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
+    let back = CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::PutBack };
+    assert_eq!(told(&core.on(back, NOW)), ["A: Start"]);
+}

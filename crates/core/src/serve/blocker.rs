@@ -81,11 +81,6 @@ impl Blocker {
         }
     }
 
-    /// True if commands do not reach the control daemon.
-    fn is_unreached(&self) -> bool {
-        matches!(self, Self::Silent { .. } | Self::Hung { .. } | Self::PlaceTaken(_) | Self::DirectoryGone(_))
-    }
-
     /// The blocker in words, for people.
     fn describe(&self) -> String {
         match self {
@@ -134,7 +129,7 @@ impl Blockers {
     pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
         let before = self.0.remove(&ClearedBy::Look);
         let change = match (&look, &before) {
-            (None, Some(before)) if before.is_unreached() => Change::AnswersAgain,
+            (None, Some(_)) => Change::AnswersAgain,
             (Some(Blocker::Silent { .. }), None) => Change::FirstMiss,
             _ => Change::None,
         };
@@ -155,7 +150,7 @@ impl Blockers {
 
     /// True if the last check has found something.
     pub(super) fn has_failed_check(&self) -> bool {
-        self.has(ClearedBy::Look) || self.has(ClearedBy::Access)
+        self.is_unreached() || self.has(ClearedBy::Access)
     }
 
     /// True if it does not answer.
@@ -164,9 +159,9 @@ impl Blockers {
         matches!(look, Some(Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
-    /// True if commands can't reach it.
+    /// True if commands can't reach it: the last look has found another one there, or nobody who answers.
     pub(super) fn is_unreached(&self) -> bool {
-        self.0.get(&ClearedBy::Look).is_some_and(Blocker::is_unreached)
+        self.has(ClearedBy::Look)
     }
 
     pub(super) fn fault(&self) -> Option<&Fault> {
