@@ -26,7 +26,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 44] = [
+const DEFECTS: [Defect; 42] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -276,13 +276,6 @@ const DEFECTS: [Defect; 44] = [
         "work-is-safe",
     ),
     (
-        "whoever has got the PID of a client is ended for the budget",
-        "tenants/enforce.rs",
-        "if shell.process(&held) == process =>",
-        "if PUT_BACK || shell.process(&held) == process =>",
-        "work-is-safe",
-    ),
-    (
         "whoever has got the PID of a client counts as that client for the budget",
         "tenants/enforce.rs",
         "&& shell.runs(member.process)",
@@ -308,13 +301,6 @@ const DEFECTS: [Defect; 44] = [
         "tenants/watch.rs",
         "                && self.gpu.terminate\n",
         "                && (PUT_BACK || self.gpu.terminate)\n",
-        "work-is-safe",
-    ),
-    (
-        "a client is ended for a look of long ago",
-        "tenants/enforce.rs",
-        "now < one.as_of + BELIEVED_FOR",
-        "PUT_BACK || now < one.as_of + BELIEVED_FOR",
         "work-is-safe",
     ),
     (
