@@ -27,7 +27,7 @@ use common::published::usage::InUse;
 use mps_core::CoreTime;
 use mps_core::tenants::budget::Budget;
 use mps_core::tenants::{
-    BudgetWatch, Enforced, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
+    BudgetWatch, Enforced, Enforcer, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
 };
 
 /// The least time between two looks: clients that come together share one.
@@ -196,10 +196,8 @@ impl Budgets {
     }
 }
 
-type Enforcer = mps_core::tenants::Enforcer<Identity, Held>;
-
 /// An attempt that is over.
-type Attempted = (Enforcer, Vec<Victim<Identity>>);
+type Attempted = (Enforcer<Identity, Held>, Vec<Victim<Identity>>);
 
 struct GpuWatch {
     uuid: String,
@@ -221,7 +219,7 @@ struct GpuWatch {
     looked_at: Instant,
     due: Option<Instant>,
     /// The task that ends clients has it meanwhile.
-    enforcer: Enforcer,
+    enforcer: Enforcer<Identity, Held>,
 }
 
 impl GpuWatch {

@@ -127,11 +127,11 @@ impl<P> OveruseNews<P> {
 pub struct AttemptNews<P> {
     /// The ordinal of the slice.
     pub slice: u32,
-    told: Told<P>,
+    told: AttemptResult<P>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Told<P> {
+enum AttemptResult<P> {
     /// These have lost their work, and so many before that were not told.
     Ended(Vec<P>, Option<usize>),
     /// This one could not be ended.
@@ -144,24 +144,24 @@ impl<P: Copy> AttemptNews<P> {
     /// The clients to name, and whether they are counted too.
     pub fn clients(&self) -> (Vec<P>, bool) {
         match &self.told {
-            Told::Ended(ended, _) => (ended.clone(), true),
-            Told::Stays(one, _) | Told::Unknown(one, _) => ([*one].to_vec(), false),
+            AttemptResult::Ended(ended, _) => (ended.clone(), true),
+            AttemptResult::Stays(one, _) | AttemptResult::Unknown(one, _) => ([*one].to_vec(), false),
         }
     }
 
     /// The words for people, with the name of the slice, and of [`Self::clients`].
     pub fn text(&self, device: &str, clients: &str) -> String {
         match &self.told {
-            Told::Ended(_, suppressed) => {
+            AttemptResult::Ended(_, suppressed) => {
                 let before =
                     suppressed.map(|count| format!("; before, also of {count} clients that are not named"));
                 let before = before.unwrap_or_default();
                 format!("GPU work ended since {device} was over its budget, of {clients}{before}")
             }
-            Told::Stays(_, reason) => {
+            AttemptResult::Stays(_, reason) => {
                 format!("{device} is over its budget, and the work of {clients} can't be ended: {reason}")
             }
-            Told::Unknown(_, reason) => format!(
+            AttemptResult::Unknown(_, reason) => format!(
                 "{device} is over its budget, and it is not known whether the work of {clients} has ended: {reason}"
             ),
         }
@@ -340,15 +340,19 @@ impl<P: MemberProcess> BudgetWatch<P> {
         for Victim { process, state, .. } in victims {
             match state {
                 VictimState::Ended => ended.push(*process),
-                VictimState::Stays(reason) => _ = other.get_or_insert(Told::Stays(*process, reason.clone())),
-                VictimState::Unknown(reason) => other = Some(Told::Unknown(*process, reason.clone())),
+                VictimState::Stays(reason) => {
+                    _ = other.get_or_insert(AttemptResult::Stays(*process, reason.clone()));
+                }
+                VictimState::Unknown(reason) => {
+                    other = Some(AttemptResult::Unknown(*process, reason.clone()));
+                }
             }
         }
         let endings = &mut self.slices.entry(slice).or_insert_with(SliceMessages::new).endings;
         if !endings.take(ended.len(), now) {
             return Vec::new();
         }
-        let ended = (!ended.is_empty()).then(|| Told::Ended(ended, endings.suppressed()));
+        let ended = (!ended.is_empty()).then(|| AttemptResult::Ended(ended, endings.suppressed()));
         ended.into_iter().chain(other).map(|told| AttemptNews { slice, told }).collect()
     }
 }
