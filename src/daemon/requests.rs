@@ -113,6 +113,10 @@ impl Daemon {
                     let doomed = self.fleet.ended_by_force();
                     self.name_clients("apply --force", doomed).await;
                 }
+                // The clients may have been asked for so long that the asker was told that it has failed.
+                if reply.is_closed() {
+                    return;
+                }
                 self.fleet.apply(force, reply);
             }
             Request::RestartServer(gpu, reply) => self.restart_server(&gpu, reply),

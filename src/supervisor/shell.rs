@@ -397,8 +397,8 @@ impl Shell for RunShell<'_> {
         self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools.faults);
     }
 
-    fn describe(&self, clients: &[&Client]) -> String {
-        let named = clients.iter().map(|client| format!("{} ({})", client.pid, proc::program(client.pid)));
+    fn describe(&self, clients: &BTreeSet<u32>) -> String {
+        let named = clients.iter().map(|pid| format!("{pid} ({})", proc::program(*pid)));
         named.collect::<Vec<_>>().join(", ")
     }
 
@@ -426,6 +426,10 @@ impl Shell for RunShell<'_> {
             // An error means that the run has ended.
             let _ = ended.send(server).await;
         });
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.reply.as_ref().is_some_and(|reply| !reply.is_closed())
     }
 
     fn answer(&mut self, answer: Result<(), String>) {

@@ -344,7 +344,11 @@ fn a_fault_spares_clients_on_other_gpus() {
             .contains("left to its 1 client on GPUs that are well")
     });
     assert_eq!(server(&status), before);
-    only_ended_once_it_is_alone(&host, before, elsewhere, stays);
+    assert!(alive(elsewhere.id()));
+    assert_eq!(host.list().len(), 32);
+    elsewhere.end();
+    assert_ne!(server(&recovered(&host, 32)), before);
+    stays.end();
 }
 
 /// A server with a fault, a client on another of its GPUs, and one on the same GPU that stays.
@@ -360,14 +364,6 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     let stays = host.served(host.program(&["hold", "600", "--stay"]).env("CUDA_VISIBLE_DEVICES", &two));
     host.program(&["fault"]).env("CUDA_VISIBLE_DEVICES", &two).output().unwrap();
     (host, elsewhere, stays)
-}
-
-fn only_ended_once_it_is_alone(host: &Host, before: u32, elsewhere: Client, stays: Client) {
-    assert!(alive(elsewhere.id()));
-    assert_eq!(host.list().len(), 32);
-    elsewhere.end();
-    assert_ne!(server(&recovered(host, 32)), before);
-    stays.end();
 }
 
 /// A log directory without room: clients are served on, with the limits that they shall have, the daemon says what is

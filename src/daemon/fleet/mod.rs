@@ -190,7 +190,7 @@ impl Fleet {
             view.pid.map(|_| (view.id, supervisor.apply(force)))
         });
         let changed = Arc::clone(&self.tools.changed);
-        let applied = tokio::spawn(async move {
+        let answered = async move {
             let mut in_the_way = Vec::new();
             for (id, answer) in asked.into_iter().flatten() {
                 match answer.await {
@@ -199,9 +199,10 @@ impl Fleet {
                     Err(_) => in_the_way.push(busy(&id)),
                 }
             }
-            let done =
-                if in_the_way.is_empty() { Ok(()) } else { Err(RequestError::Busy(in_the_way.join("; "))) };
-            let _ = reply.send(done);
+            if in_the_way.is_empty() { Ok(()) } else { Err(RequestError::Busy(in_the_way.join("; "))) }
+        };
+        let applied = tokio::spawn(async move {
+            answer_unless_given_up(reply, answered).await;
             changed.notify_one();
         });
         if force {
@@ -232,10 +233,20 @@ impl Fleet {
             return drop(reply.send(Err(RequestError::Busy(format!("no control daemon serves {gpu}")))));
         };
         let id = id.to_owned();
-        tokio::spawn(async move {
-            let done = answer.await.unwrap_or_else(|_| Err(busy(&id)));
-            let _ = reply.send(done.map_err(RequestError::Busy));
-        });
+        tokio::spawn(answer_unless_given_up(reply, async move {
+            answer.await.unwrap_or_else(|_| Err(busy(&id))).map_err(RequestError::Busy)
+        }));
+    }
+}
+
+/// Answers a request. If its asker gives up, so do we: supervisors carry out nothing that nobody waits for.
+async fn answer_unless_given_up(
+    mut reply: Reply<()>,
+    answered: impl Future<Output = Result<(), RequestError>>,
+) {
+    tokio::select! {
+        done = answered => drop(reply.send(done)),
+        () = reply.closed() => {}
     }
 }
 

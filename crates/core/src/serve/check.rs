@@ -108,6 +108,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Keeps the state file up to date, for the next service that takes over. Its log does not matter where another control
     /// daemon is needed anyway.
     pub(super) fn keep_state_file(&mut self) {
+        // The next service does not tell what was read.
+        self.tell_fault();
         self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
     }
 

@@ -4,11 +4,10 @@
 use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
-use alloc::vec::Vec;
 use core::time::Duration;
 
 use crate::mps::ServerStatus;
-use crate::{Cause, CoreTime, GpuUuid, Permit};
+use crate::{Cause, CoreTime, Permit};
 
 /// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
 pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
@@ -42,6 +41,16 @@ impl Fault {
     pub(super) fn new(server: u32, now: CoreTime) -> Self {
         let due = now + FAULT_PAUSE;
         Self { server, since: now, clients: BTreeSet::new(), told: BTreeSet::new(), due, held_up: None }
+    }
+
+    /// The clients that were hit, on whichever GPU: a client of two GPUs has lost its work on both.
+    pub(super) fn pids(&self) -> BTreeSet<u32> {
+        self.clients.iter().map(|(_, pid)| *pid).collect()
+    }
+
+    /// Whether this is still what was known of it, and nothing new.
+    pub(super) fn is_same(&self, known: &Self) -> bool {
+        (self.server, self.since, &self.clients) == (known.server, known.since, &known.clients)
     }
 
     pub(super) fn reason(&self) -> String {
@@ -89,35 +98,28 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
     Some(!hit.iter().any(|pid| is_left(*pid)))
 }
 
-/// The fate of a server that is still faulted after the grace of its clients. Each has the clients that stay on the GPUs that
-/// were hit.
+/// The fate of a server that is still faulted after the grace of its clients. Each has the clients that stay.
 #[derive(Debug, PartialEq, Eq)]
-pub enum AfterGrace<'c, C> {
+pub enum AfterGrace {
     /// It may be ended: it holds nobody but clients that have lost their work.
-    End(Permit, Vec<&'c C>),
-    /// It is left alone: the log has named no GPU, and some of these clients, on several GPUs, are well.
-    GpuNotKnown(Vec<&'c C>),
-    /// It is left to this number of clients on other GPUs, which are well.
-    OthersAreWell(Vec<&'c C>, usize),
+    End(Permit, BTreeSet<u32>),
+    /// It is left alone: the log has named nobody, and on another GPU some of these clients may be well.
+    GpuNotKnown(BTreeSet<u32>),
+    /// It is left to this number of other clients, which are well.
+    OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides on a faulted server with these clients, where these GPUs were hit; none if nobody knows. `gpu` is the beginning of
-/// the UUID of a client's GPU, empty if it is not known.
-pub fn after_grace<'c, C>(
-    hit: &BTreeSet<GpuUuid>,
-    clients: &'c [C],
-    gpu: fn(&C) -> &str,
-) -> AfterGrace<'c, C> {
-    let was_hit =
-        |client: &&C| !gpu(client).is_empty() && hit.iter().any(|uuid| uuid.starts_with(gpu(client)));
-    let (stay, elsewhere): (Vec<&C>, Vec<&C>) =
-        clients.iter().partition(|client| hit.is_empty() || was_hit(client));
-    let several_gpus = stay.iter().any(|client| stay.iter().any(|other| gpu(other) != gpu(client)));
-    if hit.is_empty() && several_gpus {
-        AfterGrace::GpuNotKnown(stay)
-    } else if elsewhere.is_empty() {
-        AfterGrace::End(Permit::new(Cause::Fault), stay)
+/// Decides on a faulted server with these clients, where the log has named the ones that were hit; nobody if it could not be
+/// written, or if a former service has read that part. Whoever it has not named may have come between two errors, even to
+/// the same GPU. Where its control daemon has one GPU and nobody is named, the error has hit every client.
+pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
+    if named.is_empty() && !has_one_gpu {
+        return AfterGrace::GpuNotKnown(clients);
+    }
+    let well = clients.iter().filter(|pid| !named.is_empty() && !named.contains(pid)).count();
+    if well == 0 {
+        AfterGrace::End(Permit::new(Cause::Fault), clients)
     } else {
-        AfterGrace::OthersAreWell(stay, elsewhere.len())
+        AfterGrace::OthersAreWell(&clients & named, well)
     }
 }

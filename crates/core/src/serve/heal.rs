@@ -5,15 +5,14 @@ use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
-use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
 use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
 use super::shell::{Failure, News, Shell};
-use crate::mps::{Client, ServerStatus};
-use crate::{CoreTime, GpuUuid, HEALTHY_AGAIN, next_pause};
+use crate::mps::ServerStatus;
+use crate::{CoreTime, HEALTHY_AGAIN, Permit, next_pause};
 
 /// The pause between a server's end and the start of the next one, ahead of the first client.
 #[derive(Debug)]
@@ -69,13 +68,14 @@ impl<S: Shell> Serving<'_, S> {
         let Some(fault) = self.fault() else { return Ok(()) };
         let (server, age) = (fault.server, now.saturating_sub(fault.since));
         fault.due = now + next_look(age);
+        let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
             HealStep::Wait => {}
             HealStep::LookForThoseHit => self.look_for_those_hit(server).await?,
-            HealStep::LookWhoStays => self.look_who_stays(server).await?,
+            HealStep::LookWhoStays => self.look_who_stays(&known).await?,
         }
         self.show_state();
         Ok(())
@@ -83,19 +83,19 @@ impl<S: Shell> Serving<'_, S> {
 
     /// A control daemon of driver 535 can't say how its server is.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
-        let mut clients = self.shell.clients(&[server]).await?;
+        let clients = self.shell.clients(&[server]).await?;
         self.read_on().await;
         let now = self.shell.now();
         let fault = self.run.blockers.fault_mut().filter(|fault| fault.server == server);
         let Some(fault) = fault else { return Ok(()) };
-        let hit: BTreeSet<u32> = fault.clients.iter().map(|(_, pid)| *pid).collect();
-        clients.retain(|client| client.server == server && hit.contains(&client.pid));
-        let is_left = |pid| clients.iter().any(|client| client.pid == pid);
-        match is_over(&hit, is_left, now.saturating_sub(fault.since)) {
+        let hit = fault.pids();
+        let there = clients.into_iter().filter(|client| client.server == server).map(|client| client.pid);
+        let left: BTreeSet<u32> = there.filter(|pid| hit.contains(pid)).collect();
+        match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
             Some(true) => self.well_again(server).await?,
             Some(false) => {
-                let there = self.shell.describe(&clients.iter().collect::<Vec<_>>());
+                let there = self.shell.describe(&left);
                 fault.held_up = Some(format!(
                     "still there: {there}; end them, since this driver does not say when the server is well"
                 ));
@@ -116,8 +116,7 @@ impl<S: Shell> Serving<'_, S> {
         // met one.
         let is_same = self.run.blockers.fault().is_some_and(|fault| fault.server == server);
         if is_same && self.clients_hit() == known {
-            self.tell_fault();
-            self.run.blockers.clear(ClearedBy::Healing);
+            self.fault_is_over();
             self.shell.tell(News::Event, format!("server {server} has recovered"));
         }
         Ok(())
@@ -135,40 +134,37 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Tells which clients were hit, each once.
-    fn tell_fault(&mut self) {
+    pub(super) fn tell_fault(&mut self) {
         let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
             self.shell.tell_hit(server, ordinal, clients);
         }
     }
 
+    /// Everybody who was hit is told, and the next service is not to tell of it once more.
+    fn fault_is_over(&mut self) {
+        self.tell_fault();
+        self.run.blockers.clear(ClearedBy::Healing);
+        self.keep_state_file();
+    }
+
     /// After the grace: ends the server, if nobody else loses work with it. `terminate_client` would be the smaller step, but
     /// it waits for the client, which is why we are here, and the control daemon does nothing else for anybody meanwhile
     /// (measured: 32 s, until the client ended).
-    async fn look_who_stays(&mut self, server: u32) -> Result<(), Failure> {
-        let mut clients = self.shell.clients(&[server]).await?;
-        clients.retain(|client| client.server == server);
-        let hit = self.gpus_hit();
-        let unknown = self.add_clients_of_nvml(server, &hit, &mut clients).await;
-        // One that came between two errors is well, even on a GPU that the first one hit.
-        let named = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
-        let named: BTreeSet<u32> = named.map(|(_, pid)| *pid).collect();
-        let well = clients.iter_mut().filter(|one| !named.is_empty() && !named.contains(&one.pid));
-        well.for_each(|client| client.gpu_prefix.clear());
-        let held_up = match after_grace(&hit, &clients, |client| &client.gpu_prefix) {
+    async fn look_who_stays(&mut self, known: &Fault) -> Result<(), Failure> {
+        let server = known.server;
+        let listed = self.shell.clients(&[server]).await?.into_iter();
+        let mut clients = listed.filter(|client| client.server == server).map(|client| client.pid).collect();
+        let unknown = self.add_clients_of_nvml(&mut clients).await;
+        let held_up = match after_grace(&known.pids(), self.run.gpus.len() == 1, clients) {
             AfterGrace::End(..) if unknown.is_some() => format!(
                 "it is left alone, since its clients are not all known: {}",
                 unknown.unwrap_or_default()
             ),
-            AfterGrace::End(may_end, stay) => {
-                let stay = self.shell.describe(&stay);
-                let text = format!("server {server} ended: still there long after its fault: {stay}");
-                self.shell.tell(News::Warning, text);
-                return self.shell.shut_down_server(server, may_end).await;
-            }
+            AfterGrace::End(may_end, stay) => return self.end_faulted(known, may_end, &stay).await,
             AfterGrace::GpuNotKnown(stay) => format!(
-                "which GPU it was is not known any more, so the server is left to its clients on several of them: {}; \
-                 end the clients that get CUDA error 700",
+                "on which of its GPUs is not known, so the server is left to its clients: {}; end the clients that get CUDA \
+                 error 700",
                 self.shell.describe(&stay)
             ),
             AfterGrace::OthersAreWell(stay, others) => format!(
@@ -183,30 +179,36 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
+    /// Ends a server with clients that have lost their work. It may have got over its fault while they were asked for, and
+    /// have others now: so the last question before is whether it is still that fault.
+    async fn end_faulted(
+        &mut self,
+        known: &Fault,
+        may_end: Permit,
+        stay: &BTreeSet<u32>,
+    ) -> Result<(), Failure> {
+        let server = known.server;
+        self.read_on().await;
+        let is_same = self.run.blockers.fault().is_some_and(|fault| fault.is_same(known));
+        if !is_same || self.server_status(server).await? != ServerStatus::Fault {
+            return Ok(());
+        }
+        let stay = self.shell.describe(stay);
+        let text = format!("server {server} ended: still there long after its fault: {stay}");
+        self.shell.tell(News::Warning, text);
+        self.shell.shut_down_server(server, may_end).await
+    }
+
     /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. The error is NVML's about a
     /// GPU with clients that nobody knows then: one that was not hit, or any if the control daemon lists nobody.
-    async fn add_clients_of_nvml(
-        &mut self,
-        server: u32,
-        hit: &BTreeSet<GpuUuid>,
-        clients: &mut Vec<Client>,
-    ) -> Option<String> {
+    async fn add_clients_of_nvml(&mut self, clients: &mut BTreeSet<u32>) -> Option<String> {
         let (mut unknown, lists_nobody) = (None, clients.is_empty());
+        let hit = self.gpus_hit();
         for (gpu, there) in self.shell.clients_on_gpus().await {
-            let there = match there {
-                Ok(there) => there,
-                Err(error) => {
-                    let matters = lists_nobody || !hit.contains(&gpu);
-                    unknown = matters.then_some(error).or(unknown);
-                    continue;
-                }
-            };
-            for pid in there {
-                let mut same = clients.iter_mut().filter(|client| client.pid == pid);
-                match same.find(|client| client.gpu_prefix.is_empty() || client.is_on(&gpu)) {
-                    Some(known) => known.gpu_prefix.clone_from(&gpu),
-                    None => clients.push(Client { pid, id: None, server, gpu_prefix: gpu.clone() }),
-                }
+            match there {
+                Ok(there) => clients.extend(there),
+                Err(error) if lists_nobody || !hit.contains(&gpu) => unknown = Some(error),
+                Err(_) => {}
             }
         }
         unknown
@@ -215,6 +217,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Makes sure that the server's end becomes known.
     pub(super) fn watch_server(&mut self, server: u32) {
         if self.run.watched_servers.insert(server) {
+            self.run.last_watched = Some(server);
             self.shell.watch_server(server);
         }
     }
@@ -234,16 +237,13 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) async fn forget_server(&mut self, server: u32) {
         if self.fault().is_some_and(|fault| fault.server == server) {
             self.read_on().await;
-            self.tell_fault();
         }
         if self.fault().is_some_and(|fault| fault.server == server) {
-            self.run.blockers.clear(ClearedBy::Healing);
+            self.fault_is_over();
         }
-        self.run.servers.forget(server);
+        self.run.servers.has_gone(server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        if self.run.watched_servers.remove(&server) {
-            self.run.last_gone = Some(server);
-        }
+        self.run.watched_servers.remove(&server);
     }
 
     /// A server has ended.
@@ -270,16 +270,16 @@ impl<S: Shell> Serving<'_, S> {
         if !is_wanted || !is_missed || run.blockers.fault().is_some() || run.blockers.is_unreached() {
             return false;
         }
-        let (now, gone) = (self.shell.now(), run.last_gone.take());
-        if gone.is_some() && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
+        let (now, newest) = (self.shell.now(), run.servers.newest());
+        let has_served = newest.is_some_and(|(server, _)| run.last_watched == Some(server));
+        if has_served && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
             run.revival.pause = Duration::ZERO;
         }
         let words = self.shell.words();
-        let reason = match (gone, run.servers.last_exit()) {
-            (Some(server), _) => format!("server {server} has ended{words}"),
-            // It has ended before anybody could watch it.
-            (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
-            (None, None) => format!("its server has ended{words}"),
+        let reason = match newest {
+            Some((server, Some(status))) => format!("server {server} exited with status {status}{words}"),
+            Some((server, None)) => format!("server {server} has ended{words}"),
+            None => format!("its server has ended{words}"),
         };
         let revive_at = run.revival.next(now);
         run.blockers.put(Blocker::ServerEnded { reason, revive_at });

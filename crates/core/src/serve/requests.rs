@@ -15,7 +15,7 @@ const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl<S: Shell> Serving<'_, S> {
-    /// Carries a request out, even if nobody waits for its answer any more. It may end the control daemon.
+    /// Carries a request out, unless its asker has given up. It may end the control daemon.
     pub(super) async fn obey(&mut self, request: Requested) -> Option<Ended> {
         match request {
             Requested::Apply { force } => {
@@ -41,6 +41,9 @@ impl<S: Shell> Serving<'_, S> {
             let who = clients.map_or_else(|error| error, clients_counted);
             return Err(format!("{change}: in the way: {who}"));
         };
+        if !self.shell.is_awaited() {
+            return Err("nobody waits for the answer any more".to_owned());
+        }
         if self.end(may_end).await { Ok(true) } else { Err("a client came in between".to_owned()) }
     }
 
@@ -51,6 +54,9 @@ impl<S: Shell> Serving<'_, S> {
         };
         let servers = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
         for server in servers.iter().copied() {
+            if !self.shell.is_awaited() {
+                return Err("nobody waits for the answer any more".to_owned());
+            }
             self.watch_server(server);
             let ended = self.shell.shut_down_idle_server(server, may_end).await;
             ended.map_err(Failure::into_text)?;

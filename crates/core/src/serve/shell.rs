@@ -301,7 +301,7 @@ pub trait Shell: GpuShell {
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);
 
     /// These clients in words.
-    fn describe(&self, clients: &[&Client]) -> String;
+    fn describe(&self, clients: &BTreeSet<u32>) -> String;
 
     /// A client has come.
     fn client_came(&mut self, client: u32);
@@ -314,6 +314,10 @@ pub trait Shell: GpuShell {
 
     /// Makes sure that the end of a server becomes known.
     fn watch_server(&mut self, server: u32);
+
+    /// Whether whoever has asked for the request that was taken last still waits for its answer. A request that nobody waits
+    /// for any more must not be carried out: its asker was told that it has failed.
+    fn is_awaited(&self) -> bool;
 
     /// Answers the request that was taken last.
     fn answer(&mut self, answer: Result<(), String>);

@@ -102,10 +102,19 @@ fn a_client_that_came_between_two_errors_is_well() {
 
 #[test]
 fn a_server_is_left_to_its_clients_while_nobody_knows_which_gpu_it_was() {
-    let mut story = faulted(&[(1, "A"), (2, "B")], &[]);
+    // Even if all of them are on one GPU: the error may have been on the other.
+    for mut story in [faulted(&[(1, "A"), (2, "B")], &[]), faulted(&[(1, "A"), (2, "A")], &[])] {
+        story.served(60_000);
+        assert!(story.shown().contains("on which of its GPUs is not known"), "{}", story.shown());
+        assert_eq!(story.calls("shut down"), 0);
+    }
+}
+
+#[test]
+fn a_client_of_two_gpus_that_was_hit_on_one_is_well_on_none() {
+    let mut story = faulted(&[(1, "A"), (1, "B")], &[1]);
     story.served(60_000);
-    assert!(story.shown().contains("which GPU it was is not known any more"), "{}", story.shown());
-    assert_eq!(story.calls("shut down"), 0);
+    assert!(story.has_done("shut down server 200 (Fault)"));
 }
 
 #[test]

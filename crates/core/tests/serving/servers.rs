@@ -60,7 +60,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
         host.start_takes = None;
     }
     story.served(30_500);
-    assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
+    assert_eq!(story.shown(), "Backoff, not serving: server 200 has ended; its log ends here");
 }
 
 #[test]

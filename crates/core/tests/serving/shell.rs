@@ -304,8 +304,8 @@ impl Shell for HostShell {
         self.host().hit.push((server, ordinal, clients));
     }
 
-    fn describe(&self, clients: &[&Client]) -> String {
-        clients.iter().map(|client| client.pid.to_string()).collect::<Vec<_>>().join(", ")
+    fn describe(&self, clients: &BTreeSet<u32>) -> String {
+        clients.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
     }
 
     fn client_came(&mut self, client: u32) {
@@ -325,6 +325,10 @@ impl Shell for HostShell {
         host.note(format!("watch {server}"));
         host.turn_during("watch");
         host.watched.insert(server);
+    }
+
+    fn is_awaited(&self) -> bool {
+        true
     }
 
     fn answer(&mut self, answer: Result<(), String>) {

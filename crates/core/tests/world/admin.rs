@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::{Configured, Core, CoreEvent, Demand, Goal, Order};
 
-use super::{Dice, Ending, GPUS, Mode, Service, World};
+use super::mps::OLD_GPU;
+use super::{Dice, Ending, GPUS, Mode, Mood, Service, World};
 
 pub(crate) fn nothing() -> Demand<u32> {
     Demand {
@@ -26,6 +27,9 @@ impl World {
         }
         let mut chosen: Vec<String> = GPUS.iter().map(|gpu| (*gpu).to_owned()).collect();
         chosen.retain(|_| !dice.one_in(3));
+        // A GPU on which nobody knows the clients would hide what becomes of the others.
+        let is_of_faults = self.mood == Mood::Faults;
+        chosen.retain(|gpu| gpu != OLD_GPU || !is_of_faults || dice.one_in(3));
         // Programs without MPS hold this one.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
@@ -33,7 +37,7 @@ impl World {
             |id: &str, gpus: &[String]| Order { id: id.to_owned(), gpus: gpus.to_vec(), sets_modes, payload };
         let orders = if chosen.is_empty() {
             Vec::new()
-        } else if dice.one_in(2) {
+        } else if dice.one_in(2) || (is_of_faults && dice.one_in(2)) {
             vec![order("shared", &chosen)]
         } else {
             chosen.iter().map(|gpu| order(gpu, std::slice::from_ref(gpu))).collect()
@@ -163,8 +167,8 @@ impl World {
         let Some(one) = dice.pick(&running).and_then(|pid| self.daemons.get(pid)) else { return };
         let came: Vec<Option<u32>> = (0..=dice.below(4))
             .map(|_| {
-                let ordinal = dice.below(one.gpus.len());
-                one.lock().client_comes(ordinal)
+                let ordinals = (0..=usize::from(dice.one_in(3))).map(|_| dice.below(one.gpus.len()));
+                one.lock().client_comes(ordinals.collect())
             })
             .collect();
         self.add_to_story(|| format!("clients come: {came:?}"));

@@ -125,7 +125,7 @@ impl World {
         for one in self.daemons.values() {
             let mps = one.lock();
             let Some(ordinal) = mps.gpus.iter().position(|one| one == gpu) else { continue };
-            let there = mps.clients.values().filter(|client| client.ordinal == ordinal);
+            let there = mps.clients.values().filter(|client| client.ordinals.contains(&ordinal));
             all.extend(there.map(|client| client.program.clone()));
         }
         all

@@ -7,7 +7,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
-use mps_core::serve::{ClientsOnGpus, Failure, GpuReach, News, Occurrence, Requested, Said, Shell, Showing};
+use mps_core::serve::{
+    ClientsOnGpus, Failure, GpuReach, News, Occurrence, Requested, Said, Shell, Showing, ShownAs,
+};
 use mps_core::{CoreTime, Permit};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
@@ -68,7 +70,9 @@ impl SimShell {
         effect: impl FnOnce(&mut Mps) -> Result<T, Failure> + Send,
     ) -> Result<T, Failure> {
         self.lock().reader.questions.push(question);
-        self.turn().await;
+        if !std::mem::take(&mut self.lock().is_quick) {
+            self.turn().await;
+        }
         let hangs_for = {
             let mps = self.lock();
             let is_asked = mps.taken_by.is_none() && mps.listener().is_some();
@@ -136,7 +140,8 @@ impl SimShell {
         if let Some(server) = mps.reader.ended.pop_front() {
             return Some(Occurrence::ServerEnded(server));
         }
-        let request = if takes_requests { mps.reader.requests.pop_front() } else { None }?;
+        let (asked, request) = if takes_requests { mps.reader.requests.pop_front() } else { None }?;
+        mps.reader.asked_at = Some(asked);
         mps.reader.is_forced = request == Requested::Apply { force: true };
         Some(Occurrence::Asked(request))
     }
@@ -251,12 +256,17 @@ impl Shell for SimShell {
         let effect = |mps: &mut Mps| {
             let listed = listed(mps);
             let pids = listed.into_values().flatten();
-            let client = |pid: u32| {
-                let one = mps.clients.get(&pid)?;
-                let gpu_prefix = mps.gpus.get(one.ordinal)?.clone();
-                Some(Client { pid, id: Some(u64::from(pid)), server: one.server, gpu_prefix })
+            let on_gpus = |pid: u32| {
+                let one = mps.clients.get(&pid).cloned().into_iter();
+                one.flat_map(move |one| {
+                    one.ordinals.into_iter().map(move |ordinal| (pid, one.server, ordinal))
+                })
             };
-            Ok(pids.filter_map(client).collect())
+            let client = |(pid, server, ordinal): (u32, u32, usize)| {
+                let gpu_prefix = mps.gpus.get(ordinal)?.clone();
+                Some(Client { pid, id: Some(u64::from(pid)), server, gpu_prefix })
+            };
+            Ok(pids.flat_map(on_gpus).filter_map(client).collect())
         };
         self.ask("clients", Vec::new(), effect).await
     }
@@ -276,6 +286,8 @@ impl Shell for SimShell {
             mps.end_server(server, false, Some(may_end.cause()));
             Ok(())
         };
+        // The control daemon does it as soon as it is asked: nobody comes between the last question before and this one.
+        self.lock().is_quick = true;
         self.command("shut_down_server", (), effect).await
     }
 
@@ -321,6 +333,7 @@ impl Shell for SimShell {
     }
 
     async fn quit(&mut self, may_end: Permit) -> bool {
+        self.lock().begins_to_end();
         if self.listener() != Some(self.pid()) {
             return false;
         }
@@ -348,7 +361,7 @@ impl Shell for SimShell {
         self.turn().await;
         let mps = self.lock();
         let on = |ordinal: usize| {
-            let there = mps.clients.iter().filter(|(_, one)| one.ordinal == ordinal);
+            let there = mps.clients.iter().filter(|(_, one)| one.ordinals.contains(&ordinal));
             there.map(|(pid, _)| *pid).collect()
         };
         let list = |(ordinal, gpu): (usize, &String)| {
@@ -392,8 +405,14 @@ impl Shell for SimShell {
         self.admission.apply(Some(&mut self.lock())).err()
     }
 
+    /// Who was hit is told before the state file says that this part of the log was read: no other service tells it.
     fn keep_state_file(&mut self, _: bool) {
         let mut mps = self.lock();
+        let untold = mps.reader.read.difference(&mps.reader.told).next();
+        assert!(
+            untold.is_none(),
+            "who-was-hit-is-told: {untold:?} is written down as read, and was not told"
+        );
         if !mps.disk_is_full {
             mps.read_until = mps.reader.position.max(mps.reader.quiet_until);
         }
@@ -420,14 +439,21 @@ impl Shell for SimShell {
 
     fn show(&mut self, shown: Showing) {
         let mut mps = self.lock();
+        if let Showing::State { state: Some(state), .. } = &shown {
+            mps.check_server_named(state);
+        }
         let reader = &mut mps.reader;
         match shown {
             Showing::State { state, ends_when_idle } => {
                 reader.ends_when_idle = ends_when_idle;
+                let is_over = state.as_ref().is_some_and(|state| state.state != ShownAs::Faulted);
                 if state.is_some() && state != reader.state {
                     reader.news += 1;
                     reader.state = state;
                     self.check_limits_are_in_force(&mps);
+                }
+                if is_over {
+                    mps.fault_is_over();
                 }
             }
             Showing::Servers { alive, gpus } => {
@@ -443,7 +469,7 @@ impl Shell for SimShell {
         self.lock().tell_hit(server, ordinal, &clients);
     }
 
-    fn describe(&self, clients: &[&Client]) -> String {
+    fn describe(&self, clients: &BTreeSet<u32>) -> String {
         format!("{} clients", clients.len())
     }
 
@@ -462,7 +488,12 @@ impl Shell for SimShell {
         }
     }
 
+    fn is_awaited(&self) -> bool {
+        self.lock().is_awaited()
+    }
+
     fn answer(&mut self, _: Result<(), String>) {
-        self.lock().reader.is_forced = false;
+        let reader = &mut self.lock().reader;
+        (reader.is_forced, reader.asked_at) = (false, None);
     }
 }

@@ -241,7 +241,8 @@ impl ClientShell for SimEnforcement {
                         let Some(client) = mps.clients.get(&pid) else { continue };
                         let connection = client.program.connection;
                         connections.insert(client.program.process, connection);
-                        let gpus = mps.gpus.get(client.ordinal).cloned().into_iter().collect();
+                        let on = client.ordinals.iter();
+                        let gpus = on.filter_map(|ordinal| mps.gpus.get(*ordinal).cloned()).collect();
                         let connections = Connections::from([Some(connection)]);
                         clients.insert((server, pid), ListedClient { connections, gpus });
                     }

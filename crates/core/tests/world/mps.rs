@@ -8,7 +8,7 @@ use mps_core::mps::{Meaning, ServerStatus};
 
 use super::Dice;
 use super::budgets::{Program, SimProcess};
-use super::reader::Reader;
+use super::reader::{PATIENCE, Reader};
 use super::starting::Spawning;
 
 /// The time until a server that was started is ready.
@@ -47,8 +47,9 @@ pub(super) struct SimServer {
 #[derive(Debug, Clone)]
 pub(super) struct SimClient {
     pub(super) server: u32,
-    pub(super) ordinal: usize,
-    /// It has lost its work to a fatal GPU error.
+    /// The GPUs that it uses.
+    pub(super) ordinals: BTreeSet<usize>,
+    /// It has lost its work to a fatal GPU error, on all of its GPUs.
     pub(super) is_hit: bool,
     pub(super) program: Program,
 }
@@ -78,6 +79,8 @@ pub(super) struct Hurt {
     pub(super) cause: Cause,
     /// An administrator has just asked for a change by force.
     pub(super) is_forced: bool,
+    /// The asker was told before that it has failed.
+    pub(super) is_given_up: bool,
 }
 
 /// A control daemon with all that belongs to it.
@@ -113,6 +116,8 @@ pub(super) struct Mps {
     /// The part of the log that the service has written down as read.
     pub(super) read_until: usize,
     pub(super) hits: BTreeSet<Hit>,
+    /// The clients that a service has told of, and whose fault it has seen the end of.
+    pub(super) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     came: u32,
     /// The PID of a client that has left, which the next one may get.
@@ -125,6 +130,8 @@ pub(super) struct Mps {
     /// Its start asks for this, and can't have it.
     pub(super) spawning: Option<Spawning>,
     pub(super) can_not_spawn: bool,
+    /// The next question is answered at once.
+    pub(super) is_quick: bool,
 }
 
 impl Mps {
@@ -154,6 +161,7 @@ impl Mps {
             log: Vec::new(),
             read_until: 0,
             hits: BTreeSet::new(),
+            over: BTreeSet::new(),
             later: Vec::new(),
             came: 0,
             free_pid: None,
@@ -162,6 +170,7 @@ impl Mps {
             reader: Reader::default(),
             spawning: None,
             can_not_spawn: false,
+            is_quick: false,
         }
     }
 
@@ -325,11 +334,13 @@ impl Mps {
     }
 
     fn lose_clients(&mut self, cause: Option<Cause>, is_one: impl Fn(&SimClient) -> bool) {
+        let begun = self.reader.end_begun;
+        let is_given_up = self.reader.asked_at.is_some_and(|asked| begun >= asked + PATIENCE);
         let (hurt, is_forced) = (&mut self.hurt, self.reader.is_forced);
         self.clients.retain(|_, client| {
             let is_lost = is_one(client);
             if let Some(cause) = cause.filter(|_| is_lost) {
-                hurt.push(Hurt { is_hit: client.is_hit, cause, is_forced });
+                hurt.push(Hurt { is_hit: client.is_hit, cause, is_forced, is_given_up });
             }
             !is_lost
         });
@@ -349,8 +360,8 @@ impl Mps {
         }
     }
 
-    /// A client comes to a GPU. Returns its PID, unless it has to wait.
-    pub(super) fn client_comes(&mut self, ordinal: usize) -> Option<u32> {
+    /// A client comes to some GPUs. Returns its PID, unless it has to wait.
+    pub(super) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
         if self.is_hung() || self.quits_when_idle || self.listener() != Some(self.pid) {
             return None;
         }
@@ -361,8 +372,10 @@ impl Mps {
             return None;
         }
         let server = self.start_server();
-        let there = self.clients.values().filter(|one| one.ordinal == ordinal).count();
-        if there >= CAPACITY {
+        let is_full = |ordinal: &usize| {
+            self.clients.values().filter(|one| one.ordinals.contains(ordinal)).count() >= CAPACITY
+        };
+        if ordinals.iter().any(is_full) {
             self.say(Meaning::ClientRefused { server, capacity: 3 });
             return None;
         }
@@ -371,7 +384,7 @@ impl Mps {
         let pid =
             self.free_pid.take().filter(|_| !self.is_calm && self.came.is_multiple_of(2)).unwrap_or(new_pid);
         let program = Program::new(pid, start_time);
-        self.clients.insert(pid, SimClient { server, ordinal, is_hit: false, program });
+        self.clients.insert(pid, SimClient { server, ordinals, is_hit: false, program });
         self.say(Meaning::ClientAdmitted(pid));
         Some(pid)
     }
@@ -399,9 +412,11 @@ impl Mps {
 
     /// A client meets a fatal GPU error, which hits every client on its GPU, and no other.
     pub(super) fn fault(&mut self, pid: u32) {
-        let Some(SimClient { server, ordinal, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
+        let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;
         };
+        let ordinals: Vec<usize> = ordinals.into_iter().collect();
+        let Some(ordinal) = self.dice.pick(&ordinals).copied() else { return };
         // A control daemon that can't say how a server is lists its clients.
         let lists = self.is_old || self.dice.one_in(2);
         let Some(one) = self.servers.get_mut(&server).filter(|one| one.status == ServerStatus::Active) else {
@@ -411,14 +426,16 @@ impl Mps {
         one.lists = lists;
         self.say(Meaning::FaultHandling { server });
         let mut pause = Duration::ZERO;
-        let hit = self.clients.iter_mut().filter(|(_, one)| (one.server, one.ordinal) == (server, ordinal));
-        let hit: Vec<u32> = hit
-            .map(|(client, one)| {
-                one.is_hit = true;
-                *client
-            })
-            .collect();
-        for client in hit {
+        let there = self.clients.iter_mut().filter(|(_, one)| one.server == server);
+        let mut hit = Vec::new();
+        for (client, one) in there.filter(|(_, one)| one.ordinals.contains(&ordinal)) {
+            one.is_hit = true;
+            // Sometimes the log names it on its other GPUs too.
+            let everywhere = self.dice.one_in(2);
+            let named = one.ordinals.iter().filter(|one| everywhere || **one == ordinal);
+            hit.extend(named.map(|ordinal| (server, *ordinal, *client)));
+        }
+        for (server, ordinal, client) in hit {
             self.hits.insert((server, ordinal, client));
             let line = Meaning::TornDown { server, client, ordinal };
             if self.dice.one_in(2) {

@@ -19,8 +19,10 @@ impl GpuShell for SimShell {
                 return Err("it fell off the bus".to_owned());
             }
             let ordinal = mps.gpus.iter().position(|one| one == gpu);
-            let clients =
-                mps.clients.iter().filter(|(_, one)| Some(one.ordinal) == ordinal && gpu != OLD_GPU);
+            let clients = mps
+                .clients
+                .iter()
+                .filter(|(_, one)| gpu != OLD_GPU && ordinal.is_some_and(|gpu| one.ordinals.contains(&gpu)));
             let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && ordinal.is_some());
             let client = |(pid, _)| SeenProcess { pid, via_mps: true };
             let server = |(pid, _)| SeenProcess { pid, via_mps: false };

@@ -8,6 +8,9 @@ use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 
 use super::mps::{Hit, Mps};
 
+/// The time after which whoever asks for something is told that there was no answer.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+
 /// The most that is asked and waited for in one moment, without anything from outside.
 const MOST_IN_A_MOMENT: usize = 400;
 
@@ -33,12 +36,21 @@ pub(super) struct Reader {
     /// The servers that are watched for their end.
     pub(super) watched: BTreeSet<u32>,
     pub(super) ended: VecDeque<u32>,
-    pub(super) requests: VecDeque<Requested>,
+    /// The requests that wait, each with the moment when it was made.
+    pub(super) requests: VecDeque<(Duration, Requested)>,
+    /// The moment of the request that was taken last, until it is answered.
+    pub(super) asked_at: Option<Duration>,
+    /// The moment of the decision to end the control daemon with its clients.
+    pub(super) end_begun: Duration,
     /// The request that was taken last was to make a change by force.
     pub(super) is_forced: bool,
     pub(super) waits: Waits,
     pub(super) state: Option<ShownState>,
     pub(super) ends_when_idle: bool,
+    /// The server that was told to have ended last.
+    missed_server: u32,
+    /// The newest server that the log has told of.
+    pub(super) newest_server: u32,
     pub(super) servers: Vec<u32>,
     pub(super) gpus: BTreeMap<String, ShownGpu>,
     /// The thread percentage that is shown as in force.
@@ -52,6 +64,8 @@ pub(super) struct Reader {
     /// The clients that the log has named as news, and the clients that were told.
     pub(super) read: BTreeSet<Hit>,
     pub(super) told: BTreeSet<Hit>,
+    /// The clients of them whose fault is shown as over.
+    over: BTreeSet<Hit>,
     /// The questions to the control daemon.
     pub(super) questions: Vec<&'static str>,
     /// The steps in this moment.
@@ -95,6 +109,7 @@ impl Mps {
             let hit = (server, ordinal, *client);
             assert!(self.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
             assert!(self.reader.told.insert(hit), "who-was-hit-is-told: {hit:?} is told twice");
+            assert!(!self.over.contains(&hit), "who-was-hit-is-told: {hit:?} was told by the service before");
             self.reader.words.push(format!("client {client} was hit on the GPU with number {ordinal}"));
         }
     }
@@ -104,6 +119,37 @@ impl Mps {
         match self.reader.waits {
             Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
             Waits::Nothing | Waits::Turn(_) => None,
+        }
+    }
+
+    /// The right server is named: an end is told of the server that has ended, and not of one before.
+    pub(super) fn check_server_named(&mut self, state: &ShownState) {
+        let named =
+            state.reason.strip_prefix("server ").and_then(|rest| rest.split(' ').next()?.parse().ok());
+        let Some(named) = named.filter(|_| state.state == ShownAs::Backoff) else { return };
+        let newest = self.reader.newest_server;
+        // The next one may have come meanwhile, for a client.
+        let has_next = self.servers.keys().any(|server| *server > named);
+        let is_right = named == self.reader.missed_server || named >= newest || has_next;
+        self.reader.missed_server = named;
+        assert!(is_right, "the-right-server-is-named: {}, but {newest} came later", state.reason);
+    }
+
+    pub(super) fn begins_to_end(&mut self) {
+        self.reader.end_begun = self.now;
+    }
+
+    /// Whether whoever has asked for the request that was taken last still waits.
+    pub(super) fn is_awaited(&self) -> bool {
+        self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
+    }
+
+    /// No fault is shown any more: the next service does not tell who was hit, if the state file could be written.
+    pub(super) fn fault_is_over(&mut self) {
+        let new = &self.reader.told - &self.reader.over;
+        self.reader.over.extend(&new);
+        if !self.disk_is_full {
+            self.over.extend(new);
         }
     }
 

@@ -278,7 +278,9 @@ impl Script {
             Deed::Force => {
                 for watched in self.world.service.iter().flat_map(|service| service.watched.values()) {
                     let request = Requested::Apply { force: true };
-                    watched.mps.lock().unwrap().reader.requests.push_back(request);
+                    let mut mps = watched.mps.lock().unwrap();
+                    let asked = (mps.now, request);
+                    mps.reader.requests.push_back(asked);
                 }
             }
             Deed::KillServer { id } => {
@@ -300,7 +302,7 @@ impl Script {
     fn comes(&mut self, client: ClientNumber, gpu: &'static str, stays: bool) -> u32 {
         let daemon = &self.world.daemons[&self.takes_a_client(gpu).unwrap()];
         let ordinal = daemon.gpus.iter().position(|one| one == gpu).unwrap();
-        let pid = daemon.lock().client_comes(ordinal).expect("a client that is taken");
+        let pid = daemon.lock().client_comes([ordinal].into()).expect("a client that is taken");
         self.came = client + 1;
         self.clients.insert(client, Attendant { pid, gpu, stays });
         self.numbers.insert(pid, client);

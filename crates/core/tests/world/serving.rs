@@ -32,6 +32,12 @@ impl Watched {
                 self.mps.lock().unwrap().tell_hit(server, ordinal, &clients);
             }
         }
+        let mps = self.mps.lock().unwrap();
+        let untold = mps.reader.read.difference(&mps.reader.told).next();
+        assert!(
+            untold.is_none(),
+            "who-was-hit-is-told: {untold:?} is not told, and its control daemon has ended"
+        );
     }
 }
 
@@ -250,6 +256,8 @@ impl World {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
         let mut mps = watched.mps.lock().unwrap();
         for hurt in std::mem::take(&mut mps.hurt) {
+            let is_forced = hurt.cause == Cause::Forced;
+            assert!(!is_forced || !hurt.is_given_up, "given-up-is-not-done: {hurt:?} of {id}");
             let is_asked_for = match hurt.cause {
                 // The act itself was looked at when it began.
                 Cause::Stop | Cause::Disabled => true,

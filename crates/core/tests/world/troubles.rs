@@ -14,17 +14,25 @@ impl World {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
         let Some(pid) = dice.pick(&running).copied() else { return };
+        let kind = dice.below(19);
+        if kind >= 16 {
+            return self.others_come_after_a_fault(pid, dice);
+        }
         let Some(one) = self.daemons.get(&pid) else { return };
         let mut mps = one.lock();
         let now = mps.now;
         let servers: Vec<u32> = mps.servers.keys().copied().collect();
         let server = dice.pick(&servers).copied();
-        let what = match dice.below(16) {
+        let what = match kind {
             0..5 => {
                 let clients: Vec<u32> = mps.clients.keys().copied().collect();
                 let Some(client) = dice.pick(&clients).copied() else { return };
+                mps.log_is_lost |= dice.one_in(4);
                 mps.fault(client);
-                format!("client {client} of {pid} meets a fatal GPU error")
+                format!(
+                    "client {client} of {pid} meets a fatal GPU error; its log is lost: {}",
+                    mps.log_is_lost
+                )
             }
             5 | 6 => {
                 let Some(server) = server else { return };
@@ -70,6 +78,30 @@ impl World {
         self.add_to_story(|| what);
     }
 
+    /// Whoever was hit ends at last, just while the service looks who stays: its server is well again, and others come to it
+    /// at once.
+    fn others_come_after_a_fault(&mut self, pid: u32, dice: &mut Dice) {
+        self.advance(self.now + Duration::from_secs(6));
+        (0..dice.below(8)).for_each(|_| self.carry_on(dice));
+        let Some(one) = self.daemons.get(&pid) else { return };
+        let hit: Vec<u32> = {
+            let mps = one.lock();
+            mps.clients.iter().filter(|(_, client)| client.is_hit).map(|(client, _)| *client).collect()
+        };
+        if hit.is_empty() {
+            return;
+        }
+        for client in &hit {
+            one.lock().client_leaves(*client);
+        }
+        self.add_to_story(|| format!("whoever was hit of {pid} leaves: {hit:?}"));
+        self.bury();
+        self.advance(self.now + Duration::from_millis(250));
+        let Some(one) = self.daemons.get(&pid) else { return };
+        let came = one.lock().client_comes([dice.below(one.gpus.len())].into());
+        self.add_to_story(|| format!("a client comes: {came:?}"));
+    }
+
     /// An administrator asks for something.
     pub(super) fn request(&mut self, dice: &mut Dice) {
         let requests = [
@@ -82,9 +114,10 @@ impl World {
         let ids: Vec<&String> = service.watched.keys().collect();
         let Some(id) = dice.pick(&ids).map(|id| (*id).clone()) else { return };
         if let Some(watched) = service.watched.get(&id) {
-            let requests = &mut watched.mps.lock().unwrap().reader.requests;
-            if requests.len() < 4 {
-                requests.push_back(request);
+            let mut mps = watched.mps.lock().unwrap();
+            let asked = (mps.now, request);
+            if mps.reader.requests.len() < 4 {
+                mps.reader.requests.push_back(asked);
             }
         }
         self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
@@ -93,11 +126,12 @@ impl World {
     /// An administrator forces a change where the service says that nobody else can: it does not know the clients.
     pub(super) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
-            let reader = &mut watched.mps.lock().unwrap().reader;
+            let mps = &mut *watched.mps.lock().unwrap();
+            let (now, reader) = (mps.now, &mut mps.reader);
             let is_asked_for =
                 reader.state.as_ref().is_some_and(|state| state.reason.contains("apply --force"));
             if is_asked_for && reader.ends_when_idle && reader.requests.is_empty() {
-                reader.requests.push_back(Requested::Apply { force: true });
+                reader.requests.push_back((now, Requested::Apply { force: true }));
             }
         }
     }
