@@ -27,7 +27,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 48] = [
+const DEFECTS: [Defect; 47] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -352,13 +352,6 @@ const DEFECTS: [Defect; 48] = [
         "        self.tell_fault();\n",
         "        if !PUT_BACK { self.tell_fault(); }\n",
         "who-was-hit-is-told",
-    ),
-    (
-        "the end of a server is told of the one before",
-        "serve/servers.rs",
-        "self.newest.filter(|_| self.gone",
-        "self.newest.filter(|_| PUT_BACK || self.gone",
-        "the-right-server-is-named",
     ),
     (
         "a request is carried out that nobody waits for any more",

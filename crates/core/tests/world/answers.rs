@@ -25,9 +25,6 @@ pub(super) fn read_line(mps: &mut Mps) -> Option<Said> {
     let meaning = mps.log.get(mps.reader.position)?.clone();
     let is_news = mps.reader.position >= mps.reader.quiet_until;
     mps.reader.position += 1;
-    if let Meaning::ServerReady(server) = meaning {
-        mps.reader.newest_server = mps.reader.newest_server.max(server);
-    }
     if let (Meaning::TornDown { server, client, ordinal }, true) = (&meaning, is_news) {
         mps.reader.read.insert((*server, *ordinal, *client));
     }

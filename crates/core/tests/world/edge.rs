@@ -439,9 +439,6 @@ impl Shell for SimShell {
 
     fn show(&mut self, shown: Showing) {
         let mut mps = self.lock();
-        if let Showing::State { state: Some(state), .. } = &shown {
-            mps.check_server_named(state);
-        }
         let reader = &mut mps.reader;
         match shown {
             Showing::State { state, ends_when_idle } => {

@@ -47,10 +47,6 @@ pub(super) struct Reader {
     pub(super) waits: Waits,
     pub(super) state: Option<ShownState>,
     pub(super) ends_when_idle: bool,
-    /// The server that was told to have ended last.
-    missed_server: u32,
-    /// The newest server that the log has told of.
-    pub(super) newest_server: u32,
     pub(super) servers: Vec<u32>,
     pub(super) gpus: BTreeMap<String, ShownGpu>,
     /// The thread percentage that is shown as in force.
@@ -120,19 +116,6 @@ impl Mps {
             Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
             Waits::Nothing | Waits::Turn(_) => None,
         }
-    }
-
-    /// The right server is named: an end is told of the server that has ended, and not of one before.
-    pub(super) fn check_server_named(&mut self, state: &ShownState) {
-        let named =
-            state.reason.strip_prefix("server ").and_then(|rest| rest.split(' ').next()?.parse().ok());
-        let Some(named) = named.filter(|_| state.state == ShownAs::Backoff) else { return };
-        let newest = self.reader.newest_server;
-        // The next one may have come meanwhile, for a client.
-        let has_next = self.servers.keys().any(|server| *server > named);
-        let is_right = named == self.reader.missed_server || named >= newest || has_next;
-        self.reader.missed_server = named;
-        assert!(is_right, "the-right-server-is-named: {}, but {newest} came later", state.reason);
     }
 
     pub(super) fn begins_to_end(&mut self) {
