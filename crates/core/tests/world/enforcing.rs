@@ -263,12 +263,6 @@ impl ClientShell for SimEnforcement {
             let Some(process) = mps.clients.get(&pid).map(|client| client.program.process) else { continue };
             let mut facts = self.facts();
             facts.is_found(pid, Some(process));
-            // Whoever has left since has no work.
-            let runs = |one: &SimProcess| {
-                mps.clients.get(&one.pid).is_none_or(|client| client.program.process == *one)
-                    && (one.pid / 1000 != mps.pid || mps.clients.contains_key(&one.pid))
-            };
-            facts.listed.retain(|one, _| runs(one));
             facts.chosen = Some((process, facts.forbids(process)));
             if mps.goes_wrong(40) {
                 facts.is_refused(process);
@@ -281,7 +275,7 @@ impl ClientShell for SimEnforcement {
     }
 
     fn is_alive(&self, held: &SimHeld) -> bool {
-        lock(&held.mps).clients.get(&held.process.pid).is_some_and(|one| one.program.process == held.process)
+        self.runs(held.process)
     }
 
     async fn server_status(&mut self, control: &Self::Control, server: u32) -> Result<ServerStatus, String> {
