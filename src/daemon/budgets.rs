@@ -30,7 +30,7 @@ impl Daemon {
     /// Tells the event of a watch, or answers it.
     pub(super) fn handle_budget_event(&mut self, event: BudgetEvent) {
         match event {
-            BudgetEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients(false))),
+            BudgetEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients())),
             BudgetEvent::Event(text) => self.event(text),
             BudgetEvent::Looked(published) => {
                 self.settle();

@@ -3,18 +3,17 @@
 
 use std::sync::Arc;
 
+use mps_core::tenants::TerminationError;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
-use tokio::time::Instant;
 
 use super::fleet::Fleet;
 use super::{Daemon, reload};
 use crate::dbus::{Reply, Request};
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ServingDaemon};
-use crate::tenants::describe::describe;
-use crate::tenants::ending::EndingShell;
-use crate::tenants::terminate::{self, TerminationError};
+use crate::tenants::describe::{Whose, describe};
+use crate::tenants::terminate::{self, Processes};
 use common::bus::error::RequestError;
 use common::config::MayTerminate;
 use common::host::blocking::Blocking;
@@ -43,6 +42,7 @@ pub(super) struct Requests {
     of_users: Arc<Semaphore>,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
+    nvml: ComputeModes,
     /// Takes the terminations that have ended beside the loop.
     terminated: mpsc::Sender<EndedTermination>,
 }
@@ -64,6 +64,7 @@ impl Requests {
             listings,
             of_users: Arc::new(Semaphore::new(OF_USERS)),
             kernel: Blocking::new(TERMINATIONS),
+            nvml: compute_modes.clone(),
             terminated,
         }
     }
@@ -129,13 +130,14 @@ impl Daemon {
             Ok(begun) => begun,
             Err(error) => return drop(reply.send(Err(error))),
         };
-        let shell = EndingShell::new(self.fleet.with_clients(self.plan.is_err()), Instant::now());
-        let (kernel, terminated) = (self.requests.kernel.clone(), self.requests.terminated.clone());
-        let (event, slices) = (wanted.event(), self.fleet.slices());
+        let daemons = self.fleet.with_clients();
+        let (kernel, nvml) = (self.requests.kernel.clone(), self.requests.nvml.clone());
+        let processes = Processes::new(self.fleet.slices(), kernel, nvml);
+        let (event, terminated) = (wanted.event(), self.requests.terminated.clone());
         tokio::spawn(async move {
-            let (had_work, ended) = terminate::terminate(shell, wanted, slices, kernel).await;
+            let (had_work, ended) = terminate::terminate(daemons, wanted, processes).await;
             let event = describe(had_work).map(|clients| event + &clients);
-            let answer = ended.map_err(RequestError::from);
+            let answer = ended.map_err(|error| not_ended(&error));
             drop(place);
             let _ = terminated.send(EndedTermination { event, answer, reply }).await;
         });
@@ -196,15 +198,13 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<TerminationTarget, 
     names.into_iter().map(slice).collect::<Result<_, _>>().map(TerminationTarget::Slices)
 }
 
-impl From<TerminationError> for RequestError {
-    fn from(error: TerminationError) -> Self {
-        let text = error.to_string();
-        match error {
-            TerminationError::NoSuchClient(_) | TerminationError::NotTheirs { .. } => {
-                Self::NoSuchClient(text)
-            }
-            _ => Self::Failed(text),
+fn not_ended(error: &TerminationError<Whose>) -> RequestError {
+    let text = error.to_string();
+    match error {
+        TerminationError::NoSuchClient(_) | TerminationError::NotTheirs { .. } => {
+            RequestError::NoSuchClient(text)
         }
+        _ => RequestError::Failed(text),
     }
 }
 

@@ -113,16 +113,13 @@ impl Supervisor {
         self.control.clone()
     }
 
-    /// The same at this moment, and whether it is ours. If none of ours runs, it leads to the control daemon of somebody else
-    /// that listens in the pipe directory, since clients in its containers are clients of that control daemon.
-    pub(crate) fn control_in_place(&self) -> Option<(Arc<Control>, bool)> {
-        let ours = self.control.borrow().clone().map(|control| (control, true));
-        ours.or_else(|| {
-            let status = self.status.borrow();
-            let directories = [&status.view.control_directory, &status.view.pipe_directory];
-            let mut there = directories.into_iter().map(|directory| self.front_ends.control_in(directory));
-            there.find(|control| control.daemon_pid().is_some()).map(|control| (Arc::new(control), false))
-        })
+    /// The way to the control daemon that listens in the pipe directory, which is somebody else's if none of ours runs: clients
+    /// in its containers are clients of that control daemon.
+    pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
+        let status = self.status.borrow();
+        let directories = [&status.view.control_directory, &status.view.pipe_directory];
+        let mut there = directories.into_iter().map(|directory| self.front_ends.control_in(directory));
+        there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
     /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the

@@ -340,7 +340,7 @@ impl GpuWatch {
         tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
             let _ = events.send(BudgetEvent::Daemons(reply)).await;
-            let mut shell = EndingShell::new(answer.await.unwrap_or_default(), begun);
+            let mut shell = EndingShell::new(answer.await.unwrap_or_default(), begun, ());
             let Enforced { victims, broken_off } =
                 enforcer.enforce(&mut shell, || over.borrow().clone()).await;
             if let Some(reason) = broken_off {
@@ -370,6 +370,10 @@ impl GpuWatch {
 }
 
 impl MemberShell<Identity> for EndingShell {
+    fn identify(&self, pid: u32) -> Option<Identity> {
+        Identity::read(pid).ok()
+    }
+
     fn process(&self, held: &Held) -> Identity {
         held.identity()
     }

@@ -5,38 +5,47 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{ClientShell, DaemonClients, TerminateAnswer, by_client};
+use mps_core::tenants::{ClientShell, DaemonClients, TerminateAnswer, UnknownClients, by_client};
 use mps_core::{CoreTime, Permit};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::process::{GoingOn, Held};
+use common::host::identity::Identity;
+use common::host::proc;
 
 /// A control daemon that may have clients.
 #[derive(Debug, Clone)]
 pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
-    /// The UUIDs of its GPUs. None if it is somebody else's.
-    pub gpus: Option<Vec<String>>,
+    /// None if it is somebody else's, which listens where one of ours would.
+    pub ours: Option<OwnDaemon>,
 }
 
-/// Ends the work of clients of these control daemons.
+/// The process of a control daemon of ours, and the UUIDs of its GPUs.
+#[derive(Debug, Clone)]
+pub(crate) struct OwnDaemon {
+    pub process: Identity,
+    pub gpus: Vec<String>,
+}
+
+/// Ends the work of clients of these control daemons. `processes` is all that the reason for it takes beyond that.
 #[derive(Debug)]
-pub(crate) struct EndingShell {
+pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
     begun: Instant,
+    pub(super) processes: P,
 }
 
-impl EndingShell {
+impl<P> EndingShell<P> {
     /// The present moment is the time since `begun`.
-    pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant) -> Self {
-        Self { daemons, begun }
+    pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
+        Self { daemons, begun, processes }
     }
 }
 
-async fn clients(daemon: &ClientsDaemon) -> Result<DaemonClients, ControlError> {
-    let control = &daemon.control;
+async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let pids = control.client_pids(&[]).await?;
     let clients = by_client(control.connections(&pids).await?);
     let servers: Vec<u32> = pids.into_keys().collect();
@@ -45,10 +54,29 @@ async fn clients(daemon: &ClientsDaemon) -> Result<DaemonClients, ControlError> 
     } else {
         control.inspect(&servers, None).await?.with(&[ServerStatus::Fault]).collect()
     };
-    Ok(DaemonClients { gpus: daemon.gpus.clone(), clients, faulted })
+    Ok(DaemonClients { clients, faulted, ..DaemonClients::default() })
 }
 
-impl ClientShell for EndingShell {
+async fn clients_of(daemon: &ClientsDaemon) -> Result<DaemonClients, UnknownClients> {
+    let ClientsDaemon { control, ours } = daemon;
+    let is_elsewhere = || ours.as_ref().is_some_and(|ours| control.daemon_pid() != Some(ours.process.pid));
+    let was_elsewhere = is_elsewhere();
+    match clients(control).await {
+        Ok(clients) => Ok(DaemonClients {
+            gpus: ours.as_ref().map(|ours| ours.gpus.clone()),
+            place_is_taken: was_elsewhere || is_elsewhere(),
+            ..clients
+        }),
+        Err(error) => {
+            let has_no_server = ours.as_ref().is_some_and(|OwnDaemon { process, .. }| {
+                !process.runs() || proc::has_children(process.pid).is_ok_and(|has_some| !has_some)
+            });
+            Err(UnknownClients { why: error.to_string(), has_no_server })
+        }
+    }
+}
+
+impl<P: Send + Sync> ClientShell for EndingShell<P> {
     type Control = Arc<Control>;
     type Held = Held;
     type GoingOn = GoingOn;
@@ -61,13 +89,12 @@ impl ClientShell for EndingShell {
         sleep(duration).await;
     }
 
-    async fn list(&mut self) -> Vec<(Arc<Control>, Result<DaemonClients, String>)> {
+    async fn list(&mut self) -> Vec<(Arc<Control>, Result<DaemonClients, UnknownClients>)> {
         let mut asked = JoinSet::new();
-        for daemon in &self.daemons {
-            let daemon = daemon.clone();
+        for daemon in self.daemons.clone() {
             asked.spawn(async move {
-                let listed = clients(&daemon).await;
-                (daemon.control, listed.map_err(|error| error.to_string()))
+                let listed = clients_of(&daemon).await;
+                (daemon.control, listed)
             });
         }
         asked.join_all().await

@@ -44,7 +44,7 @@ impl Permit {
     }
 
     /// For a client that was named to the service, by somebody who may.
-    pub fn asked_for() -> Self {
+    pub(crate) fn asked_for() -> Self {
         Self::new(Cause::Asked)
     }
 

@@ -27,7 +27,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 47] = [
+const DEFECTS: [Defect; 59] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -277,13 +277,6 @@ const DEFECTS: [Defect; 47] = [
         "work-is-safe",
     ),
     (
-        "whoever has got the PID of a client counts as that client for the budget",
-        "tenants/enforce.rs",
-        "&& shell.runs(member.process)",
-        "&& (PUT_BACK || shell.runs(member.process))",
-        "work-is-safe",
-    ),
-    (
         "clients are ended in a slice of several tenants",
         "tenants/budget.rs",
         "others.iter().find(is_anothers)",
@@ -309,13 +302,6 @@ const DEFECTS: [Defect; 47] = [
         "tenants/enforce.rs",
         "!self.has_ended(shell, pid, servers)",
         "PUT_BACK || !self.has_ended(shell, pid, servers)",
-        "work-is-safe",
-    ),
-    (
-        "clients are ended for a budget while a server handles a fault",
-        "tenants/end.rs",
-        "Ok(ServerStatus::Fault) => return",
-        "Ok(ServerStatus::Fault) if !PUT_BACK => return",
         "work-is-safe",
     ),
     (
@@ -359,6 +345,104 @@ const DEFECTS: [Defect; 47] = [
         "        if !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        if self.end",
         "        if !PUT_BACK && !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        if self.end",
         "given-up-is-not-done",
+    ),
+    (
+        "a client is asked to end at a server that handles a fatal GPU error",
+        "tenants/end.rs",
+        "Ok(ServerStatus::Fault) => return",
+        "Ok(ServerStatus::Fault) if !PUT_BACK => return",
+        "",
+    ),
+    (
+        "a program that acts for another user is ended for its own",
+        "tenants/target.rs",
+        "users.iter().all(|one| one == user)",
+        "users.iter().all(|one| PUT_BACK || one == user)",
+        "only-the-wanted-are-ended",
+    ),
+    (
+        "every client of a server with a fatal GPU error is called done",
+        "tenants/terminate.rs",
+        "ClientEnd::Faulted if has_one_gpu(gpus.as_deref()) => {}",
+        "ClientEnd::Faulted if PUT_BACK || has_one_gpu(gpus.as_deref()) => {}",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "one look that finds nobody is enough",
+        "tenants/terminate.rs",
+        "let is_certain = is_sure",
+        "let is_certain = PUT_BACK || is_sure",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "a request believes the list of clients after a fatal GPU error",
+        "tenants/terminate.rs",
+        "if !daemon.faulted.is_empty() && !has_one_gpu {",
+        "if !PUT_BACK && !daemon.faulted.is_empty() && !has_one_gpu {",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "clients that nobody can list after a fatal GPU error are nobody",
+        "tenants/terminate.rs",
+        "self.doubt = self.doubt.take().or(doubt);",
+        "self.doubt = self.doubt.take().or(doubt.filter(|_| !PUT_BACK));",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "the next process with a PID is taken for the one that is held",
+        "tenants/end.rs",
+        "if !shell.is_alive(held) {",
+        "if !PUT_BACK && !shell.is_alive(held) {",
+        "only-the-wanted-are-ended",
+    ),
+    (
+        "the next process with the wanted PID is wanted too",
+        "tenants/terminate.rs",
+        "is_some_and(|named| !shell.is_alive(named))",
+        "is_some_and(|named| !PUT_BACK && !shell.is_alive(named))",
+        "only-the-wanted-are-ended",
+    ),
+    (
+        "a client that has started over is called done",
+        "tenants/terminate.rs",
+        "shell.is_alive(held) && !found.connections.is_disjoint(connections)",
+        "shell.is_alive(held) && (PUT_BACK || !found.connections.is_disjoint(connections))",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "whoever was found is forgotten with a look that fails",
+        "tenants/terminate.rs",
+        "|| !is_complete && shell",
+        "|| !PUT_BACK && !is_complete && shell",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "a client is called done without an answer",
+        "tenants/terminate.rs",
+        "            ClientEnd::Done => {}\n",
+        "            ClientEnd::Done => {}\n            ClientEnd::NotKnown(_) if PUT_BACK => {}\n",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "a client is called unharmed without an answer",
+        "tenants/terminate.rs",
+        "self.is_left(key, WhyLeft::MayHaveEnded);",
+        "self.is_left(key, if PUT_BACK { WhyLeft::AtWork } else { WhyLeft::MayHaveEnded });",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "a request takes the clients of another control daemon for those of ours",
+        "tenants/shell.rs",
+        "Ok(clients) if clients.place_is_taken",
+        "Ok(clients) if !PUT_BACK && clients.place_is_taken",
+        "a-request-tells-the-truth",
+    ),
+    (
+        "a control daemon that does not answer has no client that is wanted",
+        "tenants/shell.rs",
+        "Err(UnknownClients { has_no_server: true, .. }) => {}",
+        "Err(UnknownClients { has_no_server, .. }) if has_no_server || PUT_BACK => {}",
+        "a-request-tells-the-truth",
     ),
 ];
 

@@ -1,5 +1,6 @@
 //! The clients of the control daemons: where to ask for them, their slices, and who would end with which control daemon.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use mps_core::Goal;
@@ -7,10 +8,11 @@ use tokio::sync::watch;
 
 use super::Fleet;
 use crate::daemon::shutdown_report::Doomed;
+use crate::mps::control::Control;
 use crate::supervisor::bypass::Bypass;
 use crate::supervisor::{Status, Supervisor};
 use crate::tenants::clients::ServingDaemon;
-use crate::tenants::ending::ClientsDaemon;
+use crate::tenants::ending::{ClientsDaemon, OwnDaemon};
 use common::membership::Slices;
 use common::state_file::Running;
 
@@ -97,24 +99,26 @@ impl Fleet {
         })
     }
 
-    /// Every control daemon that may have clients. Control daemons that an earlier service has left
-    /// count only if `unsupervised`: nobody takes them over without a plan.
-    pub(crate) fn with_clients(&self, unsupervised: bool) -> Vec<ClientsDaemon> {
+    /// Every control daemon that may have clients: those of ours that run, taken over or not, and others in their place.
+    pub(crate) fn with_clients(&self) -> Vec<ClientsDaemon> {
         let in_place =
             self.ask_all(|supervisor| (supervisor.status().view.id, supervisor.control_in_place()));
+        let mut in_place: BTreeMap<String, Arc<Control>> =
+            in_place.into_iter().filter_map(|(id, control)| Some((id, control?))).collect();
         let state_file = self.tools.state_file.lock();
-        let supervised = in_place.into_iter().filter_map(|(id, there)| {
-            let (control, is_ours) = there?;
-            let running = state_file.control_daemon(&id).filter(|_| is_ours);
-            Some(ClientsDaemon { control, gpus: running.map(|running| running.gpus.clone()) })
-        });
-        let left =
-            state_file.control_daemons().values().filter(|running| unsupervised && running.process.runs());
-        let left = left.map(|running| ClientsDaemon {
-            control: Arc::new(self.tools.front_ends.control_in(running.control_directory())),
-            gpus: Some(running.gpus.clone()),
-        });
-        supervised.chain(left).collect()
+        let running = state_file.control_daemons().iter().filter(|(_, running)| running.process.runs());
+        let mut all: Vec<ClientsDaemon> = running
+            .map(|(id, running)| {
+                in_place.remove(id);
+                let control = Arc::new(self.tools.front_ends.control_in(running.control_directory()));
+                ClientsDaemon {
+                    control,
+                    ours: Some(OwnDaemon { process: running.process, gpus: running.gpus.clone() }),
+                }
+            })
+            .collect();
+        all.extend(in_place.into_values().map(|control| ClientsDaemon { control, ours: None }));
+        all
     }
 
     fn status(&self, id: &str) -> Option<Status> {

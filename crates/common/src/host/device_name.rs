@@ -5,6 +5,7 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 
+use mps_core::tenants::SliceName;
 use serde::Serialize;
 
 use super::pci_address::{BadPciAddress, PciAddress};
@@ -47,6 +48,12 @@ impl FromStr for GpuId {
 pub struct SliceId {
     pub gpu: GpuId,
     pub ordinal: u32,
+}
+
+impl SliceName for SliceId {
+    fn shares_gpu(&self, other: &Self) -> bool {
+        self.gpu == other.gpu
+    }
 }
 
 impl SliceId {

@@ -39,14 +39,15 @@ pub async fn end_client<S: ClientShell>(
         Ok(_) => {}
         Err(why) => return ClientEnd::NotAsked(why),
     }
+    let going_on = match shell.go_on(held).await {
+        Ok(going_on) => going_on,
+        Err(why) if shell.is_alive(held) => return ClientEnd::StaysStopped(why),
+        Err(_) => return ClientEnd::NotThere,
+    };
     // A process that has ended may have left its PID to another.
     if !shell.is_alive(held) {
         return ClientEnd::NotThere;
     }
-    let going_on = match shell.go_on(held).await {
-        Ok(going_on) => going_on,
-        Err(why) => return ClientEnd::StaysStopped(why),
-    };
     match shell.terminate_client(control, server, going_on, may_end).await {
         Ok(TerminateAnswer::Done) => ClientEnd::Done,
         Ok(TerminateAnswer::NoSuchClient | TerminateAnswer::NoSuchServer) => ClientEnd::NotThere,

@@ -8,7 +8,7 @@ use core::time::Duration;
 
 use super::budget::{MemberProcess, next_victim};
 use super::end::{ClientEnd, end_client};
-use super::shell::{ClientShell, Connections};
+use super::shell::{ClientShell, Connections, known_clients};
 use super::watch::{OverBudget, Victim, VictimState};
 use crate::{CoreTime, Permit};
 
@@ -25,19 +25,24 @@ pub trait MemberShell<P>: ClientShell {
     /// The process that is held.
     fn process(&self, held: &Self::Held) -> P;
 
+    /// The process that has this PID now.
+    fn identify(&self, pid: u32) -> Option<P>;
+
     /// Whether this process runs, and no other with its PID.
     fn runs(&self, process: P) -> bool;
 }
 
 /// The connections of a client at one server.
-struct Connected<C> {
+struct Connected<C, P> {
     control: C,
+    /// The process that had its PID when it was listed.
+    process: Option<P>,
     server: u32,
     connections: Connections,
 }
 
 /// The clients of all control daemons, by PID.
-type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
+type AllConnected<C, P> = BTreeMap<u32, Vec<Connected<C, P>>>;
 
 /// An attempt that is over.
 #[derive(Debug, PartialEq, Eq)]
@@ -111,14 +116,16 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         &self,
         shell: &S,
         over: Vec<OverBudget<P, T>>,
-        connected: &AllConnected<S::Control>,
+        connected: &AllConnected<S::Control, P>,
         gone: &[P],
     ) -> Option<(u32, P, Permit)> {
         let now = shell.now();
         over.into_iter().filter(|one| now < one.as_of + BELIEVED_FOR).find_map(|mut one| {
             one.members.retain(|member| {
                 let pid = member.process.pid();
-                let servers = connected.get(&pid).filter(|servers| !self.has_ended(shell, pid, servers));
+                let is_it = |one: &Connected<_, P>| one.process == Some(member.process);
+                let servers = connected.get(&pid).filter(|servers| servers.iter().all(is_it));
+                let servers = servers.filter(|servers| !self.has_ended(shell, pid, servers));
                 servers.is_some() && !gone.contains(&member.process) && shell.runs(member.process)
             });
             for member in &mut one.members {
@@ -130,17 +137,15 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
     }
 
     /// The clients of all control daemons that answer. A client that is not listed counts as gone, so fewer are ended.
-    async fn list<S: MemberShell<P, Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
+    async fn list<S: MemberShell<P, Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control, P> {
         let mut connected = AllConnected::new();
-        let mut is_complete = true;
-        for (control, listed) in shell.list().await {
-            let Ok(listed) = listed else {
-                is_complete = false;
-                continue;
-            };
+        let (known, missing) = known_clients(shell.list().await);
+        let is_complete = missing.is_none();
+        for (control, listed) in known {
             for ((server, pid), client) in listed.clients {
                 let (control, connections) = (control.clone(), client.connections);
-                connected.entry(pid).or_default().push(Connected { control, server, connections });
+                let process = shell.identify(pid);
+                connected.entry(pid).or_default().push(Connected { control, process, server, connections });
             }
         }
         let may_be_there = |pid: &u32| !is_complete || connected.contains_key(pid);
@@ -157,7 +162,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         &self,
         shell: &S,
         pid: u32,
-        servers: &[Connected<S::Control>],
+        servers: &[Connected<S::Control, P>],
     ) -> bool {
         self.ended.get(&pid).is_some_and(|(held, ended)| {
             shell.is_alive(held) && servers.iter().all(|one| one.connections.is_subset(ended))
@@ -178,7 +183,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         &mut self,
         shell: &mut S,
         process: P,
-        servers: &[Connected<S::Control>],
+        servers: &[Connected<S::Control, P>],
         may_end: Permit,
     ) -> End {
         let pid = process.pid();
@@ -188,7 +193,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
             Err(why) => return End::Came(self.stays(shell.now(), process, why)),
         };
         let mut ended = Connections::new();
-        for Connected { control, server, connections } in servers {
+        for Connected { control, server, connections, .. } in servers {
             let came = end_client(shell, control, *server, &held, may_end).await;
             let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
             if has_lost {

@@ -6,25 +6,40 @@
 //!
 //! | file | its job |
 //! |---|---|
-//! | `shell.rs` | everything that is asked of the outside |
+//! | `shell.rs` | everything that the end of one client's work asks of the outside |
 //! | `end.rs` | the end of one client's work |
 //! | `budget.rs` | the budget of a slice, and the client that ends next for it |
 //! | `watch.rs` | the watch over the budgets of a GPU's slices: what is told, and who may be ended when |
 //! | `spared.rs` | the clients that no budget ends |
 //! | `overuse.rs` | how long overuse is shown |
 //! | `enforce.rs` | the end of clients for a budget |
+//! | `facts.rs` | everything that a request asks beyond that |
+//! | `target.rs` | which clients a request means |
+//! | `terminate.rs` | a request: its looks, its pauses, and when it is answered |
+//! | `outcome.rs` | why clients may have work left, in words |
 
 pub mod budget;
 mod end;
 mod enforce;
+mod facts;
+mod outcome;
 mod overuse;
 mod shell;
 mod spared;
+mod target;
+mod terminate;
 mod watch;
 
 pub use end::{ClientEnd, end_client};
 pub use enforce::{Enforced, Enforcer, MemberShell};
-pub use shell::{ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, by_client};
+pub use facts::{EnclosingContainer, KnownSlices, RequestNews, SliceName, TerminationShell};
+pub use outcome::{LeftClient, TERMINATION_TIMEOUT, TerminationError, WhyLeft};
+pub use shell::{
+    ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, UnknownClients, by_client,
+    known_clients,
+};
+pub use target::Target;
+pub use terminate::Termination;
 pub use watch::{
     AttemptNews, BudgetWatch, Look, OverBudget, OveruseNews, PERIOD, SliceBudgets, Victim, VictimState,
 };

@@ -1,6 +1,7 @@
 //! Everything that the end of clients' work asks of the outside. The service carries it out with front ends, the kernel and
 //! NVML; the tests' world carries it out in memory.
 
+use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -37,6 +38,17 @@ pub struct DaemonClients {
     pub clients: BTreeMap<(u32, u32), ListedClient>,
     /// Its servers that handled a fatal GPU error, as of a moment after the list.
     pub faulted: BTreeSet<u32>,
+    /// Another control daemon has listened in its place, before or after, and may have answered.
+    pub place_is_taken: bool,
+}
+
+/// Why a control daemon has not said which clients it has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnknownClients {
+    /// The reason.
+    pub why: String,
+    /// It has ended, or has no server, so it has no client.
+    pub has_no_server: bool,
 }
 
 /// These connections by server and PID. A client of two GPUs has two lines.
@@ -61,6 +73,25 @@ pub enum TerminateAnswer {
     NoSuchServer,
 }
 
+/// The clients that control daemons have listed, each behind its control daemon, and the first reason why some may be missing.
+pub fn known_clients<C>(
+    listed: Vec<(C, Result<DaemonClients, UnknownClients>)>,
+) -> (Vec<(C, DaemonClients)>, Option<String>) {
+    let (mut known, mut missing) = (Vec::new(), None);
+    for (control, clients) in listed {
+        match clients {
+            Ok(clients) if clients.place_is_taken => {
+                let why = "another control daemon listens in the pipe directory of one of ours";
+                missing.get_or_insert_with(|| why.to_owned());
+            }
+            Ok(clients) => known.push((control, clients)),
+            Err(UnknownClients { has_no_server: true, .. }) => {}
+            Err(UnknownClients { why, .. }) => _ = missing.get_or_insert(why),
+        }
+    }
+    (known, missing)
+}
+
 /// Carries out all that the end of clients' work takes. Each call comes back: it has a deadline of its own. Errors are words.
 pub trait ClientShell: Send {
     /// The way to a control daemon.
@@ -79,7 +110,9 @@ pub trait ClientShell: Send {
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
     /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
-    fn list(&mut self) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, String>)>> + Send;
+    fn list(
+        &mut self,
+    ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;
 
     /// Holds the process that has this PID now. None if there is none.
     ///

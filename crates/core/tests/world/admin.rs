@@ -122,6 +122,7 @@ impl World {
             admissions: BTreeMap::new(),
             budgets: BTreeMap::new(),
             modes: BTreeMap::new(),
+            requests: Vec::new(),
             ending: None,
             spared: found.cloned().collect(),
             without_modes: BTreeSet::new(),

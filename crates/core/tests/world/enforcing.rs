@@ -9,6 +9,7 @@ use std::time::Duration;
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{
     ClientShell, Connections, DaemonClients, ListedClient, MemberShell, SliceBudgets, TerminateAnswer,
+    UnknownClients,
 };
 use mps_core::{Cause, CoreTime, Permit};
 
@@ -229,7 +230,7 @@ impl ClientShell for SimEnforcement {
         self.wait_until(now + duration).await;
     }
 
-    async fn list(&mut self) -> Vec<(Self::Control, Result<DaemonClients, String>)> {
+    async fn list(&mut self) -> Vec<(Self::Control, Result<DaemonClients, UnknownClients>)> {
         let mut answers = Vec::new();
         let mut connections = BTreeMap::new();
         for daemon in &self.daemons {
@@ -247,8 +248,9 @@ impl ClientShell for SimEnforcement {
                         clients.insert((server, pid), ListedClient { connections, gpus });
                     }
                 }
-                DaemonClients { gpus: Some(mps.gpus.clone()), clients, faulted: BTreeSet::new() }
+                DaemonClients { gpus: Some(mps.gpus.clone()), clients, ..DaemonClients::default() }
             });
+            let answer = answer.map_err(|why| UnknownClients { why, has_no_server: false });
             answers.push((Arc::clone(daemon), answer));
         }
         let mut facts = self.facts();
@@ -339,6 +341,13 @@ impl ClientShell for SimEnforcement {
 }
 
 impl MemberShell<SimProcess> for SimEnforcement {
+    fn identify(&self, pid: u32) -> Option<SimProcess> {
+        let process = |daemon: &Arc<Mutex<Mps>>| Some(lock(daemon).clients.get(&pid)?.program.process);
+        let process = self.daemons.iter().find_map(process);
+        self.facts().is_found(pid, process);
+        process
+    }
+
     fn process(&self, held: &SimHeld) -> SimProcess {
         held.process
     }

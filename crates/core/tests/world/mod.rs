@@ -5,14 +5,17 @@ mod admin;
 mod answers;
 mod budgets;
 mod edge;
+mod ending;
 mod enforcing;
 mod mps;
 mod nvml;
 mod reader;
+mod requests;
 pub(crate) mod scripted;
 mod serving;
 mod shell;
 mod starting;
+mod tenants;
 mod troubles;
 mod truths;
 mod ways;
@@ -28,6 +31,7 @@ use mps_core::{
 
 use budgets::SimWatch;
 use mps::Mps;
+use requests::SimRequest;
 use serving::{Reaches, RunningAct, Watched};
 use ways::{SimAdmission, SimDrained, Ways};
 
@@ -127,6 +131,8 @@ struct Service {
     budgets: BTreeMap<String, SimWatch>,
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
+    /// The requests to end GPU work.
+    requests: Vec<SimRequest>,
     ending: Option<Ending>,
     /// The control daemons that waited for their clients when MPS was disabled.
     spared: BTreeSet<String>,
@@ -230,7 +236,7 @@ impl World {
     /// One step of a history.
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
-        let kind = dice.below(61);
+        let kind = dice.below(67);
         let is_of_orders = (27..37).contains(&kind) || (54..57).contains(&kind);
         let kind = match self.mood {
             Mood::Faults if is_of_orders && !dice.one_in(8) => *dice.pick(&[19, 20, 20, 42, 38, 38]).unwrap(),
@@ -248,6 +254,8 @@ impl World {
             54..57 => self.drain(&mut dice),
             57 => self.tenant_comes_and_goes(&mut dice),
             58..61 => self.program_changes(&mut dice),
+            61..64 => self.ask_to_terminate(&mut dice),
+            64..67 => self.tenant_acts(&mut dice),
             40 => self.disk_is_full(true),
             41 => self.disk_is_full(false),
             20..24 => self.client_comes(&mut dice),

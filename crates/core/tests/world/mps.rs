@@ -10,6 +10,7 @@ use super::Dice;
 use super::budgets::{Program, SimProcess};
 use super::reader::{PATIENCE, Reader};
 use super::starting::Spawning;
+use super::tenants::Tenant;
 
 /// The time until a server that was started is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
@@ -52,6 +53,14 @@ pub(super) struct SimClient {
     /// It has lost its work to a fatal GPU error, on all of its GPUs.
     pub(super) is_hit: bool,
     pub(super) program: Program,
+    pub(super) tenant: Tenant,
+}
+
+impl SimClient {
+    /// Whether it has work that it can lose.
+    pub(super) fn is_at_work(&self) -> bool {
+        self.tenant.has_work && !self.is_hit
+    }
 }
 
 /// A client that was hit on a GPU of a server.
@@ -122,6 +131,8 @@ pub(super) struct Mps {
     came: u32,
     /// The PID of a client that has left, which the next one may get.
     free_pid: Option<u32>,
+    /// The number of fatal GPU errors so far.
+    pub(super) faults: usize,
     pub(super) hurt: Vec<Hurt>,
     /// Of these targets somebody else has changed the limits, since the service has looked.
     pub(super) foreign: BTreeSet<Option<u32>>,
@@ -165,6 +176,7 @@ impl Mps {
             later: Vec::new(),
             came: 0,
             free_pid: None,
+            faults: 0,
             hurt: Vec::new(),
             foreign: BTreeSet::new(),
             reader: Reader::default(),
@@ -265,7 +277,7 @@ impl Mps {
         }
     }
 
-    fn next_pid(&mut self) -> u32 {
+    pub(super) fn next_pid(&mut self) -> u32 {
         self.came += 1;
         self.pid * 1000 + self.came
     }
@@ -362,6 +374,20 @@ impl Mps {
 
     /// A client comes to some GPUs. Returns its PID, unless it has to wait.
     pub(super) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
+        let pid = if self.goes_wrong(6) { self.free_pid.take() } else { None };
+        self.client_comes_with(ordinals, pid)
+    }
+
+    /// A client leaves, and the next one gets its PID.
+    pub(super) fn is_succeeded(&mut self, pid: u32) {
+        let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
+        self.client_leaves(pid);
+        if let Some(pid) = self.free_pid.take_if(|free| *free == pid) {
+            self.client_comes_with(ordinals, Some(pid));
+        }
+    }
+
+    fn client_comes_with(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
         if self.is_hung() || self.quits_when_idle || self.listener() != Some(self.pid) {
             return None;
         }
@@ -379,19 +405,22 @@ impl Mps {
             self.say(Meaning::ClientRefused { server, capacity: 3 });
             return None;
         }
-        let new_pid = self.next_pid();
+        let process = self.next_pid();
+        let pid = pid.unwrap_or(process);
         let start_time = u64::from(self.came) + 1000 * u64::try_from(self.now.as_millis()).unwrap();
-        let pid =
-            self.free_pid.take().filter(|_| !self.is_calm && self.came.is_multiple_of(2)).unwrap_or(new_pid);
         let program = Program::new(pid, start_time);
-        self.clients.insert(pid, SimClient { server, ordinals, is_hit: false, program });
+        let first = ordinals.first().copied().unwrap_or_default();
+        let tenant = Tenant::new(process, &self.gpus, first, &mut self.dice);
+        self.clients.insert(pid, SimClient { server, ordinals, is_hit: false, program, tenant });
         self.say(Meaning::ClientAdmitted(pid));
         Some(pid)
     }
 
     pub(super) fn client_leaves(&mut self, pid: u32) {
         let Some(client) = self.clients.remove(&pid) else { return };
-        self.free_pid = (!client.is_hit).then_some(pid);
+        if !self.hits.iter().any(|(.., hit)| *hit == pid) {
+            self.free_pid = Some(pid);
+        }
         self.say(Meaning::ClientLeft(pid));
         let is_hit = |one: &SimClient| one.server == client.server && one.is_hit;
         if client.is_hit && !self.clients.values().any(is_hit) {
@@ -424,6 +453,7 @@ impl Mps {
         };
         one.status = ServerStatus::Fault;
         one.lists = lists;
+        self.faults += 1;
         self.say(Meaning::FaultHandling { server });
         let mut pause = Duration::ZERO;
         let there = self.clients.iter_mut().filter(|(_, one)| one.server == server);

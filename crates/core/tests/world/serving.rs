@@ -15,6 +15,7 @@ use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, RunUse, WhyFailed};
 use super::edge::SimShell;
 use super::mps::{CAPACITY, Mps, OLD_GPU, Setting};
 use super::reader::{Reader, Waits};
+use super::requests::SimRequest;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
 /// A control daemon with a process that a supervisor holds.
@@ -283,6 +284,7 @@ impl World {
         if let Some(service) = &self.service {
             let watched = service.watched.values().map(|watched| &watched.mps);
             watched.chain(service.starting.values()).for_each(|mps| mps.lock().unwrap().advance(now));
+            service.requests.iter().for_each(|request| request.advance(now));
         }
         self.bury();
     }
@@ -293,7 +295,15 @@ impl World {
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
         let watched = self.service.iter().flat_map(|service| service.watched.values());
         let of_acts = watched.filter_map(|watched| watched.mps.lock().unwrap().waits_until());
-        of_core.into_iter().chain(of_daemons).chain(of_acts).chain(self.budgets_wait_until()).min()
+        let requests = self.service.iter().flat_map(|service| &service.requests);
+        let of_requests = requests.filter_map(SimRequest::due);
+        of_core
+            .into_iter()
+            .chain(of_daemons)
+            .chain(of_acts)
+            .chain(of_requests)
+            .chain(self.budgets_wait_until())
+            .min()
     }
 
     /// Whether the act about this control daemon can come on at this moment.

@@ -6,6 +6,7 @@ use mps_core::mps::ServerStatus;
 use mps_core::serve::Requested;
 
 use super::reader::Waits;
+use super::requests::SimRequest;
 use super::{Dice, World};
 
 impl World {
@@ -150,6 +151,7 @@ impl World {
                 mps.client_leaves(client);
             }
         }
+        self.service.iter().flat_map(|service| &service.requests).for_each(SimRequest::calm_down);
         self.bury();
     }
 

@@ -163,6 +163,7 @@ impl World {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
             || self.budgets_come_on()
+            || !self.requests_that_come_on().is_empty()
             || service.tasks.keys().any(|id| self.can_come_on(id))
     }
 
@@ -255,6 +256,7 @@ impl World {
         service.core.due().is_none()
             && self.budgets_are_at_rest()
             && service.modes.is_empty()
+            && service.requests.is_empty()
             && served.into_iter().all(has_mode)
             && service.tasks.len() == orders.len()
             && service.tasks.iter().all(serve)

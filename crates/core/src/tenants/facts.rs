@@ -1,0 +1,89 @@
+//! Everything that a request to end GPU work asks of the outside, beyond the end of one client.
+
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::fmt;
+
+use super::shell::ClientShell;
+use crate::GpuUuid;
+use crate::serve::ClientsOnGpus;
+
+/// The name of a slice.
+pub trait SliceName: Clone + PartialEq + Send + Sync {
+    /// Whether both are parts of one GPU.
+    fn shares_gpu(&self, other: &Self) -> bool;
+}
+
+/// The slices that a process is known to have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownSlices<S> {
+    /// Their names.
+    pub slices: Vec<S>,
+    /// Their directories are mounted, so it has no others. Otherwise its environment names them, which it can write as it
+    /// likes.
+    pub are_mounted: bool,
+}
+
+/// A container around a process.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct EnclosingContainer {
+    /// Its id.
+    pub id: String,
+    /// Whether the host's own runtime has made it.
+    pub is_the_hosts: bool,
+}
+
+/// Something that people are told of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RequestNews {
+    /// The work of a client has ended.
+    Ended,
+    /// The answer of the control daemon is missing: the work of a client may have ended or not.
+    MayHaveEnded,
+}
+
+/// Knows processes, and whom they belong to. Each call comes back: it has a deadline of its own. Errors are words.
+pub trait TerminationShell: ClientShell {
+    /// The name of a slice.
+    type Slice: SliceName;
+
+    /// A client as people know it: its PID, and whom it belongs to.
+    type Owner: Clone + fmt::Display + Send + Sync;
+
+    /// Another look at all processes begins.
+    fn begin_look(&mut self);
+
+    /// The users of a process: the real one, and each that it acts for.
+    fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
+
+    /// The slices that a process is known to have. None: nothing says which.
+    fn slices(
+        &mut self,
+        pid: u32,
+    ) -> impl Future<Output = Result<Option<KnownSlices<Self::Slice>>, String>> + Send;
+
+    /// The containers around a process, their ids in lower case.
+    fn containers(
+        &mut self,
+        pid: u32,
+    ) -> impl Future<Output = Result<Vec<EnclosingContainer>, String>> + Send;
+
+    /// The words about a process. `slices` are those that it is known to have.
+    fn owner(
+        &mut self,
+        pid: u32,
+        slices: Option<Vec<Self::Slice>>,
+    ) -> impl Future<Output = Self::Owner> + Send;
+
+    /// The program that a process runs.
+    fn program(&mut self, pid: u32) -> impl Future<Output = String> + Send;
+
+    /// The UUIDs of the GPUs of these slices.
+    fn gpus_of(&self, slices: &[Self::Slice]) -> Vec<GpuUuid>;
+
+    /// The clients that NVML lists on these GPUs.
+    fn clients_on(&mut self, gpus: &[GpuUuid]) -> impl Future<Output = ClientsOnGpus> + Send;
+
+    /// Tells people something, once.
+    fn tell(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Self::Owner);
+}

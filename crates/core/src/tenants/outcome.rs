@@ -1,0 +1,195 @@
+//! Why the wanted clients may have GPU work left, in words.
+
+use alloc::collections::BTreeMap;
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+use core::fmt;
+use core::time::Duration;
+
+/// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
+pub const TERMINATION_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// The most clients that are named.
+const NAMED: usize = 32;
+
+/// Why a client has work left, as far as that is known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WhyLeft {
+    /// It was not asked yet, or has just come.
+    AtWork,
+    /// It can't be continued, for this reason.
+    StaysStopped(String),
+    /// Its server handles a fatal GPU error, and has several GPUs: the client may be at work on one that is well.
+    Faulted {
+        /// The PID of its server.
+        server: u32,
+    },
+    /// There is no answer: its work may have ended or not.
+    MayHaveEnded,
+}
+
+/// A client with work left, or perhaps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeftClient<O> {
+    /// Its PID.
+    pub pid: u32,
+    /// As people know it.
+    pub owner: O,
+    /// Why.
+    pub why: WhyLeft,
+}
+
+impl<O: fmt::Display> fmt::Display for LeftClient<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { owner, why, .. } = self;
+        match why {
+            WhyLeft::AtWork => write!(f, "{owner}"),
+            WhyLeft::StaysStopped(why) => write!(f, "{owner} (it can't be continued: {why})"),
+            WhyLeft::Faulted { server } => write!(
+                f,
+                "{owner} (its server {server} handles a fatal GPU error, and it may be at work on a GPU that is well)"
+            ),
+            WhyLeft::MayHaveEnded => {
+                write!(f, "{owner} (its work may have ended or not: there is no answer)")
+            }
+        }
+    }
+}
+
+/// Why some wanted processes may have GPU work left. `O` is a client as people know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TerminationError<O> {
+    /// Several containers have ids that begin so. Nothing was done.
+    SeveralContainers {
+        /// The beginning.
+        id: String,
+        /// The ids.
+        found: Vec<String>,
+    },
+    /// The process is no client of any control daemon here.
+    NoSuchClient(u32),
+    /// The process is no client of any control daemon here, or another user's.
+    NotTheirs {
+        /// Its PID.
+        pid: u32,
+        /// The user who has asked.
+        user: u32,
+    },
+    /// A process can't be looked at, so nobody knows whether it is wanted. The work of the others was ended.
+    Unreadable {
+        /// Its PID.
+        pid: u32,
+        /// Why.
+        why: String,
+    },
+    /// Clients on the GPUs of the wanted slices, in words. Nobody knows which slices they have, so nobody knows whether they are
+    /// wanted. The work of the others was ended.
+    Unplaced(Vec<String>),
+    /// A control daemon did not answer. Work on the other control daemons was ended.
+    Silent {
+        /// Why.
+        why: String,
+        /// The clients that were found and have work left, or perhaps.
+        left: Vec<LeftClient<O>>,
+    },
+    /// Time is up. No process was sent a signal that ends it.
+    OutOfTime {
+        /// The clients that were found and have work left, or perhaps.
+        left: Vec<LeftClient<O>>,
+        /// Why there may be more.
+        doubt: Option<String>,
+    },
+}
+
+/// The first of these by name.
+pub(super) fn named(all: impl ExactSizeIterator<Item = String>) -> String {
+    let more = all.len().saturating_sub(NAMED);
+    let mut names: Vec<String> = all.take(NAMED).collect();
+    if more > 0 {
+        names.push(alloc::format!("and {more} more"));
+    }
+    names.join("; ")
+}
+
+/// Each client once, by its PID.
+fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
+    let by_pid: BTreeMap<u32, String> = left.iter().map(|one| (one.pid, one.to_string())).collect();
+    named(by_pid.into_values())
+}
+
+impl<O: fmt::Display> fmt::Display for TerminationError<O> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = TERMINATION_TIMEOUT.as_secs();
+        match self {
+            Self::SeveralContainers { id, found } => {
+                write!(
+                    f,
+                    "{id} is the beginning of several containers: {}; give more digits",
+                    found.join(", ")
+                )
+            }
+            Self::NoSuchClient(pid) => {
+                write!(f, "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients")
+            }
+            Self::NotTheirs { pid, user } => {
+                write!(f, "process {pid} is no client of a GPU here that user {user} has started")
+            }
+            Self::Unreadable { pid, why } => write!(f, "process {pid} can't be looked at: {why}"),
+            Self::Unplaced(clients) => write!(
+                f,
+                "no process that is known to have these slices uses them any more; not known of {}: neither a mounted \
+                 directory nor the environment says which slice of this GPU they have, and their GPU work goes on; \
+                 terminate them by PID or container before anybody stops them",
+                named(clients.iter().cloned())
+            ),
+            Self::Silent { why, left } if left.is_empty() => f.write_str(why),
+            Self::Silent { why, left } => {
+                write!(f, "{why}; the GPU work of these clients may go on: {}", named_clients(left))
+            }
+            Self::OutOfTime { left, doubt } if left.is_empty() => {
+                write!(f, "after {seconds} s it is not known which clients there are")?;
+                doubt.as_ref().map_or(Ok(()), |doubt| write!(f, ": {doubt}"))
+            }
+            Self::OutOfTime { left, doubt } => {
+                write!(
+                    f,
+                    "after {seconds} s the GPU work of these clients could not be ended: {}; no signal was sent to them",
+                    named_clients(left)
+                )?;
+                doubt.as_ref().map_or(Ok(()), |doubt| write!(f, "; there may be more: {doubt}"))
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec;
+
+    use super::*;
+
+    fn left(pid: u32, why: WhyLeft) -> LeftClient<String> {
+        LeftClient { pid, owner: alloc::format!("PID {pid}"), why }
+    }
+
+    #[test]
+    fn whoever_is_left_is_named() {
+        let clients =
+            vec![left(7, WhyLeft::AtWork), left(8, WhyLeft::MayHaveEnded), left(7, WhyLeft::AtWork)];
+        let error = TerminationError::OutOfTime { left: clients, doubt: Some("A hangs".to_string()) };
+        assert_eq!(
+            error.to_string(),
+            "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (its work may have ended or not: \
+             there is no answer); no signal was sent to them; there may be more: A hangs"
+        );
+        let error = TerminationError::<String>::OutOfTime { left: Vec::new(), doubt: None };
+        assert_eq!(error.to_string(), "after 30 s it is not known which clients there are");
+    }
+
+    #[test]
+    fn the_words_are_bounded() {
+        let many: Vec<_> = (0..40).map(|pid| left(pid, WhyLeft::AtWork)).collect();
+        let words = TerminationError::OutOfTime { left: many, doubt: None }.to_string();
+        assert!(words.contains("PID 31; and 8 more; no signal"), "{words}");
+    }
+}

@@ -1,0 +1,124 @@
+//! Which clients a request is about.
+
+use alloc::collections::BTreeSet;
+use alloc::string::String;
+use alloc::vec::Vec;
+
+use super::facts::{EnclosingContainer, KnownSlices, SliceName, TerminationShell};
+
+/// The processes with GPU work that is to end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Target<S> {
+    /// This process.
+    Process(u32),
+    /// This process, if it is this user's.
+    ProcessOf {
+        /// Its PID.
+        pid: u32,
+        /// The user.
+        user: u32,
+    },
+    /// Every process that has one of these slices.
+    Slices(Vec<S>),
+    /// Every process in a container, or in a container inside it. The text is the container's id or the beginning of it.
+    Container(String),
+}
+
+/// Whether a process is meant.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Meant<S> {
+    Yes(Match<S>),
+    No,
+    /// Slices are wanted, and it is not known which slice it has.
+    NotKnown,
+}
+
+/// Why a process is meant.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Match<S> {
+    /// The wanted containers around it.
+    pub(super) containers: BTreeSet<EnclosingContainer>,
+    /// The wanted slices that it has.
+    pub(super) slices: Option<Vec<S>>,
+}
+
+impl<S> Meant<S> {
+    fn if_so(is_meant: bool) -> Self {
+        if is_meant { Self::Yes(Match { containers: BTreeSet::new(), slices: None }) } else { Self::No }
+    }
+}
+
+impl<S: SliceName> Target<S> {
+    /// Whether a process is meant. Only as much of it is looked at as that takes.
+    ///
+    /// # Errors
+    /// The process can't be looked at.
+    pub(super) async fn means<T: TerminationShell<Slice = S>>(
+        &self,
+        shell: &mut T,
+        pid: u32,
+    ) -> Result<Meant<S>, String> {
+        match self {
+            Self::Process(other) => Ok(Meant::if_so(*other == pid)),
+            // A program that has changed its user acts for others, too.
+            Self::ProcessOf { pid: other, user } if *other == pid => {
+                let users = shell.users(pid).await?;
+                Ok(Meant::if_so(!users.is_empty() && users.iter().all(|one| one == user)))
+            }
+            Self::ProcessOf { .. } => Ok(Meant::No),
+            Self::Slices(wanted) => Ok(compare_slices(wanted, shell.slices(pid).await?)),
+            Self::Container(id) => {
+                let around = shell.containers(pid).await?.into_iter();
+                let containers: BTreeSet<_> = around.filter(|one| one.id.starts_with(id.as_str())).collect();
+                let is_in_one = !containers.is_empty();
+                Ok(if is_in_one { Meant::Yes(Match { containers, slices: None }) } else { Meant::No })
+            }
+        }
+    }
+}
+
+/// Compares the slices of a process with the wanted ones.
+fn compare_slices<S: SliceName>(wanted: &[S], known: Option<KnownSlices<S>>) -> Meant<S> {
+    let Some(KnownSlices { slices, are_mounted }) = known else { return Meant::NotKnown };
+    let is_near = |slice: &S| wanted.iter().any(|wanted| wanted.shares_gpu(slice));
+    let is_placed = are_mounted || slices.iter().any(is_near);
+    let matching: Vec<S> = slices.into_iter().filter(|slice| wanted.contains(slice)).collect();
+    match (matching.is_empty(), is_placed) {
+        (false, _) => Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(matching) }),
+        (true, true) => Meant::No,
+        (true, false) => Meant::NotKnown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec;
+
+    use super::*;
+
+    /// The number of a GPU, and its slice.
+    type Name = (u32, u32);
+
+    impl SliceName for Name {
+        fn shares_gpu(&self, other: &Self) -> bool {
+            self.0 == other.0
+        }
+    }
+
+    #[test]
+    fn a_process_has_the_wanted_slice_or_another_or_nobody_knows() {
+        let found = |slices: &[Name], are_mounted| {
+            compare_slices(&[(6, 1)], Some(KnownSlices { slices: slices.to_vec(), are_mounted }))
+        };
+        for are_mounted in [true, false] {
+            let wanted = Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(vec![(6, 1)]) });
+            assert_eq!(found(&[(7, 3), (6, 1)], are_mounted), wanted);
+            assert_eq!(found(&[(7, 3), (6, 2)], are_mounted), Meant::No, "another slice of this GPU");
+        }
+        assert_eq!(found(&[(7, 1)], true), Meant::No, "no other slice is mounted there");
+        for claimed in [&[][..], &[(7, 1)]] {
+            assert_eq!(found(claimed, false), Meant::NotKnown, "{claimed:?}");
+        }
+        assert_eq!(compare_slices(&[(6, 1)], None), Meant::NotKnown);
+    }
+}

@@ -1,0 +1,400 @@
+//! A request to end the GPU work of all clients that it means.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::mem;
+use core::time::Duration;
+
+use super::end::{ClientEnd, end_client};
+use super::facts::{EnclosingContainer, RequestNews, TerminationShell};
+use super::outcome::{LeftClient, TerminationError, WhyLeft};
+use super::shell::{Connections, DaemonClients, ListedClient, known_clients};
+use super::target::{Match, Meant, Target};
+use crate::{CoreTime, GpuUuid, Permit};
+
+/// The first pause between two looks; it doubles up to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(25);
+const LAST_PAUSE: Duration = Duration::from_secs(1);
+
+/// The time for which a client has to be without a known slice before a release of slices fails for it. A process that is
+/// just ending has no environment any more.
+const UNPLACED_FOR: Duration = Duration::from_secs(1);
+
+/// A request, and what has become of it so far. Whoever carries it out can break it off between any two steps:
+/// [`Termination::out_of_time`] is true then.
+pub struct Termination<T: TerminationShell> {
+    target: Target<T::Slice>,
+    /// The processes without work any more, by server and client, with the connections that they had. Each is held, so that no
+    /// other process with its PID is taken for it.
+    ended: BTreeMap<(u32, u32), (T::Held, Connections)>,
+    had_work: Vec<T::Owner>,
+    /// The clients that were found and have work left, or perhaps, by server and client.
+    left: BTreeMap<(u32, u32), HeldClient<T>>,
+    /// Why the last look may have missed clients.
+    doubt: Option<String>,
+    has_found_any: bool,
+    /// The process with the wanted PID. Another one that gets its PID is not meant.
+    named: Option<T::Held>,
+    /// The last look has found nobody at work.
+    is_nobody_left: bool,
+    /// The time since when each look has found clients without a known slice.
+    unplaced_since: Option<CoreTime>,
+    /// The wanted container is known to be made by the host's own runtime.
+    only_hosts: bool,
+}
+
+/// A client that was found. Its process is held.
+struct HeldClient<T: TerminationShell> {
+    held: T::Held,
+    client: LeftClient<T::Owner>,
+}
+
+/// A client that is meant, at one of its servers.
+struct MeantClient<T: TerminationShell> {
+    control: T::Control,
+    /// The GPUs of the control daemon.
+    gpus: Option<Vec<GpuUuid>>,
+    server: u32,
+    pid: u32,
+    connections: Connections,
+    held: T::Held,
+    why: Match<T::Slice>,
+}
+
+/// The reason why a look may have missed clients.
+enum WhyIncomplete {
+    /// A control daemon does not answer.
+    Silent(String),
+    /// A process can't be looked at.
+    Unreadable { pid: u32, why: String },
+}
+
+/// The clients with work at one moment, as far as they concern a request.
+struct RequestLook<T: TerminationShell> {
+    found: Vec<MeantClient<T>>,
+    /// The PIDs of clients on a GPU of the wanted slices without a known slice.
+    unplaced: BTreeSet<u32>,
+    /// The first reason why some may be missing, which does not pass soon.
+    trouble: Option<WhyIncomplete>,
+    /// The list of clients leaves nobody out.
+    is_sure: bool,
+}
+
+impl<T: TerminationShell> Termination<T> {
+    /// A request that begins now.
+    pub fn new(target: Target<T::Slice>) -> Self {
+        Self {
+            target,
+            ended: BTreeMap::new(),
+            had_work: Vec::new(),
+            left: BTreeMap::new(),
+            doubt: None,
+            has_found_any: false,
+            named: None,
+            is_nobody_left: false,
+            unplaced_since: None,
+            only_hosts: false,
+        }
+    }
+
+    /// Ends the GPU work of all clients that are meant, and returns when the work is over. A process that waits for something
+    /// else notices at its next call to CUDA, and stays listed as a client until then. From now on no signal to such a process
+    /// can hurt its neighbours.
+    ///
+    /// # Errors
+    /// Some may have work left.
+    pub async fn run(&mut self, shell: &mut T) -> Result<(), TerminationError<T::Owner>> {
+        if let Target::Process(pid) | Target::ProcessOf { pid, .. } = self.target {
+            let held = shell.hold(pid).map_err(|why| TerminationError::Unreadable { pid, why })?;
+            let Some(held) = held else { return self.answer() };
+            self.named = Some(held);
+        }
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let RequestLook { found: at_work, unplaced, trouble, is_sure } = self.look(shell).await?;
+            let is_nobody_left =
+                at_work.is_empty() && unplaced.is_empty() && trouble.is_none() && self.doubt.is_none();
+            let is_certain = is_sure || self.is_nobody_left;
+            self.is_nobody_left = is_nobody_left;
+            if is_nobody_left && is_certain {
+                return self.answer();
+            }
+            let others_are_done = at_work.is_empty();
+            // A process that can't be looked at must not save the others.
+            self.end_work(shell, at_work).await?;
+            match trouble {
+                None => {}
+                Some(WhyIncomplete::Silent(why)) => {
+                    return Err(TerminationError::Silent { why, left: self.left() });
+                }
+                Some(WhyIncomplete::Unreadable { pid, why }) => {
+                    return Err(TerminationError::Unreadable { pid, why });
+                }
+            }
+            self.look_at_unplaced(shell, unplaced, others_are_done).await?;
+            shell.pause(pause).await;
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+    }
+
+    /// Why the work of some may go on, if the request is broken off now.
+    pub fn out_of_time(&self) -> TerminationError<T::Owner> {
+        TerminationError::OutOfTime { left: self.left(), doubt: self.doubt.clone() }
+    }
+
+    /// The clients that had work, as they were before its end.
+    pub fn had_work(self) -> Vec<T::Owner> {
+        self.had_work
+    }
+
+    fn left(&self) -> Vec<LeftClient<T::Owner>> {
+        self.left.values().map(|one| one.client.clone()).collect()
+    }
+
+    /// The answer once nobody has work left.
+    fn answer(&self) -> Result<(), TerminationError<T::Owner>> {
+        match self.target {
+            Target::Process(pid) if !self.has_found_any => Err(TerminationError::NoSuchClient(pid)),
+            Target::ProcessOf { pid, user } if !self.has_found_any => {
+                Err(TerminationError::NotTheirs { pid, user })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a client's work has been ended: the client still has a connection from that time. A client that has started over
+    /// has only new connections, since the old ones are useless. Other users can forge additional connections, but they can't
+    /// remove any.
+    fn has_ended(&self, shell: &T, found: &MeantClient<T>) -> bool {
+        let Some((held, connections)) = self.ended.get(&(found.server, found.pid)) else { return false };
+        shell.is_alive(held) && !found.connections.is_disjoint(connections)
+    }
+
+    /// The clients that are meant as they are now, and the reason why some may be missing.
+    async fn look(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
+        let mut look =
+            RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
+        let (known, missing) = known_clients(shell.list().await);
+        shell.begin_look();
+        // Another process may have the PID by now.
+        self.left.retain(|_, one| shell.is_alive(&one.held));
+        look.trouble = missing.map(WhyIncomplete::Silent);
+        self.doubt = None;
+        for (control, mut daemon) in known {
+            let has_one_gpu = has_one_gpu(daemon.gpus.as_deref());
+            look.is_sure &= has_one_gpu && daemon.faulted.is_empty();
+            // On a server of one GPU the error has hit all clients, listed or not.
+            if !daemon.faulted.is_empty() && !has_one_gpu {
+                let doubt = add_clients_of_nvml(shell, &mut daemon).await;
+                self.doubt = self.doubt.take().or(doubt);
+            }
+            let DaemonClients { gpus, clients, .. } = daemon;
+            for ((server, pid), client) in clients {
+                self.look_at(shell, &mut look, (&control, gpus.as_ref()), (server, pid), client).await;
+            }
+        }
+        self.narrow(&mut look)?;
+        self.has_found_any |= !look.found.is_empty();
+        look.found.retain(|one| !self.has_ended(shell, one));
+        let is_complete = look.is_sure && look.trouble.is_none() && self.doubt.is_none();
+        let is_found = |key| look.found.iter().any(|one| (one.server, one.pid) == key);
+        self.left.retain(|key, one| is_found(*key) || !is_complete && shell.is_alive(&one.held));
+        Ok(look)
+    }
+
+    /// Looks at one client, and takes it up if it is meant.
+    async fn look_at(
+        &mut self,
+        shell: &mut T,
+        look: &mut RequestLook<T>,
+        (control, gpus): (&T::Control, Option<&Vec<GpuUuid>>),
+        (server, pid): (u32, u32),
+        client: ListedClient,
+    ) {
+        let unreadable = |why| WhyIncomplete::Unreadable { pid, why };
+        let held = match shell.hold(pid) {
+            Ok(Some(held)) => held,
+            Ok(None) => return,
+            Err(why) => {
+                look.trouble.get_or_insert(unreadable(why));
+                return;
+            }
+        };
+        let meant = self.target.means(shell, pid).await;
+        // If the process has ended, its PID may have been another's while it was looked at.
+        if !shell.is_alive(&held) {
+            return;
+        }
+        match meant {
+            Ok(Meant::No) => {}
+            Ok(Meant::NotKnown) => {
+                if let Target::Slices(names) = &self.target
+                    && client.may_be_on(&shell.gpus_of(names))
+                {
+                    look.unplaced.insert(pid);
+                }
+            }
+            Ok(Meant::Yes(_)) if self.named.as_ref().is_some_and(|named| !shell.is_alive(named)) => {}
+            Ok(Meant::Yes(why)) => {
+                let (control, gpus) = (control.clone(), gpus.cloned());
+                let found =
+                    MeantClient { control, gpus, server, pid, connections: client.connections, held, why };
+                if !self.has_ended(shell, &found) {
+                    // It is named from now on if the time is up.
+                    let owner = shell.owner(pid, found.why.slices.clone()).await;
+                    let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
+                    self.left
+                        .entry((server, pid))
+                        .or_insert_with(|| HeldClient { held: found.held.clone(), client });
+                }
+                look.found.push(found);
+            }
+            Err(why) => _ = look.trouble.get_or_insert(unreadable(why)),
+        }
+    }
+
+    /// Makes sure that one container is meant. A user can give a control group of his own the name of a container, so the host's
+    /// containers come first.
+    fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
+        let Target::Container(id) = &self.target else { return Ok(()) };
+        let is_the_hosts = |one: &MeantClient<T>| one.why.containers.iter().any(|one| one.is_the_hosts);
+        self.only_hosts |= look.found.iter().any(is_the_hosts);
+        let all = look.found.iter().flat_map(|found| found.why.containers.iter().cloned());
+        let mut containers: BTreeSet<EnclosingContainer> = all.collect();
+        if self.only_hosts {
+            containers.retain(|one| one.is_the_hosts);
+            let (found, others): (_, Vec<_>) = mem::take(&mut look.found).into_iter().partition(is_the_hosts);
+            look.found = found;
+            for other in others {
+                self.left.remove(&(other.server, other.pid));
+            }
+        }
+        if containers.len() > 1 {
+            let found = containers.into_iter().map(|one| one.id).collect();
+            return Err(TerminationError::SeveralContainers { id: id.clone(), found });
+        }
+        Ok(())
+    }
+
+    /// Ends the work of these clients.
+    async fn end_work(
+        &mut self,
+        shell: &mut T,
+        at_work: Vec<MeantClient<T>>,
+    ) -> Result<(), TerminationError<T::Owner>> {
+        let mut trouble = None;
+        for one in at_work {
+            trouble = trouble.or(self.end_one(shell, one).await);
+        }
+        trouble.map_or(Ok(()), |why| Err(TerminationError::Silent { why, left: self.left() }))
+    }
+
+    /// Ends the work of one client. Returns the reason why nobody knows of it.
+    async fn end_one(&mut self, shell: &mut T, one: MeantClient<T>) -> Option<String> {
+        let MeantClient { control, gpus, server, pid, mut connections, held, .. } = one;
+        let key = (server, pid);
+        // Until the answer is there.
+        self.is_left(key, WhyLeft::MayHaveEnded);
+        match end_client(shell, &control, server, &held, Permit::asked_for()).await {
+            ClientEnd::Done => {}
+            // The error has hit all clients on its GPU.
+            ClientEnd::Faulted if has_one_gpu(gpus.as_deref()) => {}
+            ClientEnd::Faulted => {
+                self.is_left(key, WhyLeft::Faulted { server });
+                return None;
+            }
+            ClientEnd::StaysStopped(why) => {
+                self.is_left(key, WhyLeft::StaysStopped(why));
+                return None;
+            }
+            // The next look tells.
+            ClientEnd::NotThere => {
+                self.is_left(key, WhyLeft::AtWork);
+                return None;
+            }
+            ClientEnd::NotAsked(why) => {
+                self.is_left(key, WhyLeft::AtWork);
+                return Some(why);
+            }
+            ClientEnd::NotKnown(why) => {
+                if let Some(one) = self.left.get(&key) {
+                    shell.tell(RequestNews::MayHaveEnded, server, pid, &one.client.owner);
+                }
+                return Some(why);
+            }
+        }
+        if let Some(HeldClient { client, .. }) = self.left.remove(&key) {
+            shell.tell(RequestNews::Ended, server, pid, &client.owner);
+            self.had_work.push(client.owner);
+        }
+        // Nobody can tell one connection from another without their numbers.
+        connections.retain(Option::is_some);
+        self.ended.insert(key, (held, connections));
+        None
+    }
+
+    fn is_left(&mut self, key: (u32, u32), why: WhyLeft) {
+        if let Some(one) = self.left.get_mut(&key) {
+            one.client.why = why;
+        }
+    }
+
+    /// Fails if clients on the wanted GPUs stay without a known slice, though all others are done.
+    async fn look_at_unplaced(
+        &mut self,
+        shell: &mut T,
+        unplaced: BTreeSet<u32>,
+        others_are_done: bool,
+    ) -> Result<(), TerminationError<T::Owner>> {
+        if unplaced.is_empty() {
+            self.unplaced_since = None;
+            return Ok(());
+        }
+        let now = shell.now();
+        let since = *self.unplaced_since.get_or_insert(now);
+        if !others_are_done || now.saturating_sub(since) < UNPLACED_FOR {
+            return Ok(());
+        }
+        let mut words = Vec::new();
+        for pid in unplaced {
+            words.push(format!("{} ({})", shell.owner(pid, None).await, shell.program(pid).await));
+        }
+        Err(TerminationError::Unplaced(words))
+    }
+}
+
+fn has_one_gpu(gpus: Option<&[GpuUuid]>) -> bool {
+    gpus.is_some_and(|gpus| gpus.len() == 1)
+}
+
+/// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. Returns the reason why clients
+/// may be missing nevertheless.
+async fn add_clients_of_nvml<T: TerminationShell>(
+    shell: &mut T,
+    daemon: &mut DaemonClients,
+) -> Option<String> {
+    let server = daemon.faulted.first().copied()?;
+    let why = |why: &str| {
+        format!(
+            "server {server} handles a fatal GPU error, and its control daemon may not list its clients; {why}"
+        )
+    };
+    let Some(gpus) = &daemon.gpus else { return Some(why("its GPUs are not known")) };
+    let listed: BTreeSet<u32> = daemon.clients.keys().map(|(_, pid)| *pid).collect();
+    let mut doubt = None;
+    for (gpu, there) in shell.clients_on(gpus).await {
+        match there {
+            Ok(there) => {
+                for pid in there.difference(&listed) {
+                    let client = daemon.clients.entry((server, *pid)).or_default();
+                    client.connections.insert(None);
+                    client.gpus.insert(gpu.clone());
+                }
+            }
+            Err(error) => doubt = doubt.or_else(|| Some(why(&error))),
+        }
+    }
+    doubt
+}

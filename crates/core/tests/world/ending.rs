@@ -1,0 +1,455 @@
+//! The edge between requests to end GPU work and the world: each question waits for its turn, so that anything can happen
+//! before it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::future::poll_fn;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::Poll;
+use std::time::Duration;
+
+use mps_core::mps::ServerStatus;
+use mps_core::serve::ClientsOnGpus;
+use mps_core::tenants::{
+    ClientShell, DaemonClients, EnclosingContainer, KnownSlices, ListedClient, RequestNews,
+    TERMINATION_TIMEOUT, Target, TerminateAnswer, TerminationError, TerminationShell, UnknownClients,
+};
+use mps_core::{Cause, CoreTime, Permit};
+
+use super::Dice;
+use super::mps::{Mps, OLD_GPU, SimClient};
+use super::reader::Waits;
+use super::tenants::{SimSlice, SliceKnownBy, Tenant};
+
+/// The deadline of one question.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The time for which a control daemon waits for a client that can't let go.
+const WAITS_FOR_CLIENT: Duration = Duration::from_secs(32);
+
+/// The most that a request asks in one moment.
+const MOST_IN_A_MOMENT: usize = 400;
+
+/// A client as people know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SimOwner {
+    pub(super) pid: u32,
+    pub(super) process: Option<u32>,
+}
+
+impl fmt::Display for SimOwner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PID {}", self.pid)
+    }
+}
+
+pub(super) type Answer = (Vec<SimOwner>, Result<(), TerminationError<SimOwner>>);
+
+/// A process, by its PID and its own number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct SimProcess {
+    pub(super) pid: u32,
+    pub(super) process: u32,
+}
+
+/// A request under way, and the truth about it.
+#[derive(Debug)]
+pub(super) struct RequestState {
+    pub(super) now: Duration,
+    pub(super) begun: Duration,
+    pub(super) waits: Waits,
+    pub(super) dice: Dice,
+    pub(super) is_calm: bool,
+    pub(super) target: Target<SimSlice>,
+    /// The process with the wanted PID when it began.
+    pub(super) named: Option<u32>,
+    /// The clients that it meant, and were at work when it began.
+    pub(super) wanted: BTreeSet<SimProcess>,
+    /// These clients as far as they were at work when their control daemon was listed last.
+    pub(super) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
+    /// The control daemons with a list that has just left somebody out.
+    pub(super) has_left_out: BTreeSet<u32>,
+    /// The clients that it has found at work.
+    pub(super) found: BTreeSet<SimProcess>,
+    /// The clients that it has ended, and was told so.
+    pub(super) ended: BTreeSet<SimProcess>,
+    /// The clients that may have ended, since an answer got lost.
+    pub(super) lost: BTreeSet<SimProcess>,
+    /// The number of faults of each control daemon when a status was answered last.
+    pub(super) faults: BTreeMap<u32, usize>,
+    pub(super) steps: usize,
+}
+
+impl RequestState {
+    fn goes_wrong(&mut self, most: usize) -> bool {
+        !self.is_calm && self.dice.one_in(most)
+    }
+
+    pub(super) fn is_awake(&self) -> bool {
+        match self.waits {
+            Waits::Until(at) | Waits::Event { until: at, .. } => self.now >= at,
+            Waits::Nothing | Waits::Turn(_) => true,
+        }
+    }
+
+    pub(super) fn deadline(&self) -> Duration {
+        self.begun + TERMINATION_TIMEOUT
+    }
+
+    pub(super) fn is_out_of_time(&self) -> bool {
+        self.now >= self.deadline()
+    }
+
+    fn means(&self, pid: u32, tenant: &Tenant) -> bool {
+        tenant.is_meant(pid, &self.target, self.named)
+    }
+}
+
+/// A control daemon as a request reaches it.
+#[derive(Clone)]
+pub(super) struct Reached {
+    pub(super) pid: u32,
+    pub(super) mps: Arc<Mutex<Mps>>,
+    /// None: the service does not know them.
+    pub(super) gpus: Option<Vec<String>>,
+}
+
+/// All that a request asks.
+#[derive(Clone)]
+pub(super) struct SimEnding {
+    pub(super) state: Arc<Mutex<RequestState>>,
+    pub(super) daemons: Vec<Reached>,
+}
+
+/// A client that is continued for as long as its control daemon waits for it.
+pub(super) struct SimGoingOn(SimProcess);
+
+impl SimEnding {
+    pub(super) fn state(&self) -> MutexGuard<'_, RequestState> {
+        self.state.lock().unwrap()
+    }
+
+    async fn wait(&self, waits: Waits) {
+        let mut has_begun = false;
+        poll_fn(|_| {
+            let mut state = self.state();
+            if has_begun && state.is_awake() {
+                state.waits = Waits::Nothing;
+                return Poll::Ready(());
+            }
+            if !has_begun {
+                state.steps += 1;
+                assert!(state.steps < MOST_IN_A_MOMENT, "nothing-spins: a request asks too often");
+                (state.waits, has_begun) = (waits, true);
+            }
+            Poll::Pending
+        })
+        .await;
+    }
+
+    async fn turn(&self) {
+        let now = self.state().now;
+        self.wait(Waits::Turn(now)).await;
+    }
+
+    /// The answer never comes.
+    async fn is_silent(&self) -> String {
+        let until = self.state().now + ANSWER_TIMEOUT;
+        self.wait(Waits::Until(until)).await;
+        "the control daemon has not answered for 5 s".to_owned()
+    }
+
+    /// Looks at the client with this PID.
+    fn look<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Option<T> {
+        self.daemons.iter().find_map(|one| one.mps.lock().unwrap().clients.get(&pid).map(&look))
+    }
+
+    /// Looks at the process with this PID, on a thread of its own.
+    async fn ask<T>(&self, pid: u32, look: impl Fn(&Tenant) -> T) -> Result<T, String> {
+        self.turn().await;
+        if self.state().goes_wrong(60) {
+            return Err("the kernel does not answer".to_owned());
+        }
+        self.look(pid, |client| look(&client.tenant)).ok_or_else(|| "no such process".to_owned())
+    }
+
+    /// Takes the list of one control daemon.
+    fn take_list(&self, one: &Reached) -> Result<DaemonClients, UnknownClients> {
+        let (mut mps, mut state) = (one.mps.lock().unwrap(), self.state());
+        let has_no_server = !mps.is_alive || mps.servers.is_empty();
+        let unknown = |why: &str| Err(UnknownClients { why: why.to_owned(), has_no_server });
+        if mps.listener().is_none() {
+            if has_no_server {
+                state.at_work.remove(&one.pid);
+            }
+            return unknown("nobody listens");
+        }
+        if mps.listener() != Some(mps.pid) {
+            return Ok(DaemonClients { gpus: one.gpus.clone(), place_is_taken: true, ..Default::default() });
+        }
+        if state.goes_wrong(60) {
+            return Err(UnknownClients { why: "it has dropped a question".to_owned(), has_no_server: false });
+        }
+        let listed = super::answers::listed(&mut mps);
+        let mut clients = BTreeMap::new();
+        for (server, pid) in
+            listed.into_iter().flat_map(|(server, pids)| pids.into_iter().map(move |pid| (server, pid)))
+        {
+            let Some(client) = mps.clients.get(&pid) else { continue };
+            let connection = (!state.goes_wrong(30)).then_some(client.tenant.connection);
+            let gpus = client.ordinals.iter().map(|ordinal| mps.gpus[*ordinal].clone()).collect();
+            clients.insert((server, pid), ListedClient { connections: [connection].into(), gpus });
+        }
+        let is_faulted = mps.servers.values().any(|one| one.status == ServerStatus::Fault);
+        if (mps.gpus.len() > 1 || is_faulted) && !state.has_left_out.remove(&one.pid) && state.goes_wrong(6) {
+            let keys: Vec<_> = clients.keys().copied().collect();
+            if let Some(key) = state.dice.pick(&keys) {
+                clients.remove(key);
+                state.has_left_out.insert(one.pid);
+            }
+        }
+        let is_at_work = |one: &SimProcess| {
+            let client = mps.clients.get(&one.pid).filter(|client| client.tenant.process == one.process);
+            client.is_some_and(SimClient::is_at_work)
+        };
+        let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
+        // Who had no work a moment ago and starts over just when the list leaves it out has come after the end.
+        if state.has_left_out.contains(&one.pid)
+            && let Some(before) = state.at_work.get(&one.pid)
+        {
+            at_work.retain(|client| before.contains(client));
+        }
+        state.at_work.insert(one.pid, at_work);
+        Ok(DaemonClients { gpus: one.gpus.clone(), clients, ..Default::default() })
+    }
+
+    fn find(&self, control: u32) -> &Reached {
+        self.daemons.iter().find(|one| one.pid == control).unwrap()
+    }
+
+    /// Ends the work of a client, whoever hears of it.
+    fn end(&self, one: &Reached, server: u32, client: SimProcess) -> TerminateAnswer {
+        let mut mps = one.mps.lock().unwrap();
+        if !mps.servers.contains_key(&server) {
+            return TerminateAnswer::NoSuchServer;
+        }
+        let mut state = self.state();
+        match mps.clients.get_mut(&client.pid) {
+            Some(there) if there.server == server && there.tenant.process == client.process => {
+                let (target, tenant) = (&state.target, &there.tenant);
+                assert!(
+                    state.means(client.pid, tenant),
+                    "only-the-wanted-are-ended: {tenant:?} with PID {} is ended for {target:?}",
+                    client.pid
+                );
+                there.tenant.has_work = false;
+                state.found.remove(&client);
+                TerminateAnswer::Done
+            }
+            _ => TerminateAnswer::NoSuchClient,
+        }
+    }
+}
+
+impl ClientShell for SimEnding {
+    type Control = u32;
+    type Held = SimProcess;
+    type GoingOn = SimGoingOn;
+
+    fn now(&self) -> CoreTime {
+        self.state().now
+    }
+
+    async fn pause(&mut self, duration: Duration) {
+        let until = self.state().now + duration;
+        self.wait(Waits::Until(until)).await;
+    }
+
+    async fn list(&mut self) -> Vec<(u32, Result<DaemonClients, UnknownClients>)> {
+        self.turn().await;
+        let mut listed = Vec::new();
+        let mut hangs = false;
+        for one in &self.daemons {
+            let takes_long = self.state().dice.one_in(3);
+            if takes_long {
+                self.turn().await;
+            }
+            let is_hung = {
+                let mps = one.mps.lock().unwrap();
+                mps.is_hung() && mps.listener() == Some(mps.pid)
+            };
+            hangs |= is_hung;
+            let why = "the control daemon has not answered for 5 s".to_owned();
+            let silent = Err(UnknownClients { why, has_no_server: false });
+            listed.push((one.pid, if is_hung { silent } else { self.take_list(one) }));
+        }
+        if hangs {
+            self.is_silent().await;
+        } else {
+            self.turn().await;
+        }
+        for ((_, known), one) in listed.iter_mut().zip(&self.daemons) {
+            let (Ok(known), mps) = (known, one.mps.lock().unwrap()) else { continue };
+            known.place_is_taken |= mps.listener() != Some(mps.pid);
+            let faulted =
+                mps.servers.iter().filter(|(_, one)| one.status == ServerStatus::Fault && !mps.is_old);
+            known.faulted = faulted.map(|(pid, _)| *pid).collect();
+        }
+        listed
+    }
+
+    fn hold(&mut self, pid: u32) -> Result<Option<SimProcess>, String> {
+        if self.state().goes_wrong(100) {
+            return Err("no file descriptor is left".to_owned());
+        }
+        Ok(self.look(pid, |client| SimProcess { pid, process: client.tenant.process }))
+    }
+
+    fn is_alive(&self, held: &SimProcess) -> bool {
+        self.look(held.pid, |client| client.tenant.process) == Some(held.process)
+    }
+
+    async fn server_status(&mut self, control: &u32, server: u32) -> Result<ServerStatus, String> {
+        self.turn().await;
+        let one = self.find(*control).clone();
+        let is_hung = one.mps.lock().unwrap().is_hung();
+        if is_hung {
+            return Err(self.is_silent().await);
+        }
+        let mps = one.mps.lock().unwrap();
+        let mut state = self.state();
+        if mps.listener() != Some(mps.pid) || state.goes_wrong(60) {
+            return Err("another control daemon answers".to_owned());
+        }
+        state.faults.insert(one.pid, mps.faults);
+        let known = mps.servers.get(&server).map_or(ServerStatus::Gone, |one| one.status);
+        Ok(if mps.is_old { ServerStatus::Unsupported } else { known })
+    }
+
+    async fn go_on(&mut self, held: &SimProcess) -> Result<SimGoingOn, String> {
+        self.turn().await;
+        let is_held = self.look(held.pid, |client| client.tenant.is_held);
+        if is_held == Some(true) { Err("a debugger holds it".to_owned()) } else { Ok(SimGoingOn(*held)) }
+    }
+
+    async fn terminate_client(
+        &mut self,
+        control: &u32,
+        server: u32,
+        client: SimGoingOn,
+        may_end: Permit,
+    ) -> Result<TerminateAnswer, String> {
+        assert_eq!(may_end.cause(), Cause::Asked);
+        let one = self.find(*control).clone();
+        let pid = client.0.pid;
+        // Whoever has the PID now is asked to end: the next process gets it only after all others.
+        let Some(process) = self.look(pid, |client| client.tenant.process) else {
+            return Ok(TerminateAnswer::NoSuchClient);
+        };
+        let client = SimProcess { pid, process };
+        {
+            let mps = one.mps.lock().unwrap();
+            let is_faulted = mps.servers.get(&server).is_some_and(|one| one.status == ServerStatus::Fault);
+            let was_known = self.state().faults.get(&one.pid) == Some(&mps.faults);
+            assert!(
+                mps.is_old || !is_faulted || !was_known,
+                "a-request-holds-up-nobody: {client:?} is ended at server {server}, which handles a fault"
+            );
+        }
+        self.turn().await;
+        let (is_hung, is_there) = {
+            let mut mps = one.mps.lock().unwrap();
+            let is_faulted = mps.servers.get(&server).is_some_and(|one| one.status == ServerStatus::Fault);
+            if is_faulted && !mps.is_hung() && mps.clients.contains_key(&pid) {
+                mps.hangs_until = mps.now + WAITS_FOR_CLIENT;
+            }
+            (mps.is_hung(), mps.listener() == Some(mps.pid))
+        };
+        if is_hung {
+            self.state().lost.insert(client);
+            let is_done_later = self.state().dice.one_in(2);
+            let error = self.is_silent().await;
+            if is_done_later && is_there {
+                self.end(&one, server, client);
+            }
+            return Err(error);
+        }
+        if !is_there {
+            self.state().lost.insert(client);
+            return Err("another control daemon answers".to_owned());
+        }
+        let answer = self.end(&one, server, client);
+        if self.state().goes_wrong(12) {
+            self.state().lost.insert(client);
+            return Err("an answer got lost".to_owned());
+        }
+        if answer == TerminateAnswer::Done {
+            self.state().ended.insert(client);
+        }
+        Ok(answer)
+    }
+}
+
+impl TerminationShell for SimEnding {
+    type Slice = SimSlice;
+    type Owner = SimOwner;
+
+    fn begin_look(&mut self) {}
+
+    async fn users(&mut self, pid: u32) -> Result<Vec<u32>, String> {
+        self.ask(pid, |one| vec![one.user, one.acts_for]).await
+    }
+
+    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SimSlice>>, String> {
+        let known = |one: &Tenant| {
+            (one.slice_known_by != SliceKnownBy::Nothing).then(|| KnownSlices {
+                slices: vec![one.slice.clone()],
+                are_mounted: one.slice_known_by == SliceKnownBy::Mount,
+            })
+        };
+        self.ask(pid, known).await
+    }
+
+    async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
+        self.ask(pid, |one| vec![EnclosingContainer { id: one.container(), is_the_hosts: true }]).await
+    }
+
+    async fn owner(&mut self, pid: u32, _: Option<Vec<SimSlice>>) -> SimOwner {
+        let process = self.look(pid, |client| client.tenant.process);
+        let is_at_work = self.look(pid, SimClient::is_at_work);
+        if let (Some(process), Some(true)) = (process, is_at_work) {
+            self.state().found.insert(SimProcess { pid, process });
+        }
+        SimOwner { pid, process }
+    }
+
+    async fn program(&mut self, _: u32) -> String {
+        "program".to_owned()
+    }
+
+    fn gpus_of(&self, slices: &[SimSlice]) -> Vec<String> {
+        slices.iter().map(|slice| slice.gpu.clone()).collect()
+    }
+
+    async fn clients_on(&mut self, gpus: &[String]) -> ClientsOnGpus {
+        self.turn().await;
+        let on = |gpu: &String| {
+            let mut pids = BTreeSet::new();
+            for one in &self.daemons {
+                let mps = one.mps.lock().unwrap();
+                if gpu == OLD_GPU || (mps.gpu_is_lost && mps.gpus.contains(gpu)) {
+                    return Err("NVML does not list them".to_owned());
+                }
+                let there = mps
+                    .clients
+                    .iter()
+                    .filter(|(_, client)| client.ordinals.iter().any(|one| mps.gpus[*one] == *gpu));
+                pids.extend(there.map(|(pid, _)| *pid));
+            }
+            Ok(pids)
+        };
+        gpus.iter().map(|gpu| (gpu.clone(), on(gpu))).collect()
+    }
+
+    fn tell(&mut self, _: RequestNews, _: u32, _: u32, _: &SimOwner) {}
+}

@@ -1,0 +1,185 @@
+//! The processes of tenants, and requests to end their GPU work.
+
+use mps_core::mps::ServerStatus;
+use mps_core::tenants::{SliceName, Target};
+
+use super::mps::Mps;
+use super::{Dice, GPUS, World};
+
+/// The slices of each GPU.
+const SLICES: usize = 2;
+
+/// The users.
+const USERS: [u32; 3] = [0, 1, 2];
+
+fn any_user(dice: &mut Dice) -> u32 {
+    dice.pick(&USERS).copied().unwrap_or_default()
+}
+
+/// A GPU, and the ordinal of a slice of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct SimSlice {
+    pub(super) gpu: String,
+    ordinal: usize,
+}
+
+impl SliceName for SimSlice {
+    fn shares_gpu(&self, other: &Self) -> bool {
+        self.gpu == other.gpu
+    }
+}
+
+/// What tells the slice of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SliceKnownBy {
+    Mount,
+    Environment,
+    Nothing,
+}
+
+/// The process of a client, as the kernel knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Tenant {
+    /// The number that no other process has, whatever its PID.
+    pub(super) process: u32,
+    pub(super) user: u32,
+    /// The user that it acts for.
+    pub(super) acts_for: u32,
+    pub(super) slice: SimSlice,
+    pub(super) slice_known_by: SliceKnownBy,
+    pub(super) connection: u64,
+    /// False once its work was ended on request, until it starts over.
+    pub(super) has_work: bool,
+    /// A debugger holds it.
+    pub(super) is_held: bool,
+}
+
+impl Tenant {
+    pub(super) fn new(process: u32, gpus: &[String], ordinal: usize, dice: &mut Dice) -> Self {
+        let user = any_user(dice);
+        let slice_known_by = match dice.below(12) {
+            0 => SliceKnownBy::Nothing,
+            1..4 => SliceKnownBy::Environment,
+            _ => SliceKnownBy::Mount,
+        };
+        Self {
+            process,
+            user,
+            acts_for: if dice.one_in(4) { any_user(dice) } else { user },
+            slice: SimSlice { gpu: gpus[ordinal].clone(), ordinal: dice.below(SLICES) },
+            slice_known_by,
+            connection: u64::from(process),
+            has_work: true,
+            is_held: false,
+        }
+    }
+
+    /// The container that it is in.
+    pub(super) fn container(&self) -> String {
+        format!("c{}", self.user)
+    }
+
+    /// Whether a request means it, in truth. `named` is the process with the wanted PID when the request began.
+    pub(super) fn is_meant(&self, pid: u32, target: &Target<SimSlice>, named: Option<u32>) -> bool {
+        let is_named = |wanted: u32| wanted == pid && named.is_none_or(|named| named == self.process);
+        match target {
+            Target::Process(wanted) => is_named(*wanted),
+            Target::ProcessOf { pid: wanted, user } => {
+                is_named(*wanted) && self.user == *user && self.acts_for == *user
+            }
+            Target::Slices(slices) => slices.contains(&self.slice),
+            Target::Container(id) => self.container().starts_with(id.as_str()),
+        }
+    }
+}
+
+impl Mps {
+    /// A program that got an error instead of its work begins again, with another connection.
+    fn starts_over(&mut self, pid: u32) {
+        let connection = u64::from(self.next_pid());
+        let Some(client) = self.clients.get_mut(&pid) else { return };
+        let is_well =
+            |server: &super::mps::SimServer| server.status == ServerStatus::Active && !server.is_ending;
+        if !client.tenant.has_work && self.servers.get(&client.server).is_some_and(is_well) {
+            client.tenant.has_work = true;
+            client.tenant.connection = connection;
+        }
+    }
+}
+
+impl World {
+    /// A client starts over, or another one follows it, or a debugger comes or goes.
+    pub(super) fn tenant_acts(&mut self, dice: &mut Dice) {
+        let Some((daemon, pid)) = self.any_client(dice) else { return };
+        let Some(one) = self.daemons.get(&daemon) else { return };
+        let mut mps = one.lock();
+        let kind = dice.below(9);
+        if kind < 3 {
+            mps.is_succeeded(pid);
+            drop(mps);
+            self.bury();
+            self.add_to_story(|| format!("client {pid} leaves, and the next one gets its PID"));
+        } else if kind < 5 {
+            let Some(client) = mps.clients.get_mut(&pid) else { return };
+            client.tenant.is_held = !client.tenant.is_held;
+            let is_held = client.tenant.is_held;
+            drop(mps);
+            self.add_to_story(|| format!("a debugger holds client {pid}: {is_held}"));
+        } else {
+            let ended: Vec<u32> =
+                mps.clients.iter().filter(|(_, one)| !one.tenant.has_work).map(|(pid, _)| *pid).collect();
+            for pid in &ended {
+                mps.starts_over(*pid);
+            }
+            drop(mps);
+            self.add_to_story(|| format!("clients {ended:?} start over"));
+        }
+    }
+
+    /// A client, behind the PID of its control daemon.
+    fn any_client(&self, dice: &mut Dice) -> Option<(u32, u32)> {
+        let clients = |(daemon, one): (&u32, &super::ControlDaemon)| {
+            one.lock().clients.keys().map(|client| (*daemon, *client)).collect::<Vec<_>>()
+        };
+        let clients: Vec<(u32, u32)> = self.daemons.iter().flat_map(clients).collect();
+        dice.pick(&clients).copied()
+    }
+
+    /// Often, a client that is well at a server that handles a fatal GPU error.
+    fn client_at_a_fault(&self, dice: &mut Dice) -> Option<u32> {
+        let mut clients = Vec::new();
+        for one in self.daemons.values() {
+            let mps = one.lock();
+            let is_faulted =
+                |server| mps.servers.get(server).is_some_and(|one| one.status == ServerStatus::Fault);
+            let there =
+                mps.clients.iter().filter(|(_, client)| client.is_at_work() && is_faulted(&client.server));
+            clients.extend(there.map(|(pid, _)| *pid));
+        }
+        dice.pick(&clients).copied().filter(|_| !dice.one_in(4))
+    }
+
+    /// Somebody asks for the end of GPU work.
+    pub(super) fn ask_to_terminate(&mut self, dice: &mut Dice) {
+        let is_busy = self.service.as_ref().is_none_or(|service| service.requests.len() >= 3);
+        if is_busy || self.is_calm {
+            return;
+        }
+        let pid = self.client_at_a_fault(dice).or_else(|| Some(self.any_client(dice)?.1)).unwrap_or(7);
+        let target = match dice.below(8) {
+            0 | 1 => Target::Process(pid),
+            2 | 3 => Target::ProcessOf { pid, user: any_user(dice) },
+            4 => Target::Container(format!("c{}", any_user(dice))),
+            5 => {
+                let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
+                Target::Slices(vec![SimSlice { gpu, ordinal: dice.below(SLICES) }])
+            }
+            _ => {
+                let slice =
+                    |one: &super::ControlDaemon| Some(one.lock().clients.get(&pid)?.tenant.slice.clone());
+                Target::Slices(self.daemons.values().find_map(slice).into_iter().collect())
+            }
+        };
+        self.begin_request(&target, dice);
+    }
+}
