@@ -370,10 +370,6 @@ impl GpuWatch {
 }
 
 impl MemberShell<Identity> for EndingShell {
-    fn identify(&self, pid: u32) -> Option<Identity> {
-        Identity::read(pid).ok()
-    }
-
     fn process(&self, held: &Held) -> Identity {
         held.identity()
     }

@@ -47,7 +47,8 @@ impl<P> EndingShell<P> {
 
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let pids = control.client_pids(&[]).await?;
-    let clients = by_client(control.connections(&pids).await?);
+    let started = |pid| Identity::read(pid).ok().map(|process| process.start_time);
+    let clients = by_client(control.connections(&pids).await?, started);
     let servers: Vec<u32> = pids.into_keys().collect();
     let faulted = if servers.is_empty() {
         BTreeSet::new()

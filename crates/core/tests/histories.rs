@@ -43,11 +43,12 @@ fn history(seed: u64) -> Vec<u64> {
     (1..=length).map(|step| mixed(seed.wrapping_mul(0x0100_0000_01b3).wrapping_add(step))).collect()
 }
 
-/// Half of the histories are about faults above all, and some about orders alone.
+/// Nearly half of the histories are about faults above all, some about orders alone, and some about requests of tenants.
 fn mood(seed: u64) -> Mood {
-    match seed % 4 {
-        0 => Mood::Everything,
-        1 => Mood::Orders,
+    match seed % 16 {
+        2 | 6 | 14 => Mood::Tenants,
+        0 | 4 | 8 | 12 => Mood::Everything,
+        1 | 5 | 9 | 13 => Mood::Orders,
         _ => Mood::Faults,
     }
 }

@@ -60,7 +60,10 @@ impl ClientShell for Host {
     async fn list(&mut self) -> Vec<((), Result<DaemonClients, UnknownClients>)> {
         let client = |pid: &u32| {
             let gpus = BTreeSet::from(["A".to_owned()]);
-            ((7, *pid), ListedClient { connections: BTreeSet::from([Some(u64::from(*pid))]), gpus })
+            (
+                (7, *pid),
+                ListedClient { started: None, connections: BTreeSet::from([Some(u64::from(*pid))]), gpus },
+            )
         };
         let clients = self.processes.keys().map(client).collect();
         vec![((), Ok(DaemonClients { gpus: Some(vec!["A".to_owned()]), clients, ..Default::default() }))]

@@ -8,7 +8,7 @@ use core::time::Duration;
 
 use super::budget::{MemberProcess, next_victim};
 use super::end::{ClientEnd, end_client};
-use super::shell::{ClientShell, Connections, known_clients};
+use super::shell::{ClientShell, Connections, ListedClient, known_clients};
 use super::watch::{OverBudget, Victim, VictimState};
 use crate::{CoreTime, Permit};
 
@@ -25,24 +25,21 @@ pub trait MemberShell<P>: ClientShell {
     /// The process that is held.
     fn process(&self, held: &Self::Held) -> P;
 
-    /// The process that has this PID now.
-    fn identify(&self, pid: u32) -> Option<P>;
-
     /// Whether this process runs, and no other with its PID.
     fn runs(&self, process: P) -> bool;
 }
 
 /// The connections of a client at one server.
-struct Connected<C, P> {
+struct Connected<C> {
     control: C,
-    /// The process that had its PID when it was listed.
-    process: Option<P>,
+    /// When the process was started that had its PID then.
+    started: Option<u64>,
     server: u32,
     connections: Connections,
 }
 
 /// The clients of all control daemons, by PID.
-type AllConnected<C, P> = BTreeMap<u32, Vec<Connected<C, P>>>;
+type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
 
 /// An attempt that is over.
 #[derive(Debug, PartialEq, Eq)]
@@ -116,14 +113,14 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         &self,
         shell: &S,
         over: Vec<OverBudget<P, T>>,
-        connected: &AllConnected<S::Control, P>,
+        connected: &AllConnected<S::Control>,
         gone: &[P],
     ) -> Option<(u32, P, Permit)> {
         let now = shell.now();
         over.into_iter().filter(|one| now < one.as_of + BELIEVED_FOR).find_map(|mut one| {
             one.members.retain(|member| {
                 let pid = member.process.pid();
-                let is_it = |one: &Connected<_, P>| one.process == Some(member.process);
+                let is_it = |one: &Connected<_>| one.started == Some(member.process.start_time());
                 let servers = connected.get(&pid).filter(|servers| servers.iter().all(is_it));
                 let servers = servers.filter(|servers| !self.has_ended(shell, pid, servers));
                 servers.is_some() && !gone.contains(&member.process) && shell.runs(member.process)
@@ -137,21 +134,21 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
     }
 
     /// The clients of all control daemons that answer. A client that is not listed counts as gone, so fewer are ended.
-    async fn list<S: MemberShell<P, Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control, P> {
+    async fn list<S: MemberShell<P, Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
         let mut connected = AllConnected::new();
         let (known, missing) = known_clients(shell.list().await);
         let is_complete = missing.is_none();
         for (control, listed) in known {
             for ((server, pid), client) in listed.clients {
-                let (control, connections) = (control.clone(), client.connections);
-                let process = shell.identify(pid);
-                connected.entry(pid).or_default().push(Connected { control, process, server, connections });
+                let ListedClient { started, connections, .. } = client;
+                let one = Connected { control: control.clone(), started, server, connections };
+                connected.entry(pid).or_default().push(one);
             }
         }
         let may_be_there = |pid: &u32| !is_complete || connected.contains_key(pid);
-        self.ended.retain(|pid, (held, _)| may_be_there(pid) && shell.is_alive(held));
         self.stubborn.retain(|pid, _| may_be_there(pid));
         // After a fault a control daemon may list nobody.
+        self.ended.retain(|_, (held, _)| shell.is_alive(held));
         self.in_doubt.retain(|_, held| shell.is_alive(held));
         connected
     }
@@ -162,7 +159,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         &self,
         shell: &S,
         pid: u32,
-        servers: &[Connected<S::Control, P>],
+        servers: &[Connected<S::Control>],
     ) -> bool {
         self.ended.get(&pid).is_some_and(|(held, ended)| {
             shell.is_alive(held) && servers.iter().all(|one| one.connections.is_subset(ended))
@@ -183,7 +180,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         &mut self,
         shell: &mut S,
         process: P,
-        servers: &[Connected<S::Control, P>],
+        servers: &[Connected<S::Control>],
         may_end: Permit,
     ) -> End {
         let pid = process.pid();

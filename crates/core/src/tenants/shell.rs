@@ -16,6 +16,8 @@ pub type Connections = BTreeSet<Option<u64>>;
 /// A client as its control daemon lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ListedClient {
+    /// When the process was started that had its PID as soon as it was listed. None: it had ended.
+    pub started: Option<u64>,
     /// Its connections.
     pub connections: Connections,
     /// The beginnings of the UUIDs of its GPUs. An empty one stands for a GPU that is not known.
@@ -51,11 +53,15 @@ pub struct UnknownClients {
     pub has_no_server: bool,
 }
 
-/// These connections by server and PID. A client of two GPUs has two lines.
-pub fn by_client(connections: Vec<Client>) -> BTreeMap<(u32, u32), ListedClient> {
+/// These connections by server and PID. A client of two GPUs has two lines. `started` says when the process with a PID was started.
+pub fn by_client(
+    connections: Vec<Client>,
+    started: impl Fn(u32) -> Option<u64>,
+) -> BTreeMap<(u32, u32), ListedClient> {
     let mut clients: BTreeMap<_, ListedClient> = BTreeMap::new();
     for Client { pid, id, server, gpu_prefix } in connections {
-        let one = clients.entry((server, pid)).or_default();
+        let new = || ListedClient { started: started(pid), ..ListedClient::default() };
+        let one = clients.entry((server, pid)).or_insert_with(new);
         one.connections.insert(id);
         one.gpus.insert(gpu_prefix);
     }

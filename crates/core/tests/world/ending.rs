@@ -198,7 +198,10 @@ impl SimEnding {
             let Some(client) = mps.clients.get(&pid) else { continue };
             let connection = (!state.goes_wrong(30)).then_some(client.tenant.connection);
             let gpus = client.ordinals.iter().map(|ordinal| mps.gpus[*ordinal].clone()).collect();
-            clients.insert((server, pid), ListedClient { connections: [connection].into(), gpus });
+            clients.insert(
+                (server, pid),
+                ListedClient { started: None, connections: [connection].into(), gpus },
+            );
         }
         let is_faulted = mps.servers.values().any(|one| one.status == ServerStatus::Fault);
         if (mps.gpus.len() > 1 || is_faulted) && !state.has_left_out.remove(&one.pid) && state.goes_wrong(6) {

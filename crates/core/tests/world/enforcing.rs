@@ -7,6 +7,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
+use mps_core::tenants::budget::MemberProcess;
 use mps_core::tenants::{
     ClientShell, Connections, DaemonClients, ListedClient, MemberShell, SliceBudgets, TerminateAnswer,
     UnknownClients,
@@ -245,7 +246,8 @@ impl ClientShell for SimEnforcement {
                         let on = client.ordinals.iter();
                         let gpus = on.filter_map(|ordinal| mps.gpus.get(*ordinal).cloned()).collect();
                         let connections = Connections::from([Some(connection)]);
-                        clients.insert((server, pid), ListedClient { connections, gpus });
+                        let started = Some(MemberProcess::start_time(client.program.process));
+                        clients.insert((server, pid), ListedClient { started, connections, gpus });
                     }
                 }
                 DaemonClients { gpus: Some(mps.gpus.clone()), clients, ..DaemonClients::default() }
@@ -341,13 +343,6 @@ impl ClientShell for SimEnforcement {
 }
 
 impl MemberShell<SimProcess> for SimEnforcement {
-    fn identify(&self, pid: u32) -> Option<SimProcess> {
-        let process = |daemon: &Arc<Mutex<Mps>>| Some(lock(daemon).clients.get(&pid)?.program.process);
-        let process = self.daemons.iter().find_map(process);
-        self.facts().is_found(pid, process);
-        process
-    }
-
     fn process(&self, held: &SimHeld) -> SimProcess {
         held.process
     }

@@ -154,6 +154,7 @@ pub(crate) enum Mood {
     Everything,
     Faults,
     Orders,
+    Tenants,
 }
 
 pub(crate) struct World {
@@ -236,11 +237,12 @@ impl World {
     /// One step of a history.
     pub(crate) fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
-        let kind = dice.below(67);
+        let kind = dice.below(61);
         let is_of_orders = (27..37).contains(&kind) || (54..57).contains(&kind);
         let kind = match self.mood {
             Mood::Faults if is_of_orders && !dice.one_in(8) => *dice.pick(&[19, 20, 20, 42, 38, 38]).unwrap(),
             Mood::Orders if (42..50).contains(&kind) => 19,
+            Mood::Tenants if kind > 19 && !dice.one_in(3) => *dice.pick(&[20, 38, 42, 61, 61, 62]).unwrap(),
             _ => kind,
         };
         if kind > 19 {
@@ -254,8 +256,8 @@ impl World {
             54..57 => self.drain(&mut dice),
             57 => self.tenant_comes_and_goes(&mut dice),
             58..61 => self.program_changes(&mut dice),
-            61..64 => self.ask_to_terminate(&mut dice),
-            64..67 => self.tenant_acts(&mut dice),
+            61 => self.ask_to_terminate(&mut dice),
+            62 => self.tenant_acts(&mut dice),
             40 => self.disk_is_full(true),
             41 => self.disk_is_full(false),
             20..24 => self.client_comes(&mut dice),
