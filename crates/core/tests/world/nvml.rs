@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 
 use mps_core::serve::{GpuNews, GpuShell, News, ProcessId, SeenGpu, SeenGpus, SeenProcess, Shell};
 
+use mps_core::tenants::budget::MemberProcess;
+
 use super::edge::SimShell;
 use super::mps::OLD_GPU;
 
@@ -56,7 +58,9 @@ impl GpuShell for SimShell {
     }
 
     fn start_time(&self, pid: u32) -> Option<u64> {
-        Some(u64::from(pid))
+        let mps = self.lock();
+        let client = mps.clients.get(&pid).map(|client| client.program.process.start_time());
+        client.or_else(|| mps.servers.contains_key(&pid).then_some(u64::from(pid)))
     }
 
     /// Nobody of ours is called a bypass: nothing else runs on these GPUs.
