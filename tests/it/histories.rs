@@ -420,7 +420,6 @@ fn try_all(test: &str, histories: u64, control_daemon: Option<(&str, &Path)>) {
 }
 
 #[test]
-#[ignore = "it failed once beside other work, and the reason is not known yet"]
 fn the_host_shows_what_the_world_shows() {
     try_all("the_host_shows_what_the_world_shows", SCRIPTS, None);
 }

@@ -217,7 +217,6 @@ impl<S: Shell> Serving<'_, S> {
     /// Makes sure that the server's end becomes known.
     pub(super) fn watch_server(&mut self, server: u32) {
         if self.run.watched_servers.insert(server) {
-            self.run.last_watched = Some(server);
             self.shell.watch_server(server);
         }
     }
@@ -241,9 +240,13 @@ impl<S: Shell> Serving<'_, S> {
         if self.fault().is_some_and(|fault| fault.server == server) {
             self.fault_is_over();
         }
-        self.run.servers.has_gone(server);
+        let was_alive = self.run.servers.alive().contains(&server);
+        self.run.servers.forget(server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        self.run.watched_servers.remove(&server);
+        // Otherwise the log has told of its end, and that was taken note of.
+        if self.run.watched_servers.remove(&server) && was_alive {
+            self.run.last_gone = Some(server);
+        }
     }
 
     /// A server has ended.
@@ -270,16 +273,18 @@ impl<S: Shell> Serving<'_, S> {
         if !is_wanted || !is_missed || run.blockers.fault().is_some() || run.blockers.is_unreached() {
             return false;
         }
-        let (now, newest) = (self.shell.now(), run.servers.newest());
-        let has_served = newest.is_some_and(|(server, _)| run.last_watched == Some(server));
+        let (now, gone, exit) = (self.shell.now(), run.last_gone.take(), run.servers.last_exit());
+        let has_served =
+            gone.is_some() || exit.is_some_and(|(server, _)| run.watched_servers.contains(&server));
         if has_served && now.saturating_sub(run.revival.last_success) >= HEALTHY_AGAIN {
             run.revival.pause = Duration::ZERO;
         }
         let words = self.shell.words();
-        let reason = match newest {
-            Some((server, Some(status))) => format!("server {server} exited with status {status}{words}"),
-            Some((server, None)) => format!("server {server} has ended{words}"),
-            None => format!("its server has ended{words}"),
+        let reason = match (gone, exit) {
+            (Some(server), _) => format!("server {server} has ended{words}"),
+            // The log has told of its end first, or it has ended before anybody could watch it.
+            (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
+            (None, None) => format!("its server has ended{words}"),
         };
         let revive_at = run.revival.next(now);
         run.blockers.put(Blocker::ServerEnded { reason, revive_at });

@@ -109,8 +109,8 @@ pub struct Known {
     servers: Servers,
     /// The servers that are watched: an occurrence tells of their end.
     watched_servers: BTreeSet<u32>,
-    /// The newest server of them, even if it has ended.
-    last_watched: Option<u32>,
+    /// The watched server that has ended last, before the log told of it.
+    last_gone: Option<u32>,
     check_at: CoreTime,
     /// The time of the next count of the clients, for a control daemon that is to end.
     count_at: CoreTime,
@@ -141,7 +141,7 @@ impl Known {
             multiuser,
             servers: Servers::default(),
             watched_servers: BTreeSet::new(),
-            last_watched: None,
+            last_gone: None,
             check_at: now,
             count_at: now,
             bypasses_at: None,

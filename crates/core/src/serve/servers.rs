@@ -33,10 +33,6 @@ pub(super) struct Servers {
     known: BTreeMap<u32, Server>,
     /// The number of servers that have come.
     came: u64,
-    /// The one of them that came last. It may be forgotten.
-    newest: Option<u32>,
-    /// The last ones with a process that has ended.
-    gone: Vec<u32>,
 }
 
 /// The most servers that are remembered, with the ones that have ended.
@@ -51,8 +47,6 @@ impl Servers {
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
-            // A control daemon lists a server for a moment after its process has ended.
-            self.newest = self.newest.filter(|_| self.gone.contains(&pid)).or(Some(pid));
             Server { number: self.came, ..Server::default() }
         })
     }
@@ -81,11 +75,6 @@ impl Servers {
         alive.and_then(|(_, server)| server.uid)
     }
 
-    /// The server that came last, with its exit status if the log has told it.
-    pub(super) fn newest(&self) -> Option<(u32, Option<i32>)> {
-        self.newest.map(|pid| (pid, self.get(pid).and_then(|server| server.exit_status)))
-    }
-
     /// The last server that has ended, with its exit status.
     pub(super) fn last_exit(&self) -> Option<(u32, i32)> {
         self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
@@ -93,35 +82,18 @@ impl Servers {
 
     /// Forgets all servers but these.
     pub(super) fn keep(&mut self, alive: &[u32]) {
-        self.retain(|pid, _| alive.contains(&pid));
+        self.known.retain(|pid, _| alive.contains(pid));
         for pid in alive {
             self.entry(*pid);
         }
-        self.gone.retain(|pid| !alive.contains(pid));
     }
 
     pub(super) fn forget_ended(&mut self) {
-        self.retain(|_, server| server.exit_status.is_none());
+        self.known.retain(|_, server| server.exit_status.is_none());
     }
 
-    fn retain(&mut self, keeps: impl Fn(u32, &Server) -> bool) {
-        let gone = self.known.iter().filter(|(pid, server)| !keeps(**pid, server)).map(|(pid, _)| *pid);
-        for pid in gone.collect::<Vec<_>>() {
-            self.has_gone(pid);
-        }
-    }
-
-    fn forget(&mut self, pid: u32) {
+    pub(super) fn forget(&mut self, pid: u32) {
         self.known.remove(&pid);
-    }
-
-    /// The process of a server has ended. Its last lines may be read later.
-    pub(super) fn has_gone(&mut self, pid: u32) {
-        self.forget(pid);
-        if self.gone.len() >= KEPT {
-            self.gone.remove(0);
-        }
-        self.gone.push(pid);
     }
 
     /// Forgets the limits that a server wrote, before it is given others.
@@ -138,14 +110,8 @@ impl Servers {
 
     pub(super) fn observe(&mut self, meaning: &Meaning) {
         match meaning {
-            Meaning::ServerReady(server)
-            | Meaning::ServerExited { server, .. }
-            | Meaning::ThreadPercentage { server, .. }
-            | Meaning::MemoryLimit { server, .. }
-                if self.gone.contains(server) => {}
             Meaning::ServerStarting { server, uid } => {
                 self.forget(*server);
-                self.gone.retain(|gone| gone != server);
                 self.entry(*server).uid = Some(*uid);
             }
             Meaning::ServerReady(server) => self.entry(*server).ready = true,

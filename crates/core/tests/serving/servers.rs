@@ -60,7 +60,40 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
         host.start_takes = None;
     }
     story.served(30_500);
-    assert_eq!(story.shown(), "Backoff, not serving: server 200 has ended; its log ends here");
+    assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
+}
+
+/// The process of a killed server ends before its control daemon takes note of that and lets another one start.
+#[test]
+fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
+    let mut story = Story::of(&["A"]);
+    story.host().at(10_000, |host| {
+        host.servers.entry(SERVER).or_default().status = Some(ServerStatus::Fault);
+        host.watched.remove(&SERVER);
+        host.ended.push_back(SERVER);
+    });
+    story.host().at(10_400, |host| host.server_ends(SERVER, 9));
+    story.served(11_000);
+    assert_eq!((story.shown().as_str(), story.host().alive.as_slice()), ("Ready, serving", &[201][..]));
+}
+
+/// The log tells of the end of a server before its process is seen to end.
+#[test]
+fn the_end_of_a_server_is_told_with_its_own_pid() {
+    let mut story = Story::of(&["A"]);
+    story.host().at(10_000, |host| {
+        host.server_ends(SERVER, 1);
+        host.start_takes = None;
+    });
+    story.host().at(10_050, |host| host.server_comes(300));
+    story.served(20_000);
+    assert_eq!((story.shown().as_str(), story.host().alive.as_slice()), ("Ready, serving", &[300][..]));
+    story.host().at(20_000, |host| {
+        host.servers.clear();
+        host.watched.clear();
+    });
+    story.served(60_000);
+    assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
 }
 
 #[test]
