@@ -13,7 +13,7 @@ if ! command -v cargo-mutants >/dev/null 2>&1; then
 fi
 
 # The changes are made in a copy: the core alone, without the test that makes such copies itself. Its tests read a page of the
-# documents. What was built there before is still good.
+# documents. Whatever was built there before is still good.
 copy=target/mutants
 rm -rf "$copy/crates" "$copy/docs"
 mkdir -p "$copy/crates"

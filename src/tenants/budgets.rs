@@ -271,7 +271,7 @@ impl GpuWatch {
         };
         tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
         let (found, members) = self.members.by_slice(&processes, &self.gpu.cut).await;
-        let look = self.watch.look(&found, members, Identity::runs, now);
+        let look = self.watch.decide(&found, members, Identity::runs, now);
         let Look { uses, news, over, begins_attempt, due } = look;
         self.due = due.map(|due| self.begun + due);
         if begins_attempt || is_attempting {

@@ -3,11 +3,9 @@
 use std::collections::BTreeMap;
 
 use common::counted::counted;
+use mps_core::tenants::first_named;
 
 pub(crate) use common::membership::whose::Whose;
-
-/// The most clients that are named.
-pub(super) const NAMED: usize = 32;
 
 /// `2 clients: PID 1153 of user alice, slice 00:06.0-1, container 4f1c2d3e5a6b; PID 1160 of user bob`. A client that
 /// is listed for several GPUs is named once. None without any client.
@@ -16,11 +14,8 @@ pub(crate) fn describe(clients: impl IntoIterator<Item = Whose>) -> Option<Strin
     if clients.is_empty() {
         return None;
     }
-    let mut named: Vec<String> = clients.values().take(NAMED).map(ToString::to_string).collect();
-    if let Some(more) = clients.len().checked_sub(NAMED).filter(|more| *more > 0) {
-        named.push(format!("and {more} more"));
-    }
-    Some(format!("{}: {}", counted(clients.len(), "client"), named.join("; ")))
+    let named = first_named(clients.values().map(ToString::to_string));
+    Some(format!("{}: {named}", counted(clients.len(), "client")))
 }
 
 #[cfg(test)]

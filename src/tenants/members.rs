@@ -67,7 +67,7 @@ impl Members {
         self.known.retain(|_, (_, place)| matches!(place, MemberSlice::Hidden));
     }
 
-    /// The clients among these processes, and those with a known slice of this GPU by its ordinal.
+    /// The clients among these processes, and by the ordinal of a slice the clients that are known to have it.
     pub(super) async fn by_slice(
         &mut self,
         processes: &[GpuProcess],

@@ -144,7 +144,7 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.nvml.mps_clients(gpus).await
     }
 
-    fn tell(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Whose) {
+    fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Whose) {
         match news {
             RequestNews::Ended => tracing::info!(
                 mps_server_pid = server,

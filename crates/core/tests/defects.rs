@@ -389,7 +389,7 @@ const DEFECTS: [Defect; 59] = [
         "a-request-tells-the-truth",
     ),
     (
-        "the next process with a PID is taken for the one that is held",
+        "the next process with a PID is taken for the held process",
         "tenants/end.rs",
         "if !shell.is_alive(held) {",
         "if !PUT_BACK && !shell.is_alive(held) {",
@@ -431,7 +431,7 @@ const DEFECTS: [Defect; 59] = [
         "a-request-tells-the-truth",
     ),
     (
-        "a request takes the clients of another control daemon for those of ours",
+        "a request takes the clients of another control daemon for clients of ours",
         "tenants/shell.rs",
         "Ok(clients) if clients.place_is_taken",
         "Ok(clients) if !PUT_BACK && clients.place_is_taken",
@@ -516,7 +516,7 @@ fn missed((name, _, _, _, truth): Defect, folder: &Path) -> Option<String> {
     (!is_found).then(|| format!("{name}: {}", output.lines().take(12).collect::<Vec<_>>().join("\n")))
 }
 
-/// The defects to try: all of them, or those with this in their name, as `ONLY` says.
+/// The defects to try: all, or each with the text of `ONLY` in its name.
 fn chosen() -> impl Iterator<Item = Defect> {
     let only = std::env::var("ONLY").unwrap_or_default();
     DEFECTS.into_iter().filter(move |defect| defect.0.contains(&only))

@@ -52,7 +52,7 @@ impl Disk {
     }
 
     /// The directories that lead to the control daemon.
-    fn lead_here(&self) -> Vec<&str> {
+    fn leading_to_ours(&self) -> Vec<&str> {
         let pipes = self.pipes.iter().map(|(path, socket)| (*path, socket));
         let slices = self.slices.iter().map(|((_, name), socket)| (name.as_str(), socket));
         pipes.chain(slices).filter(|(_, socket)| **socket == OURS).map(|(name, _)| name).collect()
@@ -207,7 +207,7 @@ fn nobody_is_led_to_a_control_daemon_without_limits() {
     let mut disk = Disk::new();
     let mut links = Links::new(Some(wanted()), Some(linked()));
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), [""; 0]);
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
     let not_yet = [
         ("s-0", "slices/s-0 leads to no control daemon yet"),
         ("s-1", "slices/s-1 leads to no control daemon yet"),
@@ -216,7 +216,7 @@ fn nobody_is_led_to_a_control_daemon_without_limits() {
     assert!(!disk.is_there && disk.kept.is_empty(), "nothing is made and kept before its time");
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
     assert_eq!(disk.kept, texts(["pipe", "s-0", "s-1"]));
     assert_eq!(links.take_events(), LinkEvents::default(), "the first links are no news");
@@ -241,10 +241,10 @@ fn a_drained_slice_loses_its_link_whoever_it_leads_to() {
     assert!(disk.pipes.contains_key("pipe"), "the other one takes clients");
     assert_eq!(links.missing(), &missing(None, &[]), "it is not missed");
     links.apply(&mut disk, &drained(["s-0", "s-1"])).unwrap();
-    assert_eq!(disk.lead_here(), [""; 0]);
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
     assert_eq!(links.missing(), &missing(None, &[]));
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
 }
 
 #[test]
@@ -256,14 +256,14 @@ fn one_that_retires_leads_nobody_and_keeps_nothing() {
     assert!(links.pursue(retiring()));
     assert!(!links.pursue(retiring()), "it is the same");
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), [""; 0]);
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
     assert_eq!(disk.slices.values().collect::<Vec<_>>(), [&ANOTHERS], "the next one's link stays");
     assert!(disk.kept.is_empty());
     assert_eq!(links.missing(), &missing(None, &[]));
     // Called back, it still has its limits.
     assert!(links.pursue(wanted()));
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
 }
 
 #[test]
@@ -276,17 +276,17 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     more.slices.remove("s-0");
     links.pursue(more.clone());
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
     assert_eq!(links.missing(), &missing(None, &[("s-2", "slices/s-2 leads to no control daemon yet")]));
     assert!(disk.kept.is_empty());
     // The limits of the order before were told, and these are others.
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
     // The order that it was told may have been to retire: it has the same limits.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-1", "s-2"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
 }
 
 #[test]
@@ -298,7 +298,7 @@ fn slices_of_a_gpu_that_another_one_has_stay_with_that_one() {
     disk.others_lead("s-2", ANOTHERS);
     links.lead(linked(), &both);
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(disk.slices.get(&("slices", "s-2".to_owned())), Some(&ANOTHERS));
     assert_eq!(links.missing(), &missing(None, &[]));
 }
@@ -309,23 +309,23 @@ fn one_that_nobody_has_an_order_for_keeps_its_links() {
     leading(&mut disk);
     let mut links = Links::new(None, Some(linked()));
     links.apply(&mut disk, &drained(["s-0"])).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
     assert!(links.missing().slices.is_empty(), "no order misses them");
     assert_eq!(links.slices_in(), Some("slices"));
     let all = Drained { all: true, ..Drained::default() };
     links.apply(&mut disk, &all).unwrap();
-    assert_eq!(disk.lead_here(), [""; 0]);
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
 }
 
 #[test]
-fn strangers_among_the_directories_are_left_alone_unless_they_lead_here() {
+fn strangers_among_the_directories_are_left_alone_unless_they_leading_to_ours() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
     disk.others_lead("s-8", OURS);
     disk.others_lead("s-9", ANOTHERS);
     disk.others_lead("no slice", ANOTHERS);
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     assert_eq!(disk.slices.len(), 4);
     links.apply(&mut disk, &drained(["s-9"])).unwrap();
     assert_eq!(disk.slices.len(), 3, "a drained slice leads nowhere at all");
@@ -338,7 +338,7 @@ fn links_that_others_have_taken_away_are_renewed_and_told_once() {
     disk.pipes.clear();
     disk.slices.remove(&("slices", "s-0".to_owned()));
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["pipe", "s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
     let renewed = [Way::Pipe, Way::Slice("s-0".to_owned())].into();
     assert_eq!(links.take_events(), LinkEvents { renewed, stuck: BTreeSet::new() });
     assert_eq!(links.take_events(), LinkEvents::default());
@@ -349,7 +349,7 @@ fn the_last_look_changes_nothing_unless_somebody_else_goes_on() {
     let attempts = |removals| {
         let mut disk = Disk { removals, ..Disk::new() };
         leading(&mut disk);
-        (disk.attempts, disk.lead_here().len())
+        (disk.attempts, disk.leading_to_ours().len())
     };
     assert_eq!(attempts(0), (2 * 2, 3), "one pass makes them, and the next one finds them there");
     assert_eq!(attempts(1), (2 * 3, 3));
@@ -365,7 +365,7 @@ fn the_last_look_changes_nothing_unless_somebody_else_goes_on() {
 fn a_link_that_cannot_be_made_is_missing_with_the_reason() {
     let mut disk = Disk { stuck: texts(["pipe", "s-0"]), ..Disk::new() };
     let mut links = leading(&mut disk);
-    assert_eq!(disk.lead_here(), ["s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["s-1"]);
     let reasons = missing(Some("pipe can't be changed"), &[("s-0", "s-0 can't be changed")]);
     assert_eq!(links.missing(), &reasons);
     assert!(links.stuck().is_empty());
@@ -384,7 +384,7 @@ fn a_link_that_cannot_be_taken_away_is_told() {
     assert_eq!(links.stuck(), &texts(["pipe can't be changed", "s-0 can't be changed"]));
     disk.stuck.clear();
     links.apply(&mut disk, &drained(["s-0", "s-1"])).unwrap();
-    assert!(links.stuck().is_empty() && disk.lead_here().is_empty());
+    assert!(links.stuck().is_empty() && disk.leading_to_ours().is_empty());
 }
 
 #[test]
@@ -418,17 +418,17 @@ fn a_socket_that_is_not_there_leads_nobody() {
     disk.socket = Err("its directory is gone".to_owned());
     disk.pipes.clear();
     assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
-    assert_eq!(disk.lead_here(), ["s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
     // And they are still taken away.
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
-    assert_eq!(disk.lead_here(), [""; 0]);
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
     // A socket that is not made yet is no error.
     let mut disk = Disk { socket: Ok(None), ..Disk::new() };
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());
     assert_eq!(links.apply(&mut disk, &nobody()), Ok(()));
-    assert!(links.missing().pipe.is_some() && disk.lead_here().is_empty());
+    assert!(links.missing().pipe.is_some() && disk.leading_to_ours().is_empty());
     links.pursue(retiring());
     disk.others_lead("s-0", ANOTHERS);
     links.apply(&mut disk, &nobody()).unwrap();
@@ -447,7 +447,7 @@ fn a_pipe_directory_alone_is_the_way_of_all_slices() {
     assert_eq!(links.missing(), &missing(Some(why), &[("s-1", why)]), "s-0 is drained");
     disk.stuck.clear();
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!((links.missing(), disk.lead_here()), (&missing(None, &[]), vec!["pipe"]));
+    assert_eq!((links.missing(), disk.leading_to_ours()), (&missing(None, &[]), vec!["pipe"]));
     assert_eq!(disk.kept, texts(["pipe"]));
 }
 
@@ -458,7 +458,7 @@ fn one_of_before_with_its_socket_in_the_pipe_directory_needs_no_link_there() {
     let mut links = Links::new(Some(wanted()), None);
     links.lead(running.clone(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!(disk.lead_here(), ["s-0", "s-1"]);
+    assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(disk.kept, texts(["s-0", "s-1"]));
     // Without directories of slices there is nothing to do at all.
     disk.socket = Err("nobody may ask".to_owned());
@@ -474,7 +474,7 @@ fn an_order_with_another_pipe_directory_changes_nothing_until_the_next_one_runs(
     let other = WantedLinks { pipe: "elsewhere", slices_in: Some("other slices"), ..wanted() };
     links.pursue(other.clone());
     links.apply(&mut disk, &nobody()).unwrap();
-    assert_eq!((links.slices_in(), disk.lead_here()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
+    assert_eq!((links.slices_in(), disk.leading_to_ours()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
     // The directories of before are given back with the end.
     links.end(&mut disk);
     assert!(disk.kept.is_empty());
@@ -529,5 +529,5 @@ fn a_service_that_ends_gives_the_directories_back() {
     links.pursue(wanted());
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
-    assert!(disk.kept.is_empty() && disk.lead_here().len() == 3);
+    assert!(disk.kept.is_empty() && disk.leading_to_ours().len() == 3);
 }

@@ -133,7 +133,7 @@ impl TerminationShell for Host {
         ClientsOnGpus::new()
     }
 
-    fn tell(&mut self, news: RequestNews, _: u32, _: u32, _: &String) {
+    fn tell_of_request(&mut self, news: RequestNews, _: u32, _: u32, _: &String) {
         assert_eq!(news, RequestNews::Ended);
     }
 }

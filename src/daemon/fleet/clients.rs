@@ -99,7 +99,7 @@ impl Fleet {
         })
     }
 
-    /// Every control daemon that may have clients: those of ours that run, taken over or not, and others in their place.
+    /// Every control daemon that may have clients: each of ours that runs, taken over or not, and any other in its place.
     pub(crate) fn with_clients(&self) -> Vec<ClientsDaemon> {
         let in_place =
             self.ask_all(|supervisor| (supervisor.status().view.id, supervisor.control_in_place()));

@@ -109,8 +109,8 @@ pub enum AfterGrace {
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides on a faulted server with these clients, where the log has named the ones that were hit; nobody if it could not be
-/// written, or if a former service has read that part. Whoever it has not named may have come between two errors, even to
+/// Decides on a faulted server with these clients. The log has named the clients that were hit; it names nobody if it could not
+/// be written, or if a former service has read that part. Whoever it has not named may have come between two errors, even to
 /// the same GPU. Where its control daemon has one GPU and nobody is named, the error has hit every client.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {

@@ -69,7 +69,7 @@ impl<P, H> Default for Enforcer<P, H> {
     }
 }
 
-/// What came of the attempt to end one client.
+/// The result of the attempt to end one client.
 enum End {
     /// The next one can be looked at.
     Came(VictimState),

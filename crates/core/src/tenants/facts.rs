@@ -68,7 +68,7 @@ pub trait TerminationShell: ClientShell {
         pid: u32,
     ) -> impl Future<Output = Result<Vec<EnclosingContainer>, String>> + Send;
 
-    /// The words about a process. `slices` are those that it is known to have.
+    /// The words about a process, which is known to have these slices.
     fn owner(
         &mut self,
         pid: u32,
@@ -84,6 +84,6 @@ pub trait TerminationShell: ClientShell {
     /// The clients that NVML lists on these GPUs.
     fn clients_on(&mut self, gpus: &[GpuUuid]) -> impl Future<Output = ClientsOnGpus> + Send;
 
-    /// Tells people something, once.
-    fn tell(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Self::Owner);
+    /// Tells people once of a client that the request has named.
+    fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Self::Owner);
 }

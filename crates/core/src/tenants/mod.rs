@@ -33,7 +33,7 @@ mod watch;
 pub use end::{ClientEnd, end_client};
 pub use enforce::{Enforced, Enforcer, MemberShell};
 pub use facts::{EnclosingContainer, KnownSlices, RequestNews, SliceName, TerminationShell};
-pub use outcome::{LeftClient, TERMINATION_TIMEOUT, TerminationError, WhyLeft};
+pub use outcome::{LeftClient, TERMINATION_TIMEOUT, TerminationError, WhyLeft, first_named};
 pub use shell::{
     ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, UnknownClients, by_client,
     known_clients,

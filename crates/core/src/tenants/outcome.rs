@@ -9,7 +9,7 @@ use core::time::Duration;
 /// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
 pub const TERMINATION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The most clients that are named.
+/// The most that are named.
 const NAMED: usize = 32;
 
 /// Why a client has work left, as far as that is known.
@@ -101,8 +101,8 @@ pub enum TerminationError<O> {
     },
 }
 
-/// The first of these by name.
-pub(super) fn named(all: impl ExactSizeIterator<Item = String>) -> String {
+/// The first 32 of these by name, and the number of the others.
+pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     let more = all.len().saturating_sub(NAMED);
     let mut names: Vec<String> = all.take(NAMED).collect();
     if more > 0 {
@@ -114,7 +114,7 @@ pub(super) fn named(all: impl ExactSizeIterator<Item = String>) -> String {
 /// Each client once, by its PID.
 fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
     let by_pid: BTreeMap<u32, String> = left.iter().map(|one| (one.pid, one.to_string())).collect();
-    named(by_pid.into_values())
+    first_named(by_pid.into_values())
 }
 
 impl<O: fmt::Display> fmt::Display for TerminationError<O> {
@@ -140,7 +140,7 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
                 "no process that is known to have these slices uses them any more; not known of {}: neither a mounted \
                  directory nor the environment says which slice of this GPU they have, and their GPU work goes on; \
                  terminate them by PID or container before anybody stops them",
-                named(clients.iter().cloned())
+                first_named(clients.iter().cloned())
             ),
             Self::Silent { why, left } if left.is_empty() => f.write_str(why),
             Self::Silent { why, left } => {

@@ -113,7 +113,7 @@ impl<T: TerminationShell> Termination<T> {
         }
         let mut pause = FIRST_PAUSE;
         loop {
-            let RequestLook { found: at_work, unplaced, trouble, is_sure } = self.look(shell).await?;
+            let RequestLook { found: at_work, unplaced, trouble, is_sure } = self.find_clients(shell).await?;
             let is_nobody_left =
                 at_work.is_empty() && unplaced.is_empty() && trouble.is_none() && self.doubt.is_none();
             let is_certain = is_sure || self.is_nobody_left;
@@ -173,7 +173,7 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     /// The clients that are meant as they are now, and the reason why some may be missing.
-    async fn look(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
+    async fn find_clients(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
         let mut look =
             RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
         let (known, missing) = known_clients(shell.list().await);
@@ -192,7 +192,8 @@ impl<T: TerminationShell> Termination<T> {
             }
             let DaemonClients { gpus, clients, .. } = daemon;
             for ((server, pid), client) in clients {
-                self.look_at(shell, &mut look, (&control, gpus.as_ref()), (server, pid), client).await;
+                self.take_up_if_meant(shell, &mut look, (&control, gpus.as_ref()), (server, pid), client)
+                    .await;
             }
         }
         self.narrow(&mut look)?;
@@ -205,7 +206,7 @@ impl<T: TerminationShell> Termination<T> {
     }
 
     /// Looks at one client, and takes it up if it is meant.
-    async fn look_at(
+    async fn take_up_if_meant(
         &mut self,
         shell: &mut T,
         look: &mut RequestLook<T>,
@@ -320,13 +321,13 @@ impl<T: TerminationShell> Termination<T> {
             }
             ClientEnd::NotKnown(why) => {
                 if let Some(one) = self.left.get(&key) {
-                    shell.tell(RequestNews::MayHaveEnded, server, pid, &one.client.owner);
+                    shell.tell_of_request(RequestNews::MayHaveEnded, server, pid, &one.client.owner);
                 }
                 return Some(why);
             }
         }
         if let Some(HeldClient { client, .. }) = self.left.remove(&key) {
-            shell.tell(RequestNews::Ended, server, pid, &client.owner);
+            shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
         // Nobody can tell one connection from another without their numbers.

@@ -1,5 +1,5 @@
-//! The watch over the budgets of a GPU's slices: what is shown and told of a look at the clients, whose work may end for it, and
-//! when to look again.
+//! The watch over the budgets of a GPU's slices. A look at the clients goes in; out come the use to show, the news to tell, the
+//! clients that may be ended, and the time of the next look.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -62,7 +62,7 @@ pub struct Victim<P> {
     pub slice: u32,
     /// The client.
     pub process: P,
-    /// What came of it.
+    /// The result.
     pub state: VictimState,
 }
 
@@ -80,9 +80,9 @@ pub enum VictimState {
 /// All that one look says.
 #[derive(Debug)]
 pub struct Look<P, T> {
-    /// What each slice has in use, and in which way that is more than its budget, in words; empty if it is not shown so.
+    /// The use of each slice, and the words about its overuse. The words are empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
-    /// What is to be told of slices.
+    /// The news of slices, to be told.
     pub news: Vec<OveruseNews<P>>,
     /// The slices of which clients may be ended.
     pub over: Vec<OverBudget<P, T>>,
@@ -122,7 +122,7 @@ impl<P> OveruseNews<P> {
     }
 }
 
-/// What is told of a slice after an attempt to end clients of it.
+/// The news of a slice after an attempt to end clients of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttemptNews<P> {
     /// The ordinal of the slice.
@@ -243,7 +243,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
 
     /// Says what follows from a look. `found` are all clients on the GPU; a client without a known slice is no member. `runs` says
     /// whether a process that was found before may still be there.
-    pub fn look<T: PartialEq>(
+    pub fn decide<T: PartialEq>(
         &mut self,
         found: &[P],
         mut members: BTreeMap<u32, Vec<Member<P, T>>>,
@@ -384,7 +384,7 @@ mod tests {
         now: CoreTime,
     ) -> Look<Process, u32> {
         let found: Vec<Process> = members.iter().map(|member| member.process).collect();
-        watch.look(&found, BTreeMap::from([(1, members.to_vec())]), |_| true, now)
+        watch.decide(&found, BTreeMap::from([(1, members.to_vec())]), |_| true, now)
     }
 
     fn texts(look: &Look<Process, u32>) -> Vec<String> {

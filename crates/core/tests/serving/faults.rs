@@ -5,8 +5,8 @@ use mps_core::serve::Failure;
 
 use super::{SERVER, Story};
 
-/// A control daemon with these clients, each on its GPU, whose server meets a fatal GPU error on the first GPU at 10 s. The log
-/// names these clients.
+/// A control daemon with these clients, each on its GPU. At 10 s its server meets a fatal GPU error on the first GPU, and the log
+/// names some of the clients.
 fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let mut story = Story::of(&["A", "B"]);
     story.served(1000);

@@ -19,7 +19,7 @@ fn percentage(story: &Story, server: u32) -> u8 {
     story.host().servers[&server].percentage
 }
 
-/// Of servers to come, and of the one that the service has started.
+/// Of servers to come, and of the server that the service has started.
 fn percentages(story: &Story) -> (u8, u8) {
     let host = story.host();
     (host.default_limits.percentage, host.servers[&SERVER].percentage)

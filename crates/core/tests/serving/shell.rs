@@ -1,4 +1,4 @@
-//! What is asked of a host, and done there.
+//! The questions to a host, and the acts there.
 
 use std::collections::BTreeSet;
 use std::future::poll_fn;

@@ -224,7 +224,7 @@ impl World {
             members.entry(program.slice).or_default().push(program.member());
         }
         watched.facts().are_seen(&programs, now);
-        let look = watched.watch.look(&found, members, |process| found.contains(&process), now);
+        let look = watched.watch.decide(&found, members, |process| found.contains(&process), now);
         watched.due = look.due;
         for news in &look.news {
             watched.facts().is_told(news.slice, now);

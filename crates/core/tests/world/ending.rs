@@ -454,5 +454,5 @@ impl TerminationShell for SimEnding {
         gpus.iter().map(|gpu| (gpu.clone(), on(gpu))).collect()
     }
 
-    fn tell(&mut self, _: RequestNews, _: u32, _: u32, _: &SimOwner) {}
+    fn tell_of_request(&mut self, _: RequestNews, _: u32, _: u32, _: &SimOwner) {}
 }

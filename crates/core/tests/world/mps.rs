@@ -125,7 +125,7 @@ pub(super) struct Mps {
     /// The part of the log that the service has written down as read.
     pub(super) read_until: usize,
     pub(super) hits: BTreeSet<Hit>,
-    /// The clients that a service has told of, and whose fault it has seen the end of.
+    /// The clients that a service has told of, if it has seen the end of their fault too.
     pub(super) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     came: u32,

@@ -60,7 +60,7 @@ pub(super) struct Reader {
     /// The clients that the log has named as news, and the clients that were told.
     pub(super) read: BTreeSet<Hit>,
     pub(super) told: BTreeSet<Hit>,
-    /// The clients of them whose fault is shown as over.
+    /// The clients of them with a fault that is shown as over.
     over: BTreeSet<Hit>,
     /// The questions to the control daemon.
     pub(super) questions: Vec<&'static str>,

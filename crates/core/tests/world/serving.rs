@@ -25,7 +25,7 @@ pub(super) struct Watched {
 }
 
 impl Watched {
-    /// The control daemon has ended. What was still to be said of it is said.
+    /// The control daemon has ended. The service says all that it still has to say of it.
     pub(super) fn end(self) {
         let hit = self.known.borrow_mut().take_hit();
         if let Some((server, hit)) = hit {

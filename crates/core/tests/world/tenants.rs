@@ -29,7 +29,7 @@ impl SliceName for SimSlice {
     }
 }
 
-/// What tells the slice of a process.
+/// The source that tells the slice of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SliceKnownBy {
     Mount,
