@@ -6,6 +6,7 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 
 use mps_core::mps::Meaning;
+use mps_core::tenants::first_named;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 
@@ -26,9 +27,6 @@ const WORDS_MAX: usize = 200;
 
 /// The number of lines that are kept as last words.
 const LAST_WORDS: usize = 3;
-
-/// The most clients that one message names.
-const NAMED: usize = 32;
 
 /// Measured: the client that this line named was a bystander.
 const DOUBT: &str = "the log can't tell which of them caused it: its line \"Client {PID: ...} encountered a fatal GPU \
@@ -152,7 +150,7 @@ impl Run {
             ..Subject::gpu(&gpu_uuid)
         };
         let named: Vec<String> = pids.iter().map(|pid| self.known_clients.describe(*pid)).collect();
-        let text = format!("{reason}; clients that were hit: {}", shortened(&named));
+        let text = format!("{reason}; clients that were hit: {}", first_named(named.iter().cloned()));
         Message::ClientsHit.log(about, format_args!("{text}; {DOUBT}"));
         for (pid, named) in pids.iter().zip(named) {
             Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));
@@ -162,13 +160,4 @@ impl Run {
             tracing::debug!("a fault is not told: {error}");
         }
     }
-}
-
-/// The first of these clients, each in words.
-fn shortened(named: &[String]) -> String {
-    let mut words: Vec<String> = named.iter().take(NAMED).cloned().collect();
-    if let Some(more) = named.len().checked_sub(NAMED).filter(|more| *more > 0) {
-        words.push(format!("and {more} more"));
-    }
-    words.join("; ")
 }
