@@ -45,17 +45,23 @@ impl<P> EndingShell<P> {
     }
 }
 
+/// The servers of these that handle a fatal GPU error.
+async fn faulted(control: &Control, servers: &[u32]) -> Result<BTreeSet<u32>, ControlError> {
+    if servers.is_empty() {
+        return Ok(BTreeSet::new());
+    }
+    Ok(control.inspect(servers, None).await?.with(&[ServerStatus::Fault]).collect())
+}
+
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
-    let pids = control.client_pids(&[]).await?;
+    let servers = control.inspect(&[], None).await?.servers;
+    let mut faulted_then = faulted(control, &servers).await?;
+    let pids = control.client_pids(&servers).await?;
     let started = |pid| Identity::read(pid).ok().map(|process| process.start_time);
     let clients = by_client(control.connections(&pids).await?, started);
     let servers: Vec<u32> = pids.into_keys().collect();
-    let faulted = if servers.is_empty() {
-        BTreeSet::new()
-    } else {
-        control.inspect(&servers, None).await?.with(&[ServerStatus::Fault]).collect()
-    };
-    Ok(DaemonClients { clients, faulted, ..DaemonClients::default() })
+    faulted_then.extend(faulted(control, &servers).await?);
+    Ok(DaemonClients { clients, faulted: faulted_then, ..DaemonClients::default() })
 }
 
 async fn clients_of(daemon: &ClientsDaemon) -> Result<DaemonClients, UnknownClients> {

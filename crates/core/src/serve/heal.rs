@@ -9,6 +9,7 @@ use core::time::Duration;
 
 use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
+use super::bypasses::ProcessId;
 use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
 use super::shell::{Failure, News, Shell};
 use crate::mps::ServerStatus;
@@ -179,8 +180,9 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Ends a server with clients that have lost their work. It may have got over its fault while they were asked for, and
-    /// have others now: so the last question before is whether it is still that fault.
+    /// Ends a server with clients that have lost their work. It may have got over its fault while they were asked for, have others
+    /// now, and even have met the next error, of which the log may say nothing. So the last question before is whether it is
+    /// faulted, and one of these clients has to be there still: until all have gone, no server gets over its fault.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -188,15 +190,27 @@ impl<S: Shell> Serving<'_, S> {
         stay: &BTreeSet<u32>,
     ) -> Result<(), Failure> {
         let server = known.server;
-        self.read_on().await;
-        let is_same = self.run.blockers.fault().is_some_and(|fault| fault.is_same(known));
-        if !is_same || self.server_status(server).await? != ServerStatus::Fault {
-            return Ok(());
-        }
-        let stay = self.shell.describe(stay);
-        let text = format!("server {server} ended: still there long after its fault: {stay}");
-        self.shell.tell(News::Warning, text);
+        let why = if stay.is_empty() {
+            "it has no client, and is still faulted".to_owned()
+        } else {
+            let processes = self.processes(stay);
+            self.read_on().await;
+            let is_same = self.run.blockers.fault().is_some_and(|fault| fault.is_same(known));
+            if !is_same || self.server_status(server).await? != ServerStatus::Fault {
+                return Ok(());
+            }
+            if self.processes(stay).is_disjoint(&processes) {
+                return Ok(());
+            }
+            format!("still there long after its fault: {}", self.shell.describe(stay))
+        };
+        self.shell.tell(News::Warning, format!("server {server} ended: {why}"));
         self.shell.shut_down_server(server, may_end).await
+    }
+
+    /// The processes that have these PIDs now.
+    fn processes(&self, pids: &BTreeSet<u32>) -> BTreeSet<ProcessId> {
+        pids.iter().filter_map(|pid| Some((*pid, self.shell.start_time(*pid)?))).collect()
     }
 
     /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. The error is NVML's about a

@@ -38,7 +38,7 @@ pub struct DaemonClients {
     pub gpus: Option<Vec<GpuUuid>>,
     /// Its clients, by server and PID.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
-    /// Its servers that handled a fatal GPU error, as of a moment after the list.
+    /// Its servers that handled a fatal GPU error, a moment before the list or a moment after it. The list may name nobody then.
     pub faulted: BTreeSet<u32>,
     /// Another control daemon has listened in its place, before or after, and may have answered.
     pub place_is_taken: bool,

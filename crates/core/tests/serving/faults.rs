@@ -80,6 +80,37 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
 }
 
 #[test]
+fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.served(39_900);
+    // All who were hit go, another client comes and meets an error, and the log says nothing of it.
+    story.host().during("clients", |host| {
+        host.during("inspect", |host| {
+            host.gone.insert(1);
+            host.clients.clear();
+            host.client(2, SERVER, "A");
+        });
+    });
+    story.served(44_000);
+    assert_eq!(story.calls("shut down"), 0);
+    assert!(story.shown().starts_with("Faulted"), "{}", story.shown());
+}
+
+#[test]
+fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().at(20_000, |host| {
+        host.gone.insert(1);
+        host.clients.clear();
+    });
+    story.served(39_900);
+    assert_eq!(story.calls("shut down"), 0);
+    story.served(45_000);
+    assert!(story.has_told("warning: server 200 ended: it has no client, and is still faulted"));
+    assert!(story.has_done("shut down server 200 (Fault)"));
+}
+
+#[test]
 fn a_server_is_left_to_clients_that_are_well() {
     let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);

@@ -60,6 +60,8 @@ pub(crate) struct Host {
     pub(crate) has_children: Option<bool>,
     pub(crate) servers: BTreeMap<u32, HostServer>,
     pub(crate) clients: Vec<Client>,
+    /// The processes that have ended.
+    pub(crate) gone: BTreeSet<u32>,
     /// The clients that NVML lists on a GPU, or why it does not.
     pub(crate) nvml: BTreeMap<String, Result<BTreeSet<u32>, String>>,
     pub(crate) default_limits: HostServer,

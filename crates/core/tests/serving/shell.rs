@@ -58,7 +58,7 @@ impl GpuShell for HostShell {
     }
 
     fn start_time(&self, pid: u32) -> Option<u64> {
-        Some(u64::from(pid))
+        (!self.host().gone.contains(&pid)).then_some(u64::from(pid))
     }
 
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {

@@ -124,6 +124,13 @@ pub(super) struct SimEnding {
 /// A client that is continued for as long as its control daemon waits for it.
 pub(super) struct SimGoingOn(SimProcess);
 
+/// The servers that say that they handle a fatal GPU error.
+fn faulted(one: &Reached) -> BTreeSet<u32> {
+    let mps = one.mps.lock().unwrap();
+    let faulted = mps.servers.iter().filter(|(_, one)| one.status == ServerStatus::Fault && !mps.is_old);
+    faulted.map(|(pid, _)| *pid).collect()
+}
+
 impl SimEnding {
     pub(super) fn state(&self) -> MutexGuard<'_, RequestState> {
         self.state.lock().unwrap()
@@ -270,6 +277,7 @@ impl ClientShell for SimEnding {
 
     async fn list(&mut self) -> Vec<(u32, Result<DaemonClients, UnknownClients>)> {
         self.turn().await;
+        let faulted_before: Vec<BTreeSet<u32>> = self.daemons.iter().map(faulted).collect();
         let mut listed = Vec::new();
         let mut hangs = false;
         for one in &self.daemons {
@@ -291,12 +299,11 @@ impl ClientShell for SimEnding {
         } else {
             self.turn().await;
         }
-        for ((_, known), one) in listed.iter_mut().zip(&self.daemons) {
-            let (Ok(known), mps) = (known, one.mps.lock().unwrap()) else { continue };
+        for (((_, known), one), before) in listed.iter_mut().zip(&self.daemons).zip(faulted_before) {
+            let Ok(known) = known else { continue };
+            known.faulted = &before | &faulted(one);
+            let mps = one.mps.lock().unwrap();
             known.place_is_taken |= mps.listener() != Some(mps.pid);
-            let faulted =
-                mps.servers.iter().filter(|(_, one)| one.status == ServerStatus::Fault && !mps.is_old);
-            known.faulted = faulted.map(|(pid, _)| *pid).collect();
         }
         listed
     }

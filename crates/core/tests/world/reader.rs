@@ -62,6 +62,8 @@ pub(super) struct Reader {
     pub(super) told: BTreeSet<Hit>,
     /// The clients of them with a fault that is shown as over.
     over: BTreeSet<Hit>,
+    /// The clients that were told before the state file was written.
+    written: BTreeSet<Hit>,
     /// The questions to the control daemon.
     pub(super) questions: Vec<&'static str>,
     /// The steps in this moment.
@@ -127,13 +129,24 @@ impl Mps {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }
 
+    /// The state file is written, if the disk has room for it: no other service tells who was hit, so they are told before.
+    pub(super) fn keep_state_file(&mut self) {
+        let untold = self.reader.read.difference(&self.reader.told).next();
+        assert!(
+            untold.is_none(),
+            "who-was-hit-is-told: {untold:?} is written down as read, and was not told"
+        );
+        if !self.disk_is_full {
+            self.read_until = self.reader.position.max(self.reader.quiet_until);
+            self.reader.written.clone_from(&self.reader.told);
+        }
+    }
+
     /// No fault is shown any more: the next service does not tell who was hit, if the state file could be written.
     pub(super) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
-        self.reader.over.extend(&new);
-        if !self.disk_is_full {
-            self.over.extend(new);
-        }
+        self.over.extend(new.intersection(&self.reader.written));
+        self.reader.over.extend(new);
     }
 
     /// Nothing spins: whatever happens in a moment comes to an end.

@@ -192,9 +192,9 @@ impl World {
             );
         }
         for lost in &request.lost {
-            let is_open = |one: &LeftClient<SimOwner>| {
-                one.owner.process == Some(lost.process) && one.why == WhyLeft::MayHaveEnded
-            };
+            // The next process may have got the PID just before it was asked for.
+            let is_open =
+                |one: &LeftClient<SimOwner>| one.pid == lost.pid && one.why == WhyLeft::MayHaveEnded;
             assert!(
                 left.iter().any(is_open),
                 "a-request-tells-the-truth: {lost:?} may have ended for {target:?}, and {left:?} does not say so"
