@@ -19,8 +19,8 @@ const QUIET: Duration = Duration::from_secs(300);
 const REGULAR: Duration = Duration::from_secs(31);
 const MOST_QUESTIONS: usize = 30;
 
-/// The most acts until everything is served, once nothing goes wrong any more.
-const MOST_ACTS: usize = 60;
+/// The most acts until everything is served, once nothing goes wrong any more: 25 for each of four control daemons.
+const MOST_ACTS: usize = 100;
 
 impl World {
     /// The promises that hold after each step.
