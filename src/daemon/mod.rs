@@ -267,7 +267,7 @@ impl Daemon {
             if self.fleet.has_leftovers() {
                 // This opens the driver, which restores compute modes.
                 self.look.read().await;
-                self.fleet.retire_leftovers(&self.settings);
+                self.fleet.pursue_nothing(&self.settings);
             }
             self.plan = Ok(Plan::default());
             return Ok(());

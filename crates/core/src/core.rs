@@ -6,8 +6,8 @@ use alloc::vec::Vec;
 use crate::lifecycle::{Lifecycle, Next};
 use crate::modes::Modes;
 use crate::{
-    Act, Cause, CoreEvent, CoreTime, DaemonAct, Demand, Goal, GpuUuid, HeldGpus, Id, Order, Permit,
-    RunningDaemon,
+    Act, Cause, CoreEvent, CoreTime, DaemonAct, Demand, Goal, GpuUuid, HeldGpus, Id, MpsSwitch, Order,
+    Permit, RunningDaemon,
 };
 
 /// All that decisions go by.
@@ -61,13 +61,16 @@ impl<P: Clone + PartialEq> Core<P> {
 
     fn pursue(&mut self, demand: Demand<P>) {
         self.modes.pursue(demand.kept, demand.closed);
-        // Clients keep a GPU that goes elsewhere until they are done. Without MPS, nobody waits for them.
-        let end = if demand.enabled { Goal::Retire } else { Goal::Stop(Permit::new(Cause::Disabled)) };
+        // Clients keep a GPU that goes elsewhere until they are done. Once MPS is turned off, nobody waits for them.
+        let end = match demand.mps {
+            MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire,
+            MpsSwitch::TurnedOff => Goal::Stop(Permit::new(Cause::Disabled)),
+        };
         let wanted: BTreeSet<&Id> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
             // Whoever waits for clients goes on with that when MPS is disabled. One that was about to end with its clients for
             // it waits for them when MPS is enabled again: nobody asks for their end any more.
-            if demand.enabled || one.goal() == Goal::Serve {
+            if demand.mps == MpsSwitch::On || one.goal() == Goal::Serve {
                 one.pursue(end, None);
             }
         }

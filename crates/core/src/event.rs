@@ -46,13 +46,24 @@ pub struct Demand<P> {
     pub orders: Vec<Order<P>>,
     /// An order for each other control daemon that the state file has. It counts where nobody looks after that one yet.
     pub left: Vec<Order<P>>,
-    /// False: MPS is disabled, and control daemons end with their clients. Otherwise one that is not wanted any more ends
-    /// once it has no client.
-    pub enabled: bool,
+    /// Whether MPS is enabled.
+    pub mps: MpsSwitch,
     /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
     pub kept: Configured,
     /// GPUs that programs without MPS hold: their compute mode is set, so that no more of them come.
     pub closed: Vec<GpuUuid>,
+}
+
+/// Whether MPS is enabled, and since when it is not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MpsSwitch {
+    /// It is: a control daemon that is not wanted any more ends once it has no client.
+    On,
+    /// It was off when the service started. Whatever the service finds ends once it has no client: nobody has just said that
+    /// somebody's work is to end.
+    OffAtStart,
+    /// An administrator has just turned it off: control daemons end with their clients.
+    TurnedOff,
 }
 
 /// The order for one control daemon.

@@ -47,7 +47,7 @@ pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
 pub use event::{
-    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, Order, RunUse, RunningDaemon, WhyFailed,
+    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, WhyFailed,
 };
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
 pub use permit::{Cause, Permit};

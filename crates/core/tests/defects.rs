@@ -27,7 +27,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 59] = [
+const DEFECTS: [Defect; 60] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -58,10 +58,18 @@ const DEFECTS: [Defect; 59] = [
         "work-is-safe",
     ),
     (
+        "what a start finds while MPS is off is ended with its clients",
+        "core.rs",
+        "MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire",
+        "MpsSwitch::OffAtStart if PUT_BACK => Goal::Stop(Permit::new(Cause::Disabled)),\n            \
+         MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire",
+        "work-is-safe",
+    ),
+    (
         "MPS is enabled again, and the end with clients goes on",
         "core.rs",
-        "if demand.enabled ||",
-        "if (demand.enabled && !PUT_BACK) ||",
+        "if demand.mps == MpsSwitch::On ||",
+        "if (demand.mps == MpsSwitch::On && !PUT_BACK) ||",
         "work-is-safe",
     ),
     (

@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, Demand, Goal, HEALTHY_AGAIN, Order, RunUse,
-    RunningDaemon, WhyFailed,
+    Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, Demand, Goal, HEALTHY_AGAIN, MpsSwitch, Order,
+    RunUse, RunningDaemon, WhyFailed,
 };
 
 const NOW: Duration = Duration::from_secs(1000);
@@ -24,7 +24,7 @@ fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
     CoreEvent::Pursue(Demand {
         orders: orders.to_vec(),
         left: Vec::new(),
-        enabled: true,
+        mps: MpsSwitch::On,
         kept,
         closed: Vec::new(),
     })
@@ -194,7 +194,7 @@ fn a_gpu_that_programs_without_mps_hold_is_closed_to_more_of_them() {
         CoreEvent::Pursue(Demand {
             orders: Vec::<Order<()>>::new(),
             left: Vec::new(),
-            enabled: true,
+            mps: MpsSwitch::On,
             kept,
             closed,
         })
@@ -283,13 +283,23 @@ fn one_that_cannot_be_taken_over_is_ended_if_its_process_is_held() {
     let left = || vec![order("A", &["A"])];
     let disabled = || {
         let (orders, kept, closed) = (Vec::new(), Configured::default(), Vec::new());
-        CoreEvent::Pursue(Demand { orders, left: left(), enabled: false, kept, closed })
+        CoreEvent::Pursue(Demand { orders, left: left(), mps: MpsSwitch::TurnedOff, kept, closed })
     };
     let stop = || CoreEvent::Stop { left: left() };
     assert_eq!(not_taken_over(stop(), true), ["A: End(Stop)"]);
     assert_eq!(not_taken_over(stop(), false), ["A: release"], "the next service finds it");
     assert_eq!(not_taken_over(disabled(), true), ["A: End(Disabled)"]);
     assert_eq!(not_taken_over(disabled(), false), ["A: Rest(0ns)", "A: TakeOver"], "it is tried again");
+}
+
+#[test]
+fn whatever_a_start_finds_while_mps_is_off_waits_for_its_clients() {
+    let left = BTreeMap::from([("A".to_owned(), runs(&["A"]).unwrap())]);
+    let mut core = Core::new(left, BTreeSet::new());
+    let (orders, left, kept, closed) =
+        (Vec::new(), vec![order("A", &["A"])], Configured::default(), Vec::new());
+    let off = CoreEvent::Pursue(Demand { orders, left, mps: MpsSwitch::OffAtStart, kept, closed });
+    assert_eq!(told(&core.on(off, NOW)), ["A: TakeOver, retiring"]);
 }
 
 #[test]
@@ -309,7 +319,7 @@ fn one_that_is_called_back_serves_on() {
 fn one_that_ends_since_mps_was_disabled_comes_again_when_it_is_enabled() {
     let mut core = serving("A", &["A"]);
     let (orders, left, kept, closed) = (Vec::new(), Vec::new(), Configured::default(), Vec::new());
-    let disabled = CoreEvent::Pursue(Demand { orders, left, enabled: false, kept, closed });
+    let disabled = CoreEvent::Pursue(Demand { orders, left, mps: MpsSwitch::TurnedOff, kept, closed });
     assert_eq!(told(&core.on(disabled, NOW)), ["A: interrupt"]);
     let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: End(Disabled)"]);

@@ -7,7 +7,7 @@ mod conductor;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use mps_core::{CoreEvent, Demand, Goal, HeldGpus, Order};
+use mps_core::{CoreEvent, Demand, Goal, HeldGpus, MpsSwitch, Order};
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::dbus::Reply;
@@ -47,6 +47,16 @@ impl Fleet {
 
     /// Makes the control daemons match a plan.
     pub(super) fn pursue(&mut self, plan: &Plan, settings: &Settings) {
+        let mps = if settings.enabled { MpsSwitch::On } else { MpsSwitch::TurnedOff };
+        self.pursue_with(mps, plan, settings);
+    }
+
+    /// The same at a start without MPS: there is no plan, and an earlier service may have left some.
+    pub(super) fn pursue_nothing(&mut self, settings: &Settings) {
+        self.pursue_with(MpsSwitch::OffAtStart, &Plan::default(), settings);
+    }
+
+    fn pursue_with(&mut self, mps: MpsSwitch, plan: &Plan, settings: &Settings) {
         let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
         let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
         // Such a GPU is served as soon as the last of them ends.
@@ -58,17 +68,10 @@ impl Fleet {
         self.conductor.on(CoreEvent::Pursue(Demand {
             orders: plan.control_daemons.iter().map(|one| order(one.clone(), settings)).collect(),
             left: self.left(plan, settings),
-            enabled: settings.enabled,
+            mps,
             kept: if sets_modes { plan.configured.clone() } else { Configured::default() },
             closed: closed.collect(),
         }));
-    }
-
-    /// Ends what an earlier service has left, control daemons once they have no clients: nobody wants any of it.
-    pub(super) fn retire_leftovers(&mut self, settings: &Settings) {
-        let left = self.left(&Plan::default(), settings);
-        let (orders, kept, closed) = (Vec::new(), Configured::default(), Vec::new());
-        self.conductor.on(CoreEvent::Pursue(Demand { orders, left, enabled: true, kept, closed }));
     }
 
     /// An order for each control daemon in the state file that the plan has no use for.

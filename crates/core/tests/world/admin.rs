@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{Configured, Core, CoreEvent, Demand, Goal, Order};
+use mps_core::{Configured, Core, CoreEvent, Demand, Goal, MpsSwitch, Order};
 
 use super::mps::OLD_GPU;
 use super::{Dice, Ending, GPUS, Mode, Mood, Service, World};
@@ -11,7 +11,7 @@ pub(crate) fn nothing() -> Demand<u32> {
     Demand {
         orders: Vec::new(),
         left: Vec::new(),
-        enabled: false,
+        mps: MpsSwitch::TurnedOff,
         kept: Configured::default(),
         closed: Vec::new(),
     }
@@ -49,7 +49,7 @@ impl World {
         let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
         let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
         let kept = Configured { certainly, others: others.filter(|_| sets_modes) };
-        Demand { orders, left: Vec::new(), enabled: true, kept, closed }
+        Demand { orders, left: Vec::new(), mps: MpsSwitch::On, kept, closed }
     }
 
     pub(super) fn reload(&mut self, dice: &mut Dice) {
@@ -66,7 +66,7 @@ impl World {
         let Some(service) = &mut self.service else { return };
         let waits = |id: &&String| service.core.goal(id) == Some(Goal::Retire);
         let waiting = self.state_file.daemons.keys().filter(waits).cloned();
-        service.spared = if demand.enabled { BTreeSet::new() } else { waiting.collect() };
+        service.spared = if demand.mps == MpsSwitch::On { BTreeSet::new() } else { waiting.collect() };
         self.demand_of_service(demand);
     }
 
@@ -76,7 +76,7 @@ impl World {
                 demand.orders.iter().map(|one| format!("{} {:?}", one.id, one.gpus)).collect();
             let sets = demand.orders.iter().all(|order| order.sets_modes);
             let modes = if sets { "" } else { ", without compute modes" };
-            let mps = if demand.enabled { "" } else { "MPS is disabled " };
+            let mps = if demand.mps == MpsSwitch::On { "" } else { "MPS is off " };
             format!("reload: {mps}{}{modes}; held by others: {:?}", orders.join(", "), demand.closed)
         });
         if let Some(service) = &mut self.service {
@@ -110,8 +110,8 @@ impl World {
         }
         self.add_to_story(|| "the service starts".to_owned());
         let changed = self.state_file.modes.keys().cloned().collect();
-        // Whatever it finds while MPS is disabled waits for its clients: nobody has just said that they are to end.
-        let found = self.state_file.daemons.keys().filter(|_| !self.demand.enabled);
+        let is_on = self.demand.mps == MpsSwitch::On;
+        let found = self.state_file.daemons.keys().filter(|_| !is_on);
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
             tasks: BTreeMap::new(),
@@ -128,7 +128,8 @@ impl World {
             without_modes: BTreeSet::new(),
             not_ended: BTreeSet::new(),
         });
-        self.demand_of_service(Demand { enabled: true, left: self.left(), ..self.demand.clone() });
+        let mps = if is_on { MpsSwitch::On } else { MpsSwitch::OffAtStart };
+        self.demand_of_service(Demand { mps, left: self.left(), ..self.demand.clone() });
     }
 
     pub(super) fn disk_is_full(&mut self, is_full: bool) {

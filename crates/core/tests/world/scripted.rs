@@ -9,7 +9,7 @@ use std::time::Duration;
 use mps_core::links::DrainedSlices;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Requested, ShownAs};
-use mps_core::{Configured, Demand, Goal, Order};
+use mps_core::{Configured, Demand, Goal, MpsSwitch, Order};
 
 use super::admin::nothing;
 use super::mps::{Hit, Mps};
@@ -395,7 +395,7 @@ fn demand(deed: &Deed) -> Demand<u32> {
     };
     let certainly = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
     let kept = Configured { certainly, others: None };
-    Demand { orders, left: Vec::new(), enabled: true, kept, closed: Vec::new() }
+    Demand { orders, left: Vec::new(), mps: MpsSwitch::On, kept, closed: Vec::new() }
 }
 
 impl World {

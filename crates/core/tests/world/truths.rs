@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use mps_core::{Act, Cause, Configured, DaemonAct};
+use mps_core::{Act, Cause, Configured, DaemonAct, MpsSwitch};
 
 use super::{Dice, Ending, Mode, World};
 
@@ -84,7 +84,7 @@ impl World {
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {
                 let spared = self.service.as_ref().is_some_and(|service| service.spared.contains(id));
-                ending != Some(Ending::ForRestart) && !self.demand.enabled && !spared
+                ending != Some(Ending::ForRestart) && self.demand.mps != MpsSwitch::On && !spared
             }
             _ => false,
         };
