@@ -176,3 +176,33 @@ impl Inspection {
         self.statuses.keys().copied().filter(|server| wanted.contains(&self.status(*server)))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use alloc::borrow::ToOwned;
+
+    use super::*;
+
+    #[test]
+    fn a_client_is_on_the_gpu_that_begins_like_its_own() {
+        let on = |gpu_prefix: &str| {
+            let gpu_prefix = gpu_prefix.to_owned();
+            Client { pid: 1, id: None, server: 2, gpu_prefix }.is_on("GPU-76aef7ff-372d")
+        };
+        assert_eq!(["GPU-76aef7", "GPU-76aef8", ""].map(on), [true, false, false]);
+    }
+
+    #[test]
+    fn only_lines_about_servers_and_their_limits_are_of_servers() {
+        let of_servers = [
+            Meaning::ServerStarting { server: 1, uid: 0 },
+            Meaning::ServerReady(1),
+            Meaning::ServerExited { server: 1, status: 0 },
+            Meaning::ThreadPercentage { server: 1, tenths: 250 },
+            Meaning::MemoryLimit { server: 1, ordinal: 0, bytes: 1 },
+        ];
+        assert!(of_servers.iter().all(Meaning::is_of_servers));
+        let others = [Meaning::Ordinary, Meaning::Noise, Meaning::Trouble, Meaning::ClientAdmitted(1)];
+        assert!(!others.iter().any(Meaning::is_of_servers));
+    }
+}

@@ -27,7 +27,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 60] = [
+const DEFECTS: [Defect; 65] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
@@ -56,6 +56,41 @@ const DEFECTS: [Defect; 60] = [
         "Goal::Retire if self.watched && PUT_BACK => DaemonAct::End(Permit::new(Cause::Disabled)),\n            \
          Goal::Serve | Goal::Retire if self.watched => DaemonAct::Serve",
         "work-is-safe",
+    ),
+    (
+        "a stopped process is not continued by the health check",
+        "serve/check.rs",
+        "        self.continue_if_stopped();\n        let mut answer",
+        "        if !PUT_BACK { self.continue_if_stopped(); }\n        let mut answer",
+        "all-is-served-in-the-end",
+    ),
+    (
+        "another control daemon says that a server is well",
+        "serve/heal.rs",
+        "HealStep::ServerGone if self.place_is_taken()",
+        "HealStep::ServerGone if !PUT_BACK && self.place_is_taken()",
+        "what-is-ready-takes-clients",
+    ),
+    (
+        "a server is called well as soon as the last client that was hit has gone",
+        "serve/heal.rs",
+        "                self.shell.pause(FAULT_PAUSE).await;\n                self.well_again",
+        "                if !PUT_BACK { self.shell.pause(FAULT_PAUSE).await; }\n                self.well_again",
+        "what-is-ready-takes-clients",
+    ),
+    (
+        "a link that could not be made is not tried again",
+        "serve/check.rs",
+        "if self.run.configured\n                    && let Some(bad)",
+        "if self.run.configured\n                    && !PUT_BACK\n                    && let Some(bad)",
+        "",
+    ),
+    (
+        "a driver that refuses multi-user mode is asked for it for ever",
+        "serve/start.rs",
+        "refuses_multiuser: true, .. }) if multiuser",
+        "refuses_multiuser: true, .. }) if multiuser && !PUT_BACK",
+        "all-is-served-in-the-end",
     ),
     (
         "what a start finds while MPS is off is ended with its clients",

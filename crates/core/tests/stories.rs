@@ -355,3 +355,32 @@ fn a_start_waits_until_the_mode_of_its_gpu_is_put_back() {
     let back = CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::PutBack };
     assert_eq!(told(&core.on(back, NOW)), ["A: Start"]);
 }
+
+/// What is to be done about a control daemon that was to be ended, and lives.
+fn lives_on(event: CoreEvent<()>) -> Vec<String> {
+    let mut core = serving("A", &["A"]);
+    core.on(event, NOW);
+    let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
+    assert!(told(&acts).concat().starts_with("A: End("));
+    told(&core.on(done("A", runs(&["A"]), ActOutcome::Lives), NOW))
+}
+
+#[test]
+fn one_that_cannot_be_ended_is_left_by_a_stop_and_tried_again_otherwise() {
+    let (orders, left, kept, closed) = (Vec::new(), Vec::new(), Configured::default(), Vec::new());
+    let off = CoreEvent::Pursue(Demand { orders, left, mps: MpsSwitch::TurnedOff, kept, closed });
+    assert_eq!(lives_on(CoreEvent::Stop { left: Vec::new() }), ["A: release"]);
+    assert_eq!(lives_on(off), ["A: Rest(0ns)", "A: End(Disabled)"]);
+}
+
+#[test]
+fn the_next_one_comes_after_a_pause_where_one_without_clients_was_ended() {
+    let mut core = serving("A", &["A"]);
+    let mut ended = || {
+        core.on(done("A", runs(&["A"]), ActOutcome::Failed(WhyFailed::Ill)), NOW);
+        core.on(done("A", runs(&["A"]), ActOutcome::Used(RunUse::Idle)), NOW);
+        told(&core.on(done("A", None, ActOutcome::Ended), NOW))
+    };
+    assert_eq!(ended(), ["A: Rest(0ns)", "A: Start"]);
+    assert_eq!(ended(), ["A: Rest(100ms)"]);
+}

@@ -28,6 +28,8 @@ pub fn next_look(age: Duration) -> Duration {
 pub(super) struct Fault {
     pub(super) server: u32,
     pub(super) since: CoreTime,
+    /// The number of lines in the log that tell of it. The server may have met another error since.
+    pub(super) lines: usize,
     /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
     /// The clients of them that were told. The log may name more later.
@@ -40,7 +42,8 @@ pub(super) struct Fault {
 impl Fault {
     pub(super) fn new(server: u32, now: CoreTime) -> Self {
         let due = now + FAULT_PAUSE;
-        Self { server, since: now, clients: BTreeSet::new(), told: BTreeSet::new(), due, held_up: None }
+        let (clients, told) = (BTreeSet::new(), BTreeSet::new());
+        Self { server, since: now, lines: 0, clients, told, due, held_up: None }
     }
 
     /// The clients that were hit, on whichever GPU: a client of two GPUs has lost its work on both.
@@ -50,7 +53,8 @@ impl Fault {
 
     /// Whether this is still what was known of it, and nothing new.
     pub(super) fn is_same(&self, known: &Self) -> bool {
-        (self.server, self.since, &self.clients) == (known.server, known.since, &known.clients)
+        let what = |one: &Self| (one.server, one.since, one.lines, one.clients.clone());
+        what(self) == what(known)
     }
 
     pub(super) fn reason(&self) -> String {

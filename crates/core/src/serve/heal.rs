@@ -48,6 +48,14 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
+    /// The log says that it met one, which may be another than the one that is known.
+    pub(super) fn fault_told(&mut self, server: u32) {
+        self.fault_seen(server);
+        if let Some(fault) = self.fault() {
+            fault.lines += 1;
+        }
+    }
+
     fn fault(&mut self) -> Option<&mut Fault> {
         self.run.blockers.fault_mut()
     }
@@ -72,6 +80,8 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
+            // Another one has answered, which knows nothing of the server.
+            HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
             HealStep::Wait => {}
@@ -94,7 +104,11 @@ impl<S: Shell> Serving<'_, S> {
         let left: BTreeSet<u32> = there.filter(|pid| hit.contains(pid)).collect();
         match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
-            Some(true) => self.well_again(server).await?,
+            Some(true) => {
+                // It is well a moment after the last of them has gone.
+                self.shell.pause(FAULT_PAUSE).await;
+                self.well_again(server).await?;
+            }
             Some(false) => {
                 let there = self.shell.describe(&left);
                 fault.held_up = Some(format!(
@@ -106,25 +120,21 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
-        let known = self.clients_hit();
+        let known = self.run.blockers.fault().cloned();
         // The order may have changed while it took no limits.
         if self.run.configured && !self.wanted.retiring {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // The log has named more clients, so the server may have met another error: it is asked again. Or another server has
-        // met one.
-        let is_same = self.run.blockers.fault().is_some_and(|fault| fault.server == server);
-        if is_same && self.clients_hit() == known {
+        // The log may have told of another error: then the server is asked again.
+        let now = self.run.blockers.fault();
+        let is_same = now.zip(known.as_ref()).is_some_and(|(now, known)| now.is_same(known));
+        if is_same && !self.place_is_taken() {
             self.fault_is_over();
             self.shell.tell(News::Event, format!("server {server} has recovered"));
         }
         Ok(())
-    }
-
-    fn clients_hit(&self) -> usize {
-        self.run.blockers.fault().map_or(0, |fault| fault.clients.len())
     }
 
     /// The GPUs that the log has named. It names none if it could not be written, or if a former service has read that

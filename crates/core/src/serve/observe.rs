@@ -89,7 +89,7 @@ impl<S: Shell> Serving<'_, S> {
                 let text = format!("server {server} exited with status {status}{}", self.shell.words());
                 self.shell.tell(News::ServerFailed { server }, text);
             }
-            Meaning::FaultHandling { server } => self.fault_seen(server),
+            Meaning::FaultHandling { server } => self.fault_told(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
             Meaning::ClientAdmitted(client) => {
                 run.in_use = true;

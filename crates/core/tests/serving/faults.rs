@@ -192,6 +192,39 @@ fn a_fault_of_another_server_takes_the_place_of_the_one_before() {
     assert!(story.has_told("fault of 300: server 300 met a fatal GPU error"));
 }
 
+#[test]
+fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.served(10_300);
+    recovers(&story, 11_000, &[]);
+    // Just after it has said that it is well.
+    story.host().at(11_000, |host| {
+        host.during("read on", |host| {
+            host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+            host.says(Meaning::FaultHandling { server: SERVER });
+        });
+    });
+    story.served(15_000);
+    assert!(story.shown().starts_with("Faulted"), "{}", story.shown());
+    recovers(&story, 16_000, &[]);
+    story.served(20_000);
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
+fn another_control_daemon_does_not_say_that_a_server_has_ended() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.served(10_300);
+    story.host().at(11_100, |host| {
+        host.taken_by = Some(7);
+        host.servers.remove(&SERVER);
+    });
+    story.served(11_300);
+    assert!(!story.has_told("server 200 has ended"));
+    assert!(!story.shown().starts_with("Ready"), "{}", story.shown());
+}
+
 /// The control daemon of driver 535 can't say how its server is.
 fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let story = faulted(clients, named);
@@ -209,6 +242,7 @@ fn with_driver_535_a_fault_lasts_as_long_as_somebody_who_was_hit() {
     story.host().at(61_000, |host| host.clients.retain(|client| client.pid == 2));
     story.served(67_000);
     assert_eq!(story.shown(), "Ready, serving");
+    assert!(story.has_done("pause"), "it is well a moment after its last client that was hit has gone");
     assert_eq!(story.host().told.last().unwrap(), "server 200 has recovered");
 }
 

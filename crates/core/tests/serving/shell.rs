@@ -107,6 +107,7 @@ impl Shell for HostShell {
         if skips {
             self.host().note("skip");
         }
+        self.host().turn_during("read on");
         Some(0)
     }
 

@@ -97,6 +97,13 @@ impl World {
             .collect()
     }
 
+    /// Another driver may be there before the next start.
+    pub(super) fn driver_is_replaced(&mut self) {
+        self.refuses_multiuser = !self.refuses_multiuser;
+        let refuses = self.refuses_multiuser;
+        self.add_to_story(|| format!("the driver refuses multi-user mode: {refuses}"));
+    }
+
     pub(super) fn kill_service(&mut self) {
         let Some(service) = self.service.take() else { return };
         self.add_to_story(|| "the service is killed".to_owned());

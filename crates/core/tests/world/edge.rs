@@ -13,7 +13,7 @@ use mps_core::serve::{
 use mps_core::{CoreTime, Permit};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
-use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting};
+use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting, SimServer};
 use super::reader::Waits;
 use super::ways::SimAdmission;
 
@@ -145,6 +145,21 @@ impl SimShell {
         mps.reader.is_forced = request == Requested::Apply { force: true };
         Some(Occurrence::Asked(request))
     }
+}
+
+/// What is ready takes clients: no server of it has a fatal GPU error that the log has told of. A driver that does not say how
+/// servers are leaves it to the log to name who was hit, too.
+fn check_what_is_ready_takes_clients(mps: &Mps) {
+    let reader = &mps.reader;
+    let was_read = |line: usize| (reader.quiet_until..reader.position).contains(&line);
+    let is_known = |one: &SimServer| {
+        (!mps.is_old || mps.hits.is_subset(&reader.read))
+            && one.status == ServerStatus::Fault
+            && !one.is_ending
+            && one.fault_line.is_some_and(was_read)
+    };
+    let faulted = mps.servers.iter().find(|(_, one)| reader.is_ready() && is_known(one));
+    assert!(faulted.is_none(), "what-is-ready-takes-clients: {} is ready, and {faulted:?}", mps.pid);
 }
 
 impl Shell for SimShell {
@@ -313,7 +328,9 @@ impl Shell for SimShell {
         is_known.then(|| !mps.servers.is_empty())
     }
 
-    fn continue_if_stopped(&mut self, _: &[u32]) {}
+    fn continue_if_stopped(&mut self, servers: &[u32]) {
+        self.lock().go_on(servers);
+    }
 
     async fn quit_if_idle(&mut self, may_end: Permit) -> bool {
         let is_ours = |mps: &Mps| mps.listener() == Some(mps.pid);
@@ -439,6 +456,7 @@ impl Shell for SimShell {
                     reader.news += 1;
                     reader.state = state;
                     self.check_limits_are_in_force(&mps);
+                    check_what_is_ready_takes_clients(&mps);
                 }
                 if is_over {
                     mps.fault_is_over();

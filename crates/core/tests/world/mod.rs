@@ -176,6 +176,8 @@ pub(crate) struct World {
     version: u32,
     /// Nothing goes wrong any more.
     is_calm: bool,
+    /// The driver's control daemons refuse to serve several users at the same time.
+    refuses_multiuser: bool,
     /// The state file can't be written.
     is_disk_full: bool,
     /// The acts about each control daemon since something came from outside, or time has passed.
@@ -215,6 +217,7 @@ impl World {
             demand: admin::nothing(),
             version: 0,
             is_calm: false,
+            refuses_multiuser: false,
             is_disk_full: false,
             in_a_row: BTreeMap::new(),
             strange: BTreeSet::new(),
@@ -265,7 +268,12 @@ impl World {
             27..30 => self.reload(&mut dice),
             30 => self.daemon_dies(&mut dice),
             31 => self.mode_is_changed(&mut dice),
-            32 => self.kill_service(),
+            32 => {
+                self.kill_service();
+                if dice.one_in(3) {
+                    self.driver_is_replaced();
+                }
+            }
             33 => self.end_service(&mut dice),
             34..37 => self.start_service(),
             _ => self.time_passes(&mut dice),
@@ -368,6 +376,8 @@ impl World {
         let Some(service) = &mut self.service else { return };
         service.acts.remove(id);
         service.starting.remove(id);
+        self.check_nothing_grows(id);
+        let Some(service) = &mut self.service else { return };
         let task = service.tasks.remove(id).expect("no act is under way");
         if task.act == DaemonAct::Start
             && let Some(pid) = written.as_ref().map(|written| written.process.0)

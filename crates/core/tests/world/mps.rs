@@ -34,6 +34,8 @@ pub(super) struct Setting {
 /// The limits of a control daemon that was told none.
 pub(super) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 
+// Each flag is a fact of its own.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 pub(super) struct SimServer {
     pub(super) status: ServerStatus,
@@ -43,6 +45,10 @@ pub(super) struct SimServer {
     pub(super) has_ended: bool,
     /// After a fault a control daemon may list no client of it.
     pub(super) lists: bool,
+    /// Somebody has stopped it by SIGSTOP: it takes no client.
+    pub(super) is_stopped: bool,
+    /// The line of the log that tells of its fatal GPU error.
+    pub(super) fault_line: Option<usize>,
 }
 
 #[derive(Debug, Clone)]
@@ -104,6 +110,8 @@ pub(super) struct Mps {
     pub(super) is_alive: bool,
     pub(super) listens_at: Duration,
     pub(super) hangs_until: Duration,
+    /// Somebody has stopped it by SIGSTOP.
+    pub(super) is_stopped: bool,
     pub(super) has_no_directory: bool,
     pub(super) taken_by: Option<u32>,
     pub(super) log_is_lost: bool,
@@ -115,6 +123,10 @@ pub(super) struct Mps {
     pub(super) with_our_mode: BTreeSet<String>,
     /// Its driver does not know how servers are.
     pub(super) is_old: bool,
+    /// It ends where it is to serve several users at the same time.
+    pub(super) refuses_multiuser: bool,
+    /// It serves one user after the other.
+    pub(super) serves_one_user: bool,
     /// It was asked to end without clients.
     pub(super) quits_when_idle: bool,
     pub(super) disk_is_full: bool,
@@ -156,6 +168,7 @@ impl Mps {
             is_alive: true,
             listens_at: Duration::MAX,
             hangs_until: Duration::ZERO,
+            is_stopped: false,
             has_no_directory: false,
             taken_by: None,
             log_is_lost: false,
@@ -164,6 +177,8 @@ impl Mps {
             gpu_is_lost: false,
             with_our_mode: BTreeSet::new(),
             is_old,
+            refuses_multiuser: false,
+            serves_one_user: false,
             quits_when_idle: false,
             disk_is_full: false,
             defaults: NO_LIMITS,
@@ -186,12 +201,19 @@ impl Mps {
         }
     }
 
+    /// The next process of the same kind takes its place.
+    pub(super) fn is_another(&mut self, pid: u32, now: Duration) {
+        let next = Self::new(pid, Vec::new(), self.is_old, now);
+        let (is_calm, refuses_multiuser) = (self.is_calm, self.refuses_multiuser);
+        *self = Self { is_calm, refuses_multiuser, serves_one_user: true, ..next };
+    }
+
     pub(super) fn goes_wrong(&mut self, most: usize) -> bool {
         !self.is_calm && self.dice.one_in(most)
     }
 
     pub(super) fn is_hung(&self) -> bool {
-        self.hangs_until > self.now
+        self.is_stopped || self.hangs_until > self.now
     }
 
     /// The process that answers in its directory.
@@ -289,8 +311,18 @@ impl Mps {
         }
         let pid = self.next_pid();
         let (status, setting) = (ServerStatus::Initializing, self.defaults);
-        self.servers
-            .insert(pid, SimServer { status, setting, is_ending: false, has_ended: false, lists: true });
+        self.servers.insert(
+            pid,
+            SimServer {
+                status,
+                setting,
+                is_ending: false,
+                has_ended: false,
+                lists: true,
+                is_stopped: false,
+                fault_line: None,
+            },
+        );
         if self.foreign.contains(&None) {
             self.foreign.insert(Some(pid));
         }
@@ -387,14 +419,41 @@ impl Mps {
         }
     }
 
+    /// Whether a client that comes is of another user than the server. Its server comes once that one has no client.
+    fn is_for_another_user(&mut self) -> bool {
+        let Some(server) = self.servers.keys().next_back().copied() else { return false };
+        let is_another = self.dice.one_in(2);
+        if is_another && !self.clients.values().any(|client| client.server == server) {
+            self.end_server(server, false, None);
+        }
+        is_another
+    }
+
+    /// The control daemon and these servers of it go on, if somebody has stopped them.
+    pub(super) fn go_on(&mut self, servers: &[u32]) {
+        for server in servers {
+            if let Some(server) = self.servers.get_mut(server) {
+                server.is_stopped = false;
+            }
+        }
+        if std::mem::take(&mut self.is_stopped) {
+            self.ends_if_idle();
+        }
+    }
+
     fn client_comes_with(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
         if self.is_hung() || self.quits_when_idle || self.listener() != Some(self.pid) {
             return None;
         }
         let is_open = |one: &SimServer| {
-            !one.is_ending && matches!(one.status, ServerStatus::Active | ServerStatus::Initializing)
+            !one.is_ending
+                && !one.is_stopped
+                && matches!(one.status, ServerStatus::Active | ServerStatus::Initializing)
         };
         if self.servers.values().any(|one| !is_open(one)) {
+            return None;
+        }
+        if self.serves_one_user && self.is_for_another_user() {
             return None;
         }
         let server = self.start_server();
@@ -454,7 +513,12 @@ impl Mps {
         one.status = ServerStatus::Fault;
         one.lists = lists;
         self.faults += 1;
+        let line = self.log.len();
         self.say(Meaning::FaultHandling { server });
+        let line = (self.log.len() > line).then_some(line);
+        if let Some(one) = self.servers.get_mut(&server) {
+            one.fault_line = line;
+        }
         let mut pause = Duration::ZERO;
         let there = self.clients.iter_mut().filter(|(_, one)| one.server == server);
         let mut hit = Vec::new();

@@ -64,6 +64,8 @@ pub(super) struct Reader {
     over: BTreeSet<Hit>,
     /// The clients that were told before the state file was written.
     written: BTreeSet<Hit>,
+    /// The disk has had no room for the state file at some time since clients were told.
+    pub(super) disk_was_full: bool,
     /// The questions to the control daemon.
     pub(super) questions: Vec<&'static str>,
     /// The steps in this moment.
@@ -103,6 +105,7 @@ impl Mps {
 
     /// Who was hit is told: each once, and nobody else.
     pub(super) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
+        self.reader.disk_was_full = self.disk_is_full;
         for client in clients {
             let hit = (server, ordinal, *client);
             assert!(self.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
@@ -145,7 +148,8 @@ impl Mps {
     /// No fault is shown any more: the next service does not tell who was hit, if the state file could be written.
     pub(super) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
-        self.over.extend(new.intersection(&self.reader.written));
+        let can_be_written = !self.reader.disk_was_full;
+        self.over.extend(new.iter().filter(|hit| can_be_written || self.reader.written.contains(hit)));
         self.reader.over.extend(new);
     }
 

@@ -24,6 +24,12 @@ pub(super) struct Watched {
     known: Rc<RefCell<Known>>,
 }
 
+impl fmt::Debug for Watched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.known.borrow())
+    }
+}
+
 impl Watched {
     /// The control daemon has ended. The service says all that it still has to say of it.
     pub(super) fn end(self) {
@@ -136,12 +142,12 @@ impl World {
     pub(super) fn watch(&mut self, id: &str, pid: u32, has_just_started: bool) {
         let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
         let mps = Arc::clone(&one.mps);
-        let gpus = {
+        let (gpus, multiuser) = {
             let mut mps = mps.lock().unwrap();
             mps.reader = Reader::new(mps.read_until);
-            mps.gpus.clone()
+            (mps.gpus.clone(), !mps.serves_one_user)
         };
-        let known = Rc::new(RefCell::new(Known::new(gpus, true, has_just_started, self.now)));
+        let known = Rc::new(RefCell::new(Known::new(gpus, multiuser, has_just_started, self.now)));
         service.watched.insert(id.to_owned(), Watched { mps, known });
     }
 
@@ -149,7 +155,7 @@ impl World {
     pub(super) fn drive(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let is_under_way = self.service.as_ref()?.acts.contains_key(id);
         if !is_under_way && task.act == DaemonAct::Start {
-            self.begin_start(id, task, dice.one_in(3));
+            self.begin_start(id, task, dice);
         } else if !is_under_way && task.act == DaemonAct::TakeOver {
             let adopted = self.adopt(id, dice);
             if adopted.is_some() {
@@ -247,6 +253,7 @@ impl World {
         let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == Mode::Exclusive);
         mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
         mps.disk_is_full = self.is_disk_full;
+        mps.reader.disk_was_full |= self.is_disk_full;
         if let Waits::Turn(_) = mps.reader.waits {
             mps.reader.waits = Waits::Nothing;
         }

@@ -9,7 +9,7 @@ use mps_core::{ActOutcome, Cause, CoreTime, Permit, RunningDaemon};
 use super::edge::SimShell;
 use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
-use super::{ControlDaemon, Task, World};
+use super::{ControlDaemon, Dice, Task, World};
 
 /// A wish of a start. The world fulfils it before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,7 +70,8 @@ impl Starter for SimStarter {
         }
     }
 
-    async fn spawn(&mut self, gpus: &[String], _: bool) -> Result<(), Failure> {
+    async fn spawn(&mut self, gpus: &[String], multiuser: bool) -> Result<(), Failure> {
+        self.shell.lock().serves_one_user = !multiuser;
         for step in [Spawning::WriteDown(gpus.to_vec()), Spawning::Go] {
             if self.shell.lock().goes_wrong(16) {
                 return Err(Failure::Failed("no memory".to_owned()));
@@ -91,6 +92,10 @@ impl Starter for SimStarter {
         if !mps.is_alive {
             return Err(Failure::Ended { text: String::new(), refuses_multiuser: false });
         }
+        if mps.refuses_multiuser && !mps.serves_one_user {
+            mps.end(None);
+            return Err(Failure::Ended { text: String::new(), refuses_multiuser: true });
+        }
         if mps.goes_wrong(12) { Err(Failure::Failed("it does not listen".to_owned())) } else { Ok(()) }
     }
 
@@ -103,11 +108,12 @@ impl Starter for SimStarter {
 
 impl World {
     /// A start begins, with a process that is not there yet.
-    pub(super) fn begin_start(&mut self, id: &str, task: &Task, is_old: bool) {
+    pub(super) fn begin_start(&mut self, id: &str, task: &Task, dice: &mut Dice) {
         let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
         self.next_pid += 1;
-        let mut mps = Mps::new(self.next_pid, Vec::new(), is_old, self.now);
+        let mut mps = Mps::new(self.next_pid, Vec::new(), dice.one_in(3), self.now);
         mps.is_calm = self.is_calm;
+        mps.refuses_multiuser = self.refuses_multiuser;
         let mps = Arc::new(Mutex::new(mps));
         let gpus = task.order.gpus.clone();
         let setting = setting_of(task.order.payload, &gpus, &gpus);
@@ -133,7 +139,13 @@ impl World {
         };
         let (pid, spawning) = {
             let mut mps = mps.lock().unwrap();
-            (mps.pid, mps.spawning.take())
+            let spawning = mps.spawning.take();
+            if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
+                // The one before has ended by itself.
+                self.next_pid += 1;
+                mps.is_another(self.next_pid, self.now);
+            }
+            (mps.pid, spawning)
         };
         match spawning {
             None => {}

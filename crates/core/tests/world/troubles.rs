@@ -15,9 +15,12 @@ impl World {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
         let Some(pid) = dice.pick(&running).copied() else { return };
-        let kind = dice.below(19);
-        if kind >= 16 {
+        let kind = dice.below(21);
+        if (16..19).contains(&kind) {
             return self.others_come_after_a_fault(pid, dice);
+        }
+        if kind >= 19 {
+            return self.somebody_stops(pid, dice);
         }
         let Some(one) = self.daemons.get(&pid) else { return };
         let mut mps = one.lock();
@@ -77,6 +80,20 @@ impl World {
         drop(mps);
         self.bury();
         self.add_to_story(|| what);
+    }
+
+    /// Somebody stops a control daemon or a server by SIGSTOP.
+    fn somebody_stops(&mut self, pid: u32, dice: &mut Dice) {
+        let Some(one) = self.daemons.get(&pid) else { return };
+        let mut mps = one.lock();
+        let servers: Vec<u32> = mps.servers.keys().copied().collect();
+        let server = dice.pick(&servers).copied().filter(|_| dice.one_in(2));
+        match server.and_then(|server| mps.servers.get_mut(&server)) {
+            Some(server) => server.is_stopped = true,
+            None => mps.is_stopped = true,
+        }
+        drop(mps);
+        self.add_to_story(|| format!("somebody stops server {server:?} of {pid}, or {pid} itself"));
     }
 
     /// Whoever was hit ends at last, just while the service looks who stays: its server is well again, and others come to it
@@ -152,6 +169,7 @@ impl World {
             }
         }
         self.service.iter().flat_map(|service| &service.requests).for_each(SimRequest::calm_down);
+        self.remove_obstacles();
         self.bury();
     }
 
@@ -161,7 +179,9 @@ impl World {
             && self.daemons.get(&pid).is_some_and(|one| {
                 let mps = one.lock();
                 let setting = super::serving::setting_of(payload, gpus, &mps.gpus);
-                let is_well = |server: &super::mps::SimServer| server.status == ServerStatus::Active;
+                let is_well = |server: &super::mps::SimServer| {
+                    server.status == ServerStatus::Active && !server.is_stopped
+                };
                 let waits_for_news = matches!(mps.reader.waits, Waits::Event { takes_requests: true, .. });
                 mps.reader.is_ready()
                     && waits_for_news
@@ -169,7 +189,7 @@ impl World {
                     && mps.due().is_none()
                     && mps.listener() == Some(mps.pid)
                     && mps.differing(setting, true).is_none()
-                    && !mps.servers.is_empty()
+                    && (mps.serves_one_user || !mps.servers.is_empty())
                     && mps.servers.values().all(is_well)
                     && !gpus.iter().any(|gpu| mps.reader.left_out.contains(gpu))
             })

@@ -22,7 +22,22 @@ const MOST_QUESTIONS: usize = 30;
 /// The most acts until everything is served, once nothing goes wrong any more: 25 for each of four control daemons.
 const MOST_ACTS: usize = 100;
 
+/// The most that is known of one control daemon, and of the whole host, as text with all names. Each has twice the length that
+/// 50,000 histories have reached.
+const MOST_KNOWN: usize = 3600;
+const MOST_DECIDED: usize = 3600;
+
 impl World {
+    /// Nothing grows: whatever happens for however long, what is known has a bounded size.
+    pub(super) fn check_nothing_grows(&self, id: &str) {
+        // To write all of it takes its time.
+        let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
+        let known = service.watched.get(id).map(|watched| format!("{watched:?}")).unwrap_or_default();
+        assert!(known.len() <= MOST_KNOWN, "nothing-grows: of {id} it is known: {known}");
+        let decided = format!("{:?}", service.core);
+        assert!(decided.len() <= MOST_DECIDED, "nothing-grows: of the host it is known: {decided}");
+    }
+
     /// The promises that hold after each step.
     pub(crate) fn check(&self) {
         self.check_one_has_a_gpu();

@@ -15,7 +15,10 @@ pub(super) const SLICES: usize = 2;
 /// The place of the directories. There is one alone.
 const PLACE: u8 = 0;
 
-/// The directories, each with the control daemon that it leads to.
+/// Something that is no link stands in a directory.
+const OBSTACLE: u32 = 0;
+
+/// The directories, each with the control daemon that it leads to, or an obstacle.
 pub(super) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
 #[derive(Debug, Clone, Default)]
@@ -85,13 +88,18 @@ impl Directories<u8> for SimDirectories<'_> {
         if self.stuck.as_deref() == Some(name) {
             return Err(format!("{name} is a file"));
         }
+        if self.ways.get(name) == Some(&OBSTACLE) {
+            return Err(format!("{name} holds something that is no link"));
+        }
         let socket = self.socket.expect("nothing is led to nobody");
         Ok(self.ways.insert(name.to_owned(), socket) != Some(socket))
     }
 
     fn close_slice(&mut self, name: &str, only: Option<SocketId>) -> Result<(), Bad> {
         let leads = self.ways.get(name).copied();
-        if leads.is_none() || only.is_some_and(|only| leads.map(u64::from) != Some(only.0)) {
+        if leads.is_none_or(|leads| leads == OBSTACLE)
+            || only.is_some_and(|only| leads.map(u64::from) != Some(only.0))
+        {
             return Ok(());
         }
         if self.stuck.as_deref() == Some(name) {
@@ -188,9 +196,27 @@ impl World {
     /// not.
     pub(super) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
+        if dice.one_in(4) {
+            return self.put_obstacle(dice.pick(&all).unwrap());
+        }
         if let Some(name) = dice.pick(&all).filter(|_| self.service.is_some() && !self.is_disk_full) {
             self.drain_or_give_back(name);
         }
+    }
+
+    /// Somebody puts something into the directory of a slice, or takes it away.
+    fn put_obstacle(&mut self, name: &str) {
+        let mut ways = self.ways.lock().unwrap();
+        let was_there = ways.remove(name) == Some(OBSTACLE);
+        if !was_there {
+            ways.insert(name.to_owned(), OBSTACLE);
+        }
+        drop(ways);
+        self.add_to_story(|| format!("in the directory of {name} is an obstacle: {}", !was_there));
+    }
+
+    pub(super) fn remove_obstacles(&self) {
+        self.ways.lock().unwrap().retain(|_, leads| *leads != OBSTACLE);
     }
 
     pub(super) fn drain_or_give_back(&mut self, name: &str) {
