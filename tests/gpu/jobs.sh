@@ -2,7 +2,8 @@
 # On a host with a real GPU, its driver and nvcc: jobs of users as Slurm starts and cancels them (docs/slurm.md), without
 # Slurm itself. With cuda_mps_may_terminate: owner a user's job that gets SIGTERM twice in the middle of a kernel leaves the
 # neighbour alone, another user ends nothing, and root goes before users. Also the metrics of each client. Compute modes
-# are not touched; /etc/yunion/gres.conf is written. Exit status 1 if anything is not as expected.
+# are not touched; /etc/yunion/gres.conf is written. The users read on the bus, which needs the file of docs/security.md that
+# lets every local user read. Exit status 1 if anything is not as expected.
 #
 #   tests/gpu/jobs.sh BINARIES [DIR]   as serve.sh
 # shellcheck source=tests/gpu/lib.sh
