@@ -137,8 +137,13 @@ impl Capacity {
                 changed.push((gpu.clone(), is_full));
             }
         }
-        self.due = (!self.full.is_empty()).then(|| now + PERIOD);
+        self.wait(now);
         changed
+    }
+
+    /// Clients are counted soon again while some GPU is shown as full.
+    fn wait(&mut self, now: CoreTime) {
+        self.due = (!self.full.is_empty()).then(|| now + PERIOD);
     }
 }
 
@@ -146,7 +151,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Counts the clients on each GPU. A control daemon that can't say them is the health check's business, unless it says
     /// nothing at all.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
-        self.run.capacity.due = None;
+        // Even if no answer comes.
+        self.run.capacity.wait(self.shell.now());
         let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,
             Err(silence @ Failure::Silent(_)) => return Err(silence),

@@ -59,6 +59,22 @@ fn a_full_gpu_is_counted_again_until_it_has_a_place() {
 }
 
 #[test]
+fn a_full_gpu_is_counted_again_after_a_question_without_an_answer() {
+    let mut story = Story::of(&["A"]);
+    come(&story, 1000, "A", &[1, 2]);
+    story.served(13_000);
+    let counted = u64::try_from(story.times("clients 200")[0]).unwrap();
+    story.host().at(counted + 4000, |host| {
+        host.clients.truncate(1);
+        host.answers_to.insert("clients", Failure::Silent("no answer".to_owned()));
+    });
+    story.host().at(counted + 6000, |host| host.answers_to.clear());
+    assert_eq!(story.serve(counted + 8000), Some(Ok(Ended::Again)), "the next check has an answer");
+    story.served(counted + 10_500);
+    assert_eq!(full(&story, "A"), "");
+}
+
+#[test]
 fn the_end_of_a_client_has_the_others_counted_where_that_matters() {
     let mut story = Story::of(&["A"]);
     come(&story, 1000, "A", &[1]);

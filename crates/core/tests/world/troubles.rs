@@ -186,6 +186,7 @@ impl World {
                 mps.reader.is_ready()
                     && waits_for_news
                     && !mps.is_awake()
+                    && !mps.is_stopped
                     && mps.due().is_none()
                     && mps.listener() == Some(mps.pid)
                     && mps.differing(setting, true).is_none()
