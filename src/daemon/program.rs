@@ -39,10 +39,11 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime can't be started: {error}")),
     };
-    let exit = runtime.block_on(super::run(Options { sources, runtime_directory }, level));
+    // A task of its own takes its turn among the others: news are published before what follows from them is begun.
+    let exit = runtime.block_on(runtime.spawn(super::run(Options { sources, runtime_directory }, level)));
     // A question to NVML may hang for ever. It must not delay the end.
     runtime.shutdown_background();
-    match exit {
+    match exit.unwrap_or_else(|error| Exit::Failed(error.to_string())) {
         Exit::Stopped => ExitCode::SUCCESS,
         Exit::Interrupted => ExitCode::FAILURE,
         Exit::BadConfiguration => ExitCode::from(BAD_CONFIGURATION),

@@ -126,6 +126,8 @@ impl From<ControlError> for Failure {
 struct Failing {
     state: ControlDaemonState,
     reason: String,
+    /// The reason that was shown before.
+    before: String,
 }
 
 /// An act, as the core wants it carried out.

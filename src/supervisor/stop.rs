@@ -21,8 +21,10 @@ impl Machine {
         };
         let waits = matches!(failure, Failure::Waiting(_));
         let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
-        let reason = failure.into_text();
+        let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {
+            // In one breath: nothing that has ended is ever shown as ready.
+            self.worker.reporter.pass_through(state, false, &reason);
             self.worker.end_run(&mut self.run);
         }
         // Otherwise it is told with the pause that follows.
@@ -31,7 +33,7 @@ impl Machine {
         {
             self.worker.reporter.warning(reason.clone());
         }
-        self.failing = Some(Failing { state, reason });
+        self.failing = Some(Failing { state, reason, before });
         trouble
     }
 
@@ -67,9 +69,9 @@ impl Machine {
     /// Shows why it does not serve. The same reason again is no news.
     pub(super) fn rest(&mut self, pause: Duration) {
         let reporter = &self.worker.reporter;
-        let Some(Failing { state, reason }) = self.failing.take() else { return };
+        let Some(Failing { state, reason, before }) = self.failing.take() else { return };
         reporter.put_off();
-        if reporter.reason() != reason {
+        if before != reason {
             let message = if state == ControlDaemonState::Waiting {
                 Message::ControlDaemonWaits
             } else {
