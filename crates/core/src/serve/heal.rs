@@ -95,6 +95,10 @@ impl<S: Shell> Serving<'_, S> {
     /// A control daemon of driver 535 can't say how its server is.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
         let clients = self.shell.clients(&[server]).await?;
+        // Another one has listed its own.
+        if self.place_is_taken() {
+            return Ok(());
+        }
         self.read_on().await;
         let now = self.shell.now();
         let fault = self.run.blockers.fault_mut().filter(|fault| fault.server == server);

@@ -247,6 +247,21 @@ fn with_driver_535_a_fault_lasts_as_long_as_somebody_who_was_hit() {
 }
 
 #[test]
+fn with_driver_535_another_control_daemon_does_not_say_who_is_left() {
+    let mut story = faulted_with_535(&[(1, "A")], &[1]);
+    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.served(10_300);
+    // It comes and goes, and has no client.
+    story.host().during("clients", |host| {
+        host.taken_by = Some(7);
+        host.clients.clear();
+    });
+    story.host().at(10_700, |host| host.taken_by = None);
+    story.served(10_900);
+    assert!(!story.has_told("has recovered"));
+}
+
+#[test]
 fn with_driver_535_the_log_gets_time_to_name_those_hit() {
     let mut story = faulted_with_535(&[(1, "A")], &[]);
     story.served(14_900);
