@@ -356,7 +356,7 @@ fn a_start_waits_until_the_mode_of_its_gpu_is_put_back() {
     assert_eq!(told(&core.on(back, NOW)), ["A: Start"]);
 }
 
-/// What is to be done about a control daemon that was to be ended, and lives.
+/// The acts about a control daemon that was to be ended, and lives.
 fn lives_on(event: CoreEvent<()>) -> Vec<String> {
     let mut core = serving("A", &["A"]);
     core.on(event, NOW);

@@ -48,7 +48,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The log says that it met one, which may be another than the one that is known.
+    /// The log says that it met a fatal GPU error, perhaps another than the error that is known.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {

@@ -147,7 +147,7 @@ impl SimShell {
     }
 }
 
-/// What is ready takes clients: no server of it has a fatal GPU error that the log has told of. A driver that does not say how
+/// Whatever is ready takes clients: no server of it has a fatal GPU error that the log has told of. A driver that does not say how
 /// servers are leaves it to the log to name who was hit, too.
 fn check_what_is_ready_takes_clients(mps: &Mps) {
     let reader = &mps.reader;

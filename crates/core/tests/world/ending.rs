@@ -17,7 +17,8 @@ use mps_core::tenants::{
 use mps_core::{Cause, CoreTime, Permit};
 
 use super::Dice;
-use super::mps::{Mps, OLD_GPU, SimClient};
+use super::clients::SimClient;
+use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
 use super::tenants::{SimSlice, SliceKnownBy, Tenant};
 

@@ -4,6 +4,7 @@
 mod admin;
 mod answers;
 mod budgets;
+mod clients;
 mod edge;
 mod ending;
 mod enforcing;

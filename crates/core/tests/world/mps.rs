@@ -7,16 +7,13 @@ use mps_core::Cause;
 use mps_core::mps::{Meaning, ServerStatus};
 
 use super::Dice;
-use super::budgets::{Program, SimProcess};
+use super::budgets::SimProcess;
+use super::clients::SimClient;
 use super::reader::{PATIENCE, Reader};
 use super::starting::Spawning;
-use super::tenants::Tenant;
 
 /// The time until a server that was started is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
-
-/// The time from the end of the last client that was hit until the server is well.
-const RECOVERY: Duration = Duration::from_millis(200);
 
 /// The clients that a GPU can hold.
 pub(super) const CAPACITY: usize = 3;
@@ -51,30 +48,12 @@ pub(super) struct SimServer {
     pub(super) fault_line: Option<usize>,
 }
 
-#[derive(Debug, Clone)]
-pub(super) struct SimClient {
-    pub(super) server: u32,
-    /// The GPUs that it uses.
-    pub(super) ordinals: BTreeSet<usize>,
-    /// It has lost its work to a fatal GPU error, on all of its GPUs.
-    pub(super) is_hit: bool,
-    pub(super) program: Program,
-    pub(super) tenant: Tenant,
-}
-
-impl SimClient {
-    /// Whether it has work that it can lose.
-    pub(super) fn is_at_work(&self) -> bool {
-        self.tenant.has_work && !self.is_hit
-    }
-}
-
 /// A client that was hit on a GPU of a server.
 pub(super) type Hit = (u32, usize, u32);
 
 /// Something that follows after a while.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Later {
+pub(super) enum Later {
     Comes(u32),
     /// A client ends, since its work was ended.
     Leaves(SimProcess),
@@ -140,9 +119,9 @@ pub(super) struct Mps {
     /// The clients that a service has told of, if it has seen the end of their fault too.
     pub(super) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
-    came: u32,
+    pub(super) came: u32,
     /// The PID of a client that has left, which the next one may get.
-    free_pid: Option<u32>,
+    pub(super) free_pid: Option<u32>,
     /// The number of fatal GPU errors so far.
     pub(super) faults: usize,
     pub(super) hurt: Vec<Hurt>,
@@ -242,7 +221,7 @@ impl Mps {
         self.now = now;
     }
 
-    fn after(&mut self, pause: Duration, what: Later) {
+    pub(super) fn after(&mut self, pause: Duration, what: Later) {
         self.later.push((self.now + pause, what));
     }
 
@@ -398,35 +377,10 @@ impl Mps {
         self.is_alive = false;
     }
 
-    fn ends_if_idle(&mut self) {
+    pub(super) fn ends_if_idle(&mut self) {
         if self.quits_when_idle && !self.is_hung() && self.clients.is_empty() {
             self.end(None);
         }
-    }
-
-    /// A client comes to some GPUs. Returns its PID, unless it has to wait.
-    pub(super) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
-        let pid = if self.goes_wrong(6) { self.free_pid.take() } else { None };
-        self.client_comes_with(ordinals, pid)
-    }
-
-    /// A client leaves, and the next one gets its PID.
-    pub(super) fn is_succeeded(&mut self, pid: u32) {
-        let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
-        self.client_leaves(pid);
-        if let Some(pid) = self.free_pid.take_if(|free| *free == pid) {
-            self.client_comes_with(ordinals, Some(pid));
-        }
-    }
-
-    /// Whether a client that comes is of another user than the server. Its server comes once that one has no client.
-    fn is_for_another_user(&mut self) -> bool {
-        let Some(server) = self.servers.keys().next_back().copied() else { return false };
-        let is_another = self.dice.one_in(2);
-        if is_another && !self.clients.values().any(|client| client.server == server) {
-            self.end_server(server, false, None);
-        }
-        is_another
     }
 
     /// The control daemon and these servers of it go on, if somebody has stopped them.
@@ -438,106 +392,6 @@ impl Mps {
         }
         if std::mem::take(&mut self.is_stopped) {
             self.ends_if_idle();
-        }
-    }
-
-    fn client_comes_with(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
-        if self.is_hung() || self.quits_when_idle || self.listener() != Some(self.pid) {
-            return None;
-        }
-        let is_open = |one: &SimServer| {
-            !one.is_ending
-                && !one.is_stopped
-                && matches!(one.status, ServerStatus::Active | ServerStatus::Initializing)
-        };
-        if self.servers.values().any(|one| !is_open(one)) {
-            return None;
-        }
-        if self.serves_one_user && self.is_for_another_user() {
-            return None;
-        }
-        let server = self.start_server();
-        let is_full = |ordinal: &usize| {
-            self.clients.values().filter(|one| one.ordinals.contains(ordinal)).count() >= CAPACITY
-        };
-        if ordinals.iter().any(is_full) {
-            self.say(Meaning::ClientRefused { server, capacity: 3 });
-            return None;
-        }
-        let process = self.next_pid();
-        let pid = pid.unwrap_or(process);
-        let start_time = u64::from(self.came) + 1000 * u64::try_from(self.now.as_millis()).unwrap();
-        let program = Program::new(pid, start_time);
-        let first = ordinals.first().copied().unwrap_or_default();
-        let tenant = Tenant::new(process, &self.gpus, first, &mut self.dice);
-        self.clients.insert(pid, SimClient { server, ordinals, is_hit: false, program, tenant });
-        self.say(Meaning::ClientAdmitted(pid));
-        Some(pid)
-    }
-
-    pub(super) fn client_leaves(&mut self, pid: u32) {
-        let Some(client) = self.clients.remove(&pid) else { return };
-        if !self.hits.iter().any(|(.., hit)| *hit == pid) {
-            self.free_pid = Some(pid);
-        }
-        self.say(Meaning::ClientLeft(pid));
-        let is_hit = |one: &SimClient| one.server == client.server && one.is_hit;
-        if client.is_hit && !self.clients.values().any(is_hit) {
-            self.after(RECOVERY, Later::IsWell(client.server));
-        }
-        self.ends_if_idle();
-    }
-
-    /// A client is to lose its work. Whether it is there. Half of the programs end then.
-    pub(super) fn loses_work(&mut self, process: SimProcess) -> bool {
-        let is_it = |client: &SimClient| client.program.process == process;
-        let is_there = self.clients.get(&process.pid).is_some_and(is_it);
-        if is_there && self.dice.one_in(2) {
-            self.after(Duration::from_millis(50), Later::Leaves(process));
-        }
-        is_there
-    }
-
-    /// A client meets a fatal GPU error, which hits every client on its GPU, and no other.
-    pub(super) fn fault(&mut self, pid: u32) {
-        let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
-            return;
-        };
-        let ordinals: Vec<usize> = ordinals.into_iter().collect();
-        let Some(ordinal) = self.dice.pick(&ordinals).copied() else { return };
-        // A control daemon that can't say how a server is lists its clients.
-        let lists = self.is_old || self.dice.one_in(2);
-        let Some(one) = self.servers.get_mut(&server).filter(|one| one.status == ServerStatus::Active) else {
-            return;
-        };
-        one.status = ServerStatus::Fault;
-        one.lists = lists;
-        self.faults += 1;
-        let line = self.log.len();
-        self.say(Meaning::FaultHandling { server });
-        let line = (self.log.len() > line).then_some(line);
-        if let Some(one) = self.servers.get_mut(&server) {
-            one.fault_line = line;
-        }
-        let mut pause = Duration::ZERO;
-        let there = self.clients.iter_mut().filter(|(_, one)| one.server == server);
-        let mut hit = Vec::new();
-        for (client, one) in there.filter(|(_, one)| one.ordinals.contains(&ordinal)) {
-            one.is_hit = true;
-            // Sometimes the log names it on its other GPUs too.
-            let everywhere = self.dice.one_in(2);
-            let named = one.ordinals.iter().filter(|one| everywhere || **one == ordinal);
-            hit.extend(named.map(|ordinal| (server, *ordinal, *client)));
-        }
-        for (server, ordinal, client) in hit {
-            self.hits.insert((server, ordinal, client));
-            let line = Meaning::TornDown { server, client, ordinal };
-            if self.dice.one_in(2) {
-                pause += Duration::from_millis(200);
-                self.after(pause, Later::Says(line));
-            } else {
-                self.say(line);
-            }
         }
     }
 

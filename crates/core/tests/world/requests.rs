@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use mps_core::tenants::{LeftClient, Target, Termination, TerminationError, WhyLeft};
 
+use super::clients::SimClient;
 use super::ending::{Answer, Reached, RequestState, SimEnding, SimOwner, SimProcess};
-use super::mps::SimClient;
 use super::reader::Waits;
 use super::tenants::SimSlice;
 use super::{Dice, World};
