@@ -46,6 +46,10 @@ struct Host {
     answers: VecDeque<Result<TerminateAnswer, String>>,
     /// A list takes so long.
     list_takes: Duration,
+    /// The end of a client takes so long.
+    end_takes: Duration,
+    /// A client ends while it is continued.
+    ends_when_continued: Option<u32>,
     asked: Vec<u32>,
 }
 
@@ -85,6 +89,10 @@ impl ClientShell for Host {
     }
 
     async fn go_on(&mut self, held: &Process) -> Result<u32, String> {
+        if self.ends_when_continued.take_if(|pid| *pid == held.0).is_some() {
+            self.running.remove(&held.0);
+            return Err("no such process".to_owned());
+        }
         if self.held.contains(&held.0) { Err("a debugger holds it".to_owned()) } else { Ok(held.0) }
     }
 
@@ -96,6 +104,7 @@ impl ClientShell for Host {
         _: Permit,
     ) -> Result<TerminateAnswer, String> {
         self.asked.push(client);
+        self.now += self.end_takes;
         self.answers.pop_front().unwrap_or(Ok(TerminateAnswer::Done))
     }
 }
@@ -273,4 +282,20 @@ fn an_old_look_ends_nobody() {
     story.later(0);
     story.host.list_takes = Duration::from_millis(1999);
     assert_eq!(story.attempt().0, [3]);
+}
+
+#[test]
+fn an_old_list_ends_nobody() {
+    let mut story = Story::of(9);
+    story.host.end_takes = Duration::from_secs(1);
+    story.looked_at = Duration::from_secs(1);
+    assert_eq!(story.attempt().0, [9, 8]);
+}
+
+#[test]
+fn one_that_ends_while_it_is_continued_has_gone() {
+    let mut story = Story::of(4);
+    story.host.ends_when_continued = Some(4);
+    let (asked, enforced) = story.attempt();
+    assert_eq!((asked, states(&enforced)), (vec![3], vec![(3, VictimState::Ended)]));
 }
