@@ -46,7 +46,7 @@ impl<P> EndingShell<P> {
 }
 
 /// The servers of these that handle a fatal GPU error.
-async fn faulted(control: &Control, servers: &[u32]) -> Result<BTreeSet<u32>, ControlError> {
+async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet<u32>, ControlError> {
     if servers.is_empty() {
         return Ok(BTreeSet::new());
     }
@@ -55,13 +55,14 @@ async fn faulted(control: &Control, servers: &[u32]) -> Result<BTreeSet<u32>, Co
 
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let servers = control.inspect(&[], None).await?.servers;
-    let mut faulted_then = faulted(control, &servers).await?;
+    // The list may name nobody while a server handles an error: so this is asked before the list, and after it.
+    let mut faulted = servers_in_fault(control, &servers).await?;
     let pids = control.client_pids(&servers).await?;
     let started = |pid| Identity::read(pid).ok().map(|process| process.start_time);
     let clients = by_client(control.connections(&pids).await?, started);
     let servers: Vec<u32> = pids.into_keys().collect();
-    faulted_then.extend(faulted(control, &servers).await?);
-    Ok(DaemonClients { clients, faulted: faulted_then, ..DaemonClients::default() })
+    faulted.extend(servers_in_fault(control, &servers).await?);
+    Ok(DaemonClients { clients, faulted, ..DaemonClients::default() })
 }
 
 async fn clients_of(daemon: &ClientsDaemon) -> Result<DaemonClients, UnknownClients> {

@@ -129,7 +129,7 @@ struct Story {
 
 impl Story {
     /// The clients have the PIDs 1, 2 and so on. The last one is the newest.
-    fn of(clients: u32) -> Self {
+    fn with_clients(clients: u32) -> Self {
         let members: Vec<Process> = (1..=clients).map(|pid| Process(pid, u64::from(pid) * 10)).collect();
         let running = members.iter().map(|one| (one.0, (one.1, u64::from(one.0))));
         let host = Host { running: running.collect(), ..Host::default() };
@@ -181,7 +181,7 @@ fn states(enforced: &Enforced<Process>) -> Vec<(u32, VictimState)> {
 
 #[test]
 fn the_newest_go_until_the_rest_fits() {
-    let mut story = Story::of(4);
+    let mut story = Story::with_clients(4);
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&enforced), [(4, VictimState::Ended), (3, VictimState::Ended)]);
@@ -197,7 +197,7 @@ fn the_newest_go_until_the_rest_fits() {
 
 #[test]
 fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_goes() {
-    let mut story = Story::of(3);
+    let mut story = Story::with_clients(3);
     story.host.held.insert(3);
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [2], "the rest fits without it");
@@ -225,7 +225,7 @@ fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_g
 
 #[test]
 fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
-    let mut story = Story::of(3);
+    let mut story = Story::with_clients(3);
     story.host.answers.push_back(Err("no answer".to_owned()));
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [3]);
@@ -243,7 +243,7 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
 
 #[test]
 fn nobody_is_touched_while_the_server_handles_a_fault() {
-    let mut story = Story::of(3);
+    let mut story = Story::with_clients(3);
     story.host.is_faulted = true;
     let (asked, enforced) = story.attempt();
     assert_eq!((asked, enforced.victims.len()), (vec![], 0));
@@ -254,7 +254,7 @@ fn nobody_is_touched_while_the_server_handles_a_fault() {
 
 #[test]
 fn another_process_with_the_pid_of_a_client_is_left_alone() {
-    let mut story = Story::of(3);
+    let mut story = Story::with_clients(3);
     story.host.running.insert(3, (99, 3));
     assert_eq!(story.attempt().0, [0; 0], "without the client, the rest fits");
     story.host.running.remove(&3);
@@ -264,7 +264,7 @@ fn another_process_with_the_pid_of_a_client_is_left_alone() {
 
 #[test]
 fn one_that_the_control_daemon_does_not_know_has_gone() {
-    let mut story = Story::of(4);
+    let mut story = Story::with_clients(4);
     story.host.answers.push_back(Ok(TerminateAnswer::NoSuchClient));
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [4, 3]);
@@ -273,7 +273,7 @@ fn one_that_the_control_daemon_does_not_know_has_gone() {
 
 #[test]
 fn an_old_look_ends_nobody() {
-    let mut story = Story::of(3);
+    let mut story = Story::with_clients(3);
     story.host.now = Duration::from_secs(2);
     assert_eq!(story.attempt().0, [0; 0]);
     story.later(0);
@@ -286,7 +286,7 @@ fn an_old_look_ends_nobody() {
 
 #[test]
 fn an_old_list_ends_nobody() {
-    let mut story = Story::of(9);
+    let mut story = Story::with_clients(9);
     story.host.end_takes = Duration::from_secs(1);
     story.looked_at = Duration::from_secs(1);
     assert_eq!(story.attempt().0, [9, 8]);
@@ -294,7 +294,7 @@ fn an_old_list_ends_nobody() {
 
 #[test]
 fn one_that_ends_while_it_is_continued_has_gone() {
-    let mut story = Story::of(4);
+    let mut story = Story::with_clients(4);
     story.host.ends_when_continued = Some(4);
     let (asked, enforced) = story.attempt();
     assert_eq!((asked, states(&enforced)), (vec![3], vec![(3, VictimState::Ended)]));

@@ -53,8 +53,8 @@ impl Fault {
 
     /// Whether this is still what was known of it, and nothing new.
     pub(super) fn is_same(&self, known: &Self) -> bool {
-        let what = |one: &Self| (one.server, one.since, one.lines, one.clients.clone());
-        what(self) == what(known)
+        (self.server, self.since, self.lines) == (known.server, known.since, known.lines)
+            && self.clients == known.clients
     }
 
     pub(super) fn reason(&self) -> String {

@@ -132,8 +132,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.read_on().await;
         // The log may have told of another error: then the server is asked again.
-        let now = self.run.blockers.fault();
-        let is_same = now.zip(known.as_ref()).is_some_and(|(now, known)| now.is_same(known));
+        let present = self.run.blockers.fault();
+        let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
         if is_same && !self.place_is_taken() {
             self.fault_is_over();
             self.shell.tell(News::Event, format!("server {server} has recovered"));
