@@ -114,8 +114,11 @@ fn a_refusal_is_told_once_and_believed_until_somebody_leaves() {
     let told = "warning: server 200 refused a client: its limit is 48 clients";
     assert_eq!(story.host().told.iter().filter(|text| *text == told).count(), 1);
     assert!(full(&story, "A").starts_with("full: all 48 places"), "at once");
-    story.host().at(4000, |host| host.says(Meaning::ClientLeft(9)));
-    story.served(4300);
+    story.served(13_500);
+    assert!(story.calls("clients 200") >= 3, "it is counted meanwhile, and nobody has left");
+    assert!(full(&story, "A").starts_with("full: all 48 places"));
+    story.host().at(14_000, |host| host.says(Meaning::ClientLeft(9)));
+    story.served(14_300);
     assert_eq!(full(&story, "A"), "");
 }
 
@@ -185,6 +188,22 @@ fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     story.forget();
     story.served(62_400);
     assert!(story.calls("clients") > 0);
+}
+
+#[test]
+fn before_volta_whoever_leaves_is_counted_though_no_gpu_was_full() {
+    let mut story = Story::of(&["A"]);
+    story.wanted.gpus[0].clients_listed = false;
+    story.host().at(1000, |host| {
+        host.client(1, SERVER, "A");
+        host.says(Meaning::ClientAdmitted(1));
+    });
+    story.served(1300);
+    let unlisted = |story: &Story| story.host().shown_gpus["A"].unlisted_clients;
+    assert_eq!((unlisted(&story), full(&story, "A").as_str()), (Some(1), ""));
+    leaves(&story, 2000, 1);
+    story.served(2300);
+    assert_eq!(unlisted(&story), Some(0));
 }
 
 #[test]

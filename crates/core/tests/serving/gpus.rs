@@ -186,6 +186,20 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
 }
 
 #[test]
+fn nobody_is_called_a_bypass_while_the_control_daemon_does_not_say_how_it_is() {
+    let mut story = served(&["A"]);
+    story.host().has_children = Some(true);
+    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    program(&story, 20_000, "A", 7);
+    story.host().at(20_000, |host| {
+        host.answers_to.insert("inspect", Failure::Silent("no answer".to_owned()));
+    });
+    story.served(36_000);
+    assert!(story.calls("read GPUs") > 4, "it was checked");
+    assert_eq!(bypasses(&story, "A"), (vec![], false));
+}
+
+#[test]
 fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     let mut story = Story::of(&["A"]);
     story.wanted.gpus.push(super::wanted_gpu("B"));

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use mps_core::serve::{Failure, GpuReach, SeenProcess, StartPlace, Starter, Stranger, WantedUsers, start};
 use mps_core::{CoreTime, GpuUuid, Permit};
 
-use super::host::Host;
+use super::host::{Host, HostServer};
 use super::shell::HostShell;
 use super::{Story, polled};
 
@@ -263,4 +263,28 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     assert!(shell.shell.host().bypasses.values().all(|(seen, _)| seen.is_empty()));
     let noted = format!("{reach:?}");
     assert!(noted.contains("(7, 7)") && !noted.contains("(8, 8)"), "{noted}");
+}
+
+#[test]
+fn a_mode_that_can_be_set_at_last_is_set_unless_the_control_daemon_retires() {
+    let mut start = HostStart::of(&["A", "B"]);
+    start.shell.host().gpus.get_mut("B").unwrap().refuses = Some("NVML says no".to_owned());
+    let (_, reach) = start.start(&["A", "B"], MULTIUSER);
+    assert!(reach.is_left_out("B"));
+    for (retiring, times) in [(false, 1), (true, 0)] {
+        let mut story = Story::of(&["A", "B"]);
+        story.memory.lock().unwrap().reach = reach.clone();
+        story.wanted.retiring = retiring;
+        {
+            let mut host = story.host();
+            host.default_limits = HostServer { status: None, percentage: 50, memory: [(0, 1024)].into() };
+            host.server_comes(9);
+            host.client(1, 9, "A");
+            host.nvml.insert("A".to_owned(), Ok([1].into()));
+            host.gpus.get_mut("A").unwrap().processes.push(SeenProcess { pid: 1, via_mps: true });
+        }
+        story.served(31_000);
+        assert!(story.calls("read GPUs") > 0, "it was checked");
+        assert_eq!(story.calls("take the mode of B"), times, "retiring: {retiring}");
+    }
 }
