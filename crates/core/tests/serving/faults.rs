@@ -69,6 +69,19 @@ fn limits_that_have_changed_meanwhile_are_given_to_the_server_that_is_well() {
 }
 
 #[test]
+fn a_server_that_is_well_gets_no_limits_of_an_order_for_which_its_control_daemon_retires() {
+    let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
+    story.served(10_500);
+    story.break_off(|wanted| (wanted.retiring, wanted.thread_percentage) = (true, 10));
+    recovers(&story, 12_000, &[2]);
+    story.host().nvml.insert("B".to_owned(), Ok([2].into()));
+    story.forget();
+    story.served(15_000);
+    assert!(story.has_told("server 200 has recovered"));
+    assert_eq!(story.calls("set limits"), 0);
+}
+
+#[test]
 fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
