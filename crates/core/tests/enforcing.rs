@@ -42,6 +42,8 @@ struct Host {
     /// The clients that something holds stopped.
     held: BTreeSet<u32>,
     is_faulted: bool,
+    /// Its control daemon does not answer.
+    is_silent: bool,
     /// The next answers to the end of a client, if they are not what they should be.
     answers: VecDeque<Result<TerminateAnswer, String>>,
     /// A list takes so long.
@@ -73,6 +75,9 @@ impl ClientShell for Host {
         };
         let clients = self.running.iter().map(client).collect();
         self.now += self.list_takes;
+        if self.is_silent {
+            return vec![((), Err(UnknownClients { why: "no answer".to_owned(), has_no_server: false }))];
+        }
         vec![((), Ok(DaemonClients { gpus: Some(vec!["A".to_owned()]), clients, ..Default::default() }))]
     }
 
@@ -221,6 +226,23 @@ fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_g
     story.host.running.insert(1, (10, 12));
     story.later(1);
     assert_eq!(tried(&mut story), [3, 1], "and 5 has one now");
+}
+
+#[test]
+fn one_that_cannot_be_ended_is_left_alone_as_long_though_a_control_daemon_says_nothing_meanwhile() {
+    let mut story = Story::with_clients(3);
+    story.host.held.insert(3);
+    let tried =
+        |story: &mut Story| states(&story.attempt().1).iter().map(|(pid, _)| *pid).collect::<Vec<_>>();
+    for connection in [21, 22] {
+        assert_eq!(tried(&mut story), [3, 2]);
+        story.host.running.insert(2, (20, connection));
+        story.later(1);
+    }
+    story.host.is_silent = true;
+    assert_eq!(tried(&mut story), [0; 0]);
+    story.host.is_silent = false;
+    assert_eq!(tried(&mut story), [2], "3 has another second");
 }
 
 #[test]
