@@ -52,6 +52,8 @@ struct Host {
     end_takes: Duration,
     /// A client ends while it is continued.
     ends_when_continued: Option<u32>,
+    /// A client ends just before it is held, and another process has its PID.
+    changes_hands: Option<u32>,
     asked: Vec<u32>,
 }
 
@@ -82,6 +84,9 @@ impl ClientShell for Host {
     }
 
     fn hold(&mut self, pid: u32) -> Result<Option<Process>, String> {
+        if self.changes_hands.take_if(|its| *its == pid).is_some() {
+            self.running.insert(pid, (99, 99));
+        }
         Ok(self.running.get(&pid).map(|(started, _)| Process(pid, *started)))
     }
 
@@ -281,6 +286,9 @@ fn another_process_with_the_pid_of_a_client_is_left_alone() {
     assert_eq!(story.attempt().0, [0; 0], "without the client, the rest fits");
     story.host.running.remove(&3);
     story.later(1);
+    assert_eq!(story.attempt().0, [0; 0]);
+    let mut story = Story::with_clients(3);
+    story.host.changes_hands = Some(3);
     assert_eq!(story.attempt().0, [0; 0]);
 }
 
