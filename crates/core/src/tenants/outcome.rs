@@ -187,6 +187,14 @@ mod tests {
     }
 
     #[test]
+    fn silence_names_whoever_may_be_at_work() {
+        let silent = |left| TerminationError::Silent { why: "A hangs".to_string(), left }.to_string();
+        assert_eq!(silent(Vec::new()), "A hangs");
+        let words = "A hangs; the GPU work of these clients may go on: PID 7";
+        assert_eq!(silent(vec![left(7, WhyLeft::AtWork)]), words);
+    }
+
+    #[test]
     fn the_words_are_bounded() {
         let many: Vec<_> = (0..40).map(|pid| left(pid, WhyLeft::AtWork)).collect();
         let words = TerminationError::OutOfTime { left: many, doubt: None }.to_string();

@@ -82,6 +82,21 @@ fn a_server_that_is_well_gets_no_limits_of_an_order_for_which_its_control_daemon
 }
 
 #[test]
+fn the_last_lines_of_a_server_that_ends_with_a_fault_are_read_first() {
+    let mut story = faulted(&[(1, "A")], &[]);
+    story.served(10_500);
+    story.host().at(11_000, |host| {
+        host.is_mute = true;
+        host.server_ends(SERVER, 139);
+        host.is_mute = false;
+        host.during("read on", |host| host.says(Meaning::TornDown { server: SERVER, client: 1, ordinal: 0 }));
+    });
+    story.served(15_000);
+    assert_eq!(story.host().hit, [(SERVER, 0, vec![1])]);
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
 fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
