@@ -32,16 +32,30 @@ impl SliceName for Slice {
 struct Process {
     slices: Option<Vec<Slice>>,
     are_mounted: bool,
+    users: Vec<u32>,
     /// Each with its container's id, and whether the host's own runtime has made it.
     containers: Vec<(&'static str, bool)>,
 }
 
-/// A host on which everything is done at once, and nothing goes wrong.
+/// A host on which everything is done at once, and nothing goes wrong but what a story names.
 #[derive(Debug, Default)]
 struct Host {
     processes: BTreeMap<u32, Process>,
     now: Duration,
+    /// The server is of GPU B as well.
+    has_two_gpus: bool,
+    /// The server handles a fatal GPU error, and its control daemon lists nobody.
+    faulted_until: Duration,
+    /// NVML lists the clients from then on.
+    nvml_from: Duration,
+    nvml_asked: usize,
     ended: BTreeSet<u32>,
+}
+
+impl Host {
+    fn is_faulted(&self) -> bool {
+        self.now < self.faulted_until
+    }
 }
 
 impl ClientShell for Host {
@@ -65,8 +79,15 @@ impl ClientShell for Host {
                 ListedClient { started: None, connections: BTreeSet::from([Some(u64::from(*pid))]), gpus },
             )
         };
-        let clients = self.processes.keys().map(client).collect();
-        vec![((), Ok(DaemonClients { gpus: Some(vec!["A".to_owned()]), clients, ..Default::default() }))]
+        let listed = self.processes.keys().filter(|_| !self.is_faulted());
+        let gpus = ["A", "B"].into_iter().take(if self.has_two_gpus { 2 } else { 1 });
+        let daemon = DaemonClients {
+            gpus: Some(gpus.map(str::to_owned).collect()),
+            clients: listed.map(client).collect(),
+            faulted: self.is_faulted().then_some(7).into_iter().collect(),
+            ..Default::default()
+        };
+        vec![((), Ok(daemon))]
     }
 
     fn hold(&mut self, pid: u32) -> Result<Option<u32>, String> {
@@ -78,7 +99,7 @@ impl ClientShell for Host {
     }
 
     async fn server_status(&mut self, (): &(), _: u32) -> Result<ServerStatus, String> {
-        Ok(ServerStatus::Active)
+        Ok(if self.is_faulted() { ServerStatus::Fault } else { ServerStatus::Active })
     }
 
     async fn go_on(&mut self, held: &u32) -> Result<u32, String> {
@@ -103,8 +124,8 @@ impl TerminationShell for Host {
 
     fn begin_look(&mut self) {}
 
-    async fn users(&mut self, _: u32) -> Result<Vec<u32>, String> {
-        Ok(Vec::new())
+    async fn users(&mut self, pid: u32) -> Result<Vec<u32>, String> {
+        Ok(self.processes.get(&pid).cloned().unwrap_or_default().users)
     }
 
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<Slice>>, String> {
@@ -129,8 +150,11 @@ impl TerminationShell for Host {
         slices.iter().map(|slice| slice.0.to_string()).collect()
     }
 
-    async fn clients_on(&mut self, _: &[String]) -> ClientsOnGpus {
-        ClientsOnGpus::new()
+    async fn clients_on(&mut self, gpus: &[String]) -> ClientsOnGpus {
+        self.nvml_asked += 1;
+        let lists = self.now >= self.nvml_from;
+        let on = |gpu: &String| self.processes.keys().filter(|_| lists && gpu == "A").copied().collect();
+        gpus.iter().map(|gpu| (gpu.clone(), Ok(on(gpu)))).collect()
     }
 
     fn tell_of_request(&mut self, news: RequestNews, _: u32, _: u32, _: &String) {
@@ -173,6 +197,12 @@ fn the_beginning_of_an_id_means_one_container() {
     assert!(there.ended.is_empty());
     assert_eq!(ask(&mut there, container("abc2")), (vec!["PID 2".to_owned()], Ok(())));
     assert_eq!(ask(&mut there, container("b")), (Vec::new(), Ok(())), "nobody is in such a container");
+    let mut there = host(&processes);
+    assert_eq!(
+        (ask(&mut there, container("b")).1, there.now),
+        (Ok(()), Duration::ZERO),
+        "one look is enough"
+    );
 }
 
 #[test]
@@ -214,4 +244,32 @@ fn who_is_no_client_is_said() {
     let not_theirs = TerminationError::NotTheirs { pid: 1, user: 7 };
     assert_eq!(ask(&mut there, theirs), (Vec::new(), Err(not_theirs)), "its users are not known");
     assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
+}
+
+#[test]
+fn users_may_end_their_own_work() {
+    let theirs = Process { users: vec![7], ..Process::default() };
+    let target = Target::ProcessOf { pid: 1, user: 7 };
+    assert_eq!(ask(&mut host(&[(1, theirs)]), target), (vec!["PID 1".to_owned()], Ok(())));
+}
+
+#[test]
+fn a_client_that_is_not_listed_during_a_fault_is_looked_for_again() {
+    let mut there = host(&[(1, Process::default())]);
+    there.faulted_until = Duration::from_millis(10);
+    assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
+    assert_eq!((there.nvml_asked, there.ended), (0, [1].into()), "on one GPU, the error hits all clients");
+}
+
+#[test]
+fn nvml_knows_who_is_on_several_gpus_of_a_server_that_handles_a_fault() {
+    let of_two = || Host { has_two_gpus: true, ..host(&[(1, Process::default())]) };
+    let mut there = of_two();
+    assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
+    assert_eq!((there.nvml_asked, there.ended), (0, [1].into()), "without a fault, the list is complete");
+    let mut there = of_two();
+    (there.faulted_until, there.nvml_from) = (Duration::from_secs(60), Duration::from_millis(10));
+    assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
+    assert!(there.nvml_asked > 1 && there.now >= there.faulted_until, "{there:?}");
+    assert_eq!(there.ended, [1].into(), "once the fault is over");
 }

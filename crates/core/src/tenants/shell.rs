@@ -155,3 +155,29 @@ pub trait ClientShell: Send {
         may_end: Permit,
     ) -> impl Future<Output = Result<TerminateAnswer, String>> + Send;
 }
+
+#[cfg(test)]
+mod tests {
+    use alloc::borrow::ToOwned;
+    use alloc::vec;
+
+    use super::*;
+
+    #[test]
+    fn a_client_is_listed_once_with_all_its_connections() {
+        let line =
+            |pid, id, server, gpu: &str| Client { pid, id: Some(id), server, gpu_prefix: gpu.to_owned() };
+        let lines = vec![line(1, 10, 7, "A"), line(1, 11, 7, "B"), line(1, 12, 8, "A"), line(2, 13, 7, "A")];
+        let one = |pid: u32, ids: &[u64], gpus: &[&str]| ListedClient {
+            started: Some(u64::from(pid) * 100),
+            connections: ids.iter().map(|id| Some(*id)).collect(),
+            gpus: gpus.iter().map(|gpu| (*gpu).to_owned()).collect(),
+        };
+        let listed = [
+            ((7, 1), one(1, &[10, 11], &["A", "B"])),
+            ((7, 2), one(2, &[13], &["A"])),
+            ((8, 1), one(1, &[12], &["A"])),
+        ];
+        assert_eq!(by_client(lines, |pid| Some(u64::from(pid) * 100)), listed.into());
+    }
+}
