@@ -46,6 +46,8 @@ struct Host {
     has_two_gpus: bool,
     /// The server handles a fatal GPU error, and its control daemon lists nobody.
     faulted_until: Duration,
+    /// The error comes after the list.
+    faults_behind_the_list: bool,
     /// NVML lists the clients from then on.
     nvml_from: Duration,
     nvml_asked: usize,
@@ -79,12 +81,13 @@ impl ClientShell for Host {
                 ListedClient { started: None, connections: BTreeSet::from([Some(u64::from(*pid))]), gpus },
             )
         };
-        let listed = self.processes.keys().filter(|_| !self.is_faulted());
+        let is_known = self.is_faulted() && !self.faults_behind_the_list;
+        let listed = self.processes.keys().filter(|_| !is_known);
         let gpus = ["A", "B"].into_iter().take(if self.has_two_gpus { 2 } else { 1 });
         let daemon = DaemonClients {
             gpus: Some(gpus.map(str::to_owned).collect()),
             clients: listed.map(client).collect(),
-            faulted: self.is_faulted().then_some(7).into_iter().collect(),
+            faulted: is_known.then_some(7).into_iter().collect(),
             ..Default::default()
         };
         vec![((), Ok(daemon))]
@@ -259,6 +262,22 @@ fn a_client_that_is_not_listed_during_a_fault_is_looked_for_again() {
     there.faulted_until = Duration::from_millis(10);
     assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
     assert_eq!((there.nvml_asked, there.ended), (0, [1].into()), "on one GPU, the error hits all clients");
+}
+
+#[test]
+fn a_fault_that_comes_behind_the_list_has_ended_the_work_on_the_only_gpu() {
+    let faulted = |has_two_gpus| Host {
+        has_two_gpus,
+        faults_behind_the_list: true,
+        faulted_until: Duration::from_secs(60),
+        ..host(&[(1, Process::default())])
+    };
+    let mut there = faulted(false);
+    assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
+    assert!(there.ended.is_empty() && there.now < Duration::from_secs(1), "{there:?}");
+    let mut there = faulted(true);
+    assert_eq!(ask(&mut there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
+    assert_eq!(there.ended, [1].into(), "once the fault is over");
 }
 
 #[test]
