@@ -425,10 +425,23 @@ mod tests {
             "nobody was ended, and it is too early"
         );
         watch.client_has_come(4 * SECOND);
+        assert!(!is_cut_back(&look(&mut watch, &members, 4 * SECOND)), "it may be about to end");
         assert!(is_cut_back(&look(&mut watch, &members, 5 * SECOND)));
         let mut fits = |second: u32| texts(&look(&mut watch, &members[..1], second * SECOND));
         assert_eq!(fits(6), [""; 0], "it may be over it again in a moment");
         assert_eq!(fits(9), ["slice 1 is within its budget again"]);
+    }
+
+    #[test]
+    fn only_slices_that_are_no_more_are_forgotten() {
+        let members = [member(1, 60), member(2, 60)];
+        for (slices, told_again) in [(2, false), (1, true)] {
+            let mut watch = watch(GPU);
+            assert_eq!(look(&mut watch, &members, SECOND).news.len(), 1);
+            watch.pursue(SliceBudgets { slices, ..GPU });
+            watch.pursue(GPU);
+            assert_eq!(!look(&mut watch, &members, 2 * SECOND).news.is_empty(), told_again, "{slices}");
+        }
     }
 
     #[test]
