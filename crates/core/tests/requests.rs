@@ -44,9 +44,9 @@ struct Host {
     now: Duration,
     /// The server is of GPU B as well.
     has_two_gpus: bool,
-    /// The server handles a fatal GPU error, and its control daemon lists nobody.
+    /// The server handles a fatal GPU error, and meanwhile its control daemon lists nobody.
     faulted_until: Duration,
-    /// The error comes after the list.
+    /// The error comes after each list, so all are listed.
     faults_behind_the_list: bool,
     /// NVML lists the clients from then on.
     nvml_from: Duration,
@@ -81,13 +81,13 @@ impl ClientShell for Host {
                 ListedClient { started: None, connections: BTreeSet::from([Some(u64::from(*pid))]), gpus },
             )
         };
-        let is_known = self.is_faulted() && !self.faults_behind_the_list;
-        let listed = self.processes.keys().filter(|_| !is_known);
+        let is_noticed = self.is_faulted() && !self.faults_behind_the_list;
+        let listed = self.processes.keys().filter(|_| !is_noticed);
         let gpus = ["A", "B"].into_iter().take(if self.has_two_gpus { 2 } else { 1 });
         let daemon = DaemonClients {
             gpus: Some(gpus.map(str::to_owned).collect()),
             clients: listed.map(client).collect(),
-            faulted: is_known.then_some(7).into_iter().collect(),
+            faulted: is_noticed.then_some(7).into_iter().collect(),
             ..Default::default()
         };
         vec![((), Ok(daemon))]
