@@ -70,6 +70,8 @@ fn a_full_gpu_is_counted_again_after_a_question_without_an_answer() {
     });
     story.host().at(counted + 6000, |host| host.answers_to.clear());
     assert_eq!(story.serve(counted + 8000), Some(Ok(Ended::Again)), "the next check has an answer");
+    let checked = story.host().now.as_millis();
+    assert_eq!(checked, u128::from(counted + 6000), "a second after the question without an answer");
     story.served(counted + 10_500);
     assert_eq!(full(&story, "A"), "");
 }
