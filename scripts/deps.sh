@@ -85,6 +85,7 @@ look_tests() {
         needs ps procps
         # The engines that make containers of slices in there.
         needs podman podman
+        needs newuidmap uidmap
         needs runc runc
         needs dockerd docker.io
         needs docker-compose docker-compose

@@ -3,8 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
+use mps_core::bindings::Binding;
+
 use crate::supervisor::bypass;
 use crate::supervisor::{GpuStatus, Status};
+use common::bindings::SliceBindings;
 use common::config::Settings;
 use common::counted::counted;
 use common::drained::Drained;
@@ -34,6 +37,8 @@ pub(crate) struct Parts<'a> {
     pub starting: bool,
     /// The slices that an administrator has taken out of use for new clients.
     pub drained: &'a Drained,
+    /// The control groups that are bound to slices.
+    pub bindings: &'a SliceBindings,
     /// The clients of each GPU and of each slice together, by the UUIDs of the GPUs.
     pub uses: &'a BTreeMap<String, GpuUse>,
     /// Events that concern no control daemon.
@@ -149,6 +154,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
         confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
         drained: drained(plan, parts.drained),
+        bound: bound(plan, parts.bindings),
         unlinked: served.map(|(status, _)| unlinked(plan, status)).unwrap_or_default(),
         in_use: in_use(parts, uuid, served),
         uses: parts.uses.get(uuid).map(|in_use| in_use.slices.clone()).unwrap_or_default(),
@@ -167,6 +173,16 @@ fn in_use(parts: &Parts<'_>, uuid: &str, served: Option<(&Status, &GpuStatus)>) 
 
 fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
     (0..plan.slices).filter(|ordinal| drained.has(plan.slice(*ordinal))).collect()
+}
+
+/// The names of the bindings of each slice that is bound.
+fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, String> {
+    let names = |ordinal| {
+        let slice = plan.slice(ordinal);
+        let names: Vec<&str> = bindings.with(&slice).map(Binding::name).collect();
+        (!names.is_empty()).then(|| (ordinal, names.join(", ")))
+    };
+    (0..plan.slices).filter_map(names).collect()
 }
 
 fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {

@@ -52,4 +52,4 @@ mod tenants;
 // The program:
 pub use daemon::program::main as run_daemon;
 // The tests of the bus:
-pub use dbus::{BusConnection, Reply, Request};
+pub use dbus::{BusConnection, Reply, Request, WantedBinding};

@@ -11,7 +11,7 @@ import (
 // Stand-ins for the agent's own.
 var (
 	register func([]mps.GPU) error
-	create   func(environment []mps.Variable, mounts []mps.Mount) error
+	create   func(environment []mps.Variable, mounts []mps.Mount) (pid uint32, err error)
 	stop     func(id string) error
 	taken    map[string]bool
 )
@@ -43,7 +43,12 @@ func createContainer(ctx context.Context, gpu string) error {
 	if err != nil {
 		return err
 	}
-	return create(config.Environment, config.Mounts)
+	pid, err := create(config.Environment, config.Mounts)
+	if err != nil {
+		return err
+	}
+	_, err = client.Bind(ctx, pid, "train-1", slice.Name)
+	return err
 }
 
 func stopContainer(ctx context.Context, id string) error {

@@ -86,6 +86,17 @@ func (c *Client) ContainerConfig(ctx context.Context, names ...string) (Containe
 	return config, err
 }
 
+// Bind gives slices to the control group of a process, the first one of a container that does not run yet, most often: every
+// process in there has these slices, and nobody else gets them. The name of a GPU stands for its lowest slice that is
+// free. It returns the names of the slices. label is the container's name for people. The binding ends with the
+// control group. A slice that is drained, not served or taken is an error with that ErrorName. Only root may call it.
+func (c *Client) Bind(ctx context.Context, pid uint32, label string, names ...string) ([]string, error) {
+	var bound []string
+	options := map[string]dbus.Variant{"label": dbus.MakeVariant(label)}
+	err := c.call(ctx, readTimeout, "Control.Bind", []interface{}{&bound}, names, pid, options)
+	return bound, err
+}
+
 // ReleaseContainer ends the GPU work of a container, given by the 64 hexadecimal digits of its id, and returns when that
 // is over; at once if there is none. Call it before the container is stopped: a signal that ends a CUDA program in the
 // middle of a kernel is a fault for every client on that GPU. It takes 30 seconds at most. After an error, stop the

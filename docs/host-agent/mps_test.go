@@ -115,6 +115,8 @@ func TestFreeSlice(t *testing.T) {
 	for i, name := range []string{"00:06.0-0", "00:06.0-1", "00:06.0-2", "00:07.0-0"} {
 		slices[i].Name, slices[i].BaseAddr, slices[i].Healthy = name, name[:7], i != 1
 	}
+	slices = append(slices, Slice{Device: slices[2].Device, BoundTo: "train-1"})
+	slices[4].Name, slices[4].BaseAddr = "00:08.0-0", "00:08.0"
 	for _, try := range []struct {
 		gpu   string
 		taken string

@@ -66,6 +66,8 @@ type Slice struct {
 	DeviceMinor int    `json:"device_minor"` // -1, the platform's default.
 	// An administrator has taken it out of use for new work; it is not healthy then.
 	Drained bool `json:"drained"`
+	// The label or the path of the control group that has it; empty where it is nobody's: Bind.
+	BoundTo string `json:"bound_to"`
 	// As of the last look. Changes of the numbers are no changes for Watch.
 	Clients    *uint32 `json:"clients,omitempty"`
 	MaxClients *uint32 `json:"max_clients,omitempty"`
@@ -108,11 +110,12 @@ type Mount struct {
 	ReadOnly      bool   `json:"read_only"`
 }
 
-// FreeSlice returns a healthy slice of a GPU that is not in taken, the names of the slices that your containers have.
+// FreeSlice returns a healthy slice of a GPU that nobody has: it is not bound, and not in taken, the names of the slices that
+// your containers have. An agent that binds its containers needs no taken.
 // It is for an agent that has one row for each GPU: the name of a GPU means the same slice to every container.
 func FreeSlice(slices []Slice, gpu string, taken map[string]bool) (Slice, bool) {
 	for _, slice := range slices {
-		if slice.BaseAddr == gpu && slice.Healthy && !taken[slice.Name] {
+		if slice.BaseAddr == gpu && slice.Healthy && slice.BoundTo == "" && !taken[slice.Name] {
 			return slice, true
 		}
 	}

@@ -31,6 +31,7 @@ impl Daemon {
     pub(super) fn handle_budget_event(&mut self, event: BudgetEvent) {
         match event {
             BudgetEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients())),
+            BudgetEvent::Recorded(container) => self.bind_recorded(container),
             BudgetEvent::Event(text) => self.event(text),
             BudgetEvent::Looked(published) => {
                 self.settle();

@@ -11,13 +11,15 @@ use common::published::snapshot::{Snapshot, State};
 #[derive(Debug)]
 pub(super) struct CdiSpec {
     state_file: SharedStateFile,
+    /// The program of the hooks.
+    hooks: Option<PathBuf>,
     /// Why the spec is not as it should be; empty if it is.
     pub(super) problem: String,
 }
 
 impl CdiSpec {
     pub(super) fn new(state_file: SharedStateFile) -> Self {
-        Self { state_file, problem: String::new() }
+        Self { state_file, hooks: beside_this_program(), problem: String::new() }
     }
 
     /// Makes the spec say what the Snapshot says, or once the service ends, as much of that as stays. Gives the news to
@@ -58,6 +60,7 @@ impl CdiSpec {
         }
         let (Some(directory), Some(file)) = (directory, file) else { return Ok(()) };
         let is_former = known.as_ref() == Some(&file);
+        let hooks = self.hooks.as_deref();
         let spec = match ending {
             // It holds after this service as long as the slices do.
             Some(Ending::ForRestart | Ending::Interrupted) if is_former => return Ok(()),
@@ -72,9 +75,9 @@ impl CdiSpec {
                 }
                 let alive: Vec<_> = former.into_iter().filter(|one| one.process.runs()).collect();
                 let served = |uuid: &str| alive.iter().any(|one| one.gpus.iter().any(|gpu| gpu == uuid));
-                cdi::spec_while_starting(snapshot, directory, served)
+                cdi::spec_while_starting(snapshot, hooks, directory, served)
             }
-            None => cdi::spec(snapshot),
+            None => cdi::spec(snapshot, hooks),
         };
         let mut remember = |file: Option<PathBuf>| remember(&mut state_file, file);
         match spec {
@@ -89,6 +92,12 @@ impl CdiSpec {
             }
         }
     }
+}
+
+/// Where yunion-mpsctl is. Both programs are in one package.
+fn beside_this_program() -> Option<PathBuf> {
+    let program = std::env::current_exe().ok()?.with_file_name("yunion-mpsctl");
+    program.is_file().then_some(program)
 }
 
 /// If it can't be written down, the next service does not find a spec in a directory that it does not know.

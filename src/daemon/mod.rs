@@ -1,6 +1,7 @@
 //! The loop: signals, requests from the bus, the supervisors' news, the regular look at the host, the watchdog. It
 //! decides on the plan and publishes the state.
 
+mod bindings;
 mod budgets;
 mod cdi_spec;
 mod drain;
@@ -27,7 +28,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
 use crate::message::{Message, Subject};
-use crate::mps::changes::FileChanges;
+use crate::mps::changes::{FileChanges, FileWatch};
 use crate::mps::control::FrontEnds;
 use crate::supervisor::bells::Bells;
 use crate::supervisor::compute_modes::ComputeModes;
@@ -133,6 +134,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
             budget_events,
         ),
         overuses,
+        bound_groups: tools.changes.watch(),
         fleet: Fleet::new(tools),
         cdi_spec: CdiSpec::new(state_file.clone()),
         state_file,
@@ -194,6 +196,8 @@ struct Daemon {
     state_file: SharedStateFile,
     /// Wakes the loop up.
     changed: Arc<Notify>,
+    /// Tells when a control group that is bound is removed.
+    bound_groups: FileWatch,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: watch::Receiver<bool>,
     /// Events that concern no control daemon.
@@ -224,6 +228,7 @@ impl Daemon {
         mut terminated: mpsc::Receiver<EndedTermination>,
         mut budget_events: mpsc::Receiver<BudgetEvent>,
     ) -> Exit {
+        self.end_bindings();
         if let Err(problems) = self.first_pass().await {
             return bad_configuration(&problems);
         }
@@ -247,6 +252,7 @@ impl Daemon {
                 Some(ended) = terminated.recv() => self.terminated(ended),
                 Some(event) = budget_events.recv() => self.handle_budget_event(event),
                 () = changed.notified() => {}
+                () = self.bound_groups.changed() => self.end_bindings(),
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
                     self.look_again().await;
@@ -425,7 +431,10 @@ impl Daemon {
     fn compose(&self) -> Snapshot {
         let problems = [&self.refused, &self.problem, &self.cdi_spec.problem];
         let problem = problems.into_iter().find(|problem| !problem.is_empty());
-        let drained = self.state_file.lock().drained().clone();
+        let (drained, bindings) = {
+            let state_file = self.state_file.lock();
+            (state_file.drained().clone(), state_file.bindings().clone())
+        };
         let parts = Parts {
             settings: &self.settings,
             driver: &self.look.driver_version,
@@ -435,6 +444,7 @@ impl Daemon {
             held: &self.fleet.held_by_leaving(),
             starting: self.fleet.starting(),
             drained: &drained,
+            bindings: &bindings,
             uses: &self.budgets.uses(),
             events: &self.events,
             problem: problem.map_or("", String::as_str),

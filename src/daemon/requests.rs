@@ -109,6 +109,8 @@ impl Daemon {
             }
             Request::Drain(names, reply) => self.drain(&names, reply),
             Request::Undrain(names, reply) => self.undrain(&names, reply),
+            Request::Bind(wanted, reply) => self.bind(&wanted, reply),
+            Request::Unbind(group, reply) => self.unbind(&group, reply),
             Request::Apply(force, reply) => {
                 if force {
                     let doomed = self.fleet.ended_by_force();

@@ -103,6 +103,8 @@ mod tests {
             slices: None,
             may_command: None,
             container_id: None,
+            guest: None,
+            label: None,
             memory_mib: None,
             since: None,
         }

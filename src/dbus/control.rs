@@ -5,6 +5,7 @@ use tokio::sync::mpsc;
 use zbus::message::Header;
 use zbus::{Connection, interface};
 
+use super::binding::{self, CallOptions};
 use super::request::{NAME_MAX, Reply, Request, Result, ask, bounded_name, bounded_names, user_behind};
 use common::bus::error::RequestError;
 
@@ -90,6 +91,30 @@ impl ControlInterface {
     ) -> Result<()> {
         bounded_names(&names)?;
         self.ask(bus, &call, |reply| Request::Undrain(names, reply)).await
+    }
+
+    #[zbus(out_args("bound"))]
+    async fn bind(
+        &self,
+        devices: Vec<String>,
+        pid: u32,
+        options: CallOptions,
+        #[zbus(connection)] bus: &Connection,
+        #[zbus(header)] call: Header<'_>,
+    ) -> Result<Vec<String>> {
+        let wanted = binding::wanted(devices, pid, options)?;
+        self.ask(bus, &call, |reply| Request::Bind(wanted, reply)).await
+    }
+
+    async fn unbind(
+        &self,
+        pid: u32,
+        options: CallOptions,
+        #[zbus(connection)] bus: &Connection,
+        #[zbus(header)] call: Header<'_>,
+    ) -> Result<()> {
+        let group = binding::group(pid, options)?;
+        self.ask(bus, &call, |reply| Request::Unbind(group, reply)).await
     }
 
     async fn release_container(

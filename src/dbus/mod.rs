@@ -24,6 +24,7 @@ use zbus::{Address, Connection, ObjectPath};
 
 use common::published::snapshot::{GpuView, Snapshot, slices_of};
 
+mod binding;
 mod control;
 mod manager;
 mod objects;
@@ -35,7 +36,7 @@ use common::text::clean;
 use control::ControlInterface;
 use manager::Manager;
 use objects::ObjectManager;
-pub use request::{Reply, Request};
+pub use request::{Reply, Request, WantedBinding};
 
 /// The service's connection to the bus, with everything that it serves there.
 #[derive(Debug)]

@@ -8,6 +8,7 @@ use zbus::Connection;
 use zbus::fdo::DBusProxy;
 use zbus::message::Header;
 
+use common::bus::proxy::GroupOf;
 use common::published::client::ClientView;
 
 /// The time that a request may take. It is longer than a caller waits, so that it only ends a request that nobody waits
@@ -43,8 +44,25 @@ pub enum Request {
     Drain(Vec<String>, Reply<()>),
     /// Let new clients have them again; without names everything.
     Undrain(Vec<String>, Reply<()>),
+    /// Bind a control group to slices; the answer names them.
+    Bind(WantedBinding, Reply<Vec<String>>),
+    /// End the binding of a control group.
+    Unbind(GroupOf, Reply<()>),
     /// Replace the server of a GPU, as the caller names it.
     RestartServer(String, Reply<()>),
+}
+
+/// The slices that a control group is to have.
+#[derive(Debug, PartialEq, Eq)]
+pub struct WantedBinding {
+    /// As the caller names them. A GPU stands for a free slice of it.
+    pub slices: Vec<String>,
+    /// The control group.
+    pub group: GroupOf,
+    /// Its name for people; it may be empty.
+    pub label: String,
+    /// Whether other bindings may have the slices too.
+    pub shares: bool,
 }
 
 /// Hands a request to the daemon's loop and waits for the answer.

@@ -1,4 +1,4 @@
-//! Tells when files change: the logs of control daemons.
+//! Tells when files change, the logs of control daemons, and when a control group is removed.
 //!
 //! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
 //! Where there is none left, whoever waits for a change has to look now and then.
@@ -12,6 +12,7 @@ use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -66,7 +67,7 @@ impl FileChanges {
     /// Tells an error that keeps everything from being watched, once.
     fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
         let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else {
-            tracing::debug!("a log can't be watched: {error}");
+            tracing::debug!("a file can't be watched: {error}");
             return;
         };
         if shared.told.replace(errno) != Some(errno) {
@@ -87,10 +88,19 @@ impl FileWatch {
     /// if the file can't be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
+        self.add(&path, WatchFlags::MODIFY | WatchFlags::ONESHOT)
+    }
+
+    /// Waits for the removal of something in this directory too. The kernel tells nobody of the removal of a control group but
+    /// whoever watches the one above.
+    pub(crate) fn add_removals_in(&self, directory: &Path) -> bool {
+        self.add(directory, WatchFlags::DELETE | WatchFlags::ONLYDIR | WatchFlags::ONESHOT)
+    }
+
+    fn add(&self, path: &Path, flags: WatchFlags) -> bool {
         let mut shared = self.changes.lock();
-        let watch = self.changes.queue(&mut shared).and_then(|queue| {
-            Ok(inotify::add_watch(&*queue, &path, WatchFlags::MODIFY | WatchFlags::ONESHOT)?)
-        });
+        let queue = self.changes.queue(&mut shared);
+        let watch = queue.and_then(|queue| Ok(inotify::add_watch(&*queue, path, flags)?));
         match watch {
             Ok(watch) => {
                 let wakes = shared.watches.entry(watch).or_default();

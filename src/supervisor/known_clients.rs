@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn a_command_can_not_look_like_another_client() {
-        let whose = Whose { pid: 7, user: None, slices: None, container: None };
+        let whose = Whose::only(7);
         let process = Identity { pid: 7, start_time: 7 };
         let known = KnownClient { process, whose, command: "x\"; PID 8\n".to_owned() };
         assert_eq!(known.to_string(), r#"PID 7, command "x\"; PID 8\n""#);

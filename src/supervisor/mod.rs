@@ -30,8 +30,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted, WantedGpu};
-use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon, Tenure};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
+use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use crate::mps::changes::FileChanges;
@@ -42,6 +43,7 @@ use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
 use common::host::cpus::Cpus;
 use common::host::nvml::GpuProcess;
+use common::membership::Slices;
 use common::plan::{ControlDaemonPlan, ServedGpu};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
@@ -107,7 +109,7 @@ pub(crate) struct Tools {
 /// The core's view of a control daemon in the state file.
 pub(crate) fn written(running: &Running) -> RunningDaemon {
     let process = (running.process.pid, running.process.start_time);
-    RunningDaemon { process, gpus: running.gpus.clone() }
+    RunningDaemon { process, gpus: running.gpus.clone(), tenure: Tenure::Alone }
 }
 
 impl From<ControlError> for Failure {
@@ -149,13 +151,19 @@ async fn run(
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 ) {
     while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
-        machine.worker.take_order(order, goal, held);
+        // A rest shows what came of the act before it, under the order of that act.
+        if !matches!(act, DaemonAct::Rest(_)) {
+            machine.worker.take_order(order, goal, held);
+        }
         let outcome = tokio::select! {
             biased;
             Ok(()) = interrupt => ActOutcome::Interrupted,
             outcome = machine.carry_out(act, &mut commands) => outcome,
         };
-        if !matches!(act, DaemonAct::Rest(_)) {
+        if let DaemonAct::Rest(_) = act {
+            // It is published before the next act, which may follow at once, is begun.
+            yield_now().await;
+        } else {
             // An error means that the service ends.
             let _ = events.send(machine.done(outcome));
         }
@@ -247,7 +255,7 @@ impl Machine {
         match serving.serve().await? {
             Ended::Again => Ok(ActOutcome::Again),
             Ended::Stopped => {
-                self.worker.end_run(&mut self.run);
+                self.worker.end_run(&mut self.run, None);
                 self.worker.reporter.update(|status| status.settled = false);
                 Ok(ActOutcome::Ended)
             }
@@ -321,6 +329,13 @@ impl Worker {
             sets_modes: supervision.set_compute_mode,
             fault_grace: supervision.fault_grace,
         }
+    }
+
+    /// The slices of the order.
+    fn slices(&self) -> Slices {
+        let Instructions { plan, supervision } = &self.order;
+        let state_file = self.tools.state_file.lock();
+        Slices::from_plans([plan]).bound_by(state_file.bindings()).recorded_in(&supervision.servers_path)
     }
 
     /// Whether only its clients still need the control daemon.

@@ -20,7 +20,6 @@ use common::directories;
 use common::host::cpus::Cpus;
 use common::host::proc;
 use common::host::socket::listener;
-use common::membership::Slices;
 use common::plan::Present;
 
 use super::bypass;
@@ -403,13 +402,13 @@ impl Shell for RunShell<'_> {
     }
 
     fn client_came(&mut self, client: u32) {
-        self.run.known_clients.came(client, || Slices::from_plans([&self.worker.order.plan]));
+        self.run.known_clients.came(client, || self.worker.slices());
         self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
     }
 
     fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
         let clients = clients.iter().copied();
-        self.run.known_clients.remember(clients, || Slices::from_plans([&self.worker.order.plan]));
+        self.run.known_clients.remember(clients, || self.worker.slices());
     }
 
     fn checked_in_use(&mut self) {

@@ -30,7 +30,7 @@ impl Machine {
             Ok(Some(process)) => process,
             Ok(None) => {
                 // It ended while no service ran.
-                self.worker.end_run(&mut self.run);
+                self.worker.end_run(&mut self.run, None);
                 return Ok(());
             }
             Err(error) => {
@@ -57,7 +57,7 @@ impl Machine {
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
         let run = Run::new(process, running, control, log, quiet_until);
         if !self.hold(run).take_over().await? {
-            self.worker.end_run(&mut self.run);
+            self.worker.end_run(&mut self.run, None);
         }
         Ok(())
     }
@@ -163,7 +163,7 @@ impl Starter for StartShell<'_> {
     }
 
     fn has_ended(&mut self) {
-        self.worker.end_run(self.run);
+        self.worker.end_run(self.run, None);
     }
 
     fn passed(&self, step: &'static str, text: &str) {

@@ -1,5 +1,6 @@
 //! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service
-//! changed it, the place of the CDI spec, and the slices that an administrator has drained.
+//! changed it, the place of the CDI spec, the slices that an administrator has drained, and the control groups that are bound
+//! to slices.
 //!
 //! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
 //! not a reboot.
@@ -12,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
+use common::bindings::SliceBindings;
 use common::drained::Drained;
 use common::host::compute_mode::ComputeMode;
 use common::whole_file;
@@ -127,6 +129,16 @@ impl StateFile {
     /// The slices that are drained.
     pub(crate) fn drained(&self) -> &Drained {
         &self.contents.drained
+    }
+
+    /// Writes down the slices to which control groups are bound from now on.
+    pub(crate) fn set_bindings(&mut self, bindings: SliceBindings) -> io::Result<()> {
+        self.change(|contents| contents.bindings = bindings)
+    }
+
+    /// The slices to which control groups are bound.
+    pub(crate) fn bindings(&self) -> &SliceBindings {
+        &self.contents.bindings
     }
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.

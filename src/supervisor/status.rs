@@ -21,7 +21,7 @@ use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, E
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
     /// The plan that the status is about. The newest plan may differ.
-    pub plan: ControlDaemonPlan,
+    pub plan: Arc<ControlDaemonPlan>,
     pub view: ControlDaemonView,
     /// Whether a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
     /// clients to end before a change.
@@ -46,10 +46,10 @@ impl Status {
     /// Becomes a status about `plan`. A control daemon that serves goes on with it: only GPUs that need other limits
     /// for it are not served as planned. If none serves, or it serves elsewhere, nobody serves this plan yet.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan) {
-        if self.plan == *plan {
+        if *self.plan == *plan {
             return;
         }
-        let before = std::mem::replace(&mut self.plan, plan.clone());
+        let before = std::mem::replace(&mut self.plan, Arc::new(plan.clone()));
         self.gpus = gpus(plan, &self.gpus);
         self.view.wanted_cpus = plan.cpus;
         self.settled = false;
@@ -142,7 +142,7 @@ impl Reporter {
             since: SystemTime::now(),
         };
         let (status, seen) = watch::channel(Status {
-            plan: plan.clone(),
+            plan: Arc::new(plan.clone()),
             view,
             serving: false,
             gpus: gpus(plan, &BTreeMap::new()),
@@ -268,14 +268,37 @@ impl Reporter {
     }
 
     pub(super) fn update(&self, change: impl FnOnce(&mut Status)) {
-        let modified = self.status.send_if_modified(|status| {
+        if self.change(change) {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Takes note that the control daemon has ended, and of what is shown from then on. The end of the act, which is next,
+    /// wakes the loop: so the line in the log does not wait until this is published.
+    pub(super) fn has_ended(&self, shown: Option<(ControlDaemonState, &str)>) {
+        self.change(|status| {
+            if let Some((state, reason)) = shown {
+                status.pass_through(state, false, reason);
+            }
+            status.view.pid = None;
+            status.view.cpus = None;
+            status.view.servers.clear();
+            status.waiting.clear();
+            status.serving = false;
+            status.ends_when_idle = false;
+            for gpu in status.gpus.values_mut() {
+                gpu.thread_percentage = None;
+                gpu.memory_limit_mib = None;
+            }
+        });
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Status)) -> bool {
+        self.status.send_if_modified(|status| {
             let before = status.clone();
             change(status);
             *status != before
-        });
-        if modified {
-            self.changed.notify_one();
-        }
+        })
     }
 }
 

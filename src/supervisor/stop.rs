@@ -24,8 +24,7 @@ impl Machine {
         let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {
             // In one breath: nothing that has ended is ever shown as ready.
-            self.worker.reporter.pass_through(state, false, &reason);
-            self.worker.end_run(&mut self.run);
+            self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
         // Otherwise it is told with the pause that follows.
         if let Goal::Stop(permit) = self.worker.goal
@@ -70,7 +69,6 @@ impl Machine {
     pub(super) fn rest(&mut self, pause: Duration) {
         let reporter = &self.worker.reporter;
         let Some(Failing { state, reason, before }) = self.failing.take() else { return };
-        reporter.put_off();
         if before != reason {
             let message = if state == ControlDaemonState::Waiting {
                 Message::ControlDaemonWaits
@@ -80,6 +78,7 @@ impl Machine {
             let text = format!("{reason}; {}", tried_again(pause));
             reporter.report(message, Subject::default(), text);
         }
+        reporter.put_off();
         reporter.enter(state, false, &reason);
     }
 
@@ -92,14 +91,19 @@ impl Machine {
         if !serving.end(may_end).await {
             return ActOutcome::Lives;
         }
-        self.worker.end_run(&mut self.run);
+        self.worker.end_run(&mut self.run, None);
         ActOutcome::Ended
     }
 }
 
 impl Worker {
-    /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said.
-    pub(super) fn end_run(&mut self, run: &mut Option<(Run, Known)>) {
+    /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said. `shown` is the
+    /// state that is shown from then on; without one the state stays as it is shown.
+    pub(super) fn end_run(
+        &mut self,
+        run: &mut Option<(Run, Known)>,
+        shown: Option<(ControlDaemonState, &str)>,
+    ) {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {
                 for (ordinal, clients) in hit {
@@ -117,17 +121,6 @@ impl Worker {
             self.reporter.warning(format!("the state file can't be written: {error}"));
         }
         tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
-        self.reporter.update(|status| {
-            status.view.pid = None;
-            status.view.cpus = None;
-            status.view.servers.clear();
-            status.waiting.clear();
-            status.serving = false;
-            status.ends_when_idle = false;
-            for gpu in status.gpus.values_mut() {
-                gpu.thread_percentage = None;
-                gpu.memory_limit_mib = None;
-            }
-        });
+        self.reporter.has_ended(shown);
     }
 }

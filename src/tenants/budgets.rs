@@ -21,7 +21,7 @@ use crate::supervisor::compute_modes::ComputeModes;
 use common::config::OnOveruse;
 use common::host::blocking::Blocking;
 use common::host::identity::Identity;
-use common::membership::{Slices, Tenant};
+use common::membership::{RecordedContainer, SliceMounts, Slices, Tenant};
 use common::plan::GpuPlan;
 use common::published::usage::InUse;
 use mps_core::CoreTime;
@@ -84,6 +84,8 @@ pub(crate) enum BudgetEvent {
     Event(String),
     /// The clients were looked at, for whoever waits for that.
     Looked(oneshot::Sender<()>),
+    /// A container that only the host agent's records tell has come.
+    Recorded(RecordedContainer),
     /// Who can end the work of clients.
     Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
@@ -271,6 +273,9 @@ impl GpuWatch {
         };
         tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
         let (found, members) = self.members.by_slice(&processes, &self.gpu.cut).await;
+        for container in std::mem::take(&mut self.members.recorded) {
+            self.send(BudgetEvent::Recorded(container)).await;
+        }
         let look = self.watch.decide(&found, members, Identity::runs, now);
         let Look { uses, news, over, begins_attempt, due } = look;
         self.due = due.map(|due| self.begun + due);
@@ -322,11 +327,12 @@ impl GpuWatch {
 
     /// The owners of these clients. A process that can't be looked at now has its PID alone.
     async fn owners(&self, pids: Vec<u32>) -> BTreeMap<u32, Whose> {
-        let unknown = |pid: &u32| (*pid, Whose { pid: *pid, user: None, slices: None, container: None });
+        let unknown = |pid: &u32| (*pid, Whose::only(*pid));
         let nobody = pids.iter().map(unknown).collect();
+        let slices = self.gpu.cut.all.clone();
         let asked = self.kernel.ask(PATIENCE, move || {
-            let users = users();
-            pids.into_iter().map(|pid| (pid, owner(pid, &users))).collect()
+            let (users, mounts) = (users(), SliceMounts::find(&slices));
+            pids.into_iter().map(|pid| (pid, owner(pid, &mounts, &users))).collect()
         });
         asked.await.unwrap_or(nobody)
     }

@@ -226,6 +226,8 @@ impl ListContext {
             slices,
             may_command,
             container_id: container(pid),
+            guest: self.mounts.guest_of(pid),
+            label: self.mounts.label_of(pid),
             memory_mib,
             since: started(pid),
         }

@@ -24,7 +24,7 @@ mod tests {
 
     fn whose(pid: u32) -> Whose {
         let text = |text: &str| Some(text.to_owned());
-        Whose { pid, user: text("alice"), slices: Some(vec!["00:06.0-1".parse().unwrap()]), container: None }
+        Whose { user: text("alice"), slices: Some(vec!["00:06.0-1".parse().unwrap()]), ..Whose::only(pid) }
     }
 
     #[test]

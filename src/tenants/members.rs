@@ -11,7 +11,9 @@ use common::host::blocking::Blocking;
 use common::host::device_name::{DeviceName, GpuId};
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
-use common::membership::{KnownBy, Membership, ProcessMounts, SliceMounts, Slices, Tenant};
+use common::membership::{
+    KnownBy, Membership, ProcessMounts, RecordedContainer, SliceMounts, Slices, Tenant,
+};
 use mps_core::tenants::budget::Member;
 
 /// The time that the kernel gets for a question about a process. It takes microseconds, but a program can hold up
@@ -22,7 +24,8 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// directory: the mounts of all clients are looked at first, which nobody can hold up.
 const QUESTIONS: usize = 32;
 
-/// The time after which a process without a slice is looked at again. The directory of its slice may have been away.
+/// The time after which a process is looked at again that has no slice, or only claims one. The directory of its slice may have
+/// been away, or its container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
 /// A GPU as its members are told apart.
@@ -38,8 +41,8 @@ pub(super) struct SlicedGpu {
 /// The slice of a process on this GPU.
 #[derive(Debug, Clone)]
 enum MemberSlice {
-    /// The tenant is None if the process has not let itself be looked at.
-    Slice(u32, KnownBy, Option<Tenant>),
+    /// As of this moment. The tenant is None if the process has not let itself be looked at.
+    Slice(u32, KnownBy, Option<Tenant>, Instant),
     /// It has none, as of this moment.
     Nowhere(Instant),
     /// It does not let itself be looked at, and is not asked again.
@@ -55,11 +58,13 @@ pub(super) struct Members {
     kernel: Blocking,
     /// The slice of each client, by PID. The slice of a process does not change.
     known: BTreeMap<u32, (Identity, MemberSlice)>,
+    /// The containers of clients that only the host agent's records tell, until somebody takes them.
+    pub(super) recorded: Vec<RecordedContainer>,
 }
 
 impl Members {
     pub(super) fn new() -> Self {
-        Self { kernel: Blocking::new(QUESTIONS), known: BTreeMap::new() }
+        Self { kernel: Blocking::new(QUESTIONS), known: BTreeMap::new(), recorded: Vec::new() }
     }
 
     /// Looks at all clients once more, since the slices may be others.
@@ -86,8 +91,8 @@ impl Members {
         let found = clients.values().map(|(process, _)| *process).collect();
         let mut members = SliceMembers::new();
         for (pid, (process, memory_mib)) in clients {
-            if let Some((_, MemberSlice::Slice(slice, known_by, tenant))) = self.known.get(&pid) {
-                let (only_claims, tenant) = (*known_by == KnownBy::Environment, tenant.clone());
+            if let Some((_, MemberSlice::Slice(slice, known_by, tenant, _))) = self.known.get(&pid) {
+                let (only_claims, tenant) = (!known_by.is_certain(), tenant.clone());
                 let member = Member { process, memory_mib, only_claims, tenant, stays: false };
                 members.entry(*slice).or_default().push(member);
             }
@@ -95,33 +100,53 @@ impl Members {
         (found, members)
     }
 
+    /// The slice of a client that has held up the question: the slice that it had before, if it had one.
+    fn without_answer(&self, pid: u32, process: &Identity) -> MemberSlice {
+        match self.known.get(&pid) {
+            Some((known, MemberSlice::Slice(slice, known_by, tenant, _))) if known == process => {
+                MemberSlice::Slice(*slice, *known_by, tenant.clone(), Instant::now())
+            }
+            _ => MemberSlice::Hidden,
+        }
+    }
+
     /// Asks the kernel about the clients that are not known.
     async fn ask(&mut self, clients: impl Iterator<Item = (u32, Identity)>, cut: &SlicedGpu) {
         let is_known = |pid: &u32| match self.known.get(pid) {
             None => false,
-            Some((_, MemberSlice::Nowhere(since))) => since.elapsed() < AGAIN,
-            Some((_, MemberSlice::Slice(..) | MemberSlice::Hidden)) => true,
+            Some((_, MemberSlice::Slice(_, known_by, ..))) if known_by.is_certain() => true,
+            Some((_, MemberSlice::Nowhere(since) | MemberSlice::Slice(.., since))) => since.elapsed() < AGAIN,
+            Some((_, MemberSlice::Hidden)) => true,
         };
         let unknown: Vec<(u32, Identity)> = clients.filter(|(pid, _)| !is_known(pid)).collect();
         if unknown.is_empty() {
             return;
         }
-        let all = cut.all.clone();
-        let mounted = self.kernel.ask(PATIENCE, move || {
+        let (all, gpu) = (cut.all.clone(), cut.gpu);
+        let looked = self.kernel.ask(PATIENCE, move || {
             let mounts = SliceMounts::find(&all);
-            let mounted = |pid| mounts.see(pid).ok().and_then(ProcessMounts::mounted);
-            let mounted = unknown.into_iter().map(|(pid, process)| (pid, process, mounted(pid)));
-            let mounted: Vec<_> = mounted.collect();
-            (Arc::new(mounts), mounted)
+            let certain = |pid| mounts.see(pid).ok().and_then(ProcessMounts::without_memory);
+            let certain = unknown.into_iter().map(|(pid, process)| (pid, process, certain(pid)));
+            let certain: Vec<_> = certain.collect();
+            let by_records = certain.iter().filter(|(.., known)| is_by_records(known.as_ref()));
+            let mut recorded: Vec<_> =
+                by_records.filter_map(|(pid, ..)| mounts.recorded_container(*pid, gpu)).collect();
+            recorded.dedup();
+            (Arc::new(mounts), certain, recorded)
         });
-        let Some((mounts, mounted)) = mounted.await else { return };
+        let Some((mounts, certain, recorded)) = looked.await else { return };
+        self.recorded = recorded;
         let mut asked = JoinSet::new();
-        for (pid, process, mounted) in mounted {
+        for (pid, process, certain) in certain {
             let (kernel, mounts) = (self.kernel.clone(), Arc::clone(&mounts));
             asked.spawn(async move {
-                let membership = match mounted {
-                    Some(mounted) => Some(Some(mounted)),
-                    None => kernel.ask(PATIENCE, move || mounts.slices_of(pid).ok().flatten()).await,
+                let membership = match certain {
+                    Some(certain) if !certain.is_ambiguous() => Some(Some(certain)),
+                    several => {
+                        let answer = kernel.ask(PATIENCE, move || mounts.slices_of(pid).ok().flatten()).await;
+                        // Who holds up the question has the first of the slices.
+                        answer.or_else(|| several.map(Some))
+                    }
                 };
                 (pid, process, membership)
             });
@@ -129,9 +154,11 @@ impl Members {
         while let Some(answer) = asked.join_next().await {
             let Ok((pid, process, membership)) = answer else { continue };
             let place = match membership.map(|known| slice_on(cut, known?)) {
-                None => MemberSlice::Hidden,
+                None => self.without_answer(pid, &process),
                 Some(None) => MemberSlice::Nowhere(Instant::now()),
-                Some(Some((slice, known_by))) => MemberSlice::Slice(slice, known_by, Tenant::read(pid).ok()),
+                Some(Some((slice, known_by))) => {
+                    MemberSlice::Slice(slice, known_by, Tenant::read(pid).ok(), Instant::now())
+                }
             };
             // If the process has ended, its PID may have been another's while it was looked at.
             if Identity::read(pid).ok() == Some(process) {
@@ -139,6 +166,10 @@ impl Members {
             }
         }
     }
+}
+
+fn is_by_records(membership: Option<&Membership>) -> bool {
+    membership.is_some_and(|its| its.known_by == KnownBy::Platform)
 }
 
 /// The first slice of this GPU that a process has: MPS can't join slices.
@@ -198,10 +229,11 @@ mod tests {
     async fn a_client_with_a_slice_is_a_member_of_it() {
         let mut members = Members::new();
         let process = Identity::read(std::process::id()).unwrap();
-        let place = || MemberSlice::Slice(2, KnownBy::Mount, Tenant::read(process.pid).ok());
+        let tenant = Tenant::read(process.pid).ok();
+        let place = || MemberSlice::Slice(2, KnownBy::Bound, tenant.clone(), Instant::now());
         members.known.insert(process.pid, (process, place()));
         let found = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
-        let tenant = Tenant::read(process.pid).ok();
+        let tenant = tenant.clone();
         let member = Member { process, memory_mib: Some(7), only_claims: false, tenant, stays: false };
         assert_eq!(found, (vec![process], BTreeMap::from([(2, vec![member])])));
         // Another process with the same PID is another client.
@@ -211,5 +243,36 @@ mod tests {
             members.by_slice(&[this_one(true)], &cut("00:06.0")).await,
             (vec![process], BTreeMap::new())
         );
+    }
+
+    /// Its container may have been recorded or bound meanwhile.
+    #[tokio::test]
+    async fn a_client_that_holds_up_a_question_keeps_the_slice_that_it_had() {
+        let mut members = Members::new();
+        let process = Identity::read(std::process::id()).unwrap();
+        let answer = |members: &Members| members.without_answer(process.pid, &process);
+        assert!(matches!(answer(&members), MemberSlice::Hidden));
+        let claim = MemberSlice::Slice(2, KnownBy::Environment, None, Instant::now());
+        members.known.insert(process.pid, (process, claim));
+        assert!(matches!(answer(&members), MemberSlice::Slice(2, KnownBy::Environment, None, _)));
+        // Another process with the same PID.
+        let before = Identity { start_time: process.start_time - 1, ..process };
+        assert!(matches!(members.without_answer(process.pid, &before), MemberSlice::Hidden));
+    }
+
+    #[tokio::test]
+    async fn a_client_that_only_claims_a_slice_is_looked_at_again() {
+        let process = Identity::read(std::process::id()).unwrap();
+        let before = Instant::now().checked_sub(AGAIN).unwrap();
+        for (known_by, since, again) in [
+            (KnownBy::Bound, before, false),
+            (KnownBy::Environment, before, true),
+            (KnownBy::Environment, Instant::now(), false),
+        ] {
+            let mut members = Members::new();
+            members.known.insert(process.pid, (process, MemberSlice::Slice(2, known_by, None, since)));
+            let (_, by_slice) = members.by_slice(&[this_one(true)], &cut("00:06.0")).await;
+            assert_eq!(by_slice.is_empty(), again, "{known_by}");
+        }
     }
 }

@@ -18,7 +18,7 @@ use common::host::blocking::Blocking;
 use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
 use common::membership::containers::{containers_in, is_the_hosts};
-use common::membership::{KnownBy, SliceMounts, Slices};
+use common::membership::{SliceMounts, Slices};
 use common::published::termination::TerminationTarget;
 
 /// The time for one question to the kernel about a process. It takes microseconds, but a process that is stuck in the driver
@@ -106,13 +106,15 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.try_ask(move |_| Ok(proc::status(pid)?.uids())).await
     }
 
-    /// The name of a GPU in the environment tells no slice.
+    /// The name of a GPU tells no slice: a container with one can have any slice of that GPU.
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SliceId>>, String> {
         let known = self.processes.try_ask(move |mounts| mounts.slices_of(pid)).await?;
         Ok(known.map(|known| {
-            let slice = |name| if let DeviceName::Slice(slice) = name { Some(slice) } else { None };
-            let slices = known.slices.into_iter().filter_map(slice).collect();
-            KnownSlices { slices, are_mounted: known.known_by == KnownBy::Mount }
+            let slice =
+                |name: &DeviceName| if let DeviceName::Slice(slice) = name { Some(*slice) } else { None };
+            let slices: Vec<SliceId> = known.slices.iter().filter_map(slice).collect();
+            let is_certain = known.known_by.is_certain() && slices.len() == known.slices.len();
+            KnownSlices { slices, is_certain }
         }))
     }
 
@@ -127,7 +129,7 @@ impl TerminationShell for EndingShell<Processes> {
 
     async fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> Whose {
         let known = self.processes.ask(move |mounts| whose(pid, mounts, &users())).await;
-        let known = known.unwrap_or(Whose { pid, user: None, slices: None, container: None });
+        let known = known.unwrap_or(Whose::only(pid));
         let slices = slices.map(|slices| slices.into_iter().map(DeviceName::Slice).collect());
         Whose { slices: slices.or(known.slices), ..known }
     }

@@ -8,7 +8,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::Check;
-use crate::machine::Machine;
+use crate::machine::{Machine, Stage};
+use crate::package;
 use crate::readme::lines;
 use crate::service::{HOST, HOST_CONF, SERVICE, UUID, control_daemons, serving};
 use crate::skip::skip;
@@ -18,10 +19,17 @@ pub(crate) const CHECKS: &[Check] = &[
     ("every_command_of_the_page_is_run_or_says_why_not", page),
     ("podman_makes_a_client_of_exactly_this_slice", podman),
     ("podman_refuses_a_slice_that_nobody_may_have_now", podman_refuses),
+    ("podman_binds_each_container_to_its_slice", podman_binds),
+    ("podman_of_a_user_starts_containers_that_are_not_bound", rootless),
     ("a_container_that_is_stopped_leaves_its_neighbour_alive", neighbours),
     ("docker_makes_a_client_of_exactly_this_slice", docker),
     ("compose_makes_a_client_of_exactly_this_slice", compose),
+    ("docker_with_cdi_binds_each_container_to_its_slice", docker_binds),
 ];
+
+/// The properties that could differ.
+pub(crate) const CHECKS_LEGACY: &[Check] =
+    &[("podman_binds_each_container_to_its_slice", podman_binds_legacy)];
 
 const PODMAN: &str =
     "options=$(yunion-mpsctl env 00:06.0-1 --format podman) && podman run --rm $options IMAGE PROGRAM";
@@ -29,25 +37,35 @@ const PODMAN_CDI: &str =
     "podman run --rm --device nvidia.com/gpu=GPU-76aef7ff-... --device yunion.io/mps=00:06.0-1 IMAGE PROGRAM";
 const PODMAN_NAMES: &str = "names=$(yunion-mpsctl env 00:06.0-1 --format cdi) && podman run --rm $(printf -- '--device=%s ' $names) IMAGE PROGRAM";
 const PODMAN_STOP: &str = "yunion-mpsctl terminate --container 4f1c2d3e5a6b && podman stop 4f1c2d3e5a6b";
+const DOCKER_CDI: &str =
+    "options=$(yunion-mpsctl env 00:06.0-1 --format podman) && docker run --rm $options IMAGE PROGRAM";
 const DOCKER: &str =
     "options=$(yunion-mpsctl env 00:06.0-1 --format docker) && docker run --rm $options IMAGE PROGRAM";
 const DOCKER_FREE: &str =
     "options=$(yunion-mpsctl env --free --format docker) && docker run --rm $options IMAGE PROGRAM";
+const DOCKER_BIND: &str =
+    "yunion-mpsctl bind 00:06.0-1 --pid \"$(docker inspect --format '{{.State.Pid}}' 4f1c2d3e5a6b)\"";
 const COMPOSE_FILE: &str = "yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml";
 const COMPOSE_UP: &str = "docker compose up";
 
 /// The commands that are run here.
-const RUN: [&str; 8] =
-    [PODMAN, PODMAN_CDI, PODMAN_NAMES, PODMAN_STOP, DOCKER, DOCKER_FREE, COMPOSE_FILE, COMPOSE_UP];
+const RUN: [&str; 11] = [
+    PODMAN,
+    PODMAN_CDI,
+    PODMAN_NAMES,
+    PODMAN_STOP,
+    DOCKER_FEATURES,
+    DOCKER_CDI,
+    DOCKER,
+    DOCKER_BIND,
+    DOCKER_FREE,
+    COMPOSE_FILE,
+    COMPOSE_UP,
+];
 
 /// The lines of the page that are not run here, and the reason.
-const ELSEWHERE: [(&str, &str); 8] = [
+const ELSEWHERE: [(&str, &str); 6] = [
     ("nvidia-ctk runtime configure --runtime=docker && systemctl restart docker", "needs NVIDIA's toolkit"),
-    (
-        "options=$(yunion-mpsctl env 00:06.0-1 --format podman) && docker run --rm $options IMAGE PROGRAM",
-        "needs Docker 25 or newer; tried by hand, and Podman takes the same options here",
-    ),
-    ("{\"features\": {\"cdi\": true}}", "needs Docker 25 or newer"),
     ("yunion-mpsctl env 00:06.0-1 --format cdi", "its output is in tests/golden"),
     (
         "names=$(yunion-mpsctl env 00:06.0-1 --format cdi) && ctr run --rm $(printf -- '--device=%s ' $names) IMAGE NAME PROGRAM",
@@ -67,11 +85,35 @@ const ELSEWHERE: [(&str, &str); 8] = [
     ),
 ];
 
+const DOCKER_FEATURES: &str = "{\"features\": {\"cdi\": true}}";
+
 const IMAGE: &str = "cuda-image";
+/// A Docker that knows CDI, which the distribution of the machine may not have.
+const DOCKER_WITH_CDI: &str = "/opt/docker";
 const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
 /// A script for one container: all that the page promises, in its own words.
 const SHOW: &str =
     "env | sort; grep yunion /proc/self/mountinfo; touch $CUDA_MPS_PIPE_DIRECTORY/new; cuda-client props";
+
+/// The service, and a Docker that knows CDI.
+pub(crate) fn stage() -> Stage {
+    let stage = package::stage();
+    let docker = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/docker");
+    for program in ["dockerd", "docker", "containerd", "containerd-shim-runc-v2"] {
+        let file = docker.join(program);
+        assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-docker.sh", file.display());
+        stage.put(&file, &format!("{DOCKER_WITH_CDI}/{program}"));
+    }
+    stage
+}
+
+/// runc makes control groups in every hierarchy, and a machine may write in that of systemd alone.
+pub(crate) fn installed_legacy(machine: &Machine) {
+    package::installed(machine);
+    machine.sh("for hierarchy in $(awk '$3 == \"cgroup\" { print $2 }' /proc/mounts); do
+            mount -o remount,bind,rw $hierarchy
+        done");
+}
 
 fn page_text() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/containers.md")).unwrap()
@@ -252,7 +294,7 @@ fn podman(machine: &mut Machine) {
         // So NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
-    // The service knows the slice by the mount, whatever the container says, and a user who is not root of the host
+    // The service knows the slice by the control group, whatever the container says, and a user who is not root of the host
     // commands nobody.
     for (user, may_command) in [
         ("--user=0:0", "neighbours"),
@@ -266,7 +308,7 @@ fn podman(machine: &mut Machine) {
         assert_eq!(client["container_id"], id.as_str());
         assert_eq!(
             (&client["device"], &client["known_by"], &client["may_command"]),
-            (&"00:06.0-1".into(), &"mount".into(), &may_command.into())
+            (&"00:06.0-1".into(), &"bound".into(), &may_command.into())
         );
         machine.sh(&format!("podman rm --force --time 0 {id}"));
         clients(machine, 0);
@@ -278,32 +320,152 @@ fn podman_refuses(machine: &mut Machine) {
         return;
     }
     let run = typed(PODMAN_CDI, "cuda-client props");
-    let refused = |name: &str| {
+    let refused = |name: &str, words: &str| {
         let complaint = machine.complained(&["sh", "-c", &run.replace("00:06.0-1", name)]);
-        let name = format!("yunion.io/mps={name}");
-        assert!(complaint.contains("unresolvable CDI devices") && complaint.contains(&name), "{complaint}");
+        assert!(complaint.contains(words) && complaint.contains(name), "{complaint}");
     };
-    refused("00:06.0-4");
+    refused("00:06.0-4", "unresolvable CDI devices");
 
     machine.sh("yunion-mpsctl drain 00:06.0-1");
-    let listed = |name: &str| machine.run(&["grep", "-q", &format!("\"{name}\""), SPEC]).status.success();
-    wait_for("a spec without the slice", || (!listed("00:06.0-1")).then_some(()));
-    refused("00:06.0-1");
+    refused("00:06.0-1", "00:06.0-1 is drained for new clients");
     let complaint = machine.complained(&["yunion-mpsctl", "env", "00:06.0-1", "--format", "podman"]);
     assert!(complaint.contains("00:06.0-1 is drained for new clients"), "{complaint}");
     machine.sh(&run.replace("00:06.0-1", "00:06.0-2"));
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
-    wait_for("the slice in the spec", || listed("00:06.0-1").then_some(()));
     machine.sh(&run);
 
     // No control daemon starts: no slice is healthy.
     let fault = format!("{HOST}/mps/fault/start-exits");
     machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
     wait_for("no spec", || (!machine.run(&["test", "-e", SPEC]).status.success()).then_some(()));
-    refused("00:06.0-1");
+    refused("00:06.0-1", "unresolvable CDI devices");
     machine.sh(&format!("rm {fault}"));
-    wait_for("the slice in the spec", || listed("00:06.0-1").then_some(()));
+    wait_for("the spec", || machine.run(&["test", "-e", SPEC]).status.success().then_some(()));
     machine.sh(&run);
+}
+
+/// The name of each slice that is bound, and of its binding.
+fn bound(machine: &Machine) -> Vec<(String, String)> {
+    let printed = machine.printed(&["yunion-mpsctl", "list", "--json"]);
+    let devices: Vec<Value> = serde_json::from_str(&printed).unwrap();
+    let word = |device: &Value, key: &str| device[key].as_str().unwrap().to_owned();
+    let names = devices.iter().map(|device| (word(device, "addr"), word(device, "bound_to")));
+    names.filter(|(_, to)| !to.is_empty()).collect()
+}
+
+/// The hook of the spec gives a container its slice before its program runs, and nobody has to take it back. `run` starts a
+/// container with slice 1.
+fn binds(machine: &Machine, engine: &str, run: &str) {
+    let nothing_is_bound = || wait_for("no binding", || bound(machine).is_empty().then_some(()));
+    nothing_is_bound();
+    let start = || machine.sh(&run.replace("--rm", "--rm --detach")).trim().to_owned();
+    let id = start();
+    let its = [("00:06.0-1".to_owned(), id.clone())];
+    assert_eq!(bound(machine), its);
+    let complaint = machine.complained(&["sh", "-c", run]);
+    assert!(complaint.contains(&format!("00:06.0-1 is taken by {id}")), "{complaint}");
+    clients(machine, 1);
+    machine.sh(&format!("systemctl restart {SERVICE} && yunion-mpsctl is-ready --wait 60"));
+    assert_eq!(bound(machine), its);
+    let client = &clients(machine, 1)[0];
+    assert_eq!((&client["known_by"], &client["label"]), (&"bound".into(), &id.as_str().into()));
+    assert!(machine.complained(&["sh", "-c", run]).contains("00:06.0-1 is taken by"));
+    machine.sh("yunion-mpsctl drain 00:06.0-2");
+    let complaint = machine.complained(&["sh", "-c", &run.replace("00:06.0-1", "00:06.0-2")]);
+    assert!(complaint.contains("00:06.0-2 is drained for new clients"), "{complaint}");
+    machine.sh("yunion-mpsctl undrain 00:06.0-2");
+    // Whatever ends the container, its slice is free again.
+    let pid = machine.printed(&[engine, "inspect", "--format", "{{.State.Pid}}", &id]);
+    machine.sh(&format!("kill -KILL {}", pid.trim()));
+    nothing_is_bound();
+    let next = start();
+    machine.sh(&format!("{engine} kill {next}"));
+    nothing_is_bound();
+
+    // A hundred come and go, four at a time, and the service is killed meanwhile.
+    let lane = run.replace("cuda-client hold 600", "sh -c 'exit 7'").replace("00:06.0-1", "00:06.0-$lane");
+    let printed = machine.sh(&format!(
+        "for lane in 0 1 2 3; do
+             for number in $(seq 25); do {lane} 2>&1 || echo status $?; done &
+         done
+         sleep 5; systemctl kill --signal=KILL --kill-whom=main {SERVICE} || systemctl kill --signal=KILL --kill-who=main {SERVICE}
+         wait"
+    ));
+    let ended = printed.lines().filter(|line| *line == "status 7").count();
+    assert_eq!(ended, 100, "{printed}");
+    nothing_is_bound();
+    machine.sh("yunion-mpsctl is-ready --wait 60");
+}
+
+fn podman_binds(machine: &mut Machine) {
+    if with_podman(machine) {
+        binds(machine, "podman", &typed(PODMAN_CDI, "cuda-client hold 600"));
+    }
+}
+
+fn podman_binds_legacy(machine: &mut Machine) {
+    podman_binds(machine);
+    // They are the host's too, and stay there otherwise.
+    machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
+}
+
+/// The same with Docker, which starts containers with containerd and its shim.
+fn docker_binds(machine: &mut Machine) {
+    if !with_podman(machine) {
+        return;
+    }
+    let (socket, file) = ("/run/docker-cdi.sock", "/etc/docker/cdi.json");
+    machine.write(
+        "/usr/local/bin/docker-cdi",
+        &format!("#!/bin/sh\nexec {DOCKER_WITH_CDI}/docker --host unix://{socket} \"$@\"\n"),
+    );
+    machine.write("/usr/local/bin/runc-without-keyring", &RUNTIME.replace("HOST", HOST));
+    machine.write(file, DOCKER_FEATURES);
+    machine.sh(&format!(
+        "chmod 755 /usr/local/bin/docker-cdi /usr/local/bin/runc-without-keyring {DOCKER_WITH_CDI}/*
+        systemd-run --quiet --unit=docker-cdi --property=Delegate=yes --setenv=PATH={DOCKER_WITH_CDI}:$PATH \
+            {DOCKER_WITH_CDI}/dockerd --config-file {file} --host unix://{socket} --data-root /var/lib/docker-cdi \
+            --exec-root /run/docker-cdi --pidfile /run/docker-cdi.pid --storage-driver vfs --bridge none --iptables=false \
+            --cdi-spec-dir /etc/cdi --cdi-spec-dir /var/run/cdi --add-runtime plain=/usr/local/bin/runc-without-keyring \
+            --default-runtime plain"
+    ));
+    wait_for("Docker", || machine.run(&["docker-cdi", "info"]).status.success().then_some(()));
+    machine.sh(&format!("tar -C /srv/image -c . | docker-cdi import - {IMAGE}"));
+    let run =
+        typed(DOCKER_CDI, "cuda-client hold 600").replace("docker run", "docker-cdi run --network none");
+    is_a_client_of_slice_1(
+        &machine.sh(&format!("{} 2>&1", run.replace("cuda-client hold 600", &format!("sh -c '{SHOW}'")))),
+        "/run/yunion-mps",
+    );
+    binds(
+        machine,
+        "docker-cdi",
+        &typed(PODMAN_CDI, "cuda-client hold 600").replace("podman run", "docker-cdi run --network none"),
+    );
+    machine.sh("systemctl stop docker-cdi");
+}
+
+/// Who is not root binds nothing: the container starts, and is known by its environment.
+fn rootless(machine: &mut Machine) {
+    if !with_podman(machine) {
+        return;
+    }
+    machine.sh(&format!(
+        "id alice >/dev/null 2>&1 || useradd --create-home alice
+        chmod 1777 /var/tmp; tar -C /srv/image -c . >/srv/image.tar; cd /
+        su alice -c 'podman image exists {IMAGE} || podman import --quiet - {IMAGE}' </srv/image.tar"
+    ));
+    let run = typed(PODMAN_CDI, "cuda-client hold 600").replace("--rm", "--rm --detach");
+    let id = machine.sh(&format!("cd /; su alice -c '{run}'")).trim().to_owned();
+    let client = &clients(machine, 1)[0];
+    assert_eq!((&client["device"], &client["known_by"]), (&"00:06.0-1".into(), &"environment".into()));
+    assert_eq!(bound(machine), []);
+    machine.sh(&format!("cd /; su alice -c 'podman kill {id}'"));
+    clients(machine, 0);
+    machine.sh("yunion-mpsctl drain 00:06.0-1");
+    let complaint = machine.complained(&["sh", "-c", &format!("cd /; su alice -c '{run}'")]);
+    assert!(complaint.contains("00:06.0-1 is drained for new clients"), "{complaint}");
+    machine.sh("yunion-mpsctl undrain 00:06.0-1");
 }
 
 /// Both compute in a long kernel, where a mere stop would be a fault for the other.
@@ -343,8 +505,11 @@ fn docker(machine: &mut Machine) {
     let client = &clients(machine, 1)[0];
     assert_eq!(client["container_id"], id.as_str());
     assert_eq!((&client["device"], &client["known_by"]), (&"00:06.0-1".into(), &"mount".into()));
+    assert_eq!(machine.sh(&DOCKER_BIND.replace("4f1c2d3e5a6b", &id)), "00:06.0-1\n");
+    assert_eq!(clients(machine, 1)[0]["known_by"], "bound");
     machine.sh(&format!("docker rm --force {id}"));
     clients(machine, 0);
+    wait_for("no binding", || bound(machine).is_empty().then_some(()));
 }
 
 fn compose(machine: &mut Machine) {

@@ -111,9 +111,16 @@ const GROUPS: &[Group] = &[
     Group {
         name: "containers",
         hierarchy: Hierarchy::Unified,
-        stage: package::stage,
+        stage: containers::stage,
         prepare: package::installed,
         checks: containers::CHECKS,
+    },
+    Group {
+        name: "containers_legacy",
+        hierarchy: Hierarchy::Legacy,
+        stage: package::stage,
+        prepare: containers::installed_legacy,
+        checks: containers::CHECKS_LEGACY,
     },
     // A cluster of one node on that host.
     Group {

@@ -31,6 +31,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1", bus_from_a_pod),
     ("a_kubelet_that_is_ordered_behind_it_finds_the_compute_mode", before_a_kubelet),
     ("the_journal_has_fields_and_no_colours", journal_fields),
+    ("root_binds_the_control_group_of_its_command", root_binds),
     ("journalctl_x_explains_that_a_control_daemon_was_killed", explained),
     ("systemctl_reload_takes_over_a_new_configuration", reload),
     ("systemctl_reload_with_a_bad_configuration_changes_nothing", bad_reload),
@@ -432,6 +433,54 @@ fn explained(machine: &mut Machine) {
     }
     // In Chinese too, for whoever has that locale.
     machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
+}
+
+/// In a session `run` makes a scope for that, and in a unit the unit is bound. A unit with other processes is left alone.
+fn root_binds(machine: &mut Machine) {
+    serving(machine);
+    let clients = |number: usize| {
+        wait_for("the clients", || {
+            let clients: Vec<Value> =
+                serde_json::from_str(&machine.printed(&["yunion-mpsctl", "clients", "--json"])).unwrap();
+            (clients.len() == number).then_some(clients)
+        })
+    };
+    let run = "yunion-mpsctl run 00:06.0-1 -- cuda-client hold 600";
+    let session = "systemd-run --quiet --scope --unit=session-$$.scope";
+    let terminal = "/sys/fs/cgroup/user.slice/user@77.service/terminal.scope";
+    let in_terminal = format!("mkdir -p {terminal}; echo $$ >{terminal}/cgroup.procs; {run}; :");
+    let unit = "systemd-run --quiet --collect --unit=job --setenv=YUNION_MPS_SIM --setenv=PATH --setenv=LD_LIBRARY_PATH";
+    for (start, group, known_by, label) in [
+        (format!("{session} {run}"), "/yunion-mps-run-", "bound", "cuda-client (PID "),
+        (format!("sh -c '{in_terminal}'"), "/yunion-mps-run-", "bound", "cuda-client (PID "),
+        (format!("{unit} {run}"), "/job.service", "bound", "cuda-client (PID "),
+        (format!("{unit} sh -c 'sleep 600 & {run}; wait'"), "/job.service", "environment", ""),
+    ] {
+        let script = format!("{ON_HOST} {start} >/dev/null 2>&1 &");
+        machine.sh(&script);
+        let client = &clients(1)[0];
+        let pid = client["pid"].to_string();
+        assert!(machine.sh(&format!("cat /proc/{pid}/cgroup")).contains(group), "{script}");
+        assert_eq!(
+            (&client["device"], &client["known_by"]),
+            (&"00:06.0-1".into(), &known_by.into()),
+            "{script}"
+        );
+        assert!(client["label"].as_str().unwrap_or_default().starts_with(label), "{script}: {client}");
+        let other = format!("{ON_HOST} {session} yunion-mpsctl run 00:06.0-1");
+        if known_by == "bound" {
+            let complaint = machine.complained(&["sh", "-c", &format!("{other} -- cuda-client props")]);
+            assert!(complaint.contains("00:06.0-1 is taken by cuda-client (PID "), "{complaint}");
+        }
+        machine.sh(&format!("{other} --share -- cuda-client props"));
+        machine.sh(&format!("kill $(cat /proc/{pid}/stat | cut -d' ' -f4)"));
+        clients(0);
+        machine.sh("systemctl stop job 2>/dev/null || :");
+        wait_for("no binding", || {
+            (!machine.printed(&["yunion-mpsctl", "list", "--json"]).contains("cuda-client (PID"))
+                .then_some(())
+        });
+    }
 }
 
 fn reload(machine: &mut Machine) {

@@ -17,6 +17,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("scancel_in_the_middle_of_a_kernel_leaves_the_neighbour_alive", cancelled),
     ("without_srun_in_a_batch_script_the_neighbour_ends_as_the_guide_warns", unprotected),
     ("a_user_ends_no_work_of_another", of_another),
+    ("a_prolog_in_the_job_binds_the_job", prolog),
     ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
 ];
 
@@ -139,6 +140,43 @@ fn guide(machine: &mut Machine) {
             "docs/slurm.md has no line {line:?}, which was not run: {why}"
         );
     }
+}
+
+/// As Slurm from 24.11 on runs it: in the control group of the job's extern step.
+fn prolog(machine: &mut Machine) {
+    let script = lines("#!/bin/sh", "yunion-mpsctl bind --slurm");
+    machine.write("/etc/slurm/prolog.sh", &script);
+    line("Prolog=/etc/slurm/prolog.sh");
+    line("PrologFlags=RunInJob");
+    let job = "/sys/fs/cgroup/slurmstepd.scope/job_7";
+    machine.sh(&format!("chmod 755 /etc/slurm/prolog.sh; mkdir -p {job}/step_extern {job}/step_0"));
+    let prolog =
+        |given: &str| format!("echo $$ >{job}/step_extern/cgroup.procs; {given} exec /etc/slurm/prolog.sh");
+    machine.sh(&prolog(""));
+    let bound =
+        || machine.printed(&["yunion-mpsctl", "list", "--json"]).matches("\"bound_to\": \"job 7\"").count();
+    assert_eq!(bound(), 0, "it has asked for no slice");
+    // Neither is a job that runs where nobody can bind it.
+    machine.sh("exec /etc/slurm/prolog.sh");
+    let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
+    assert!(elsewhere.contains("which is no job's: PrologFlags=RunInJob"), "{elsewhere}");
+    machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
+    assert_eq!(bound(), 2);
+    // Its tasks: each has one of the job's slices, and nobody else's.
+    for (number, has) in [("1", DEVICES[1]), ("0", &*format!("{},{}", DEVICES[1], DEVICES[2]))] {
+        let claim = DEVICES[number.parse::<usize>().unwrap()];
+        machine.sh(&format!(
+            "cd {JOBS}; echo $$ >{job}/step_0/cgroup.procs
+            eval \"$(yunion-mpsctl env {claim})\"; ./a-cuda-program hold 600 >/dev/null 2>&1 &"
+        ));
+        assert_eq!(at_work(machine, 1), [has]);
+        let client = &clients(machine)[0];
+        assert_eq!((&client["known_by"], &client["label"]), (&"bound".into(), &"job 7".into()));
+        machine.sh(&format!("kill -9 {}", client["pid"]));
+        at_work(machine, 0);
+    }
+    machine.sh(&format!("rmdir {job}/step_extern {job}/step_0 {job}"));
+    wait_for("no binding", || (bound() == 0).then_some(()));
 }
 
 fn own_slices(machine: &mut Machine) {

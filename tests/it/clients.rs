@@ -386,7 +386,8 @@ fn metrics_are_what_the_bus_says() {
         let known = host.listed(client.id()).unwrap();
         // The parser leaves out nothing: an empty label is one.
         let series = format!(
-            "yunion_mps_client_memory_used_bytes{{container_id=,device={device},gpu=00:06.0,pid={},user={},uuid={}}}",
+            "yunion_mps_client_memory_used_bytes{{container=,container_id=,device={device},gpu=00:06.0,guest=,label=,pid={},\
+             project=,user={},uuid={}}}",
             client.id(),
             known["user"].as_str().unwrap(),
             known["gpu"].as_str().unwrap(),

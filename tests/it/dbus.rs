@@ -6,7 +6,7 @@ use std::process::Stdio;
 use std::time::{Duration, UNIX_EPOCH};
 
 use common::bus::error::RequestError;
-use common::membership::{KnownBy, MayCommand, Membership};
+use common::membership::{GuestContainer, KnownBy, MayCommand, Membership};
 use common::published::client::ClientView;
 use common::published::snapshot::{GpuView, Snapshot, State};
 use common::published::usage::SliceUse;
@@ -81,6 +81,7 @@ fn golden_slice(ordinal: u32) -> Value {
         "dev_type": ["s", "NVIDIA_MPS"],
         "ordinal": ["u", ordinal],
         "index": ["i", -1],
+        "bound_to": ["s", ""],
         "device_minor": ["i", -1],
         "drained": ["b", false],
     }))
@@ -360,6 +361,7 @@ async fn what_is_not_known_is_left_out() {
         "dev_type": ["s", "NVIDIA_MPS"],
         "ordinal": ["u", 0],
         "index": ["i", -1],
+        "bound_to": ["s", ""],
         "device_minor": ["i", -1],
         "vendor_device_id": ["s", "10de:1b38"],
         "numa_node": ["i", -1],
@@ -513,13 +515,9 @@ print(json.dumps([
     );
 }
 
-#[tokio::test]
-async fn requests_reach_the_daemon_and_its_answers_come_back() {
-    let mut service = Service::start(p40_board()).await;
-    let bus = &service.bus;
-    let requests = &mut service.requests;
-
-    let clients = vec![ClientView {
+/// A client in a container of a guest.
+fn worker() -> ClientView {
+    ClientView {
         pid: 1153,
         bypass: false,
         waiting: false,
@@ -530,9 +528,24 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         slices: Some(Membership { slices: vec!["00:06.0-1".parse().unwrap()], known_by: KnownBy::Mount }),
         may_command: Some(MayCommand::Neighbours),
         container_id: None,
+        guest: Some(GuestContainer {
+            guest: "train-1".to_owned(),
+            container: "main".to_owned(),
+            project: String::new(),
+        }),
+        label: None,
         memory_mib: Some(580),
         since: Some(UNIX_EPOCH + Duration::from_secs(1_700_000_000)),
-    }];
+    }
+}
+
+#[tokio::test]
+async fn requests_reach_the_daemon_and_its_answers_come_back() {
+    let mut service = Service::start(p40_board()).await;
+    let bus = &service.bus;
+    let requests = &mut service.requests;
+
+    let clients = vec![worker()];
     let daemon = async {
         match requests.recv().await {
             Some(Request::Clients(reply)) => reply.send(Ok(clients)).unwrap(),
@@ -550,6 +563,8 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         "gpu": ["s", P40],
         "device": ["s", "00:06.0-1"],
         "known_by": ["s", "mount"],
+        "guest": ["s", "train-1"],
+        "container": ["s", "main"],
         "may_command": ["s", "neighbours"],
         "memory_mib": ["i", 580],
         "since": ["x", 1_700_000_000],

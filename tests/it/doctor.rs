@@ -372,6 +372,16 @@ faults! {
     } => ["control-daemon-waiting", "agent-needs-shared", "clients-without-device"];
     client_without_device: "h200", Serving, |scene| scene.client(&["cuda-client", "hold", "600"])
         => ["clients-without-device"];
+    records_that_others_can_write: "h200", Before, |scene| {
+        let guest = scene.host.path("servers/u-1");
+        fs::create_dir_all(&guest).unwrap();
+        fs::write(guest.join("containers"), "{\"c-1\": {\"cri_id\": \"0123\"}}").unwrap();
+        fs::write(guest.join("desc"), "{}").unwrap();
+        for (below, mode) in [("", 0o755), ("u-1", 0o755), ("u-1/containers", 0o644), ("u-1/desc", 0o666)] {
+            scene.chmod(&format!("servers/{below}"), mode);
+        }
+        scene.host.configure(&format!("servers_path: {}", scene.host.path("servers").display()));
+    } => ["records-without-effect"];
     client_with_device: "h200", Serving,
         |scene| scene.client(&["env", "YUNION_MPS_DEVICE=00:06.0-1", "cuda-client", "hold", "600"]) => [];
     foreign_elsewhere: "h200", Idle, |scene| scene.foreign("mps/other")

@@ -21,12 +21,24 @@ fn serving(board: &str) -> Host {
     host
 }
 
-/// The devices in the CDI spec; none without a file.
+/// The devices in the CDI spec that give their slice; none without a file. The others refuse every container.
 fn in_spec(host: &Host) -> Vec<String> {
     let Ok(spec) = fs::read_to_string(host.path("run/cdi/yunion.io-mps.json")) else { return Vec::new() };
     let spec: Value = serde_json::from_str(&spec).unwrap();
-    let devices = spec["devices"].as_array().unwrap().iter();
-    devices.map(|device| device["name"].as_str().unwrap().to_owned()).collect()
+    let (given, others): (Vec<&Value>, Vec<&Value>) = spec["devices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .partition(|device| device["containerEdits"]["env"].is_array());
+    let name = |device: &&Value| device["name"].as_str().unwrap().to_owned();
+    assert_eq!(others.iter().map(name).collect::<Vec<_>>(), drained(host));
+    for device in others {
+        let hook = &device["containerEdits"]["hooks"][0];
+        let words = hook["args"].as_array().unwrap().iter().skip(1).map(|word| word.as_str().unwrap());
+        let said = host.command(hook["path"].as_str().unwrap()).args(words).output().unwrap();
+        refused(&said, &format!("{} is drained for new clients", name(&device)));
+    }
+    given.iter().map(name).collect()
 }
 
 fn names(devices: &[Value], wanted: impl Fn(&Value) -> bool) -> Vec<String> {

@@ -121,7 +121,7 @@ fn the_page_has_every_command_of_the_program() {
         .lines()
         .map(|line| line.split("mps-agent ").nth(1).unwrap().split(' ').next().unwrap())
         .collect();
-    assert_eq!(commands, ["probe", "watch", "config", "release"]);
+    assert_eq!(commands, ["probe", "watch", "config", "bind", "release"]);
     for command in commands {
         assert!(page.contains(&format!("    ./mps-agent {command} ")), "{command}");
     }
@@ -351,6 +351,27 @@ fn a_container_gets_what_the_service_says() {
         }
         assert_eq!(host.stop().code(), Some(0));
     }
+}
+
+#[test]
+fn a_container_is_bound_to_a_slice() {
+    let test = "a_container_is_bound_to_a_slice";
+    if !root_or_skip(test) {
+        return;
+    }
+    let Some(container) = ContainerGroup::new() else { return skip(test, NO_CONTAINER_GROUP) };
+    let host = Host::serving("h200");
+    let mut first = host.command("sleep").arg("600").spawn().unwrap();
+    container.take(first.id(), "");
+    let bind = |name: &str| run(&host, &["bind", &first.id().to_string(), name]);
+    let bound = bind("00:06.0-1");
+    assert_eq!(text(&bound).trim(), "[\"00:06.0-1\"]");
+    let listed = host.list();
+    assert_eq!(listed[1]["bound_to"], "mps-agent");
+    let refused = text(&bind("00:06.0-9"));
+    assert!(refused.contains("there is no device"), "{refused}");
+    first.kill().unwrap();
+    first.wait().unwrap();
 }
 
 #[test]

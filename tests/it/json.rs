@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
+use common::membership::GuestContainer;
 use common::published::client::ClientView;
 use serde_json::Value;
 use yunion_mps::Request;
@@ -27,7 +28,7 @@ const ELSEWHERE: [(&str, &[&str]); 5] = [
         ],
     ),
     ("check", CHECK),
-    ("clients", &["[].container_id"]),
+    ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),
     // cpus::a_take_over_shows_the_cpus_in_force
     ("status", &[".control_daemons[].wanted_cpus"]),
     ("terminate", &[".container"]),
@@ -152,10 +153,16 @@ async fn clients_in_containers_and_unknown_clients_are_as_documented() {
         slices: None,
         may_command: None,
         container_id: None,
+        guest: None,
+        label: None,
         memory_mib: None,
         since: None,
     };
-    let contained = ClientView { container_id: Some("4f1c2d3e5a6b".to_owned()), ..gone.clone() };
+    let [guest, container, project] = ["train-1", "main", "vision"].map(str::to_owned);
+    let guest = Some(GuestContainer { guest, container, project });
+    let label = Some("job 17".to_owned());
+    let contained =
+        ClientView { container_id: Some("4f1c2d3e5a6b".to_owned()), guest, label, ..gone.clone() };
     let requests = &mut service.requests;
     let daemon = async {
         match requests.recv().await {

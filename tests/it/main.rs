@@ -22,6 +22,7 @@
 mod attacks;
 mod bad_input;
 mod bench;
+mod bindings;
 mod budgets;
 mod cdi;
 mod check;
@@ -37,6 +38,7 @@ mod example;
 mod faults;
 mod first_steps;
 mod golden;
+mod guests;
 mod histories;
 mod host_agent;
 mod journal;

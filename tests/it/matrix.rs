@@ -211,7 +211,9 @@ impl Row {
             return Kill { step: ANY_TIME, delay: self.random.millis(300) };
         }
         let at = usize::try_from(self.random.below(rare.len() as u64)).unwrap();
-        Kill { step: rare[at], delay: self.random.millis(6) }
+        // At once while it has met none: after the last steps of a stop the daemon is gone within a millisecond.
+        let delay = if fewest == 0 { Duration::ZERO } else { self.random.millis(6) };
+        Kill { step: rare[at], delay }
     }
 
     fn start_with(&mut self, kill: Option<Kill>) {

@@ -7,10 +7,11 @@
 //! | 6 | `bus` | the service on D-Bus: the dictionaries of its answers, and the questions to it |
 //! | 5 | `published` | the Snapshot, and everything that is made from it: container settings, CDI spec |
 //! | 5 | `state_file` | the content of the state file |
-//! | 4 | `membership` | the slices that a process has, by its mounts or its environment |
+//! | 4 | `membership` | the slices that a process has: by its control group, its mounts, the platform's records or its environment |
 //! | 4 | `directories` | directories and files that nobody else can have replaced |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |
+//! | 2 | `bindings` | the control groups that are bound to slices |
 //! | 2 | `drained` | the slices that an administrator has taken out of use |
 //! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
 //! | 0 | `arguments`, `counted`, `problem`, `text`, `whole_file` | the service's command line; "1 client", "2 clients"; a problem with its remedy and its place; text for a terminal; a file that is written as a whole |
@@ -19,6 +20,7 @@
 #![allow(missing_docs, clippy::missing_errors_doc, reason = "nobody outside this workspace uses it")]
 
 pub mod arguments;
+pub mod bindings;
 pub mod bus;
 pub mod check;
 pub mod config;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use crate::bindings::SliceBindings;
 use crate::drained::Drained;
 use crate::host::identity::Identity;
 use crate::host::regular_file::{self, Unreadable};
@@ -66,6 +67,8 @@ pub struct Contents {
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]
     pub drained: Drained,
+    #[serde(default, with = "crate::bindings")]
+    pub bindings: SliceBindings,
 }
 
 impl Default for Contents {
@@ -76,6 +79,7 @@ impl Default for Contents {
             control_daemons: BTreeMap::new(),
             cdi_spec: None,
             drained: Drained::default(),
+            bindings: SliceBindings::default(),
         }
     }
 }

@@ -154,15 +154,17 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The GPUs of the order with this id that other control daemons have, each with the id of that one.
+    /// The GPUs of the order with this id that other control daemons keep from it, each with the id of that one.
     pub fn held(&self, id: &str) -> HeldGpus {
-        let gpus = self.lifecycles.get(id).into_iter().flat_map(|one| &one.order().gpus);
+        let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
         let holder = |gpu: &GpuUuid| {
-            let mut others = self.lifecycles.iter().filter(|(other, one)| *other != id && one.has(gpu));
-            let left = || self.left.iter().find(|(_, one)| one.gpus.contains(gpu)).map(|(id, _)| id);
+            let keeps = |one: &Lifecycle<P>| one.keeps(gpu, order.tenure);
+            let mut others = self.lifecycles.iter().filter(|(other, one)| *other != id && keeps(one));
+            let is_kept = |one: &RunningDaemon| one.gpus.contains(gpu) && one.tenure.keeps_from(order.tenure);
+            let left = || self.left.iter().find(|(_, one)| is_kept(one)).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()
         };
-        gpus.filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
+        order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
     /// The aim of the control daemon with this id. None: nobody looks after it.

@@ -50,7 +50,7 @@ pub struct Demand<P> {
     pub mps: MpsSwitch,
     /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
     pub kept: Configured,
-    /// GPUs that programs without MPS hold: their compute mode is set, so that no more of them come.
+    /// GPUs that programs without MPS tenure: their compute mode is set, so that no more of them come.
     pub closed: Vec<GpuUuid>,
 }
 
@@ -71,12 +71,30 @@ pub enum MpsSwitch {
 pub struct Order<P> {
     /// Its id. No two orders have the same.
     pub id: Id,
-    /// Its GPUs. No two orders have one in common.
+    /// Its GPUs. No two orders have one in common, unless both take turns on it.
     pub gpus: Vec<GpuUuid>,
+    /// Whether others of ours may have them too.
+    pub tenure: Tenure,
     /// Whether it sets the compute modes of its GPUs.
     pub sets_modes: bool,
     /// The rest, which no decision here depends on, but for whether it is the same as before.
     pub payload: P,
+}
+
+/// Whether a control daemon shares its GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tenure {
+    /// No other control daemon of ours has them. In the compute mode `EXCLUSIVE_PROCESS` no other server gets in.
+    Alone,
+    /// In the compute mode `Default`, others of ours may have them too: the servers take turns on each GPU.
+    InTurns,
+}
+
+impl Tenure {
+    /// Whether a control daemon that has a GPU so keeps it from one that would have it so.
+    pub fn keeps_from(self, other: Self) -> bool {
+        self == Self::Alone || other == Self::Alone
+    }
 }
 
 /// A control daemon of ours that runs, or has run, as the state file has it.
@@ -86,6 +104,8 @@ pub struct RunningDaemon {
     pub process: (u32, u64),
     /// The GPUs that it was started with.
     pub gpus: Vec<GpuUuid>,
+    /// Whether others of ours may have them too.
+    pub tenure: Tenure,
 }
 
 /// The outcome of an act about a control daemon.

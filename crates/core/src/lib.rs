@@ -15,6 +15,7 @@
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
+//! | `bindings.rs` | the slices to which control groups are bound |
 //! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
 //! | `tenants/` | the end of clients' work on request and for a budget |
@@ -29,6 +30,7 @@
 extern crate alloc;
 
 mod act;
+pub mod bindings;
 mod configured;
 mod core;
 mod event;
@@ -47,7 +49,8 @@ pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
 pub use event::{
-    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, WhyFailed,
+    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, Tenure,
+    WhyFailed,
 };
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
 pub use permit::{Cause, Permit};

@@ -5,7 +5,7 @@ use core::mem;
 use core::time::Duration;
 
 use crate::{
-    ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, RunningDaemon,
+    ActOutcome, Cause, CoreTime, DaemonAct, GpuUuid, HeldGpus, Order, Permit, RunUse, RunningDaemon, Tenure,
     WhyFailed,
 };
 
@@ -59,6 +59,7 @@ struct Told {
     held: HeldGpus,
     /// The GPUs that were left to it. The order may have others by now.
     gpus: Vec<GpuUuid>,
+    tenure: Tenure,
     sets_modes: bool,
 }
 
@@ -152,10 +153,21 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     }
 
     /// Whether it has this GPU, or is being started with it.
-    pub(crate) fn has(&self, gpu: &str) -> bool {
-        let runs_with = self.written.as_ref().is_some_and(|run| run.gpus.iter().any(|one| one == gpu));
+    fn has(&self, gpu: &str) -> bool {
+        self.tenures(gpu).next().is_some()
+    }
+
+    /// Whether it keeps this GPU from another one that would have it so.
+    pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
+        self.tenures(gpu).any(|tenure| tenure.keeps_from(other))
+    }
+
+    /// Its tenure of this GPU: of the process that runs, and of the start under way.
+    fn tenures(&self, gpu: &str) -> impl Iterator<Item = Tenure> {
+        let runs_with = self.written.iter().filter(move |run| run.gpus.iter().any(|one| one == gpu));
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
-        runs_with || (starts && self.told.as_ref().is_some_and(|told| told.has(gpu)))
+        let told = self.told.iter().filter(move |told| starts && told.has(gpu));
+        runs_with.map(|run| run.tenure).chain(told.map(|told| told.tenure))
     }
 
     /// Whether the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way
@@ -215,6 +227,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
                 revision: self.revision,
                 held: held.clone(),
                 gpus,
+                tenure: self.order.tenure,
                 sets_modes: self.order.sets_modes,
             });
         }

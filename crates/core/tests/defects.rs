@@ -27,26 +27,68 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 65] = [
+const DEFECTS: [Defect; 71] = [
+    (
+        "a slice is given to a control group, and another one has it",
+        "bindings.rs",
+        "if let Some(other) = self.taken_from(slice, &wanted.group.path) {",
+        "if let Some(other) = self.taken_from(slice, &wanted.group.path).filter(|_| !PUT_BACK) {",
+        "slices-follow-bindings",
+    ),
+    (
+        "a control group that is bound has no time for its first process",
+        "bindings.rs",
+        "now.saturating_sub(one.since) >= FIRST_PROCESS",
+        "now.saturating_sub(one.since) >= if PUT_BACK { 1 } else { FIRST_PROCESS }",
+        "a-binding-lasts",
+    ),
+    (
+        "a binding outlives its control group",
+        "bindings.rs",
+        "GroupUse::Gone => true,",
+        "GroupUse::Gone => !PUT_BACK,",
+        "slices-follow-bindings",
+    ),
+    (
+        "a program has the slice of a control group further up",
+        "bindings.rs",
+        ".max_by_key(|one| one.group.path.len())",
+        ".max_by_key(|one| if PUT_BACK { usize::MAX - one.group.path.len() } else { one.group.path.len() })",
+        "slices-follow-bindings",
+    ),
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
-        "runs_with ||",
-        "(!PUT_BACK && runs_with) ||",
+        "runs_with.map(|run| run.tenure)",
+        "runs_with.filter(|_| !PUT_BACK).map(|run| run.tenure)",
         "",
     ),
     (
         "a GPU is given away that a control daemon is just started with",
         "lifecycle.rs",
-        "(starts && self",
-        "(!PUT_BACK && starts && self",
+        "let starts = matches!(",
+        "let starts = !PUT_BACK && matches!(",
         "one-has-a-gpu",
     ),
     (
         "the GPUs of the newest order count as the GPUs that the start under way was told",
         "lifecycle.rs",
-        "is_some_and(|told| told.has(gpu)))",
-        "is_some_and(|told| if PUT_BACK { self.order.gpus.iter().any(|one| one == gpu) } else { told.has(gpu) }))",
+        "starts && told.has(gpu));",
+        "starts && if PUT_BACK { self.order.gpus.iter().any(|one| one == gpu) } else { told.has(gpu) });",
+        "",
+    ),
+    (
+        "control daemons that take turns keep GPUs from each other",
+        "event.rs",
+        "self == Self::Alone || other",
+        "self == Self::Alone || PUT_BACK || other",
+        "all-is-served-in-the-end",
+    ),
+    (
+        "a control daemon has a GPU alone on which others take turns",
+        "core.rs",
+        "one.keeps(gpu, order.tenure)",
+        "one.keeps(gpu, if PUT_BACK { crate::Tenure::InTurns } else { order.tenure })",
         "",
     ),
     (

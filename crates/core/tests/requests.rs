@@ -31,7 +31,7 @@ impl SliceName for Slice {
 #[derive(Debug, Clone, Default)]
 struct Process {
     slices: Option<Vec<Slice>>,
-    are_mounted: bool,
+    is_certain: bool,
     users: Vec<u32>,
     /// Each with its container's id, and whether the host's own runtime has made it.
     containers: Vec<(&'static str, bool)>,
@@ -132,8 +132,8 @@ impl TerminationShell for Host {
     }
 
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<Slice>>, String> {
-        let Process { slices, are_mounted, .. } = self.processes.get(&pid).cloned().unwrap_or_default();
-        Ok(slices.map(|slices| KnownSlices { slices, are_mounted }))
+        let Process { slices, is_certain, .. } = self.processes.get(&pid).cloned().unwrap_or_default();
+        Ok(slices.map(|slices| KnownSlices { slices, is_certain }))
     }
 
     async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
@@ -219,7 +219,7 @@ fn a_container_of_the_hosts_comes_before_one_that_a_user_has_named() {
 #[test]
 fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
     let claims = |slice| Process { slices: Some(vec![slice]), ..Process::default() };
-    let mounted = |slice| Process { are_mounted: true, ..claims(slice) };
+    let mounted = |slice| Process { is_certain: true, ..claims(slice) };
     let processes = [
         (1, mounted(Slice('A', 1))),
         (2, mounted(Slice('A', 2))),

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use mps_core::{
     Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, Demand, Goal, HEALTHY_AGAIN, MpsSwitch, Order,
-    RunUse, RunningDaemon, WhyFailed,
+    RunUse, RunningDaemon, Tenure, WhyFailed,
 };
 
 const NOW: Duration = Duration::from_secs(1000);
 
 fn order(id: &str, gpus: &[&str]) -> Order<()> {
     let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
-    Order { id: id.to_owned(), gpus, sets_modes: true, payload: () }
+    Order { id: id.to_owned(), gpus, tenure: Tenure::Alone, sets_modes: true, payload: () }
 }
 
 fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
@@ -31,7 +31,8 @@ fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
 }
 
 fn runs(gpus: &[&str]) -> Option<RunningDaemon> {
-    Some(RunningDaemon { process: (7, 7), gpus: gpus.iter().map(|gpu| (*gpu).to_owned()).collect() })
+    let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
+    Some(RunningDaemon { process: (7, 7), gpus, tenure: Tenure::Alone })
 }
 
 fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEvent<()> {

@@ -129,6 +129,8 @@ fn obstacle(device: &Device, clients: usize) -> Option<String> {
     let full = device.max_clients.filter(|most| usize::try_from(*most).is_ok_and(|most| clients >= most));
     if device.drained {
         Some("drained".to_owned())
+    } else if !device.bound_to.is_empty() {
+        Some(format!("bound to {}", device.bound_to))
     } else if !device.healthy {
         Some(format!("not served: {}", device.reason))
     } else {
@@ -299,6 +301,14 @@ mod tests {
         assert_eq!(
             chosen(&["h200"], &one_drained, &full).unwrap_err(),
             "no slice is free: 00:07.0: 1 slice drained, 1 slice full: 2 clients at most (max_clients)"
+        );
+        let bound = devices(|row| {
+            row["bound_to"] = json!(if row["base_addr"] == "00:07.0" { "train-1" } else { "" });
+        });
+        assert_eq!(chosen(&[], &bound, &clients(&[("GPU-06", "00:06.0-0")])).unwrap(), "00:06.0-1 0");
+        assert_eq!(
+            chosen(&["h200"], &bound, &[]).unwrap_err(),
+            "no slice is free: 00:07.0: bound to train-1"
         );
         let lost = devices(|row| {
             row["drained"] = json!(row["base_addr"] == "00:07.0");

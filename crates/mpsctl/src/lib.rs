@@ -194,6 +194,9 @@ enum Command {
         named and is not used yet.\n\n\
         --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
         stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
+        The command of root is bound to its slices, as by `yunion-mpsctl bind`: nobody else gets them while it runs, unless \
+        --share is given. In a session it runs in a scope of systemd, yunion-mps-run-PID.scope, and in a unit of its own it \
+        stays there. In a unit with other processes, and without systemd, it is not bound.\n\n\
         Examples:\n  \
         yunion-mpsctl run 00:06.0-1 -- python3 train.py\n  \
         yunion-mpsctl run --free -- python3 train.py\n  \
@@ -247,6 +250,20 @@ enum Command {
         yunion-mpsctl undrain --all"
     )]
     Undrain(act::drain::What),
+    /// Gives slices to a control group: every process in it has them, whatever its environment says; for root
+    #[command(
+        after_help = "A slice is one control group's at a time, unless --share is given. The names of the slices are \
+        printed. A binding ends with its control group; list -o wide shows it. CDI has container runtimes bind by themselves.\n\n\
+        Examples:\n  \
+        yunion-mpsctl bind 00:06.0-1 --pid 4711 --label train-1\n  \
+        yunion-mpsctl bind 00:06.0 --control-group /system.slice/job-17.scope"
+    )]
+    Bind(act::bind::Arguments),
+    /// Ends the binding of a control group; its processes go on; for root
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl unbind --pid 4711\n  \
+        yunion-mpsctl unbind --control-group /system.slice/job-17.scope")]
+    Unbind(act::bind::Unbind),
     /// Makes the service read its configuration again, as systemctl reload does
     #[command(after_help = "The service refuses a wrong configuration, and keeps the old one.\n\n\
         Examples:\n  \
@@ -454,6 +471,8 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
         Command::Slurm => slurm::slurm(&daemon().await?, out).await?,
         Command::Terminate(arguments) => act::terminate::terminate(&daemon().await?, &arguments, out).await?,
         Command::Drain(arguments) => status = act::drain::drain(&daemon().await?, &arguments, out).await?,
+        Command::Bind(arguments) => act::bind::bind(&arguments, out).await?,
+        Command::Unbind(arguments) => act::bind::unbind(&daemon().await?, &arguments, out).await?,
         Command::Undrain(what) => act::drain::undrain(&daemon().await?, &what, out).await?,
         Command::Reload { json } => act::apply::reload(&daemon().await?, json, out).await?,
         Command::Apply { force, json } => act::apply::apply(&daemon().await?, force, json, out).await?,

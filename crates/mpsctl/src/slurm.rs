@@ -14,7 +14,7 @@ use crate::show::health::describe_state;
 use crate::{Error, Result};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Device;
-use common::host::regular_file;
+use common::host::{control_groups, regular_file};
 use common::text::printable;
 
 /// The file with the lines that `yunion-mpsctl slurm` has printed.
@@ -83,17 +83,58 @@ fn kind(device: &Device) -> String {
     }
 }
 
+/// The beginning of the name of a job's control group; the job's number follows.
+const JOB: &str = "job_";
+
+/// The job that this process is in, as a Prolog in the job finds it.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct SlurmJob {
+    pub(super) control_group: String,
+    /// Its name for people.
+    pub(super) label: String,
+    /// The names of its slices.
+    pub(super) slices: Vec<String>,
+}
+
+/// The job that this process is in. None if Slurm has given no slice to it: most jobs of a cluster need no GPU, and run where
+/// nobody can bind anything.
+pub(super) fn job() -> Result<Option<SlurmJob>, String> {
+    if numbers().is_none() {
+        return Ok(None);
+    }
+    let path = control_groups::path_of(std::process::id())
+        .map_err(|error| format!("the control group of this process is not known: {error}"))?;
+    let (control_group, number) = job_of(&path).ok_or_else(|| {
+        format!(
+            "this process is in control group {path}, which is no job's: PrologFlags=RunInJob in slurm.conf, of Slurm 24.11 and \
+             newer, runs the Prolog in its job, and cgroup v2 gives the job a control group"
+        )
+    })?;
+    let (control_group, label) = (control_group.to_owned(), format!("job {number}"));
+    Ok(Some(SlurmJob { control_group, label, slices: given()? }))
+}
+
+/// The control group of the job in which a control group is, and the number of the job.
+fn job_of(path: &str) -> Option<(&str, &str)> {
+    let (before, from) = path.split_at(path.find(&format!("/{JOB}"))? + 1);
+    let name = from.split('/').next()?;
+    let number = name.strip_prefix(JOB).filter(|number| number.bytes().all(|byte| byte.is_ascii_digit()))?;
+    Some((path.get(..before.len() + name.len())?, number))
+}
+
+/// The numbers of the slices that Slurm has given to the step or the job.
+fn numbers() -> Option<String> {
+    GIVEN.iter().find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
+}
+
 /// The names of the slices that Slurm has given to the step or the job that this process is in.
 pub(super) fn given() -> Result<Vec<String>, String> {
-    let numbers = GIVEN
-        .iter()
-        .find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
-        .ok_or_else(|| {
-            format!(
-                "Slurm has given no slice to this step: neither {} is set; ask for one by --gres=gpu:1",
-                GIVEN.join(" nor ")
-            )
-        })?;
+    let numbers = numbers().ok_or_else(|| {
+        format!(
+            "Slurm has given no slice to this step: neither {} is set; ask for one by --gres=gpu:1",
+            GIVEN.join(" nor ")
+        )
+    })?;
     let file = Path::new(FILE);
     let lines = regular_file::read(file, FILE_MAX)
         .map_err(|error| format!("{FILE} {error}; root writes it: yunion-mpsctl slurm >{FILE}"))?;
@@ -155,6 +196,17 @@ mod tests {
             Some(&"# slurm.conf: NodeName=... Gres=gpu:h200_sxm_141gb.35gb:3,gpu:tesla_p40____.24gb:1")
         );
         assert_eq!(named("2,0", &text).unwrap(), ["07:00.0-1", "09:00.0-0"]);
+    }
+
+    #[test]
+    fn a_job_has_a_control_group() {
+        let job = "/system.slice/slurmstepd.scope/job_7";
+        for below in ["", "/step_extern", "/step_extern/user/task_special", "/step_0/job_8"] {
+            assert_eq!(job_of(&format!("{job}{below}")), Some((job, "7")), "{below}");
+        }
+        for none in ["/", "/system.slice/slurmd.service", "/job_x/step_0", "/a_job_7"] {
+            assert_eq!(job_of(none), None, "{none}");
+        }
     }
 
     #[test]

@@ -50,9 +50,11 @@ impl Fleet {
         let running = state_file.control_daemons();
         let directories = running.iter().flat_map(|(id, running)| running.directories_of_clients(id));
         let commanded = statuses.iter().map(|status| status.view.control_directory.as_path());
-        Slices::from_plans(statuses.iter().map(|status| &status.plan).chain(pending))
+        Slices::from_plans(statuses.iter().map(|status| &*status.plan).chain(pending))
             .and_in(directories)
             .commanded_in(commanded.chain(running.values().map(Running::control_directory)))
+            .bound_by(state_file.bindings())
+            .recorded_in(&self.servers_path)
     }
 
     /// Every control daemon of ours that runs, taken over or not, if a stop ends it.

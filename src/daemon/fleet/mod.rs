@@ -5,9 +5,10 @@ mod clients;
 mod conductor;
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 
-use mps_core::{CoreEvent, Demand, Goal, HeldGpus, MpsSwitch, Order};
+use mps_core::{CoreEvent, Demand, Goal, HeldGpus, MpsSwitch, Order, Tenure};
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::dbus::Reply;
@@ -33,12 +34,15 @@ pub(super) struct Fleet {
     holders: JoinSet<()>,
     /// Orders to end control daemons for a change, until they are carried out.
     forced: Vec<JoinHandle<()>>,
+    /// The directory of the host agent's records.
+    servers_path: PathBuf,
 }
 
 impl Fleet {
     pub(super) fn new(tools: Tools) -> Self {
         let conductor = Conductor::new(tools.clone());
-        Self { tools, conductor, holders: JoinSet::new(), forced: Vec::new() }
+        let servers_path = PathBuf::new();
+        Self { tools, conductor, holders: JoinSet::new(), forced: Vec::new(), servers_path }
     }
 
     pub(super) fn compute_modes(&self) -> &ComputeModes {
@@ -57,6 +61,7 @@ impl Fleet {
     }
 
     fn pursue_with(&mut self, mps: MpsSwitch, plan: &Plan, settings: &Settings) {
+        self.servers_path.clone_from(&settings.supervision.servers_path);
         let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
         let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
         // Such a GPU is served as soon as the last of them ends.
@@ -261,8 +266,9 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructio
     Order {
         id: plan.id.clone(),
         gpus: plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
+        tenure: Tenure::Alone,
         sets_modes: settings.supervision.set_compute_mode,
-        payload: Instructions { plan, supervision: settings.supervision },
+        payload: Instructions { plan, supervision: settings.supervision.clone() },
     }
 }
 

@@ -132,13 +132,15 @@ impl Host {
         self.clients().into_iter().find(|client| client["pid"] == pid)
     }
 
-    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served.
+    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. The service
+    /// may have ended it by then.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
-        let client = Client::start(command);
+        let mut client = Client::start(command);
         let (pipe, pid) = (self.path("mps/pipe"), client.id().to_string());
         wait_for("the client", || {
             let clients = self.front_end(&pipe, "ps");
-            clients.lines().any(|line| line.split_whitespace().next() == Some(&pid)).then_some(())
+            let is_listed = clients.lines().any(|line| line.split_whitespace().next() == Some(&pid));
+            (is_listed || client.try_wait().unwrap().is_some()).then_some(())
         });
         client
     }

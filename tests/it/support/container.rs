@@ -19,6 +19,15 @@ pub(crate) struct ContainerGroup {
 impl ContainerGroup {
     /// None where this process may make no control group.
     pub(crate) fn new() -> Option<Self> {
+        Self::named(|id| format!("docker-{id}.scope"))
+    }
+
+    /// As the platform's host agent has it made.
+    pub(crate) fn of_a_guest() -> Option<Self> {
+        Self::named(|id| format!("cloudpods/{id}"))
+    }
+
+    fn named(name: impl Fn(&str) -> String) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         // No two of them begin with the same 12 digits.
@@ -29,7 +38,7 @@ impl ContainerGroup {
         // Any hierarchy does, but some take no process before they are configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
-            let directory = Path::new(mount).join(format!("docker-{id}.scope"));
+            let directory = Path::new(mount).join(name(&id));
             fs::create_dir_all(directory.join("init/deeper")).ok()?;
             Some(Self { id: id.clone(), directory })
         })

@@ -15,6 +15,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::Arc;
 use std::thread;
 
 use tempfile::TempDir;
@@ -29,9 +30,10 @@ const PROGRAMS: [&str; 5] = [
     env!("CARGO_BIN_EXE_cuda-client"),
 ];
 
-/// A simulated host.
+/// A simulated host, with the directories of one control daemon.
 struct Host {
-    directory: TempDir,
+    directory: Arc<TempDir>,
+    place: &'static str,
 }
 
 impl Host {
@@ -45,7 +47,16 @@ impl Host {
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
         let made = Command::new(sim).args(["create", board]).arg(directory.path()).output().unwrap();
         assert!(made.status.success(), "{made:?}");
-        Self { directory }
+        Self { directory: Arc::new(directory), place: "mps" }
+    }
+
+    /// The same host, with the directories of another control daemon.
+    fn beside(&self, place: &'static str) -> Self {
+        let host = Self { directory: Arc::clone(&self.directory), place };
+        for name in ["pipe", "log"] {
+            fs::create_dir_all(host.path(place).join(name)).unwrap();
+        }
+        host
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -64,8 +75,8 @@ impl Host {
         let mut command = Command::new(self.path("bin").join(program));
         command
             .env("YUNION_MPS_SIM", self.directory.path())
-            .env("CUDA_MPS_PIPE_DIRECTORY", self.path("mps/pipe"))
-            .env("CUDA_MPS_LOG_DIRECTORY", self.path("mps/log"))
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.path(self.place).join("pipe"))
+            .env("CUDA_MPS_LOG_DIRECTORY", self.path(self.place).join("log"))
             .env_remove("CUDA_VISIBLE_DEVICES")
             .stdin(Stdio::null());
         command
@@ -74,7 +85,10 @@ impl Host {
     /// Starts a control daemon in the foreground, and waits until it answers a front end.
     fn control(&self, options: &[&str], visible: Option<&str>) -> Control<'_> {
         let mut command = self.command("nvidia-cuda-mps-control");
-        command.arg("-f").args(options).stdout(File::create(self.path("control.out")).unwrap());
+        command
+            .arg("-f")
+            .args(options)
+            .stdout(File::create(self.path(self.place).join("control.out")).unwrap());
         if let Some(visible) = visible {
             command.env("CUDA_VISIBLE_DEVICES", visible);
         }
@@ -104,7 +118,7 @@ impl Host {
     }
 
     fn log(&self) -> String {
-        String::from_utf8_lossy(&fs::read(self.path("control.out")).unwrap()).into_owned()
+        String::from_utf8_lossy(&fs::read(self.path(self.place).join("control.out")).unwrap()).into_owned()
     }
 
     /// The texts of the log, without times and PIDs.
@@ -652,6 +666,54 @@ fn a_gpu_takes_48_clients() {
     assert_eq!(host.cuda(&["hold", "0"], &[]), (text.to_owned(), 3));
     host.wait_for_log("Failed to accept new client. Maximum number of clients (48) reached.");
     drop(clients);
+}
+
+/// In compute mode Default each of them has a server of its own on the GPU, and each is a fault domain.
+#[test]
+fn control_daemons_side_by_side_are_fault_domains() {
+    let host = Host::new("h200");
+    let hosts = [host.beside("first"), host.beside("second"), host.beside("third")];
+    let mut controls: Vec<Control> = hosts.iter().map(|host| host.control(&[], None)).collect();
+    let servers: Vec<String> = controls.iter().map(Control::start_server).collect();
+    let hold = |of: usize| controls[of].client(&servers[of], &["hold", "600"]);
+    let (neighbour, second, third) = (hold(0), hold(1), hold(2));
+    let on_gpu = fs::read_dir(host.path("gpus/0/processes")).unwrap().count();
+    assert_eq!(on_gpu, 6, "three servers and three clients");
+    // Each knows its own clients alone, and has its own limits.
+    for (control, (server, client)) in controls.iter().zip(servers.iter().zip([&neighbour, &second, &third]))
+    {
+        assert_eq!(control.ask(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
+    }
+    assert_eq!(controls[1].ask("set_default_active_thread_percentage 25"), "25.0\n");
+    assert_eq!(controls[2].ask("get_default_active_thread_percentage"), "100.0\n");
+
+    assert_eq!(hosts[0].cuda(&["fault"], &[]), (format!("fault client: {HELD}"), 4));
+    assert!(neighbour.end().0.ends_with(HELD));
+    for host in &hosts {
+        assert_eq!(host.cuda(&["hold", "0"], &[]).1, 0, "all of them take clients");
+    }
+    // 48 places each.
+    let full: Vec<Client> = (0..47).map(|_| hosts[1].spawn_cuda(&["hold", "600"])).collect();
+    wait_for("48 clients", || {
+        (controls[1].ask(&format!("get_client_list {}", servers[1])).lines().count() == 48).then_some(())
+    });
+    assert_eq!((hosts[1].cuda(&["hold", "0"], &[]).1, hosts[2].cuda(&["hold", "0"], &[]).1), (3, 0));
+    drop(full);
+    // One that is killed takes its own clients with it.
+    controls.remove(1);
+    let (text, status) = second.end();
+    assert!(text.contains("(806)") && status == 4, "{text}");
+    wait_for("the third alone", || {
+        (controls[1].ask(&format!("get_client_list {}", servers[2])).lines().count() == 1).then_some(())
+    });
+    assert_eq!(hosts[2].cuda(&["hold", "0"], &[]).1, 0);
+    // EXCLUSIVE_PROCESS lets one server in.
+    let set = host.command("nvidia-smi").args(["-i", "0", "-c", "EXCLUSIVE_PROCESS"]).output().unwrap();
+    assert!(set.status.success());
+    let again = hosts[1].control(&[], None);
+    again.ask("start_server -uid 0");
+    hosts[1].wait_for_log("exited with status 1");
+    drop(third);
 }
 
 #[test]

@@ -20,6 +20,13 @@ pub enum RequestError {
     InvalidConfig(String),
     /// Something else has to end first.
     Busy(String),
+    /// The slice takes no new clients.
+    Drained(String),
+    NotServed(String),
+    /// The slice is bound to somebody else.
+    Taken(String),
+    /// Strangers' processes are in the control group, too.
+    SharedControlGroup(String),
     /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
     AccessDenied(String),
     Failed(String),
@@ -48,6 +55,10 @@ impl RequestError {
             Self::NoSuchClient(text) => ("io.yunion.Mps1.Error.NoSuchClient", text),
             Self::InvalidConfig(text) => ("io.yunion.Mps1.Error.InvalidConfig", text),
             Self::Busy(text) => ("io.yunion.Mps1.Error.Busy", text),
+            Self::Drained(text) => ("io.yunion.Mps1.Error.Drained", text),
+            Self::NotServed(text) => ("io.yunion.Mps1.Error.NotServed", text),
+            Self::Taken(text) => ("io.yunion.Mps1.Error.Taken", text),
+            Self::SharedControlGroup(text) => ("io.yunion.Mps1.Error.SharedControlGroup", text),
             Self::AccessDenied(text) => ("org.freedesktop.DBus.Error.AccessDenied", text),
             Self::Failed(text) => ("io.yunion.Mps1.Error.Failed", text),
         }

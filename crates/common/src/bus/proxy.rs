@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 use tokio::time::timeout;
 use zbus::connection::Builder;
 use zbus::fdo::{self, PropertiesProxy};
-use zbus::{DBusError, OwnedVariant, Signature, Type};
+use zbus::{DBusError, OwnedVariant, Signature, Type, Variant};
 
 use super::changes::ServiceChanges;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
@@ -169,6 +169,26 @@ pub trait Manager {
     fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError>;
 }
 
+/// The options of `Bind` and `Unbind`.
+type BindOptions<'o> = HashMap<&'static str, Variant<'o>>;
+
+/// A control group as a caller names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GroupOf {
+    Process(u32),
+    /// Its path.
+    Path(String),
+}
+
+impl GroupOf {
+    fn pid_and_options(&self) -> (u32, BindOptions<'_>) {
+        match self {
+            Self::Process(pid) => (*pid, BindOptions::new()),
+            Self::Path(path) => (0, BindOptions::from([("control_group", path.as_str().into())])),
+        }
+    }
+}
+
 #[zbus::proxy(
     interface = "io.yunion.Mps1.Control",
     default_service = "io.yunion.Mps1",
@@ -179,6 +199,8 @@ trait Control {
     fn apply(&self, force: bool) -> zbus::Result<()>;
     fn release_devices(&self, devices: &[String]) -> zbus::Result<()>;
     fn release_container(&self, id: &str) -> zbus::Result<()>;
+    fn bind(&self, devices: &[String], pid: u32, options: &BindOptions<'_>) -> zbus::Result<Vec<String>>;
+    fn unbind(&self, pid: u32, options: &BindOptions<'_>) -> zbus::Result<()>;
     fn drain(&self, names: &[String]) -> zbus::Result<()>;
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
@@ -256,6 +278,25 @@ impl DaemonProxy {
     /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
     pub async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
+    }
+
+    /// Gives slices to a control group, and returns their names. For root.
+    pub async fn bind(
+        &self,
+        devices: &[String],
+        group: &GroupOf,
+        label: &str,
+        share: bool,
+    ) -> Result<Vec<String>, BusError> {
+        let (pid, mut options) = group.pid_and_options();
+        options.extend([("label", label.into()), ("share", share.into())]);
+        for_root(self.control.bind(devices, pid, &options).await)
+    }
+
+    /// Ends the binding of a control group. For root.
+    pub async fn unbind(&self, group: &GroupOf) -> Result<(), BusError> {
+        let (pid, options) = group.pid_and_options();
+        for_root(self.control.unbind(pid, &options).await)
     }
 
     /// Takes slices and GPUs out of use for new clients; without names everything. For root.

@@ -19,7 +19,7 @@ use super::ROOT;
 use super::error::RequestError;
 use crate::host::gpu::PcieLink;
 use crate::host::variant::json;
-use crate::membership::Membership;
+use crate::membership::{GuestContainer, Membership};
 use crate::published::client::ClientView;
 use crate::published::control_daemon::{self, ControlDaemonView};
 use crate::published::snapshot::{GpuView, Snapshot};
@@ -251,6 +251,7 @@ gpu_object! {
     Device(gpu: &GpuView, slice: u32) by Slice on "io.yunion.Mps1.Device" as &Slice(ref gpu, slice) => {
         "const" addr: String = gpu.slice_name(slice);
         "const" base_addr: String = gpu.plan.gpu.id().to_string();
+        bound_to: String = gpu.bound.get(&slice).cloned().unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
         // The platform's own defaults: another number would mark its rows as changed.
@@ -386,18 +387,27 @@ row! {
     Client(client: &ClientView) {
         bypass: bool = client.bypass;
         command: String = client.command.clone();
+        container: Option<String> = guest_name(client, |guest| &guest.container);
         container_id: Option<String> = client.container_id.clone();
         device: Option<String> = client.slices.as_ref().map(Membership::names);
         gpu: String = client.gpu_uuid.clone();
+        guest: Option<String> = guest_name(client, |guest| &guest.guest);
         known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.to_string());
+        label: Option<String> = client.label.clone();
         may_command: Option<String> = client.may_command.map(|may| may.to_string());
         memory_mib: Option<i32> = client.memory_mib.map(mib);
         pid: u32 = client.pid;
+        project: Option<String> = guest_name(client, |guest| &guest.project);
         since: Option<i64> = client.since.map(seconds);
         uid: Option<u32> = client.uid;
         user: Option<String> = client.user.clone();
         waiting: bool = client.waiting;
     }
+}
+
+/// A name that the host agent's records have of the container of a client.
+fn guest_name(client: &ClientView, name: fn(&GuestContainer) -> &String) -> Option<String> {
+    client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
 }
 
 impl fmt::Display for PcieInfo {

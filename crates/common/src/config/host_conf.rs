@@ -47,7 +47,7 @@ const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
-const KEYS: [(&str, Setter); 19] = [
+const KEYS: [(&str, Setter); 20] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
@@ -79,6 +79,11 @@ const KEYS: [(&str, Setter); 19] = [
     }),
     ("cuda_mps_cdi_directory", |draft, value| {
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
+    }),
+    ("servers_path", |draft, value| {
+        // The host agent's own key, which is not checked here. A path that is none leads to no records.
+        draft.settings.supervision.servers_path = PathBuf::from(value.text().as_ref());
+        Ok(())
     }),
 ];
 
@@ -520,7 +525,6 @@ mod tests {
                 (6, "local_image_path"),
                 (9, "networks"),
                 (11, "rack"),
-                (12, "servers_path"),
             ]
         );
     }
@@ -676,7 +680,7 @@ mod tests {
             "cuda_mps_cpu_affinity: auto\n",
             "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_overuse: terminate\n",
             "cuda_mps_may_terminate: owner\ncuda_mps_log_max_size: 2\n",
-            "cuda_mps_cdi_directory: /var/run/cdi/\n",
+            "cuda_mps_cdi_directory: /var/run/cdi/\nservers_path: /srv/guests\n",
         );
         let expected = Settings {
             log_level: LogLevel::Error,
@@ -690,6 +694,7 @@ mod tests {
                 quit_timeout: Duration::from_secs(20),
                 fault_grace: Duration::ZERO,
                 log_max_bytes: 2 * 1024 * 1024,
+                servers_path: PathBuf::from("/srv/guests"),
             },
             on_overuse: OnOveruse::Terminate,
             may_terminate: MayTerminate::Owner,
@@ -820,6 +825,7 @@ mod tests {
             on_overuse in prop::sample::select(vec![OnOveruse::Report, OnOveruse::Terminate]),
             may_terminate in prop::sample::select(vec![MayTerminate::Root, MayTerminate::Owner]),
             log_max_mib in 1u64..=1024,
+            servers_path in any_directory(),
         ) -> Settings {
             Settings {
                 enabled,
@@ -837,6 +843,7 @@ mod tests {
                     quit_timeout: Duration::from_secs(quit_timeout),
                     fault_grace: Duration::from_secs(fault_grace),
                     log_max_bytes: log_max_mib * 1024 * 1024,
+                    servers_path,
                 },
                 on_overuse,
                 may_terminate,
@@ -884,6 +891,7 @@ mod tests {
             ("cuda_mps_overuse", format!("{:?}", settings.on_overuse).to_lowercase()),
             ("cuda_mps_may_terminate", format!("{:?}", settings.may_terminate).to_lowercase()),
             ("cuda_mps_log_max_size", (settings.supervision.log_max_bytes / 1024 / 1024).to_string()),
+            ("servers_path", path(&settings.supervision.servers_path)),
         ];
         lines.extend(
             settings.cdi_directory.as_deref().map(|directory| ("cuda_mps_cdi_directory", path(directory))),

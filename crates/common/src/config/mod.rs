@@ -77,7 +77,7 @@ impl Default for Settings {
 }
 
 /// The settings that a supervisor of a control daemon goes by, beside the plan.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervision {
     /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
     pub set_compute_mode: bool,
@@ -88,6 +88,8 @@ pub struct Supervision {
     /// `cuda_mps_log_max_size`, in bytes (the key is in MiB): the size at which the control daemon's log is moved away and
     /// a new one begun.
     pub log_max_bytes: u64,
+    /// `servers_path`: the directory in which the host agent keeps the records of its guests.
+    pub servers_path: PathBuf,
 }
 
 impl Default for Supervision {
@@ -97,6 +99,7 @@ impl Default for Supervision {
             quit_timeout: Duration::from_secs(10),
             fault_grace: Duration::from_secs(30),
             log_max_bytes: 16 * 1024 * 1024,
+            servers_path: PathBuf::from("/opt/cloud/workspace/servers"),
         }
     }
 }

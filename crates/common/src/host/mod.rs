@@ -2,6 +2,7 @@
 
 pub mod blocking;
 pub mod compute_mode;
+pub mod control_groups;
 pub mod cpus;
 pub mod device_name;
 pub mod driver;

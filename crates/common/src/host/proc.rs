@@ -19,6 +19,9 @@ use rustix::io::Errno;
 /// Stands for this process in place of a PID.
 pub const OWN: &str = "self";
 
+/// The map of the user ids of the own user namespace.
+pub const OWN_UID_MAP: &str = "/proc/self/uid_map";
+
 /// The program of this process, for starting it once more.
 pub const OWN_PROGRAM: &str = "/proc/self/exe";
 

@@ -1,4 +1,4 @@
-//! The requests to systemd: a scope for a control daemon, and the reason why systemd stops this service.
+//! The requests to systemd: a scope for a control daemon or for a command, and the reason why systemd stops this service.
 //!
 //! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit
 //! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
@@ -49,6 +49,11 @@ pub enum Stopping {
     Unknown(String),
 }
 
+/// Whether systemd runs this host.
+pub fn runs_host() -> bool {
+    sd_notify::booted().unwrap_or(false)
+}
+
 /// Whether systemd runs this process as a system service. False if somebody started it by hand, even on a host with
 /// systemd.
 pub fn runs_us() -> bool {
@@ -66,14 +71,36 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
     let name = scope_name(id);
     let started = start_scope(&name, scope_properties(id, pid, &own));
     answer(PATIENCE, &format!("refuses to make {name}"), started).await?;
+    arrival(pid, &name).await?;
+    Ok(name)
+}
+
+/// Moves this process, and all that it starts, into a scope of its own: `yunion-mps-run-<PID>.scope`.
+///
+/// # Errors
+/// There is no systemd, or systemd refuses or does not answer. Most likely the process is where it was.
+pub async fn move_self_to_scope(description: &str) -> Result<(), String> {
+    let pid = std::process::id();
+    let name = format!("yunion-mps-run-{pid}.scope");
+    let properties = vec![
+        ("Description", Variant::from(description.to_owned())),
+        ("PIDs", Variant::from(vec![pid])),
+        ("CollectMode", Variant::from("inactive-or-failed")),
+    ];
+    answer(PATIENCE, &format!("refuses to make {name}"), start_scope(&name, properties)).await?;
+    arrival(pid, &name).await
+}
+
+/// Waits until systemd has moved a process into a unit. systemd's answer only says that the job is queued. The process's control
+/// group shows that the job is done.
+async fn arrival(pid: u32, name: &str) -> Result<(), String> {
     let deadline = Instant::now() + PATIENCE;
-    // systemd's answer only says that the job is queued. The process's control group shows that the job is done.
     loop {
         let cgroup = proc::cgroups_text(pid)
             .map_err(|error| format!("process {pid} has ended on its way to {name}: {error}"))?;
         let unit = unit_of(&cgroup);
-        if unit == Some(&name) {
-            return Ok(name);
+        if unit == Some(name) {
+            return Ok(());
         }
         if Instant::now() >= deadline {
             let unit = unit.unwrap_or("no unit");
@@ -260,7 +287,7 @@ fn scope_name(id: &str) -> String {
 }
 
 fn own_service() -> Option<String> {
-    if !sd_notify::booted().unwrap_or(false) {
+    if !runs_host() {
         return None;
     }
     let cgroup = proc::cgroups_text(proc::OWN).ok()?;

@@ -34,6 +34,18 @@ pub(super) fn of_the_hosts(cgroups: &str) -> Option<&str> {
     containers_in(cgroups).find(|id| is_the_hosts(cgroups, id))
 }
 
+/// The part of the path of a control group that ends with this container.
+pub(super) fn up_to_container(path: &str, id: &str) -> Option<String> {
+    let mut above = String::new();
+    for name in path.split('/').skip(1) {
+        above = format!("{above}/{name}");
+        if container_in_name(name) == Some(id) {
+            return Some(above);
+        }
+    }
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,6 +82,17 @@ mod tests {
         let (outer, inner) = ("a".repeat(64), "b".repeat(64));
         let path = format!("0::/docker/{outer}/system.slice/docker-{inner}.scope/init");
         assert_eq!(containers_in(&path).collect::<Vec<_>>(), [inner, outer]);
+    }
+
+    #[test]
+    fn a_control_group_below_a_container_is_in_it() {
+        let (id, other) = ("a".repeat(64), "b".repeat(64));
+        let expected = format!("/cloudpods/{id}");
+        for path in [expected.clone(), format!("{expected}/init/{other}")] {
+            assert_eq!(up_to_container(&path, &id), Some(expected.clone()), "{path}");
+        }
+        assert_eq!(up_to_container(&format!("/cloudpods/{other}"), &id), None);
+        assert_eq!(up_to_container("/", &id), None);
     }
 
     #[test]

@@ -1,5 +1,11 @@
 //! The slices that a process has, and how far it can command the control daemon.
 //!
+//! From strongest to weakest, a slice is known by the binding of the process's control group, by the mounts of its container, by
+//! the platform's records of that container, or by the environment of the process.
+//!
+//! Root binds a control group to slices, and no program leaves its control group without root of the host. So a binding counts
+//! whatever is mounted, and whatever the environment says. And no other process can claim such a slice by its environment.
+//!
 //! A container's runtime mounts the directories of the container's slices, and no program in the container can mount
 //! another slice's. So in a container the mounts count, whatever the environment says. The environment counts where no
 //! runtime has mounted a slice's directory: on the host, and where an agent has mounted the pipe directory itself. There
@@ -13,23 +19,31 @@
 
 mod commands;
 pub mod containers;
+mod guests;
 pub mod whose;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::io;
 use std::iter;
+use std::mem;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
+use mps_core::bindings::{Binding, BoundBy};
+
+use crate::bindings::SliceBindings;
+use crate::host::control_groups;
 use crate::host::device_name::{DIRECTORIES, DeviceName, GpuId, SliceId};
 use crate::host::mounts::{self, Place};
 use crate::host::proc;
 use crate::plan::ControlDaemonPlan;
 pub use commands::MayCommand;
 use commands::{Reach, may_command};
-use containers::of_the_hosts;
+use containers::{of_the_hosts, up_to_container};
+pub use guests::{GuestContainer, records_without_effect};
+use guests::{GuestRecord, GuestRecords};
 
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
@@ -45,27 +59,67 @@ const ANCESTORS: usize = 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
 #[strum(serialize_all = "snake_case")]
 pub enum KnownBy {
+    /// By the binding of its control group, or of one above it.
+    Bound,
     /// By the directories of slices that are mounted in its container.
     Mount,
+    /// By the host agent's records of which container has which device.
+    Platform,
     /// By its environment, which it can write as it likes.
     Environment,
 }
 
+impl KnownBy {
+    /// Whether no program in a container can change it.
+    pub fn is_certain(self) -> bool {
+        match self {
+            Self::Bound | Self::Mount | Self::Platform => true,
+            Self::Environment => false,
+        }
+    }
+}
+
+/// A container in the host agent's records that is not bound yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordedContainer {
+    /// The path of its control group.
+    pub group: String,
+    /// Its name for people.
+    pub label: String,
+    /// Its slice of a GPU, or the GPU where the records do not say which slice.
+    pub device: DeviceName,
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// At least one, each once. In the environment, the name of a GPU may stand for a slice of it.
+    /// At least one, each once. In the records and in the environment, the name of a GPU may stand for a slice of it.
     pub slices: Vec<DeviceName>,
     pub known_by: KnownBy,
 }
 
 impl Membership {
-    /// The part of it that counts on a GPU. A directory that is mounted stands for a slice of its own GPU, and says
-    /// nothing about another.
+    /// The part of it that counts on a GPU. A directory that is mounted, and a device in a record, stands for a slice of its
+    /// own GPU, and says nothing about another.
     pub fn on(mut self, gpu: GpuId) -> Option<Self> {
-        if self.known_by == KnownBy::Mount {
+        if self.known_by.is_certain() {
             self.slices.retain(|slice| slice.gpu() == gpu);
         }
         (!self.slices.is_empty()).then_some(self)
+    }
+
+    /// Whether it has several slices of one GPU. A process uses one of them, and its environment may say which.
+    pub fn is_ambiguous(&self) -> bool {
+        let gpus: BTreeSet<GpuId> = self.slices.iter().map(|one| one.gpu()).collect();
+        gpus.len() < self.slices.len()
+    }
+
+    /// The slices among these that a process claims, and all slices of a GPU of which it claims none.
+    fn chosen_by(mut self, claim: &Self) -> Self {
+        let all = mem::take(&mut self.slices);
+        let is_chosen = |gpu| all.iter().any(|one| one.gpu() == gpu && claim.slices.contains(one));
+        let counts = |one: &&DeviceName| claim.slices.contains(one) || !is_chosen(one.gpu());
+        self.slices = all.iter().filter(counts).copied().collect();
+        self
     }
 
     pub fn names(&self) -> String {
@@ -106,6 +160,9 @@ pub struct Slices {
     /// The control daemons' own directories, in which their privileged sockets are.
     own_directories: BTreeSet<PathBuf>,
     gpus: BTreeMap<String, GpuId>,
+    bindings: SliceBindings,
+    /// The directory of the host agent's records.
+    servers: Option<PathBuf>,
 }
 
 impl Slices {
@@ -134,6 +191,18 @@ impl Slices {
         self
     }
 
+    /// The same with these bindings of control groups.
+    #[must_use]
+    pub fn bound_by(self, bindings: &SliceBindings) -> Self {
+        Self { bindings: bindings.clone(), ..self }
+    }
+
+    /// The same with the records that the host agent keeps of its guests in this directory.
+    #[must_use]
+    pub fn recorded_in(self, servers: &Path) -> Self {
+        Self { servers: Some(servers.to_owned()), ..self }
+    }
+
     /// The UUIDs of the GPUs of these slices.
     pub fn gpus_of(&self, slices: &[SliceId]) -> Vec<&str> {
         let gpus = self.gpus.iter().filter(|(_, gpu)| slices.iter().any(|slice| slice.gpu == **gpu));
@@ -144,7 +213,7 @@ impl Slices {
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
-            None => (gpu.is_empty() || all.known_by == KnownBy::Environment).then_some(all),
+            None => (gpu.is_empty() || !all.known_by.is_certain()).then_some(all),
         }
     }
 }
@@ -163,6 +232,9 @@ pub struct SliceMounts {
     user: Option<PathBuf>,
     /// The first process of each container, once somebody has asked for one.
     first: OnceLock<BTreeMap<String, u32>>,
+    /// The bindings of the control groups that there are.
+    bindings: Arc<SliceBindings>,
+    records: Option<GuestRecords>,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -179,9 +251,15 @@ struct Sight {
 
 #[derive(Debug)]
 pub struct ProcessMounts {
+    /// The slices to which its control group is bound, and who says so.
+    bound: Option<Membership>,
+    /// All bindings: nobody can claim a slice that another control group has.
+    bindings: Arc<SliceBindings>,
     /// The slices with directories in its container, which may be none. None on the host, where the mounts prove nothing,
     /// and where the process sees a whole pipe directory.
     mounted: Option<Vec<SliceId>>,
+    /// The devices that the host agent's records have of its container.
+    recorded: Vec<DeviceName>,
     reach: Reach,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
@@ -200,6 +278,8 @@ impl SliceMounts {
             host: namespaces.into_iter().flatten().collect(),
             user: proc::user_namespace(proc::OWN).ok(),
             first: OnceLock::new(),
+            bindings: Arc::new(living(&slices.bindings)),
+            records: slices.servers.clone().map(GuestRecords::in_directory),
         }
     }
 
@@ -246,8 +326,62 @@ impl SliceMounts {
         };
         // Without a slice and a pipe directory, nobody knows which way the process has come to the GPU.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
+        let mut bound = self.binding_of(pid).map(bound);
+        let by_root = bound.as_ref().is_some_and(|its| its.known_by == KnownBy::Bound);
+        let has_none = all.slices.is_empty() && !by_root;
         let mounted = known.then(|| all.slices.into_iter().collect());
-        Ok(ProcessMounts { mounted, reach, pipe_directories: Arc::clone(&self.pipe_directories) })
+        let record = if has_none { self.record_of(pid) } else { None };
+        let mut recorded = record.map(|record| record.devices).unwrap_or_default();
+        // A container is bound to its slices GPU by GPU.
+        if let Some(Membership { slices, .. }) = &mut bound {
+            recorded.retain(|device| !slices.iter().any(|slice| slice.gpu() == device.gpu()));
+            slices.append(&mut recorded);
+        }
+        Ok(ProcessMounts {
+            bound,
+            bindings: Arc::clone(&self.bindings),
+            mounted,
+            recorded,
+            reach,
+            pipe_directories: Arc::clone(&self.pipe_directories),
+        })
+    }
+
+    /// The container of a process, as the host agent's records name it.
+    pub fn guest_of(&self, pid: u32) -> Option<GuestContainer> {
+        self.record_of(pid).map(|record| record.names)
+    }
+
+    /// The label of the binding of a process.
+    pub fn label_of(&self, pid: u32) -> Option<String> {
+        self.binding_of(pid).map(|its| its.label.clone()).filter(|label| !label.is_empty())
+    }
+
+    fn binding_of(&self, pid: u32) -> Option<&Binding<SliceId>> {
+        // Most hosts have none, and the kernel need not be asked.
+        self.bindings.iter().next()?;
+        self.bindings.nearest(&control_groups::path_of(pid).ok()?)
+    }
+
+    /// The container of a process, if the records know it and name this GPU or a slice of it, and it is not bound yet to a slice
+    /// of this GPU.
+    pub fn recorded_container(&self, pid: u32, gpu: GpuId) -> Option<RecordedContainer> {
+        let has_slice = |its: &Binding<SliceId>| its.slices.iter().any(|slice| slice.gpu == gpu);
+        if self.binding_of(pid).is_some_and(|its| its.by == BoundBy::Root || has_slice(its)) {
+            return None;
+        }
+        let cgroups = proc::cgroups_text(pid).ok()?;
+        let group = up_to_container(&control_groups::path_of(pid).ok()?, of_the_hosts(&cgroups)?)?;
+        let GuestRecord { names: GuestContainer { guest, container, .. }, devices } = self.record_of(pid)?;
+        let of_gpu = || devices.iter().copied().filter(|device| device.gpu() == gpu);
+        let device =
+            of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())?;
+        Some(RecordedContainer { group, label: format!("{guest}/{container}"), device })
+    }
+
+    fn record_of(&self, pid: u32) -> Option<GuestRecord> {
+        let records = self.records.as_ref()?;
+        records.record_of(of_the_hosts(&proc::cgroups_text(pid).ok()?)?)
     }
 
     /// The mount namespace of a process and its root directory there, which make its list of mounts. None on the host,
@@ -299,9 +433,9 @@ impl SliceMounts {
 }
 
 impl ProcessMounts {
-    /// The slices of the process that its mounts tell, without a look at its memory, which may be held up.
-    pub fn mounted(self) -> Option<Membership> {
-        self.mounted.and_then(mounted)
+    /// The slices of the process that its container tells, without a look at its memory, which may be held up.
+    pub fn without_memory(self) -> Option<Membership> {
+        self.bound.or_else(|| self.mounted.and_then(mounted)).or_else(|| recorded(self.recorded))
     }
 
     /// How far the process can command a control daemon, by its effective user id.
@@ -311,11 +445,48 @@ impl ProcessMounts {
 
     /// The slices of the process. This may ask for the memory of the process.
     pub fn slices(self, pid: u32) -> io::Result<Option<Membership>> {
-        match self.mounted {
-            None => Ok(claimed(&proc::environment(pid)?, &self.pipe_directories)),
-            Some(slices) => Ok(mounted(slices)),
+        let (pipe_directories, bindings) = (Arc::clone(&self.pipe_directories), Arc::clone(&self.bindings));
+        let claim = || Ok::<_, io::Error>(claimed(&proc::environment(pid)?, &pipe_directories));
+        let is_elsewhere = self.mounted.is_some();
+        match self.without_memory() {
+            None if is_elsewhere => Ok(None),
+            None => Ok(claim()?.and_then(|claim| not_bound(claim, &bindings))),
+            // A tenant chooses between his own slices.
+            Some(several) if several.is_ambiguous() => Ok(Some(match claim() {
+                Ok(Some(claim)) => several.chosen_by(&claim),
+                _ => several,
+            })),
+            certain => Ok(certain),
         }
     }
+}
+
+/// The bindings of the control groups that there are. One that was made again under the same path is another's.
+fn living(bindings: &SliceBindings) -> SliceBindings {
+    let is_there =
+        |one: &&Binding<SliceId>| control_groups::find(&one.group.path).is_ok_and(|its| its == one.group);
+    bindings.iter().filter(is_there).cloned().collect()
+}
+
+/// The part of a claim that can be true: a slice that is bound is its control group's, and this process is not in there.
+fn not_bound(mut claim: Membership, bindings: &SliceBindings) -> Option<Membership> {
+    claim.slices.retain(|name| match name {
+        DeviceName::Slice(slice) => bindings.with(slice).next().is_none(),
+        DeviceName::Gpu(_) => true,
+    });
+    (!claim.slices.is_empty()).then_some(claim)
+}
+
+fn bound(binding: &Binding<SliceId>) -> Membership {
+    let known_by = match binding.by {
+        BoundBy::Root => KnownBy::Bound,
+        BoundBy::Platform => KnownBy::Platform,
+    };
+    Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
+}
+
+fn recorded(slices: Vec<DeviceName>) -> Option<Membership> {
+    (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Platform })
 }
 
 fn mounted(slices: Vec<SliceId>) -> Option<Membership> {
@@ -432,6 +603,22 @@ mod tests {
     }
 
     #[test]
+    fn a_claim_chooses_between_slices_of_one_gpu() {
+        let bound = membership(&["00:06.0-1", "00:06.0-2", "00:07.0-0"], KnownBy::Bound);
+        assert!(
+            bound.is_ambiguous() && !membership(&["00:06.0-1", "00:07.0-0"], KnownBy::Bound).is_ambiguous()
+        );
+        for (claim, expected) in [
+            (&["00:06.0-2"][..], &["00:06.0-2", "00:07.0-0"][..]),
+            (&["00:07.0-0", "00:06.0-2", "00:06.0-1"], &["00:06.0-1", "00:06.0-2", "00:07.0-0"]),
+            (&["00:06.0-3", "00:08.0-0"], &["00:06.0-1", "00:06.0-2", "00:07.0-0"]),
+        ] {
+            let claim = membership(claim, KnownBy::Environment);
+            assert_eq!(bound.clone().chosen_by(&claim), membership(expected, KnownBy::Bound), "{claim:?}");
+        }
+    }
+
+    #[test]
     fn a_mounted_directory_says_nothing_about_another_gpu() {
         let (six, seven) = ("00:06.0".parse().unwrap(), "00:07.0".parse().unwrap());
         let mounted = membership(&["00:06.0-1", "00:06.0-2"], KnownBy::Mount);
@@ -487,7 +674,7 @@ mod tests {
         let own = std::process::id();
         let seen = mounts.see(own).unwrap();
         assert_eq!((&seen.mounted, seen.reach), (&None, Reach::Host));
-        assert_eq!((mounts.slices_of(own).unwrap(), seen.mounted()), (None, None));
+        assert_eq!((mounts.slices_of(own).unwrap(), seen.without_memory()), (None, None));
         assert!(mounts.slices_of(u32::MAX).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
         assert!(ancestors(own).count() <= ANCESTORS && ancestors(u32::MAX).next().is_none());

@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs;
 
 use super::containers::containers_in;
-use super::{ProcessMounts, SliceMounts};
+use super::{GuestContainer, ProcessMounts, SliceMounts};
 use crate::host::device_name::DeviceName;
 use crate::host::proc;
 
@@ -24,24 +24,56 @@ const USERS: &str = "/etc/passwd";
 pub struct Whose {
     pub pid: u32,
     pub user: Option<String>,
+    /// Its container, by its names on the platform.
+    pub guest: Option<GuestContainer>,
+    /// The label of the binding of its control group.
+    pub label: Option<String>,
     pub slices: Option<Vec<DeviceName>>,
     pub container: Option<String>,
+}
+
+impl Whose {
+    /// Nothing is known but the PID.
+    pub fn only(pid: u32) -> Self {
+        Self { pid, user: None, guest: None, label: None, slices: None, container: None }
+    }
 }
 
 impl fmt::Display for Whose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PID {}", self.pid)?;
-        if let Some(user) = &self.user {
-            write!(f, " of user {user}")?;
+        // The label of a container that its runtime has bound is the container's id.
+        let label = self.label.as_ref().filter(|label| self.container.as_ref() != Some(label));
+        // A guest says more than a user of its container, which most often is root.
+        match (&self.guest, label, &self.user) {
+            (Some(guest), ..) => write!(f, " of guest {}", ChosenName(&guest.guest))?,
+            (None, Some(label), _) => write!(f, " of {}", ChosenName(label))?,
+            (None, None, Some(user)) => write!(f, " of user {user}")?,
+            (None, None, None) => {}
         }
         if let Some(slices) = &self.slices {
             let plural = if slices.len() > 1 { "s" } else { "" };
             write!(f, ", slice{plural} {}", shortened(slices))?;
         }
-        if let Some(container) = &self.container {
-            write!(f, ", container {container:.SHORT_ID$}")?;
+        match (&self.guest, &self.container) {
+            (Some(guest), _) => write!(f, ", container {}", ChosenName(&guest.container)),
+            (None, Some(container)) => write!(f, ", container {container:.SHORT_ID$}"),
+            (None, None) => Ok(()),
         }
-        Ok(())
+    }
+}
+
+/// A name that a tenant has chosen. One that could look like more than a name is quoted.
+struct ChosenName<'n>(&'n str);
+
+impl fmt::Display for ChosenName<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let is_plain = |c: char| c.is_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if !self.0.is_empty() && self.0.chars().all(is_plain) {
+            f.write_str(self.0)
+        } else {
+            write!(f, "{:?}", self.0)
+        }
     }
 }
 
@@ -60,14 +92,22 @@ pub fn users() -> String {
 
 /// The facts about a process that can be read without its memory, which may hang.
 pub fn whose(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
-    let slices = mounts.see(pid).ok().and_then(ProcessMounts::mounted).map(|mounted| mounted.slices);
-    Whose { slices, ..owner(pid, users) }
+    let slices = mounts.see(pid).ok().and_then(ProcessMounts::without_memory).map(|known| known.slices);
+    Whose { slices, ..owner(pid, mounts, users) }
 }
 
 /// The same without the slices.
-pub fn owner(pid: u32, users: &str) -> Whose {
+pub fn owner(pid: u32, mounts: &SliceMounts, users: &str) -> Whose {
     let uid = proc::status(pid).ok().and_then(|status| status.real_uid());
-    Whose { pid, user: uid.map(|uid| user_in(users, uid)), slices: None, container: container(pid) }
+    let user = uid.map(|uid| user_in(users, uid));
+    Whose {
+        pid,
+        user,
+        guest: mounts.guest_of(pid),
+        label: mounts.label_of(pid),
+        slices: None,
+        container: container(pid),
+    }
 }
 
 /// The name of a user in the text of /etc/passwd, or the number of a user without a name.
@@ -89,6 +129,33 @@ pub fn container(pid: u32) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_client_of_a_guest_is_named_by_it() {
+        let named = |guest: &str, container: &str| {
+            let [guest, container] = [guest, container].map(str::to_owned);
+            let guest = GuestContainer { guest, container, project: "vision".to_owned() };
+            let slices = Some(vec!["00:06.0-1".parse().unwrap()]);
+            let (user, id) = (Some("root".to_owned()), Some("0123456789abcdef".to_owned()));
+            Whose { user, guest: Some(guest), slices, container: id, ..Whose::only(7) }.to_string()
+        };
+        let expected = "PID 7 of guest train-1, slice 00:06.0-1, container main";
+        assert_eq!(named("train-1", "main"), expected);
+        // A tenant chooses the names, and none of them looks like another client.
+        let expected = r#"PID 7 of guest "a, PID 8 of guest b\n", slice 00:06.0-1, container "x y""#;
+        assert_eq!(named("a, PID 8 of guest b\n", "x y"), expected);
+    }
+
+    #[test]
+    fn a_client_of_a_binding_is_named_by_its_label() {
+        let named = |label: &str, container: &str| {
+            let [user, label, container] = ["root", label, container].map(|text| Some(text.to_owned()));
+            Whose { user, label, container, ..Whose::only(7) }.to_string()
+        };
+        assert_eq!(named("job-17", "0123"), "PID 7 of job-17, container 0123");
+        assert_eq!(named("a, PID 8", "0123"), "PID 7 of \"a, PID 8\", container 0123");
+        assert_eq!(named("0123", "0123"), "PID 7 of user root, container 0123");
+    }
 
     #[test]
     fn users_have_names_or_numbers() {

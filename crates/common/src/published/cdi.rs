@@ -20,38 +20,52 @@ pub const FILE: &str = "yunion.io-mps.json";
 /// The vendor and the class of every device. A runtime takes `yunion.io/mps=NAME`.
 pub const KIND: &str = "yunion.io/mps";
 
+/// The seconds after which a runtime gives up on a hook. The hook itself waits 10 s at most for a service that restarts.
+const HOOK_SECONDS: u32 = 30;
+
 /// The service's spec is far smaller; a file of somebody else need not be read.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
 /// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
 const VERSION: &str = "0.5.0";
 
-/// The spec of all slices that a new client can use now. None if there are none: a spec without devices is not valid.
-pub fn spec(snapshot: &Snapshot) -> Option<String> {
-    text(snapshot, |gpu, ordinal, _| gpu.slice_healthy(ordinal))
+/// The spec of all slices that a new client can use now. With `hooks`, the path of yunion-mpsctl, a container's control group is
+/// bound to its slices, and a container with a drained slice is refused with the reason: an engine that does not find the name
+/// can't say why. None if there are none: a spec without devices is not valid.
+pub fn spec(snapshot: &Snapshot, hooks: Option<&Path>) -> Option<String> {
+    text(snapshot, hooks, |gpu, ordinal, _| gpu.slice_healthy(ordinal))
 }
 
 /// The same while the service starts: besides, the slices of the spec in `directory` that are planned as they are there, on
 /// the GPUs that still are `served` by the control daemon of the former service.
 pub fn spec_while_starting(
     snapshot: &Snapshot,
+    hooks: Option<&Path>,
     directory: &Path,
     served: impl Fn(&str) -> bool,
 ) -> Option<String> {
     let former = directories::open(directory).ok().and_then(|_| read(&directory.join(FILE)));
     let former: Value = former.and_then(|spec| serde_json::from_slice(&spec).ok()).unwrap_or_default();
     let former = former.get("devices").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-    text(snapshot, |gpu, ordinal, device| {
+    text(snapshot, hooks, |gpu, ordinal, device| {
         gpu.slice_healthy(ordinal) || (served(gpu.uuid()) && former.contains(device))
     })
 }
 
 /// The spec of the slices that are wanted.
-fn text(snapshot: &Snapshot, wanted: impl Fn(&GpuView, u32, &Value) -> bool) -> Option<String> {
+fn text(
+    snapshot: &Snapshot,
+    hooks: Option<&Path>,
+    wanted: impl Fn(&GpuView, u32, &Value) -> bool,
+) -> Option<String> {
     let devices: Vec<Value> = snapshot
         .slices()
         .filter_map(|(gpu, ordinal)| {
-            device(snapshot, &gpu.slice_name(ordinal)).filter(|device| wanted(gpu, ordinal, device))
+            let name = gpu.slice_name(ordinal);
+            if gpu.drained.contains(&ordinal) {
+                return Some(drained_device(hooks?, &name));
+            }
+            device(snapshot, hooks, &name).filter(|device| wanted(gpu, ordinal, device))
         })
         .collect();
     if devices.is_empty() {
@@ -61,14 +75,34 @@ fn text(snapshot: &Snapshot, wanted: impl Fn(&GpuView, u32, &Value) -> bool) -> 
     Some(format!("{spec:#}\n"))
 }
 
-fn device(snapshot: &Snapshot, name: &str) -> Option<Value> {
+fn device(snapshot: &Snapshot, hooks: Option<&Path>, name: &str) -> Option<Value> {
     // A container may have several devices, and a runtime makes one mount of two at the same place.
     let config = container_config(snapshot, [name]).ok()?.at_own_places();
     // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
     let ours = config.environment.iter().filter(|(name, _)| !name.starts_with("NVIDIA_"));
     let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
     let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
-    Some(json!({"name": name, "containerEdits": {"env": environment, "mounts": mounts}}))
+    let hooks: Vec<Value> = hooks.iter().map(|program| hook(program, &["bind", "--oci", name])).collect();
+    Some(json!({"name": name, "containerEdits": {"env": environment, "mounts": mounts, "hooks": hooks}}))
+}
+
+/// A device that nobody gets.
+fn drained_device(program: &Path, name: &str) -> Value {
+    let refuses = hook(program, &["bind", "--oci", "--drained", name]);
+    json!({"name": name, "containerEdits": {"hooks": [refuses]}})
+}
+
+/// The runtime calls it when the container's first process is in its control group, and before the container's program runs. If
+/// it fails, the container does not start.
+fn hook(program: &Path, arguments: &[&str]) -> Value {
+    let name = program.file_name().unwrap_or_default().to_string_lossy();
+    let arguments: Vec<&str> = [&*name].into_iter().chain(arguments.iter().copied()).collect();
+    json!({
+        "hookName": "createRuntime",
+        "path": program.display().to_string(),
+        "args": arguments,
+        "timeout": HOOK_SECONDS,
+    })
 }
 
 fn mount(mount: &Mount) -> Value {
@@ -124,8 +158,9 @@ mod tests {
 
     #[test]
     fn a_device_has_what_a_container_needs() {
-        let spec: Value =
-            serde_json::from_str(&spec(&snapshot(Some(vec![gpu("00:06.0", "GPU-1")]))).unwrap()).unwrap();
+        let snapshot = snapshot(Some(vec![gpu("00:06.0", "GPU-1")]));
+        let hooks = Some(Path::new("/usr/bin/yunion-mpsctl"));
+        let spec: Value = serde_json::from_str(&spec(&snapshot, hooks).unwrap()).unwrap();
         let names: Vec<&Value> =
             spec["devices"].as_array().unwrap().iter().map(|device| &device["name"]).collect();
         assert_eq!(names, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]);
@@ -150,6 +185,12 @@ mod tests {
                         "options": ["rw", "nosuid", "nodev", "bind"],
                     },
                 ],
+                "hooks": [{
+                    "hookName": "createRuntime",
+                    "path": "/usr/bin/yunion-mpsctl",
+                    "args": ["yunion-mpsctl", "bind", "--oci", "00:06.0-1"],
+                    "timeout": 30,
+                }],
             })
         );
     }
@@ -158,11 +199,28 @@ mod tests {
     fn what_cannot_be_used_is_left_out() {
         let mut ill = gpu("00:07.0", "GPU-2");
         ill.healthy = false;
-        let both = spec(&snapshot(Some(vec![ill.clone(), gpu("00:06.0", "GPU-1")]))).unwrap();
+        let both = spec(&snapshot(Some(vec![ill.clone(), gpu("00:06.0", "GPU-1")])), None).unwrap();
         assert!(both.contains("00:06.0-3") && !both.contains("00:07.0"), "{both}");
         for nothing in [None, Some(Vec::new()), Some(vec![ill])] {
-            assert_eq!(spec(&snapshot(nothing)), None);
+            assert_eq!(spec(&snapshot(nothing), None), None);
         }
+    }
+
+    #[test]
+    fn a_drained_slice_refuses_every_container() {
+        let mut one = gpu("00:06.0", "GPU-1");
+        one.drained.insert(1);
+        let drained = snapshot(Some(vec![one]));
+        let with_hooks: Value =
+            serde_json::from_str(&spec(&drained, Some(Path::new("/usr/bin/yunion-mpsctl"))).unwrap())
+                .unwrap();
+        let edits = with_hooks["devices"][1]["containerEdits"].as_object().unwrap();
+        assert_eq!(edits.keys().collect::<Vec<_>>(), ["hooks"]);
+        assert_eq!(
+            edits["hooks"][0]["args"],
+            json!(["yunion-mpsctl", "bind", "--oci", "--drained", "00:06.0-1"])
+        );
+        assert!(!spec(&drained, None).unwrap().contains("00:06.0-1"));
     }
 
     #[test]

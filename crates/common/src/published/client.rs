@@ -3,7 +3,7 @@
 use std::time::SystemTime;
 
 use crate::membership::whose::Whose;
-use crate::membership::{MayCommand, Membership};
+use crate::membership::{GuestContainer, MayCommand, Membership};
 
 /// A process that uses a GPU, as it is at the moment of asking.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +24,10 @@ pub struct ClientView {
     pub slices: Option<Membership>,
     pub may_command: Option<MayCommand>,
     pub container_id: Option<String>,
+    /// That container, as the host agent's records name it.
+    pub guest: Option<GuestContainer>,
+    /// The label of the binding of its control group.
+    pub label: Option<String>,
     pub memory_mib: Option<u64>,
     /// When it started.
     pub since: Option<SystemTime>,
@@ -34,6 +38,8 @@ impl From<&ClientView> for Whose {
         Self {
             pid: client.pid,
             user: client.user.clone(),
+            guest: client.guest.clone(),
+            label: client.label.clone(),
             slices: client.slices.as_ref().map(|known| known.slices.clone()),
             container: client.container_id.clone(),
         }

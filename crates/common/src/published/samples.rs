@@ -50,6 +50,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
         confirmed_thread_percentage: None,
         confirmed_memory_limit_mib: None,
         drained: BTreeSet::new(),
+        bound: BTreeMap::new(),
         unlinked: BTreeMap::new(),
         in_use: None,
         uses: Vec::new(),

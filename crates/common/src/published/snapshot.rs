@@ -72,6 +72,8 @@ pub struct GpuView {
     pub confirmed_memory_limit_mib: Option<u64>,
     /// The ordinals of the slices that an administrator has taken out of use for new clients.
     pub drained: BTreeSet<u32>,
+    /// The names of the bindings of each slice that is bound, by its ordinal.
+    pub bound: BTreeMap<u32, String>,
     /// The slices with directories that lead to no control daemon, by their ordinals, and why. No drained slice is here.
     pub unlinked: BTreeMap<u32, String>,
     /// All MPS clients on the GPU together, also those without a known slice. None if they are not known.

@@ -19,9 +19,9 @@ pub trait SliceName: Clone + PartialEq + Send + Sync {
 pub struct KnownSlices<S> {
     /// Their names.
     pub slices: Vec<S>,
-    /// Their directories are mounted, so it has no others. Otherwise its environment names them, which it can write as it
-    /// likes.
-    pub are_mounted: bool,
+    /// No program in its container can change them, so it has no others. Otherwise its environment names them, which it can
+    /// write as it likes.
+    pub is_certain: bool,
 }
 
 /// A container around a process.

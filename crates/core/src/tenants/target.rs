@@ -79,9 +79,9 @@ impl<S: SliceName> Target<S> {
 
 /// Compares the slices of a process with the wanted ones.
 fn compare_slices<S: SliceName>(wanted: &[S], known: Option<KnownSlices<S>>) -> Meant<S> {
-    let Some(KnownSlices { slices, are_mounted }) = known else { return Meant::NotKnown };
+    let Some(KnownSlices { slices, is_certain }) = known else { return Meant::NotKnown };
     let is_near = |slice: &S| wanted.iter().any(|wanted| wanted.shares_gpu(slice));
-    let is_placed = are_mounted || slices.iter().any(is_near);
+    let is_placed = is_certain || slices.iter().any(is_near);
     let matching: Vec<S> = slices.into_iter().filter(|slice| wanted.contains(slice)).collect();
     match (matching.is_empty(), is_placed) {
         (false, _) => Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(matching) }),
@@ -107,15 +107,15 @@ mod tests {
 
     #[test]
     fn a_process_has_the_wanted_slice_or_another_or_nobody_knows() {
-        let found = |slices: &[Name], are_mounted| {
-            compare_slices(&[(6, 1)], Some(KnownSlices { slices: slices.to_vec(), are_mounted }))
+        let found = |slices: &[Name], is_certain| {
+            compare_slices(&[(6, 1)], Some(KnownSlices { slices: slices.to_vec(), is_certain }))
         };
-        for are_mounted in [true, false] {
+        for is_certain in [true, false] {
             let wanted = Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(vec![(6, 1)]) });
-            assert_eq!(found(&[(7, 3), (6, 1)], are_mounted), wanted);
-            assert_eq!(found(&[(7, 3), (6, 2)], are_mounted), Meant::No, "another slice of this GPU");
+            assert_eq!(found(&[(7, 3), (6, 1)], is_certain), wanted);
+            assert_eq!(found(&[(7, 3), (6, 2)], is_certain), Meant::No, "another slice of this GPU");
         }
-        assert_eq!(found(&[(7, 1)], true), Meant::No, "no other slice is mounted there");
+        assert_eq!(found(&[(7, 1)], true), Meant::No, "it has no other slice for certain");
         for claimed in [&[][..], &[(7, 1)]] {
             assert_eq!(found(claimed, false), Meant::NotKnown, "{claimed:?}");
         }

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{Configured, Core, CoreEvent, Demand, Goal, MpsSwitch, Order};
+use mps_core::{Configured, Core, CoreEvent, Demand, Goal, MpsSwitch, Order, RunningDaemon};
 
 use super::mps::OLD_GPU;
+use super::ways::{slices, tenure_of};
 use super::{Dice, Ending, GPUS, Mode, Mood, Service, World};
 
 pub(crate) fn nothing() -> Demand<u32> {
@@ -15,6 +16,11 @@ pub(crate) fn nothing() -> Demand<u32> {
         kept: Configured::default(),
         closed: Vec::new(),
     }
+}
+
+/// The order for a control daemon that the state file has.
+fn left_order((id, one): (&String, &RunningDaemon)) -> Order<u32> {
+    Order { id: id.clone(), gpus: one.gpus.clone(), tenure: one.tenure, sets_modes: true, payload: 0 }
 }
 
 impl World {
@@ -33,14 +39,26 @@ impl World {
         // Programs without MPS hold this one.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
-        let order =
-            |id: &str, gpus: &[String]| Order { id: id.to_owned(), gpus: gpus.to_vec(), sets_modes, payload };
+        let order = |id: &str, gpus: &[String]| {
+            let (id, gpus) = (id.to_owned(), gpus.to_vec());
+            Order { tenure: tenure_of(&id), id, gpus, sets_modes, payload }
+        };
         let orders = if chosen.is_empty() {
             Vec::new()
         } else if dice.one_in(2) || (is_of_faults && dice.one_in(2)) {
             vec![order("shared", &chosen)]
         } else {
-            chosen.iter().map(|gpu| order(gpu, std::slice::from_ref(gpu))).collect()
+            let mut orders = Vec::new();
+            for gpu in &chosen {
+                let of_gpu = std::slice::from_ref(gpu);
+                if dice.one_in(3) {
+                    // A control daemon for each slice.
+                    orders.extend(slices(gpu, of_gpu).map(|(slice, _)| order(&slice, of_gpu)));
+                } else {
+                    orders.push(order(gpu, of_gpu));
+                }
+            }
+            orders
         };
         closed.retain(|_| sets_modes);
         let certainly =
@@ -93,8 +111,7 @@ impl World {
     fn left(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
         let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));
-        left.map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 })
-            .collect()
+        left.map(left_order).collect()
     }
 
     /// Another driver may be there before the next start.
@@ -165,9 +182,7 @@ impl World {
 
     fn left_at_stop(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
-        written
-            .map(|(id, one)| Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 })
-            .collect()
+        written.map(left_order).collect()
     }
 
     pub(super) fn client_comes(&mut self, dice: &mut Dice) {

@@ -9,6 +9,7 @@ use std::time::Duration;
 use mps_core::tenants::budget::{Budget, Member, MemberProcess};
 use mps_core::tenants::{BudgetWatch, Enforced, Enforcer, OverBudget, SliceBudgets};
 
+use super::bindings::{group_of, seen};
 use super::enforcing::{Facts, SimEnforcement, SimHeld};
 use super::mps::OLD_GPU;
 use super::serving::mib_of;
@@ -43,7 +44,10 @@ impl SimProcess {
 #[derive(Debug, Clone)]
 pub(super) struct Program {
     pub(super) process: SimProcess,
-    pub(super) slice: u32,
+    /// None if nobody knows it.
+    pub(super) slice: Option<u32>,
+    /// The path of its control group.
+    pub(super) group: &'static str,
     pub(super) tenant: usize,
     pub(super) only_claims: bool,
     pub(super) mib: u64,
@@ -58,7 +62,8 @@ impl Program {
         let mut dice = Dice::new(start_time ^ u64::from(pid));
         Self {
             process: SimProcess { pid, start_time },
-            slice: u32::try_from(dice.below(SLICES)).unwrap(),
+            slice: Some(u32::try_from(dice.below(SLICES)).unwrap()),
+            group: group_of(&mut Dice::new(start_time)),
             tenant: usize::from(dice.one_in(12)),
             only_claims: dice.one_in(16),
             mib: 100 * (1 + dice.below(8) as u64),
@@ -119,14 +124,14 @@ fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
 }
 
 impl World {
-    /// All programs that use a GPU through a control daemon.
-    fn programs_on(&self, gpu: &str) -> Vec<Program> {
-        let mut all = Vec::new();
+    /// All programs that use a GPU through a control daemon, as the service sees them.
+    pub(super) fn programs_on(&self, gpu: &str) -> Vec<Program> {
+        let (mut all, living) = (Vec::new(), self.bindings.living());
         for one in self.daemons.values() {
             let mps = one.lock();
             let Some(ordinal) = mps.gpus.iter().position(|one| one == gpu) else { continue };
             let there = mps.clients.values().filter(|client| client.ordinals.contains(&ordinal));
-            all.extend(there.map(|client| client.program.clone()));
+            all.extend(there.map(|client| seen(&living, gpu, &client.program)));
         }
         all
     }
@@ -221,7 +226,9 @@ impl World {
         let found: Vec<SimProcess> = programs.iter().map(|program| program.process).collect();
         let mut members: BTreeMap<u32, Vec<Member<SimProcess, usize>>> = BTreeMap::new();
         for program in &programs {
-            members.entry(program.slice).or_default().push(program.member());
+            if let Some(slice) = program.slice {
+                members.entry(slice).or_default().push(program.member());
+            }
         }
         watched.facts().are_seen(&programs, now);
         let look = watched.watch.decide(&found, members, |process| found.contains(&process), now);
@@ -242,6 +249,7 @@ impl World {
             }));
         }
         self.add_to_story(|| format!("look at the clients of {gpu}: {found:?} {story:?} {attempts}"));
+        self.bind_recorded(gpu);
     }
 
     fn go_on_with_attempt(&mut self, gpu: &str) {

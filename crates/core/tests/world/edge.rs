@@ -10,12 +10,12 @@ use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
 use mps_core::serve::{
     ClientsOnGpus, Failure, GpuReach, News, Occurrence, Requested, Said, Shell, Showing, ShownAs,
 };
-use mps_core::{CoreTime, Permit};
+use mps_core::{CoreTime, Permit, Tenure};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
 use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting, SimServer};
 use super::reader::Waits;
-use super::ways::SimAdmission;
+use super::ways::{SimAdmission, tenure_of};
 
 /// The deadline of one question.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -34,6 +34,11 @@ pub(super) struct SimShell {
 }
 
 impl SimShell {
+    /// Whether NVML tells the clients of this control daemon on a GPU.
+    pub(super) fn lists_clients(&self, gpu: &str) -> bool {
+        gpu != OLD_GPU && tenure_of(&self.id) == Tenure::Alone
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, Mps> {
         self.mps.lock().unwrap()
     }
@@ -382,7 +387,7 @@ impl Shell for SimShell {
             there.map(|(pid, _)| *pid).collect()
         };
         let list = |(ordinal, gpu): (usize, &String)| {
-            let is_known = !mps.gpu_is_lost && gpu != OLD_GPU;
+            let is_known = !mps.gpu_is_lost && self.lists_clients(gpu);
             (gpu.clone(), if is_known { Ok(on(ordinal)) } else { Err("NVML does not list them".to_owned()) })
         };
         mps.gpus.iter().enumerate().map(list).collect()

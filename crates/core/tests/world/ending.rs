@@ -17,10 +17,11 @@ use mps_core::tenants::{
 use mps_core::{Cause, CoreTime, Permit};
 
 use super::Dice;
+use super::bindings::{BoundGroups, known_slices};
 use super::clients::SimClient;
 use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
-use super::tenants::{SimSlice, SliceKnownBy, Tenant};
+use super::tenants::SimSlice;
 
 /// The deadline of one question.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -62,6 +63,8 @@ pub(super) struct RequestState {
     pub(super) dice: Dice,
     pub(super) is_calm: bool,
     pub(super) target: Target<SimSlice>,
+    /// The control groups that were bound when it began.
+    pub(super) bindings: BoundGroups,
     /// The process with the wanted PID when it began.
     pub(super) named: Option<u32>,
     /// The clients that it meant, and were at work when it began.
@@ -101,8 +104,8 @@ impl RequestState {
         self.now >= self.deadline()
     }
 
-    fn means(&self, pid: u32, tenant: &Tenant) -> bool {
-        tenant.is_meant(pid, &self.target, self.named)
+    fn means(&self, pid: u32, client: &SimClient) -> bool {
+        client.is_meant(pid, &self.target, self.named, &self.bindings)
     }
 }
 
@@ -173,12 +176,12 @@ impl SimEnding {
     }
 
     /// Looks at the process with this PID, on a thread of its own.
-    async fn ask<T>(&self, pid: u32, look: impl Fn(&Tenant) -> T) -> Result<T, String> {
+    async fn ask<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Result<T, String> {
         self.turn().await;
         if self.state().goes_wrong(60) {
             return Err("the kernel does not answer".to_owned());
         }
-        self.look(pid, |client| look(&client.tenant)).ok_or_else(|| "no such process".to_owned())
+        self.look(pid, look).ok_or_else(|| "no such process".to_owned())
     }
 
     /// Takes the list of one control daemon.
@@ -249,7 +252,7 @@ impl SimEnding {
             Some(there) if there.server == server && there.tenant.process == client.process => {
                 let (target, tenant) = (&state.target, &there.tenant);
                 assert!(
-                    state.means(client.pid, tenant),
+                    state.means(client.pid, there),
                     "only-the-wanted-are-ended: {tenant:?} with PID {} is ended for {target:?}",
                     client.pid
                 );
@@ -408,21 +411,18 @@ impl TerminationShell for SimEnding {
     fn begin_look(&mut self) {}
 
     async fn users(&mut self, pid: u32) -> Result<Vec<u32>, String> {
-        self.ask(pid, |one| vec![one.user, one.acts_for]).await
+        self.ask(pid, |one| vec![one.tenant.user, one.tenant.acts_for]).await
     }
 
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SimSlice>>, String> {
-        let known = |one: &Tenant| {
-            (one.slice_known_by != SliceKnownBy::Nothing).then(|| KnownSlices {
-                slices: vec![one.slice.clone()],
-                are_mounted: one.slice_known_by == SliceKnownBy::Mount,
-            })
-        };
-        self.ask(pid, known).await
+        let bindings = self.state().bindings.clone();
+        self.ask(pid, |one| known_slices(&bindings, one)).await
     }
 
     async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
-        self.ask(pid, |one| vec![EnclosingContainer { id: one.container(), is_the_hosts: true }]).await
+        let container =
+            |one: &SimClient| EnclosingContainer { id: one.tenant.container(), is_the_hosts: true };
+        self.ask(pid, |one| vec![container(one)]).await
     }
 
     async fn owner(&mut self, pid: u32, _: Option<Vec<SimSlice>>) -> SimOwner {

@@ -135,6 +135,9 @@ impl Facts {
         let Some(program) = self.seen.iter().find(|one| one.process == victim) else {
             return Some("it was not found there");
         };
+        if program.slice.is_none() {
+            return Some("nobody knows its slice");
+        }
         let of_slice: Vec<&Program> = self.seen.iter().filter(|one| one.slice == program.slice).collect();
         let has_work = |one: &&Program| {
             let connection = self.listed.get(&one.process);

@@ -3,6 +3,7 @@
 
 mod admin;
 mod answers;
+mod bindings;
 mod budgets;
 mod clients;
 mod edge;
@@ -30,6 +31,7 @@ use mps_core::{
     Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, Goal, ModeOutcome, Order, RunningDaemon,
 };
 
+use bindings::SimBindings;
 use budgets::SimWatch;
 use mps::Mps;
 use requests::SimRequest;
@@ -83,11 +85,14 @@ struct GpuState {
     mode: Mode,
     /// The mode that an administrator has given it last.
     own: Mode,
+    /// The mode that the service has given it last.
+    ours: Option<Mode>,
 }
 
 /// A control daemon of ours.
 #[derive(Clone)]
 struct ControlDaemon {
+    id: String,
     gpus: Vec<String>,
     mps: Arc<Mutex<Mps>>,
     /// Whether the order that it was given last sets compute modes.
@@ -171,6 +176,8 @@ pub(crate) struct World {
     /// The slices that could not be closed when they were drained, as the answer has said.
     stuck: BTreeSet<String>,
     ways: Ways,
+    /// The control groups that are bound to slices, as the state file has them.
+    bindings: SimBindings,
     service: Option<Service>,
     /// The configuration.
     demand: Demand<u32>,
@@ -206,7 +213,9 @@ impl World {
             now: Duration::from_secs(1),
             gpus: GPUS
                 .iter()
-                .map(|gpu| ((*gpu).to_owned(), GpuState { mode: Mode::Default, own: Mode::Default }))
+                .map(|gpu| {
+                    ((*gpu).to_owned(), GpuState { mode: Mode::Default, own: Mode::Default, ours: None })
+                })
                 .collect(),
             daemons: BTreeMap::new(),
             next_pid: 100,
@@ -214,6 +223,7 @@ impl World {
             drained: Arc::default(),
             stuck: BTreeSet::new(),
             ways: Arc::default(),
+            bindings: SimBindings::default(),
             service: None,
             demand: admin::nothing(),
             version: 0,
@@ -259,7 +269,8 @@ impl World {
             50..54 => self.request(&mut dice),
             54..57 => self.drain(&mut dice),
             57 => self.tenant_comes_and_goes(&mut dice),
-            58..61 => self.program_changes(&mut dice),
+            58 => self.bindings_change(&mut dice),
+            59..61 => self.program_changes(&mut dice),
             61 => self.ask_to_terminate(&mut dice),
             62 => self.tenant_acts(&mut dice),
             40 => self.disk_is_full(true),

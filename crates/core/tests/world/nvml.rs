@@ -7,7 +7,6 @@ use mps_core::serve::{GpuNews, GpuShell, News, ProcessId, SeenGpu, SeenGpus, See
 use mps_core::tenants::budget::MemberProcess;
 
 use super::edge::SimShell;
-use super::mps::OLD_GPU;
 
 impl GpuShell for SimShell {
     async fn read_gpus(&mut self, gpus: &[String], _: bool) -> Option<SeenGpus> {
@@ -21,10 +20,9 @@ impl GpuShell for SimShell {
                 return Err("it fell off the bus".to_owned());
             }
             let ordinal = mps.gpus.iter().position(|one| one == gpu);
-            let clients = mps
-                .clients
-                .iter()
-                .filter(|(_, one)| gpu != OLD_GPU && ordinal.is_some_and(|gpu| one.ordinals.contains(&gpu)));
+            let clients = mps.clients.iter().filter(|(_, one)| {
+                self.lists_clients(gpu) && ordinal.is_some_and(|gpu| one.ordinals.contains(&gpu))
+            });
             let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && ordinal.is_some());
             let client = |(pid, _)| SeenProcess { pid, via_mps: true };
             let server = |(pid, _)| SeenProcess { pid, via_mps: false };

@@ -65,6 +65,7 @@ impl SimRequest {
 
 impl World {
     pub(super) fn begin_request(&mut self, target: &Target<SimSlice>, dice: &mut Dice) {
+        let bindings = self.bindings.living();
         let Some(service) = &mut self.service else { return };
         let running = self.daemons.iter().filter(|(_, one)| !one.is_paused);
         let is_watched =
@@ -90,7 +91,7 @@ impl World {
         let named = clients.iter().find(|(pid, _)| Some(*pid) == wanted_pid);
         let named = named.map(|(_, client)| client.tenant.process);
         let is_wanted = |(pid, client): &&(u32, SimClient)| {
-            client.is_at_work() && client.tenant.is_meant(*pid, target, named)
+            client.is_at_work() && client.is_meant(*pid, target, named, &bindings)
         };
         let wanted: BTreeSet<SimProcess> = clients
             .iter()
@@ -104,6 +105,7 @@ impl World {
             dice: Dice::new(dice.below(usize::MAX) as u64),
             is_calm: self.is_calm,
             target: target.clone(),
+            bindings: bindings.clone(),
             named,
             wanted: wanted.clone(),
             at_work: BTreeMap::new(),

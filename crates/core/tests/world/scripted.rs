@@ -9,7 +9,7 @@ use std::time::Duration;
 use mps_core::links::DrainedSlices;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Requested, ShownAs};
-use mps_core::{Configured, Demand, Goal, MpsSwitch, Order};
+use mps_core::{Configured, Demand, Goal, MpsSwitch, Order, Tenure};
 
 use super::admin::nothing;
 use super::mps::{Hit, Mps};
@@ -148,7 +148,8 @@ impl Script {
     pub(crate) fn new(seed: u64, has_servers: bool) -> Self {
         let mut world = World::without_service(Mood::Everything, true);
         world.is_calm = true;
-        let gpu = |gpu: &str| (gpu.to_owned(), GpuState { mode: Mode::Default, own: Mode::Default });
+        let gpu =
+            |gpu: &str| (gpu.to_owned(), GpuState { mode: Mode::Default, own: Mode::Default, ours: None });
         world.gpus = GPUS.map(gpu).into();
         Self {
             world,
@@ -201,7 +202,8 @@ impl Script {
             19 | 20 => {
                 // A GPU that the configuration does not name has no name.
                 let gpus = self.world.demand.orders.iter().flat_map(|order| &order.gpus).cloned();
-                let slices: Vec<String> = slices(&gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
+                let slices: Vec<String> =
+                    slices("all", &gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
                 let slice = self.dice.pick(&slices)?.clone();
                 let is_drained = !self.world.is_drained(&slice);
                 Deed::Drain { slice, is_drained }
@@ -385,6 +387,7 @@ fn demand(deed: &Deed) -> Demand<u32> {
     let order = |id: &str, gpus: &[&str]| Order {
         id: id.to_owned(),
         gpus: gpus.iter().map(|gpu| (*gpu).to_owned()).collect(),
+        tenure: Tenure::Alone,
         sets_modes: true,
         payload: u32::from(*thread_percentage - percentage_of(0)),
     };

@@ -10,12 +10,13 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted, WantedGpu};
-use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, RunUse, WhyFailed};
+use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, RunUse, Tenure, WhyFailed};
 
 use super::edge::SimShell;
 use super::mps::{CAPACITY, Mps, OLD_GPU, Setting};
 use super::reader::{Reader, Waits};
 use super::requests::SimRequest;
+use super::ways::tenure_of;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
 /// A control daemon with a process that a supervisor holds.
@@ -84,6 +85,14 @@ pub(super) fn setting_of(payload: u32, wanted: &[String], gpus: &[String]) -> Se
     setting
 }
 
+/// The compute mode of the GPUs of a control daemon.
+pub(super) fn mode_of(tenure: Tenure) -> Mode {
+    match tenure {
+        Tenure::Alone => Mode::Exclusive,
+        Tenure::InTurns => Mode::Default,
+    }
+}
+
 pub(super) fn wanted(task: &Task) -> Wanted {
     let payload = task.order.payload;
     let gpu = |uuid: &String| WantedGpu {
@@ -92,7 +101,8 @@ pub(super) fn wanted(task: &Task) -> Wanted {
         memory_limit_mib: mib_of(payload),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
-        clients_listed: uuid != OLD_GPU,
+        // Nobody can tell to which of several control daemons a client belongs.
+        clients_listed: uuid != OLD_GPU && task.order.tenure == Tenure::Alone,
     };
     Wanted {
         gpus: task.order.gpus.iter().map(gpu).collect(),
@@ -241,7 +251,7 @@ impl World {
         let Some(mps) = self.mps_of(id) else { return };
         let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
         for (gpu, half) in steps {
-            self.take_mode(&gpu, half);
+            self.take_mode(&gpu, mode_of(tenure_of(id)), half);
         }
     }
 
@@ -250,7 +260,7 @@ impl World {
         self.change_modes(id);
         let Some(mps) = self.mps_of(id) else { return };
         let mut mps = mps.lock().unwrap();
-        let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == Mode::Exclusive);
+        let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == mode_of(tenure_of(id)));
         mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
         mps.disk_is_full = self.is_disk_full;
         mps.reader.disk_was_full |= self.is_disk_full;

@@ -67,19 +67,17 @@ impl World {
     }
 
     /// Half of the work: first the mode of before is written down, then the service's is set.
-    pub(super) fn take_mode(&mut self, gpu: &str, half: usize) {
-        let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != Mode::Exclusive) else {
-            return;
-        };
+    pub(super) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
+        let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != ours) else { return };
         if half == 1 && self.state_file.modes.contains_key(gpu) {
-            state.mode = Mode::Exclusive;
+            (state.mode, state.ours) = (ours, Some(ours));
         } else if half == 0 && !self.is_disk_full {
             self.state_file.modes.entry(gpu.to_owned()).or_insert(state.mode);
         }
     }
 
     fn take_mode_by_itself(&mut self, gpu: &str, step: usize) {
-        self.take_mode(gpu, step);
+        self.take_mode(gpu, Mode::Exclusive, step);
         self.mode_step(gpu, step, ModeOutcome::Taken);
     }
 
@@ -97,7 +95,7 @@ impl World {
             return self.mode_done(gpu, ModeOutcome::Stays);
         } else if step > 0 {
             self.state_file.modes.remove(gpu);
-        } else if let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode == Mode::Exclusive) {
+        } else if let Some(state) = self.gpus.get_mut(gpu).filter(|state| Some(state.mode) == state.ours) {
             state.mode = before;
         }
         self.mode_step(gpu, step, ModeOutcome::PutBack);

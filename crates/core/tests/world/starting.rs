@@ -154,9 +154,13 @@ impl World {
                 self.add_to_story(|| format!("     control daemon {pid} is written down for {id}"));
                 mps.lock().unwrap().gpus.clone_from(&gpus);
                 let process = (pid, u64::from(pid));
-                self.state_file.daemons.insert(id.to_owned(), RunningDaemon { process, gpus: gpus.clone() });
+                self.state_file.daemons.insert(
+                    id.to_owned(),
+                    RunningDaemon { process, gpus: gpus.clone(), tenure: task.order.tenure },
+                );
                 let sets_modes = task.order.sets_modes;
-                self.daemons.insert(pid, ControlDaemon { gpus, mps, sets_modes, is_paused: true });
+                self.daemons
+                    .insert(pid, ControlDaemon { id: id.to_owned(), gpus, mps, sets_modes, is_paused: true });
             }
             Some(Spawning::Go) => match self.daemons.get_mut(&pid) {
                 None => mps.lock().unwrap().is_alive = false,

@@ -3,6 +3,8 @@
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{SliceName, Target};
 
+use super::bindings::{BoundGroups, has_one_of, known_slices};
+use super::clients::SimClient;
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
 
@@ -20,7 +22,7 @@ fn any_user(dice: &mut Dice) -> u32 {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SimSlice {
     pub(super) gpu: String,
-    ordinal: usize,
+    pub(super) ordinal: usize,
 }
 
 impl SliceName for SimSlice {
@@ -78,17 +80,27 @@ impl Tenant {
     pub(super) fn container(&self) -> String {
         format!("c{}", self.user)
     }
+}
 
-    /// Whether a request means it, in truth. `named` is the process with the wanted PID when the request began.
-    pub(super) fn is_meant(&self, pid: u32, target: &Target<SimSlice>, named: Option<u32>) -> bool {
-        let is_named = |wanted: u32| wanted == pid && named.is_none_or(|named| named == self.process);
+impl SimClient {
+    /// Whether a request means it, in truth, while these control groups are bound. `named` is the process with the wanted PID when
+    /// the request began.
+    pub(super) fn is_meant(
+        &self,
+        pid: u32,
+        target: &Target<SimSlice>,
+        named: Option<u32>,
+        bindings: &BoundGroups,
+    ) -> bool {
+        let tenant = &self.tenant;
+        let is_named = |wanted: u32| wanted == pid && named.is_none_or(|named| named == tenant.process);
         match target {
             Target::Process(wanted) => is_named(*wanted),
             Target::ProcessOf { pid: wanted, user } => {
-                is_named(*wanted) && self.user == *user && self.acts_for == *user
+                is_named(*wanted) && tenant.user == *user && tenant.acts_for == *user
             }
-            Target::Slices(slices) => slices.contains(&self.slice),
-            Target::Container(id) => self.container().starts_with(id.as_str()),
+            Target::Slices(wanted) => has_one_of(bindings, self, wanted),
+            Target::Container(id) => tenant.container().starts_with(id.as_str()),
         }
     }
 }
@@ -175,9 +187,14 @@ impl World {
                 Target::Slices(vec![SimSlice { gpu, ordinal: dice.below(SLICES) }])
             }
             _ => {
-                let slice =
-                    |one: &super::ControlDaemon| Some(one.lock().clients.get(&pid)?.tenant.slice.clone());
-                Target::Slices(self.daemons.values().find_map(slice).into_iter().collect())
+                let bindings = self.bindings.living();
+                let its = |one: &super::ControlDaemon| {
+                    let mps = one.lock();
+                    let client = mps.clients.get(&pid)?;
+                    let slices = known_slices(&bindings, client).map(|known| known.slices);
+                    Some(slices.unwrap_or_else(|| vec![client.tenant.slice.clone()]))
+                };
+                Target::Slices(self.daemons.values().find_map(its).unwrap_or_default())
             }
         };
         self.begin_request(&target, dice);

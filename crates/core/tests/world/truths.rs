@@ -1,11 +1,13 @@
 //! The promises. Each has a name of its own, and docs/architecture.md has the same names.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use mps_core::{Act, Cause, Configured, DaemonAct, MpsSwitch};
+use mps_core::{Act, Cause, Configured, DaemonAct, MpsSwitch, Order, Tenure};
 
-use super::{Dice, Ending, Mode, World};
+use super::serving::mode_of;
+use super::ways::tenure_of;
+use super::{Dice, Ending, World};
 
 /// The most acts about one control daemon without anything that comes from outside, and without a pause.
 const MOST_IN_A_ROW: usize = 20;
@@ -45,11 +47,16 @@ impl World {
         self.check_ways();
     }
 
-    /// One has a GPU: no two control daemons of ours that run have the same.
+    /// One has a GPU: no two control daemons of ours that run have the same, unless both take turns on it.
     fn check_one_has_a_gpu(&self) {
-        let mut taken = BTreeSet::new();
-        for gpu in self.daemons.values().flat_map(|one| &one.gpus) {
-            assert!(taken.insert(gpu), "one-has-a-gpu: two control daemons have {gpu}");
+        let mut tenures = BTreeMap::new();
+        for (gpu, id) in self.daemons.values().flat_map(|one| one.gpus.iter().map(|gpu| (gpu, &one.id))) {
+            let tenure = tenure_of(id);
+            let other = tenures.insert(gpu, tenure);
+            assert!(
+                other.is_none_or(|other| other == Tenure::InTurns && tenure == Tenure::InTurns),
+                "one-has-a-gpu: two control daemons have {gpu}"
+            );
         }
     }
 
@@ -74,7 +81,11 @@ impl World {
         if let Act::Daemon { id, order, held, act: DaemonAct::Start, .. } = act {
             assert!(self.living(id).is_none(), "one-has-a-gpu: {id} is started, and runs");
             for gpu in order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)) {
-                let other = self.daemons.iter().find(|(_, one)| one.gpus.contains(gpu));
+                let keeps = |one: &&super::ControlDaemon| {
+                    one.gpus.contains(gpu)
+                        && (tenure_of(&one.id) == Tenure::Alone || order.tenure == Tenure::Alone)
+                };
+                let other = self.daemons.values().find(keeps).map(|one| &one.id);
                 assert!(other.is_none(), "one-has-a-gpu: {id} is started with {gpu}, which {other:?} has");
             }
         }
@@ -266,13 +277,16 @@ impl World {
                 && task.held.is_empty()
         };
         let orders = &self.demand.orders;
-        let served = orders.iter().filter(|order| order.sets_modes).flat_map(|order| &order.gpus);
-        let has_mode = |gpu: &String| self.gpus.get(gpu).is_some_and(|state| state.mode == Mode::Exclusive);
+        let has_modes = |order: &Order<u32>| {
+            let has_mode =
+                |gpu: &String| self.gpus.get(gpu).is_some_and(|state| state.mode == mode_of(order.tenure));
+            !order.sets_modes || order.gpus.iter().all(has_mode)
+        };
         service.core.due().is_none()
             && self.budgets_are_at_rest()
             && service.modes.is_empty()
             && service.requests.is_empty()
-            && served.into_iter().all(has_mode)
+            && orders.iter().all(has_modes)
             && service.tasks.len() == orders.len()
             && service.tasks.iter().all(serve)
             && orders

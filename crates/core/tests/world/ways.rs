@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use mps_core::Goal;
 use mps_core::links::{Bad, Directories, DrainedSlices, Linked, Links, SocketId, WantedLinks};
+use mps_core::{Goal, Tenure};
 
 use super::mps::Mps;
 use super::{Dice, World};
@@ -37,17 +37,26 @@ impl DrainedSlices for SimDrained {
 /// The links to one control daemon, in the hands of everybody who changes them.
 #[derive(Clone)]
 pub(super) struct SimAdmission {
+    id: String,
     links: Arc<Mutex<Links<u8>>>,
     ways: Ways,
     drained: Arc<Mutex<SimDrained>>,
 }
 
-pub(super) fn slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
-    gpus.iter().flat_map(|gpu| (0..SLICES).map(move |ordinal| (format!("{gpu}-{ordinal}"), gpu.clone())))
+/// The tenure of the control daemon with this id. A control daemon with the name of a slice serves that slice alone.
+pub(super) fn tenure_of(id: &str) -> Tenure {
+    if id.contains('-') { Tenure::InTurns } else { Tenure::Alone }
 }
 
-fn wanted(gpus: &[String], retiring: bool) -> WantedLinks<u8> {
-    WantedLinks { pipe: PLACE, slices_in: Some(PLACE), slices: slices(gpus).collect(), retiring }
+/// The slices of the control daemon with this id and these GPUs, each with its GPU.
+pub(super) fn slices(id: &str, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
+    let all =
+        gpus.iter().flat_map(|gpu| (0..SLICES).map(move |ordinal| (format!("{gpu}-{ordinal}"), gpu.clone())));
+    all.filter(move |(name, _)| tenure_of(id) == Tenure::Alone || name == id)
+}
+
+fn wanted(id: &str, gpus: &[String], retiring: bool) -> WantedLinks<u8> {
+    WantedLinks { pipe: PLACE, slices_in: Some(PLACE), slices: slices(id, gpus).collect(), retiring }
 }
 
 fn linked(gpus: &[String]) -> Linked<u8> {
@@ -123,7 +132,7 @@ impl Directories<u8> for SimDirectories<'_> {
 impl SimAdmission {
     /// The control daemon was told its limits.
     pub(super) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
-        self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(gpus, false));
+        self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
     }
 
@@ -133,7 +142,7 @@ impl SimAdmission {
         let (mut socket, mut stuck) = (None, None);
         if let Some(mps) = mps {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
-            let names: Vec<String> = slices(&mps.gpus).map(|(name, _)| name).collect();
+            let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
             // A tenant takes a link away.
             if mps.goes_wrong(20)
@@ -164,8 +173,8 @@ impl World {
         let (ways, drained) = (Arc::clone(&self.ways), Arc::clone(&self.drained));
         let service = self.service.as_mut()?;
         let new = || {
-            let links = Arc::new(Mutex::new(Links::new(Some(wanted(gpus, retiring)), running)));
-            let admission = SimAdmission { links, ways, drained };
+            let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, retiring)), running)));
+            let admission = SimAdmission { id: id.to_owned(), links, ways, drained };
             let _ = admission.apply(None);
             admission
         };
@@ -179,7 +188,7 @@ impl World {
             let (Some(order), Some(goal)) = (service.core.order(id), service.core.goal(id)) else { continue };
             let follows = matches!(goal, Goal::Serve | Goal::Retire);
             let links = || admission.links.lock().unwrap();
-            if follows && links().pursue(wanted(&order.gpus, goal == Goal::Retire)) {
+            if follows && links().pursue(wanted(id, &order.gpus, goal == Goal::Retire)) {
                 let _ = self.apply_links(id, admission);
             }
         }
@@ -195,7 +204,7 @@ impl World {
     /// An administrator drains a slice, or gives it back. At the answer its link has gone, unless the answer says that it has
     /// not.
     pub(super) fn drain(&mut self, dice: &mut Dice) {
-        let all: Vec<String> = slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
+        let all: Vec<String> = slices("all", &super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
             return self.put_obstacle(dice.pick(&all).unwrap());
         }
@@ -234,8 +243,8 @@ impl World {
         for (id, running) in &self.state_file.daemons {
             if !service.admissions.contains_key(id) {
                 let links = Arc::new(Mutex::new(Links::new(None, Some(linked(&running.gpus)))));
-                let admission =
-                    SimAdmission { links, ways: Arc::clone(&self.ways), drained: Arc::clone(&self.drained) };
+                let (ways, drained) = (Arc::clone(&self.ways), Arc::clone(&self.drained));
+                let admission = SimAdmission { id: id.clone(), links, ways, drained };
                 let _ = self.apply_links(id, &admission);
                 stuck |= admission.is_stuck();
             }
@@ -257,14 +266,15 @@ impl World {
                 !drained.0.contains(name) || self.stuck.contains(name),
                 "drained-takes-none: {name} leads to {pid}"
             );
-            let is_its = one.gpus.iter().any(|gpu| name.starts_with(gpu.as_str()));
+            let is_its = slices(&one.id, &one.gpus).any(|(its, _)| its == *name);
             assert!(is_its, "a-slice-leads-home: {name} leads to {pid}, which has {:?}", one.gpus);
         }
     }
 
     /// Whether each slice of these GPUs that is not drained leads to this control daemon.
     pub(super) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
+        let Some(one) = self.daemons.get(&pid) else { return false };
         let (drained, ways) = (self.drained.lock().unwrap(), self.ways.lock().unwrap());
-        slices(gpus).all(|(name, _)| drained.0.contains(&name) || ways.get(&name) == Some(&pid))
+        slices(&one.id, gpus).all(|(name, _)| drained.0.contains(&name) || ways.get(&name) == Some(&pid))
     }
 }

@@ -12,13 +12,14 @@ use std::ffi::OsString;
 use std::future::Future;
 use std::io::{self, Write};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
 use std::pin::Pin;
-use std::process::ExitStatus;
+use std::process::{ExitStatus, id};
 use std::time::Duration;
 
 use clap::Args;
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, getpid, kill_process, kill_process_group};
+use rustix::process::{Pid, Signal, geteuid, getpid, kill_process, kill_process_group};
 use tokio::process::Command;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -28,13 +29,16 @@ use crate::screen::say;
 use crate::show::env::{host_environment, quoted, warn_of_several};
 use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, Result};
-use common::bus::proxy::{BusError, DaemonProxy};
+use common::bus::proxy::{BusError, DaemonProxy, GroupOf};
 use common::host::device_name::{self, GpuId};
-use common::host::proc;
+use common::host::{control_groups, proc, systemd};
 use common::text::printable;
 
 /// The time that the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The most characters of a program in a label.
+const NAME: usize = 24;
 
 /// The first argument of the process that becomes the command.
 const BECOME: &str = "become-command";
@@ -55,13 +59,21 @@ const CAUGHT: [Signal; 8] = [
 pub(crate) struct Arguments {
     #[command(flatten)]
     devices: Devices,
+    /// Others may have the slices too; without it, root's command is refused a slice that somebody has, and keeps others out
+    #[arg(long)]
+    share: bool,
     /// The command, and its arguments
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
 }
 
 pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8> {
-    let answer = daemon.container_config(&arguments.devices.names(&daemon).await?).await?;
+    let mut slices = arguments.devices.names(&daemon).await?;
+    if takes_control_group(&arguments.command).await {
+        let label = label(&arguments.command);
+        slices = daemon.bind(&slices, &GroupOf::Process(id()), &label, arguments.share).await?;
+    }
+    let answer = daemon.container_config(&slices).await?;
     warn_of_several(&answer);
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
     drop(daemon);
@@ -100,6 +112,33 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
             signal = released(&mut waiting) => command.send(signal),
         }
     }
+}
+
+/// Sees to it, if that can be, that this process of root is alone in its control group, and says whether it is. Then the control
+/// group can be bound to slices, and the command's own words do not count. A command of a session, or of a terminal of a desktop, gets a scope. A command of a unit with
+/// other processes stays there, since systemd ends it with the unit, and so does one of Slurm, which ends its jobs likewise.
+async fn takes_control_group(command: &[OsString]) -> bool {
+    if !geteuid().is_root() || !systemd::runs_host() {
+        return false;
+    }
+    let Ok(own) = control_groups::path_of(id()) else { return false };
+    let is_a_users = control_groups::shared_by(&own).is_some() || own.contains("/user@");
+    if !is_a_users {
+        return control_groups::is_alone(id());
+    }
+    let moved = systemd::move_self_to_scope(&format!("yunion-mpsctl run: {}", label(command))).await;
+    if let Err(why) = &moved {
+        say(&format!("note: the command is known by its environment alone: {why}"));
+    }
+    moved.is_ok()
+}
+
+/// A name for people: the command and this process.
+fn label(command: &[OsString]) -> String {
+    let program = command.first().map(Path::new).and_then(Path::file_name).unwrap_or_default();
+    // A label has a limit.
+    let program: String = program.to_string_lossy().chars().take(NAME).collect();
+    format!("{} (PID {})", printable(&program), id())
 }
 
 /// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the

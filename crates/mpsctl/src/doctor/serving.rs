@@ -9,6 +9,7 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::counted::counted;
 use common::host::driver::{MULTI_USER, most_clients};
 use common::host::proc;
+use common::membership::records_without_effect;
 use common::problem::Problem;
 
 pub(super) const CHECKS: &[Check] = &[
@@ -19,12 +20,16 @@ pub(super) const CHECKS: &[Check] = &[
     ("whether limits are confirmed", limits),
     ("the CPUs of the control daemons", cpus),
     ("whose slices the clients use", devices),
+    ("the records of the host agent", records),
     ("clients that can command the control daemon", commanders),
     ("drained slices", drained),
     ("full slices", full),
     ("the budgets of slices", budgets),
     ("clients that wait for those of other users", waiting),
 ];
+
+/// The most files that one finding names.
+const RECORDS: usize = 4;
 
 /// The remedy where the service itself gives the reason.
 const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
@@ -170,20 +175,61 @@ fn devices(facts: &Facts) -> Outcome {
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };
-    let nameless: Vec<String> = clients
-        .iter()
-        // Clients that bypass MPS or wait have findings of their own.
-        .filter(|client| client.device.is_none() && !client.bypass && !client.waiting)
-        .map(|client| named(client))
-        .collect();
-    if nameless.is_empty() {
+    // Clients that bypass MPS or wait have findings of their own. A client may be listed for several GPUs.
+    let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
+        let found = clients.iter().filter(|client| !client.bypass && !client.waiting && of(client));
+        found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
+    };
+    let nameless = list(&|client| client.device.is_none());
+    // A program on the host has no other way than its environment, unless somebody binds it.
+    let claim =
+        list(&|client| client.container_id.is_some() && client.known_by.as_deref() == Some("environment"));
+    let mut findings = Vec::new();
+    if !nameless.is_empty() {
+        findings.push(info(
+            "clients-without-device",
+            counted(nameless.len(), "client"),
+            format!("nobody knows which slice they were given: {}", nameless.join(", ")),
+            "start them with yunion-mpsctl run, or with the environment that yunion-mpsctl env prints",
+        ));
+    }
+    if !claim.is_empty() {
+        findings.push(info(
+            "clients-claim-slices",
+            counted(claim.len(), "client"),
+            format!(
+                "they are in containers, and their environment alone says which slice they have, so no budget ends their \
+                 work: {}; yunion-mpsctl clients -o wide shows how each client is known",
+                claim.join(", ")
+            ),
+            "start the containers with CDI devices, or let the agent call Control.Bind; yunion-mpsctl bind 00:06.0-1 --pid PID \
+             does it for a container that runs",
+        ));
+    }
+    Ok(findings)
+}
+
+/// The clients of such a container have no slice, or only claim a slice.
+fn records(facts: &Facts) -> Outcome {
+    let servers = &facts.enabled()?.supervision.servers_path;
+    if !rustix::process::geteuid().is_root() {
+        return Err("only root can read them".to_owned());
+    }
+    let bad = records_without_effect(servers);
+    if bad.is_empty() {
         return Ok(Vec::new());
     }
-    Ok(vec![info(
-        "clients-without-device",
-        counted(nameless.len(), "client"),
-        format!("nobody knows which slice they were given: {}", nameless.join(", ")),
-        "start them with yunion-mpsctl run, or with the environment that yunion-mpsctl env prints",
+    let mut words: Vec<String> =
+        bad.iter().take(RECORDS).map(|(file, why)| format!("{}: {why}", file.display())).collect();
+    if bad.len() > RECORDS {
+        words.push(format!("and {} more", bad.len() - RECORDS));
+    }
+    Ok(vec![warning(
+        "records-without-effect",
+        servers.display(),
+        words.join("; "),
+        "clients in the containers of these guests are known by their environment alone; give the files and their directories \
+         to root with chown root:root and chmod go-w, and let the host agent write again what is not understood",
     )])
 }
 

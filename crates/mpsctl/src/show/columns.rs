@@ -107,6 +107,9 @@ const AGE: Column<Client> =
 const CONTAINER: Column<Client> = OfClient::new("CONTAINER", |one| short_id(one).shown())
     .expendable(3)
     .order(|a, b| a.container_id.cmp(&b.container_id));
+const GUEST: Column<Client> = OfClient::new("GUEST", guest_and_container)
+    .expendable(2)
+    .order(|a, b| (&a.guest, &a.container).cmp(&(&b.guest, &b.container)));
 
 /// `list`
 pub(crate) const SLICES: &[Column<Device>] = &[
@@ -115,6 +118,7 @@ pub(crate) const SLICES: &[Column<Device>] = &[
     OfSlice::new("MEMORY", |one| of_limit(one.memory_used, one.mps_memory_limit, " MiB")).number(),
     SHARE,
     OfSlice::new("CLIENTS", |one| of_limit(one.clients, one.max_clients, "")).number(),
+    OfSlice::new("BOUND TO", |one| one.bound_to.shown()).expendable(2).wide(),
     OfSlice::new("INDEX", |one| one.nvidia_index.shown()).expendable(4).wide(),
     OfSlice::new("NUMA", |one| one.numa_node.shown()).expendable(5).wide(),
     OfSlice::new("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(6).wide(),
@@ -201,12 +205,15 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
     OfClient::new("SINCE", |one| one.since.map(|since| time::local(time::from_seconds(since))).shown())
         .expendable(6)
         .wide(),
+    OfClient::new("PROJECT", |one| one.project.shown()).expendable(7).wide(),
+    OfClient::new("LABEL", |one| one.label.shown()).expendable(4).wide(),
+    GUEST,
     CONTAINER,
 ];
 
 /// The clients that `drain --wait` waits for.
 pub(crate) const WAITED_FOR: &[Column<Client>] =
-    &[PID, USER, OfClient::new("SLICE", slice_or_not_known), CONTAINER, COMMAND];
+    &[PID, USER, OfClient::new("SLICE", slice_or_not_known), GUEST, CONTAINER, COMMAND];
 
 /// The slices of `top`. The last column holds prose, and takes the room that is left.
 pub(crate) const TOP_SLICES: &[Column<Device>] = &[
@@ -235,6 +242,7 @@ pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
         .order(|a, b| slice_as_far_as_it_has_one(a).cmp(&slice_as_far_as_it_has_one(b))),
     MEMORY,
     AGE.number(),
+    GUEST,
     CONTAINER,
     COMMAND,
 ];
@@ -328,6 +336,14 @@ fn slice_as_far_as_it_has_one(client: &Client) -> String {
 
 pub(crate) fn slice_or_not_known(client: &Client) -> String {
     client.device.as_ref().map_or_else(|| "slice not known".to_owned(), Shown::shown)
+}
+
+/// `train-1/main`
+fn guest_and_container(client: &Client) -> String {
+    match (&client.guest, &client.container) {
+        (Some(guest), Some(container)) => format!("{}/{}", guest.shown(), container.shown()),
+        (guest, _) => guest.shown(),
+    }
 }
 
 pub(crate) fn short_id(client: &Client) -> Option<String> {

@@ -280,6 +280,10 @@ fn series(
             ("pid", client.pid.to_string()),
             ("user", bounded(client.user.as_ref())),
             ("container_id", bounded(client.container_id.as_ref())),
+            ("guest", bounded(client.guest.as_ref())),
+            ("container", bounded(client.container.as_ref())),
+            ("project", bounded(client.project.as_ref())),
+            ("label", bounded(client.label.as_ref())),
         ];
         (labels, bytes(memory))
     };
@@ -405,7 +409,10 @@ mod tests {
         let long = format!("\u{1b}[2J{}", "ä".repeat(100_000));
         let clients = rows([
             json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
-            json!({"pid": 8, "gpu": "GPU-1", "memory_mib": 2, "device": "00:06.0-1", "user": long, "container_id": id}),
+            json!({
+                "pid": 8, "gpu": "GPU-1", "memory_mib": 2, "device": "00:06.0-1", "user": long, "container_id": id,
+                "guest": "train-1", "container": "main", "project": "vision", "label": "job 7",
+            }),
             json!({"pid": 7, "gpu": "GPU-1", "memory_mib": null}),
             json!({"pid": 6, "gpu": "GPU-1", "memory_mib": 4, "bypass": true}),
             // A text must not have a series twice.
@@ -413,16 +420,41 @@ mod tests {
         ]);
         let (series, left_out) = series(&clients, &devices, &gpus);
         let user = format!("\u{fffd}[2J{}", "ä".repeat(60));
-        let labels = |values: [&str; 6]| -> Labels {
-            let names = ["device", "gpu", "uuid", "pid", "user", "container_id"];
+        let labels = |values: [&str; 10]| -> Labels {
+            let names = [
+                "device",
+                "gpu",
+                "uuid",
+                "pid",
+                "user",
+                "container_id",
+                "guest",
+                "container",
+                "project",
+                "label",
+            ];
             names.into_iter().zip(values.map(str::to_owned)).collect()
         };
         assert_eq!(left_out, 0);
         assert_eq!(
             series,
             [
-                (labels(["00:06.0-1", "00:06.0", "GPU-1", "8", &user, &id]), 2_097_152.0),
-                (labels(["", "", "GPU-2", "9", "", ""]), 1_048_576.0),
+                (
+                    labels([
+                        "00:06.0-1",
+                        "00:06.0",
+                        "GPU-1",
+                        "8",
+                        &user,
+                        &id,
+                        "train-1",
+                        "main",
+                        "vision",
+                        "job 7"
+                    ]),
+                    2_097_152.0
+                ),
+                (labels(["", "", "GPU-2", "9", "", "", "", "", "", ""]), 1_048_576.0),
             ]
         );
     }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"strconv"
 	"syscall"
 
 	"yunion.io/mps"
@@ -15,6 +16,7 @@ import (
 const usage = `usage: mps-agent probe             the slices and the GPUs
        mps-agent watch             the same again with every change, one line each
        mps-agent config NAME...    what a container needs for these slices
+       mps-agent bind PID NAME...  gives these slices to the control group of a process
        mps-agent release ID        ends the GPU work of a container
 `
 
@@ -52,6 +54,16 @@ func run(ctx context.Context, client *mps.Client, args []string) error {
 			return err
 		}
 		return show(config)
+	case len(args) >= 3 && args[0] == "bind":
+		pid, err := strconv.ParseUint(args[1], 10, 32)
+		if err != nil {
+			return err
+		}
+		bound, err := client.Bind(ctx, uint32(pid), "mps-agent", args[2:]...)
+		if err != nil {
+			return err
+		}
+		return show(bound)
 	case len(args) == 2 && args[0] == "release":
 		return client.ReleaseContainer(ctx, args[1])
 	}

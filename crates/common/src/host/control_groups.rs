@@ -1,0 +1,196 @@
+//! Control groups as the kernel shows them: that of a process, and whether one still is.
+//!
+//! On a host with several hierarchies (cgroup v1), the control groups are those of the hierarchy in which the service manager
+//! and every container runtime put processes: `name=systemd`. Otherwise they are those of the one hierarchy that there is.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use mps_core::bindings::{ControlGroup, GroupUse};
+
+use super::proc;
+
+/// The mount of the one hierarchy, or of all hierarchies.
+const MOUNT: &str = "/sys/fs/cgroup";
+
+/// A file that is only at the top of the one hierarchy.
+const ONE_HIERARCHY: &str = "/sys/fs/cgroup/cgroup.controllers";
+
+/// The most control groups that are looked at below one, to see whether any has a process.
+const MOST: usize = 256;
+
+/// The hierarchy of the control groups of this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Hierarchies {
+    One,
+    OfTheServiceManager,
+}
+
+impl Hierarchies {
+    fn of_this_host() -> Self {
+        if Path::new(ONE_HIERARCHY).exists() { Self::One } else { Self::OfTheServiceManager }
+    }
+
+    /// A control group as a directory.
+    fn directory(self, path: &str) -> PathBuf {
+        let mount = match self {
+            Self::One => PathBuf::from(MOUNT),
+            Self::OfTheServiceManager => Path::new(MOUNT).join("systemd"),
+        };
+        mount.join(path.trim_start_matches('/'))
+    }
+
+    /// The path in this hierarchy, from the text of `/proc/PID/cgroup`.
+    fn path_in(self, cgroups: &str) -> Option<&str> {
+        let wanted = match self {
+            Self::One => "",
+            Self::OfTheServiceManager => "name=systemd",
+        };
+        // A number, the hierarchy, and a path with names that a tenant may have chosen, colons included.
+        cgroups.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            (fields.next()? == wanted).then(|| fields.next())?
+        })
+    }
+}
+
+/// The path of the control group of a process.
+///
+/// # Errors
+/// The process has ended, or is in no control group of that kind.
+pub fn path_of(pid: u32) -> io::Result<String> {
+    let cgroups = proc::cgroups_text(pid)?;
+    let path = Hierarchies::of_this_host().path_in(&cgroups);
+    path.map(str::to_owned).ok_or_else(|| io::ErrorKind::NotFound.into())
+}
+
+/// The control group at a path.
+///
+/// # Errors
+/// There is none.
+pub fn find(path: &str) -> io::Result<ControlGroup> {
+    let found = fs::symlink_metadata(directory(path))?;
+    if !found.is_dir() {
+        return Err(io::ErrorKind::NotADirectory.into());
+    }
+    Ok(ControlGroup { path: path.to_owned(), inode: found.ino() })
+}
+
+/// Whether a process is the only one of its control group.
+pub fn is_alone(pid: u32) -> bool {
+    let pids = path_of(pid).and_then(|path| fs::read_to_string(directory(&path).join("cgroup.procs")));
+    pids.is_ok_and(|pids| pids.lines().eq([pid.to_string()]))
+}
+
+/// The directory of the control group at a path.
+pub fn directory(path: &str) -> PathBuf {
+    Hierarchies::of_this_host().directory(path)
+}
+
+/// Whether a control group still is, and whether it has processes.
+pub fn use_of(group: &ControlGroup) -> GroupUse {
+    match find(&group.path) {
+        Ok(found) if found == *group => {}
+        Ok(_) => return GroupUse::Gone,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return GroupUse::Gone,
+        Err(_) => return GroupUse::Used,
+    }
+    let directory = directory(&group.path);
+    let is_empty = match fs::read_to_string(directory.join("cgroup.events")) {
+        Ok(events) => events.lines().any(|line| line == "populated 0"),
+        Err(_) => has_no_process(directory),
+    };
+    if is_empty { GroupUse::Empty } else { GroupUse::Used }
+}
+
+/// Whether neither this control group nor any below it has a process, as far as that can be seen.
+fn has_no_process(top: PathBuf) -> bool {
+    let mut left = vec![top];
+    let mut looked_at = 0;
+    while let Some(directory) = left.pop() {
+        looked_at += 1;
+        let has_none = fs::read(directory.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty());
+        let Ok(entries) = fs::read_dir(&directory) else { return false };
+        if !has_none || looked_at > MOST {
+            return false;
+        }
+        let entries = entries.filter_map(Result::ok);
+        let below = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+        left.extend(below.map(|entry| entry.path()));
+    }
+    true
+}
+
+/// Why a control group is nobody's alone: everybody's processes are in it, or a user can put any of the user's processes there.
+pub fn shared_by(path: &str) -> Option<&'static str> {
+    let name = path.rsplit('/').next().unwrap_or_default();
+    let is = |prefix: &str, suffix: &str| {
+        name.strip_prefix(prefix).is_some_and(|rest| rest.strip_suffix(suffix).is_some())
+    };
+    if name.is_empty() {
+        Some("the root of all control groups")
+    } else if is("", ".slice") {
+        Some("a slice of the service manager, which groups units")
+    } else if name == "init.scope" {
+        Some("the control group of the service manager")
+    } else if is("session-", ".scope") {
+        Some("the session of a user")
+    } else if is("user@", ".service") {
+        Some("the service manager of a user")
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_path_is_in_the_hierarchy_of_the_host() {
+        let both = "12:cpu,cpuacct:/other\n1:name=systemd:/docker/a:b\n0::/unified";
+        for (hierarchy, text, expected) in [
+            (Hierarchies::OfTheServiceManager, both, Some("/docker/a:b")),
+            (Hierarchies::One, both, Some("/unified")),
+            (Hierarchies::One, "0::/a/xname=systemd:/b", Some("/a/xname=systemd:/b")),
+            (Hierarchies::OfTheServiceManager, "0::/a", None),
+            // A tenant has named a control group so.
+            (
+                Hierarchies::OfTheServiceManager,
+                "2:cpu:/own/x:name=systemd:/victim\n1:name=systemd:/own",
+                Some("/own"),
+            ),
+            (Hierarchies::One, "", None),
+        ] {
+            assert_eq!(hierarchy.path_in(text), expected, "{text}");
+        }
+    }
+
+    #[test]
+    fn control_groups_of_many_are_nobodys() {
+        for path in [
+            "/",
+            "/user.slice/user-0.slice",
+            "/user.slice/user-0.slice/session-3.scope",
+            "/user.slice/user-1000.slice/user@1000.service",
+            "/init.scope",
+        ] {
+            assert!(shared_by(path).is_some(), "{path}");
+        }
+        for path in
+            ["/system.slice/docker-0123.scope", "/a", "/user.slice/run-r1.scope", "/system.slice/x.service"]
+        {
+            assert_eq!(shared_by(path), None, "{path}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_there_is_gone() {
+        let group = ControlGroup { path: "/no such control group".to_owned(), inode: 7 };
+        assert_eq!(use_of(&group), GroupUse::Gone);
+        assert!(path_of(std::process::id()).is_ok_and(|path| path.starts_with('/')));
+        assert!(path_of(u32::MAX).is_err());
+    }
+}

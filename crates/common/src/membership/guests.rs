@@ -1,0 +1,531 @@
+//! The host agent's records of its guests: which container of which guest has which device.
+//!
+//! The agent writes them for itself, in place and not by rename, so a reader can meet half of a file. They hold credentials:
+//! nothing of them but the names here is kept, logged or published.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::thread::sleep;
+use std::time::Duration;
+
+use rustix::fs::{CWD, Dir, Mode, OFlags, Stat, fstat, openat};
+use rustix::process::geteuid;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+
+use super::CLAIMS;
+use crate::host::device_name::DeviceName;
+
+/// The records of all containers of one guest: the ids that the container runtime knows them by.
+const CONTAINERS: &str = "containers";
+
+/// The guest with its containers and their devices.
+const DESCRIPTION: &str = "desc";
+
+/// The type of device that is a slice of ours.
+const OUR_TYPE: &str = "NVIDIA_MPS";
+
+/// The largest file that is read, in bytes. A guest's description has some ten thousand.
+const LARGEST: u64 = 4 * 1024 * 1024;
+
+/// The most guests that are looked at.
+const GUESTS: usize = 4096;
+
+/// The longest name that is kept, in characters.
+const NAME: usize = 128;
+
+/// The mode bits of a file that others than its owner can write.
+const WRITTEN_BY_OTHERS: u32 = 0o022;
+
+/// The attempts at a file that is half-written, and the pause between two of them. The agent writes a file in less.
+const ATTEMPTS: usize = 5;
+const PAUSE: Duration = Duration::from_millis(25);
+
+/// A container of a guest, by its names on the platform. A tenant may have chosen each of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GuestContainer {
+    pub guest: String,
+    pub container: String,
+    /// Empty if the records do not tell it.
+    pub project: String,
+}
+
+/// The facts that the records have of one container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct GuestRecord {
+    pub(super) names: GuestContainer,
+    /// Its devices of this service. The name of a GPU stands for one slice of it.
+    pub(super) devices: Vec<DeviceName>,
+}
+
+/// The records, read when somebody asks for the first container, and valid for one look at processes.
+#[derive(Debug)]
+pub(super) struct GuestRecords {
+    directory: PathBuf,
+    /// The container of each id, with the directory of its guest and its key there. None for an id that two guests have.
+    containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
+    /// The descriptions that were read.
+    guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
+}
+
+#[derive(Debug, Deserialize)]
+struct RecordedId {
+    cri_id: Option<String>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Guest {
+    name: Option<String>,
+    /// The name of its project.
+    tenant: Option<String>,
+    containers: Option<Vec<Container>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Container {
+    id: Option<String>,
+    name: Option<String>,
+    spec: Option<Spec>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Spec {
+    devices: Option<Vec<Device>>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct Device {
+    isolated_device: Option<IsolatedDevice>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+struct IsolatedDevice {
+    addr: Option<String>,
+    device_type: Option<String>,
+}
+
+impl GuestRecords {
+    pub(super) fn in_directory(directory: PathBuf) -> Self {
+        Self { directory, containers: OnceLock::new(), guests: Mutex::default() }
+    }
+
+    /// The record of the container with this id of 64 hexadecimal digits. None if no guest has it, or two have.
+    pub(super) fn record_of(&self, id: &str) -> Option<GuestRecord> {
+        let containers = self.containers.get_or_init(|| read_containers(&self.directory));
+        let (guest, key) = containers.get(id)?.as_ref()?;
+        let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = || believed_file(&self.directory, guest, DESCRIPTION).ok();
+        guests.entry(guest.clone()).or_insert_with(read).as_ref()?.record_of(key)
+    }
+}
+
+impl Guest {
+    fn record_of(&self, key: &str) -> Option<GuestRecord> {
+        let its = self.containers.iter().flatten().find(|one| one.id.as_deref() == Some(key))?;
+        let mut devices = Vec::new();
+        let listed = its.spec.iter().flat_map(|spec| spec.devices.iter().flatten());
+        for device in listed.filter_map(|device| device.isolated_device.as_ref()).take(CLAIMS) {
+            let is_ours = device.device_type.as_deref().is_none_or(|word| word == OUR_TYPE);
+            let name = device.addr.as_deref().filter(|_| is_ours).and_then(|addr| addr.parse().ok());
+            devices.extend(name.filter(|name| !devices.contains(name)));
+        }
+        let names = GuestContainer {
+            guest: shortened(self.name.as_deref()),
+            container: shortened(its.name.as_deref()),
+            project: shortened(self.tenant.as_deref()),
+        };
+        Some(GuestRecord { names, devices })
+    }
+}
+
+/// The beginning of a name, in one line and without commands for a terminal: it stands in the labels of bindings and in events.
+fn shortened(name: Option<&str>) -> String {
+    let plain = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
+    name.unwrap_or_default().chars().take(NAME).map(plain).collect()
+}
+
+/// The reason why a record is not believed, or not yet. It holds nothing of the record.
+#[derive(Debug)]
+enum BadRecord {
+    /// Not there or not to be read.
+    Failed(io::Error),
+    /// Others than the service's user can write it, or it is no regular file or directory.
+    NotTheAgents,
+    TooLarge,
+    /// It may be half-written.
+    NotUnderstood {
+        line: usize,
+        column: usize,
+    },
+}
+
+impl BadRecord {
+    fn is_missing(&self) -> bool {
+        matches!(self, Self::Failed(error) if error.kind() == io::ErrorKind::NotFound)
+    }
+}
+
+impl fmt::Display for BadRecord {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Failed(error) => write!(f, "{error}"),
+            Self::NotTheAgents => {
+                write!(f, "not a file or directory that only root can write; it is not believed")
+            }
+            Self::TooLarge => write!(f, "larger than {LARGEST} bytes; it is not read"),
+            Self::NotUnderstood { line, column } => {
+                write!(f, "not understood at line {line}, column {column}")
+            }
+        }
+    }
+}
+
+impl From<rustix::io::Errno> for BadRecord {
+    fn from(error: rustix::io::Errno) -> Self {
+        Self::Failed(error.into())
+    }
+}
+
+/// The containers of all guests, by the ids that the container runtime knows them by.
+fn read_containers(directory: &Path) -> BTreeMap<String, Option<(OsString, String)>> {
+    let mut containers = BTreeMap::new();
+    let mut left = guests_in(directory).unwrap_or_else(|error| {
+        tracing::debug!("{}: {error}", directory.display());
+        Vec::new()
+    });
+    for attempt in 1..=ATTEMPTS {
+        let mut half_written = Vec::new();
+        for guest in left {
+            let found: Result<BTreeMap<String, RecordedId>, _> = read_file(directory, &guest, CONTAINERS);
+            match found {
+                Ok(found) => keep(&mut containers, &guest, found),
+                Err(BadRecord::NotUnderstood { .. }) if attempt < ATTEMPTS => half_written.push(guest),
+                Err(error) => not_read(&directory.join(&guest).join(CONTAINERS), &error),
+            }
+        }
+        left = half_written;
+        if left.is_empty() {
+            break;
+        }
+        sleep(PAUSE);
+    }
+    containers
+}
+
+fn keep(
+    containers: &mut BTreeMap<String, Option<(OsString, String)>>,
+    guest: &OsString,
+    found: BTreeMap<String, RecordedId>,
+) {
+    for (key, RecordedId { cri_id }) in found {
+        let Some(id) = cri_id else { continue };
+        // An id belongs to one container. Where two records have it, at least one of them lies.
+        let owner = if containers.contains_key(&id) { None } else { Some((guest.clone(), key)) };
+        containers.insert(id, owner);
+    }
+}
+
+/// The directories of guests, each with the records of one.
+fn guests_in(directory: &Path) -> Result<Vec<OsString>, BadRecord> {
+    let opened = File::from(openat(CWD, directory, directory_flags(), Mode::empty())?);
+    believed(&fstat(&opened)?)?;
+    let names =
+        Dir::read_from(&opened)?.filter_map(Result::ok).map(|entry| entry.file_name().to_bytes().to_vec());
+    Ok(names.filter(|name| !name.starts_with(b".")).take(GUESTS).map(OsString::from_vec).collect())
+}
+
+fn read_file<T: DeserializeOwned>(directory: &Path, guest: &OsString, file: &str) -> Result<T, BadRecord> {
+    let flags = directory_flags() | OFlags::NOFOLLOW;
+    let guest = openat(CWD, directory.join(guest), flags, Mode::empty())?;
+    believed(&fstat(&guest)?)?;
+    // With NONBLOCK, a FIFO does not block.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = File::from(openat(&guest, file, flags, Mode::empty())?);
+    believed(&fstat(&file)?)?;
+    if !file.metadata().map_err(BadRecord::Failed)?.is_file() {
+        return Err(BadRecord::NotTheAgents);
+    }
+    let mut bytes = Vec::new();
+    file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
+    if u64::try_from(bytes.len()).is_ok_and(|length| length > LARGEST) {
+        return Err(BadRecord::TooLarge);
+    }
+    // The words of the error could quote the file.
+    let place =
+        |error: serde_json::Error| BadRecord::NotUnderstood { line: error.line(), column: error.column() };
+    serde_json::from_slice(&bytes).map_err(place)
+}
+
+fn directory_flags() -> OFlags {
+    OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECTORY
+}
+
+/// The agent writes its records as root. A record that anybody else can write is a claim.
+fn believed(stat: &Stat) -> Result<(), BadRecord> {
+    let is_the_agents = stat.st_uid == geteuid().as_raw() && stat.st_mode & WRITTEN_BY_OTHERS == 0;
+    if is_the_agents { Ok(()) } else { Err(BadRecord::NotTheAgents) }
+}
+
+/// Reads until the file is whole. If it can't be read, the reason is told.
+fn believed_file<T: DeserializeOwned>(
+    directory: &Path,
+    guest: &OsString,
+    file: &str,
+) -> Result<T, BadRecord> {
+    let mut read = read_file(directory, guest, file);
+    for _ in 1..ATTEMPTS {
+        if !matches!(read, Err(BadRecord::NotUnderstood { .. })) {
+            break;
+        }
+        sleep(PAUSE);
+        read = read_file(directory, guest, file);
+    }
+    read.inspect_err(|error| not_read(&directory.join(guest).join(file), error))
+}
+
+/// The records of containers that are there and do not count, each with the reason.
+pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
+    let guests = match guests_in(directory) {
+        Ok(guests) => guests,
+        Err(error) if error.is_missing() => return Vec::new(),
+        Err(error) => return vec![(directory.to_owned(), error.to_string())],
+    };
+    let mut found = Vec::new();
+    for guest in guests {
+        let mut look = |file: &str, error: BadRecord| {
+            if !error.is_missing() {
+                found.push((directory.join(&guest).join(file), error.to_string()));
+            }
+        };
+        match believed_file::<BTreeMap<String, RecordedId>>(directory, &guest, CONTAINERS) {
+            // A virtual machine has no containers, and nobody reads its description.
+            Ok(containers) if containers.is_empty() => {}
+            Ok(_) => {
+                if let Err(error) = believed_file::<Guest>(directory, &guest, DESCRIPTION) {
+                    look(DESCRIPTION, error);
+                }
+            }
+            Err(error) => look(CONTAINERS, error),
+        }
+    }
+    found
+}
+
+fn not_read(file: &Path, error: &BadRecord) {
+    // Most guests are virtual machines, which have no containers.
+    if !error.is_missing() {
+        tracing::debug!("{}: {error}", file.display());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const ID: &str = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+
+    fn id(digit: char) -> String {
+        digit.to_string().repeat(64)
+    }
+
+    /// A host agent's directory of guests.
+    struct Servers(tempfile::TempDir);
+
+    impl Servers {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn file(&self, guest: &str, file: &str) -> PathBuf {
+            self.0.path().join(guest).join(file)
+        }
+
+        fn write(&self, guest: &str, containers: &Value, description: &Value) {
+            let directory = self.0.path().join(guest);
+            if !directory.exists() {
+                fs::create_dir(&directory).unwrap();
+            }
+            fs::set_permissions(&directory, Permissions::from_mode(0o755)).unwrap();
+            for (file, value) in [(CONTAINERS, containers), (DESCRIPTION, description)] {
+                fs::write(self.file(guest, file), value.to_string()).unwrap();
+                fs::set_permissions(self.file(guest, file), Permissions::from_mode(0o644)).unwrap();
+            }
+        }
+
+        /// A guest of one container, with devices of these addresses and types.
+        fn one(&self, guest: &str, id: &str, devices: &[(&str, Option<&str>)]) {
+            self.write(guest, &containers(id), &description(devices));
+        }
+
+        fn record_of(&self, id: &str) -> Option<GuestRecord> {
+            GuestRecords::in_directory(self.0.path().to_owned()).record_of(id)
+        }
+    }
+
+    fn containers(id: &str) -> Value {
+        json!({"c-1": {"id": "c-1", "index": 0, "cri_id": id}, "c-2": {"id": "c-2", "index": 1}})
+    }
+
+    fn description(devices: &[(&str, Option<&str>)]) -> Value {
+        let device = |(addr, device_type): &(&str, Option<&str>)| {
+            let device = json!({"id": "d", "addr": addr, "path": "GPU-1", "device_type": device_type});
+            json!({"isolated_device": device})
+        };
+        let devices: Vec<Value> = devices.iter().map(device).collect();
+        json!({
+            "name": "train-1", "uuid": "u", "tenant": "vision", "cpu": 4,
+            "isolated_devices": [{"addr": "00:06.0-7"}],
+            "containers": [
+                {"id": "c-0", "name": "sidecar", "spec": null},
+                {"id": "c-1", "name": "main", "spec": {"image_credential_token": "secret", "devices": devices}},
+            ],
+        })
+    }
+
+    fn names(devices: &[DeviceName]) -> Vec<String> {
+        devices.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn a_container_has_the_devices_that_its_guest_is_described_with() {
+        let servers = Servers::new();
+        fs::create_dir(servers.0.path().join("virtual-machine")).unwrap();
+        let ours = Some(OUR_TYPE);
+        for (devices, expected) in [
+            (&[("00:06.0-1", ours)][..], &["00:06.0-1"][..]),
+            (&[("00:06.0", ours)], &["00:06.0"]),
+            (&[("00:06.0-1", ours), ("00:07.0-3", None), ("00:06.0-1", ours)], &["00:06.0-1", "00:07.0-3"]),
+            (&[("00:08.0", Some("NVIDIA_GPU")), ("/dev/x", ours), ("", ours)], &[]),
+            (&[], &[]),
+        ] {
+            servers.one("guest", ID, devices);
+            let record = servers.record_of(ID).unwrap();
+            assert_eq!(names(&record.devices), expected);
+            let GuestContainer { guest, container, project } = record.names;
+            assert_eq!([guest, container, project], ["train-1", "main", "vision"]);
+        }
+        assert_eq!(servers.record_of(&id('a')), None);
+        // The container runtime does not know this one yet.
+        servers.write("guest", &json!({"c-1": {"id": "c-1", "cri_id": null}}), &description(&[]));
+        assert_eq!(servers.record_of(ID), None);
+        servers.write(
+            "guest",
+            &containers(ID),
+            &json!({"name": "n".repeat(9999), "containers": [{"id": "c-1"}]}),
+        );
+        let names = servers.record_of(ID).unwrap().names;
+        assert_eq!((names.guest.len(), names.container, names.project), (NAME, String::new(), String::new()));
+    }
+
+    #[test]
+    fn a_container_of_two_guests_is_nobodys() {
+        let servers = Servers::new();
+        servers.one("one", ID, &[("00:06.0-1", None)]);
+        servers.one("other", &id('b'), &[("00:06.0-2", None)]);
+        assert_eq!(names(&servers.record_of(&id('b')).unwrap().devices), ["00:06.0-2"]);
+        for guest in ["other", "third"] {
+            servers.one(guest, ID, &[("00:06.0-2", None)]);
+            assert_eq!(servers.record_of(ID), None);
+        }
+    }
+
+    #[test]
+    fn only_what_root_alone_can_write_is_believed() {
+        let servers = Servers::new();
+        let one = |servers: &Servers| servers.one("guest", ID, &[("00:06.0-1", None)]);
+        let path = |file: &str| servers.file("guest", file);
+        for (file, mode) in [(CONTAINERS, 0o664), (DESCRIPTION, 0o646), ("", 0o775), ("", 0o757)] {
+            one(&servers);
+            assert!(servers.record_of(ID).is_some());
+            fs::set_permissions(path(file), Permissions::from_mode(mode)).unwrap();
+            assert_eq!(servers.record_of(ID), None, "{file} {mode:o}");
+        }
+        for file in [CONTAINERS, DESCRIPTION] {
+            one(&servers);
+            fs::rename(path(file), path("elsewhere")).unwrap();
+            symlink("elsewhere", path(file)).unwrap();
+            assert_eq!(servers.record_of(ID), None, "a link as {file}");
+            fs::remove_file(path(file)).unwrap();
+            rustix::fs::mknodat(CWD, path(file), rustix::fs::FileType::Fifo, 0o644.into(), 0).unwrap();
+            assert_eq!(servers.record_of(ID), None, "a FIFO as {file}");
+            fs::remove_file(path(file)).unwrap();
+        }
+        one(&servers);
+        fs::rename(path(""), servers.0.path().join(".hidden")).unwrap();
+        symlink(".hidden", servers.0.path().join("guest")).unwrap();
+        assert_eq!(servers.record_of(ID), None, "a link as the guest's directory");
+        fs::set_permissions(servers.0.path(), Permissions::from_mode(0o777)).unwrap();
+        assert!(guests_in(servers.0.path()).is_err());
+        assert!(GuestRecords::in_directory("/no such directory".into()).record_of(ID).is_none());
+    }
+
+    #[test]
+    fn bad_records_cost_their_own_guest_alone() {
+        let servers = Servers::new();
+        servers.one("good", ID, &[("00:06.0-1", None)]);
+        let bad: [&[u8]; 7] =
+            [b"", b"{", b"[]", b"\xff\xfe", b"{\"c\": 7}", b"{\"c\": {\"cri_id\": 7}}", b"null"];
+        for bytes in bad {
+            servers.one("bad", &id('b'), &[]);
+            fs::write(servers.file("bad", CONTAINERS), bytes).unwrap();
+            assert_eq!((servers.record_of(&id('b')), servers.record_of(ID).is_some()), (None, true));
+            servers.one("bad", &id('b'), &[]);
+            fs::write(servers.file("bad", DESCRIPTION), bytes).unwrap();
+            assert_eq!((servers.record_of(&id('b')), servers.record_of(ID).is_some()), (None, true));
+        }
+        servers.one("bad", &id('b'), &[]);
+        let huge = File::options().write(true).open(servers.file("bad", DESCRIPTION)).unwrap();
+        huge.set_len(LARGEST + 1).unwrap();
+        assert!(matches!(
+            read_file::<Guest>(servers.0.path(), &"bad".into(), DESCRIPTION),
+            Err(BadRecord::TooLarge)
+        ));
+    }
+
+    /// The agent writes in place: a reader who comes in between waits for the rest.
+    #[test]
+    fn a_half_written_record_is_read_again() {
+        let servers = Servers::new();
+        for file in [CONTAINERS, DESCRIPTION] {
+            servers.one("guest", ID, &[("00:06.0-1", None)]);
+            let path = servers.file("guest", file);
+            let whole = fs::read(&path).unwrap();
+            fs::write(&path, whole.split_at(whole.len() / 2).0).unwrap();
+            let found = std::thread::scope(|scope| {
+                let reader = scope.spawn(|| servers.record_of(ID));
+                sleep(PAUSE);
+                fs::write(&path, &whole).unwrap();
+                reader.join().unwrap()
+            });
+            assert_eq!(names(&found.unwrap().devices), ["00:06.0-1"], "{file}");
+        }
+    }
+
+    /// The records hold credentials, and whatever stands in an error can come into a log.
+    #[test]
+    fn an_error_quotes_nothing_of_a_record() {
+        let servers = Servers::new();
+        servers.write("guest", &json!({"c": {"cri_id": ["secret"]}}), &json!({"name": {"secret": "secret"}}));
+        let directory = servers.0.path();
+        let containers = read_file::<BTreeMap<String, RecordedId>>(directory, &"guest".into(), CONTAINERS);
+        let description = read_file::<Guest>(directory, &"guest".into(), DESCRIPTION);
+        for error in [containers.map(drop).unwrap_err(), description.map(drop).unwrap_err()] {
+            let words = format!("{error} {error:?}");
+            assert!(
+                words.contains("not understood at line 1, column") && !words.contains("secret"),
+                "{words}"
+            );
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! Histories of bindings, by seeds: control groups that come, go and come again under the same path, with processes and
+//! without, and a service that forgets everything but what is written down.
+
+// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+#![allow(clippy::unwrap_used)]
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
+
+use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, NotBound};
+use proptest::prelude::*;
+
+/// Two tenants' control groups, with one inside the first, and one with a name that begins alike.
+const PATHS: [&str; 4] = ["/a", "/a/b", "/ab", "/c"];
+
+#[derive(Debug, Clone)]
+enum Event {
+    /// A control group is made, or removed with all below it.
+    Make(&'static str),
+    Remove(&'static str),
+    /// A process comes into a control group, or leaves it.
+    Enter(&'static str),
+    Leave(&'static str),
+    Bind {
+        path: &'static str,
+        by: BoundBy,
+        slices: BTreeSet<u8>,
+        shares: bool,
+    },
+    Unbind(&'static str),
+    /// Somebody asks, and what has ended is dropped.
+    Look,
+    /// The service is killed and started again.
+    Restart,
+    Wait(u64),
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let path = || prop::sample::select(PATHS.to_vec());
+    let slices = prop::collection::btree_set(0_u8..3, 1..3);
+    let by = prop::sample::select(vec![BoundBy::Platform, BoundBy::Root]);
+    prop_oneof![
+        3 => path().prop_map(Event::Make),
+        1 => path().prop_map(Event::Remove),
+        2 => path().prop_map(Event::Enter),
+        1 => path().prop_map(Event::Leave),
+        4 => (path(), by, slices, prop::bool::weighted(0.2))
+            .prop_map(|(path, by, slices, shares)| Event::Bind { path, by, slices, shares }),
+        1 => path().prop_map(Event::Unbind),
+        2 => Just(Event::Look),
+        1 => Just(Event::Restart),
+        1 => (0..100_u64).prop_map(Event::Wait),
+    ]
+}
+
+#[derive(Default)]
+struct Host {
+    /// The control groups that there are, by their paths: inode, and number of processes.
+    groups: BTreeMap<&'static str, (u64, u32)>,
+    inodes: u64,
+    now: u64,
+    bindings: Bindings<u8>,
+    /// The slices that somebody shares on purpose. Whoever has one of them now need not be alone.
+    shared: BTreeSet<u8>,
+}
+
+fn is_below(path: &str, above: &str) -> bool {
+    path == above || path.starts_with(&format!("{above}/"))
+}
+
+impl Host {
+    fn use_of(&self, group: &ControlGroup) -> GroupUse {
+        let is_there = self.groups.get(group.path.as_str()).is_some_and(|(inode, _)| *inode == group.inode);
+        let below = self.groups.iter().filter(|(path, _)| is_below(path, &group.path));
+        match below.map(|(_, (_, processes))| processes).sum::<u32>() {
+            _ if !is_there => GroupUse::Gone,
+            0 => GroupUse::Empty,
+            _ => GroupUse::Used,
+        }
+    }
+
+    fn drop_ended(&mut self) {
+        let mut bindings = self.bindings.clone();
+        let ended = bindings.end(self.now, |group| self.use_of(group));
+        for one in &ended {
+            let (is, age) = (self.use_of(&one.group), self.now - one.since);
+            assert!(
+                is == GroupUse::Gone || (is == GroupUse::Empty && age >= FIRST_PROCESS),
+                "{one:?} is {is:?}"
+            );
+        }
+        for one in bindings.iter() {
+            assert_ne!(self.use_of(&one.group), GroupUse::Gone, "{one:?} is left");
+        }
+        self.bindings = bindings;
+    }
+
+    fn happens(&mut self, event: Event) {
+        match event {
+            Event::Make(path) => {
+                let above = PATHS.iter().filter(|above| is_below(path, above) && **above != path);
+                if above.clone().all(|above| self.groups.contains_key(above)) {
+                    self.inodes += 1;
+                    self.groups.entry(path).or_insert((self.inodes, 0));
+                }
+            }
+            Event::Remove(path) => self.groups.retain(|its, _| !is_below(its, path)),
+            Event::Enter(path) => {
+                if let Some((_, processes)) = self.groups.get_mut(path) {
+                    *processes += 1;
+                }
+            }
+            Event::Leave(path) => {
+                if let Some((_, processes)) = self.groups.get_mut(path) {
+                    *processes = processes.saturating_sub(1);
+                }
+            }
+            Event::Bind { path, by, slices, shares } => self.bind(path, by, &slices, shares),
+            Event::Unbind(path) => {
+                let had = self.bindings.iter().any(|one| one.group.path == path);
+                assert_eq!(self.bindings.unbind(path).is_some(), had);
+                assert!(self.bindings.iter().all(|one| one.group.path != path));
+            }
+            Event::Look => self.drop_ended(),
+            Event::Restart => self.bindings = self.bindings.iter().cloned().collect(),
+            Event::Wait(seconds) => self.now += seconds,
+        }
+    }
+
+    /// The service looks who has gone before it binds.
+    fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<u8>, shares: bool) {
+        let Some((inode, _)) = self.groups.get(path).copied() else { return };
+        self.drop_ended();
+        let group = ControlGroup { path: path.to_owned(), inode };
+        let label = format!("job {path}");
+        let wanted = Binding { group: group.clone(), slices: slices.clone(), by, label, since: self.now };
+        let before = self.bindings.clone();
+        let taken = before.iter().any(|one| {
+            let (its, asked) = (one.group.path.as_str(), group.path.as_str());
+            !is_below(its, asked) && !is_below(asked, its) && !one.slices.is_disjoint(slices)
+        });
+        match self.bindings.bind(wanted, shares) {
+            Ok(()) => {
+                assert!(shares || !taken, "{slices:?} are taken, and were given");
+                let bound = self.bindings.nearest(path).unwrap();
+                let before = before.iter().find(|one| one.group == group);
+                assert!(bound.group == group && bound.by == before.map_or(by, |one| one.by.max(by)));
+                match before.map(|one| (one.by.cmp(&by), one)) {
+                    None | Some((Ordering::Less, _)) => assert_eq!(bound.slices, *slices),
+                    Some((Ordering::Equal, one)) => assert_eq!(bound.slices, &one.slices | slices),
+                    Some((Ordering::Greater, one)) => assert_eq!(bound, one),
+                }
+                if shares {
+                    self.shared.extend(slices);
+                }
+            }
+            Err(NotBound::Taken { slice, by }) => {
+                assert!(taken && !shares && slices.contains(&slice));
+                assert!(before.with(&slice).any(|one| one.name() == by));
+                assert_eq!(self.bindings, before, "a refusal changes nothing");
+            }
+            Err(NotBound::TooMany) => unreachable!("there are four control groups"),
+        }
+    }
+
+    fn check(&self) {
+        for (index, one) in self.bindings.iter().enumerate() {
+            assert!(!one.slices.is_empty());
+            for other in self.bindings.iter().skip(index + 1) {
+                assert_ne!(one.group.path, other.group.path, "a control group is bound twice");
+                let one_tenants = is_below(&one.group.path, &other.group.path)
+                    || is_below(&other.group.path, &one.group.path);
+                let both = one.slices.intersection(&other.slices);
+                let both: Vec<_> = both.filter(|slice| !self.shared.contains(slice)).collect();
+                assert!(one_tenants || both.is_empty(), "{one:?} and {other:?} have {both:?}");
+            }
+        }
+        for path in PATHS {
+            let above = self.bindings.iter().filter(|one| is_below(path, &one.group.path));
+            let nearest = above.max_by_key(|one| one.group.path.len());
+            assert_eq!(self.bindings.nearest(path), nearest, "of a process in {path}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(5000))]
+
+    #[test]
+    fn whatever_happens_a_slice_is_one_bindings_and_a_process_has_the_nearest(
+        events in prop::collection::vec(event(), 1..60),
+    ) {
+        let mut host = Host::default();
+        for event in events {
+            host.happens(event);
+            host.check();
+        }
+        host.groups.clear();
+        host.drop_ended();
+        assert_eq!(host.bindings, Bindings::default(), "a binding is left");
+    }
+}
+
+#[test]
+fn bindings_are_bounded() {
+    let binding = |number: u64| Binding {
+        group: ControlGroup { path: format!("/{number}"), inode: number },
+        slices: BTreeSet::from([number]),
+        by: BoundBy::Root,
+        label: String::new(),
+        since: 0,
+    };
+    let mut bindings = Bindings::default();
+    let bound = (0..10_000).take_while(|number| bindings.bind(binding(*number), false).is_ok()).count();
+    assert_eq!(bound, 4096);
+    let refused = bindings.bind(binding(5000), false).unwrap_err();
+    assert_eq!(refused.to_string(), "there are 4096 bindings already");
+    bindings.bind(binding(17), false).unwrap();
+    let refused =
+        bindings.bind(Binding { slices: BTreeSet::from([17]), ..binding(5000) }, false).unwrap_err();
+    assert_eq!(refused.to_string(), "17 is taken by /17");
+    assert!(bindings.unbind("/17").is_some());
+    bindings.bind(binding(5000), false).unwrap();
+}
+
+#[test]
+fn the_last_label_is_the_name() {
+    let with_label = |label: &str| Binding {
+        group: ControlGroup { path: "/a".to_owned(), inode: 1 },
+        slices: BTreeSet::from([1]),
+        by: BoundBy::Root,
+        label: label.to_owned(),
+        since: 0,
+    };
+    let mut bindings = Bindings::default();
+    for (label, expected) in [("", "/a"), ("job 1", "job 1"), ("", "job 1"), ("job 2", "job 2")] {
+        bindings.bind(with_label(label), false).unwrap();
+        assert_eq!(bindings.nearest("/a/b").map(Binding::name), Some(expected));
+    }
+}

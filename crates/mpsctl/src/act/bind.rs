@@ -1,0 +1,221 @@
+//! `yunion-mpsctl bind` and `unbind`: the slices of a control group. A container runtime calls `bind --oci` as a hook, before
+//! the program of a container runs.
+
+use std::fs;
+use std::io::{self, Read, Write};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use serde::Deserialize;
+use tokio::time::sleep;
+
+use crate::complete;
+use crate::screen::say;
+use crate::{Error, Result, slurm};
+use common::bus::proxy::{BusError, DaemonProxy, GroupOf};
+use common::host::proc;
+use common::published::snapshot::drained;
+use common::text::printable;
+
+/// The time in which a service that is just restarted, or a control daemon that has ended, serves again. A container that starts
+/// meanwhile waits.
+const RESTART: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The most bytes of a container's state that are read. A runtime writes some hundred, and the annotations.
+const STATE: u64 = 1024 * 1024;
+
+#[derive(Debug, Args)]
+pub(crate) struct Arguments {
+    /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for its lowest slice that is free
+    #[arg(required_unless_present = "slurm", value_name = "DEVICE", add = complete::devices())]
+    devices: Vec<String>,
+    #[command(flatten)]
+    group: Group,
+    #[command(flatten)]
+    hook: Hook,
+    /// Take the slices and the control group of the Slurm job that this process is in: for a Prolog that runs in the job
+    #[arg(long, conflicts_with_all = ["Group", "label", "oci", "devices"])]
+    slurm: bool,
+    /// A name for people: a guest, a container, a job
+    #[arg(long, default_value = "")]
+    label: String,
+    /// Other control groups may have the slices too
+    #[arg(long)]
+    share: bool,
+}
+
+/// The options of a runtime's hook.
+#[derive(Debug, Args)]
+pub(crate) struct Hook {
+    /// Take the process and the label from the state of a container on standard input: for createRuntime hooks (OCI)
+    #[arg(long, conflicts_with_all = ["Group", "label"])]
+    oci: bool,
+    /// Refuse a container with these slices, since they are drained: for the CDI spec
+    #[arg(long, requires = "oci", hide = true)]
+    drained: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub(crate) struct Group {
+    /// The control group of this process
+    #[arg(long, required_unless_present_any = ["control_group", "oci", "slurm"])]
+    pid: Option<u32>,
+    /// The control group of this path, as in /proc/PID/cgroup
+    #[arg(long, value_name = "PATH")]
+    control_group: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Unbind {
+    /// The control group of this process
+    #[arg(long, required_unless_present = "control_group")]
+    pid: Option<u32>,
+    /// The control group of this path, as in /proc/PID/cgroup
+    #[arg(long, value_name = "PATH", conflicts_with = "pid")]
+    control_group: Option<String>,
+}
+
+/// The state of a container, as runtimes tell it to hooks.
+#[derive(Debug, Deserialize)]
+struct ContainerState {
+    id: String,
+    pid: u32,
+}
+
+pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
+    if arguments.hook.drained {
+        ignore_input();
+        let names = arguments.devices.join(" ");
+        return Err(Error::Failed(format!("{names} is {}", drained(&names))));
+    }
+    let Some(ToBind { devices, group, label }) = wanted(arguments)? else { return Ok(()) };
+    let bind = async || {
+        let daemon = DaemonProxy::connect().await?;
+        daemon.bind(&devices, &group, &label, arguments.share).await
+    };
+    // Somebody's container or job is to start, and a service that is just restarted is no reason against it.
+    let waits = arguments.hook.oci || arguments.slurm;
+    let deadline = Instant::now() + RESTART;
+    let bound = loop {
+        match bind().await {
+            Err(error) if waits && passes(&error) && Instant::now() < deadline => sleep(PAUSE).await,
+            answer => break answer?,
+        }
+    };
+    if waits {
+        return Ok(());
+    }
+    for slice in bound {
+        writeln!(out, "{}", printable(&slice))?;
+    }
+    Ok(())
+}
+
+/// The slices for a control group, and its name for people.
+struct ToBind {
+    devices: Vec<String>,
+    group: GroupOf,
+    label: String,
+}
+
+/// None, if there is nothing to bind.
+fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
+    if arguments.slurm {
+        let job = slurm::job().map_err(Error::Failed)?;
+        return Ok(job.map(|slurm::SlurmJob { control_group, label, slices }| ToBind {
+            devices: slices,
+            group: GroupOf::Path(control_group),
+            label,
+        }));
+    }
+    let devices = arguments.devices.clone();
+    if !arguments.hook.oci {
+        let Group { pid, control_group } = &arguments.group;
+        let group = named(*pid, control_group.as_deref());
+        return Ok(Some(ToBind { devices, group, label: arguments.label.clone() }));
+    }
+    if is_in_user_namespace() {
+        ignore_input();
+        say("note: only root may bind slices; the container of this user is known by its environment");
+        return Ok(None);
+    }
+    let ContainerState { id, pid } = container_state(io::stdin()).map_err(Error::Failed)?;
+    Ok(Some(ToBind { devices, group: GroupOf::Process(pid), label: id }))
+}
+
+pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut dyn Write) -> Result<()> {
+    daemon.unbind(&named(arguments.pid, arguments.control_group.as_deref())).await?;
+    writeln!(out, "The control group is not bound any more.")?;
+    Ok(())
+}
+
+/// Clap has seen to it that one of both is there.
+fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
+    control_group
+        .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
+}
+
+/// Whether a service that is just restarted answers like this. A service that ends before it answers may have bound the control
+/// group, which then is bound as before.
+fn passes(error: &BusError) -> bool {
+    match error {
+        BusError::NotRunning => true,
+        BusError::Refused { name, .. } => {
+            matches!(name.rsplit('.').next(), Some("NotReady" | "NotServed" | "NoReply"))
+        }
+        _ => false,
+    }
+}
+
+/// A runtime that can't write the state of the container may call that a failure.
+fn ignore_input() {
+    let _ = io::copy(&mut io::stdin().take(STATE), &mut io::sink());
+}
+
+fn container_state(input: impl Read) -> Result<ContainerState, String> {
+    let mut text = Vec::new();
+    let read = input.take(STATE).read_to_end(&mut text);
+    read.map_err(|error| format!("the state of the container can't be read: {error}"))?;
+    let state: ContainerState = serde_json::from_slice(&text)
+        .map_err(|error| format!("standard input is not the state of a container: {error}"))?;
+    if state.pid == 0 {
+        return Err("the container has no process yet; --oci is for createRuntime hooks".to_owned());
+    }
+    Ok(state)
+}
+
+/// Whether this is the runtime of a user without root: the bus would not know the user.
+fn is_in_user_namespace() -> bool {
+    fs::read_to_string(proc::OWN_UID_MAP).is_ok_and(|map| !is_whole(&map))
+}
+
+/// Whether a map of user ids is that of the host: each id stands for itself.
+fn is_whole(map: &str) -> bool {
+    map.split_whitespace().eq(["0", "0", "4294967295"])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_state_of_a_container_is_read() {
+        let state =
+            r#"{"ociVersion": "1.0.2", "id": "c1", "status": "creating", "pid": 4711, "bundle": "/b"}"#;
+        let state = container_state(state.as_bytes()).unwrap();
+        assert_eq!((state.id.as_str(), state.pid), ("c1", 4711));
+        for bad in ["", "{}", r#"{"id": "c1", "pid": 0}"#, r#"{"id": "c1", "pid": -1}"#, "[1]"] {
+            container_state(bad.as_bytes()).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn only_the_host_has_all_user_ids() {
+        assert!(is_whole("         0          0 4294967295\n"));
+        for map in ["0 1000 1\n1 100000 65536\n", "0 100000 65536\n", ""] {
+            assert!(!is_whole(map), "{map}");
+        }
+    }
+}

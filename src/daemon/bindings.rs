@@ -1,0 +1,242 @@
+//! Control groups that root binds to slices, before their programs run or while they do.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use mps_core::bindings::{Binding, BoundBy, ControlGroup, NotBound};
+
+use super::Daemon;
+use crate::dbus::{Reply, WantedBinding};
+use common::bindings::SliceBindings;
+use common::bus::error::RequestError;
+use common::bus::proxy::GroupOf;
+use common::host::device_name::SliceId;
+use common::host::{control_groups, proc};
+use common::membership::RecordedContainer;
+use common::published::container::ContainerError;
+use common::published::snapshot::{GpuView, Named, Snapshot};
+
+impl Daemon {
+    /// Binds a control group. At the answer, which names its slices, the binding is written down and published.
+    pub(super) fn bind(&mut self, wanted: &WantedBinding, reply: Reply<Vec<String>>) {
+        let _ = reply.send(self.bound(wanted));
+    }
+
+    fn bound(&mut self, wanted: &WantedBinding) -> Result<Vec<String>, RequestError> {
+        self.end_bindings();
+        let group = find(&wanted.group)?;
+        let mut bindings = self.state_file.lock().bindings().clone();
+        let slices = slices(&self.snapshot.borrow(), wanted, &group, &bindings)?;
+        let names: Vec<String> = slices.iter().map(ToString::to_string).collect();
+        let since = now();
+        let path = group.path.clone();
+        let slices = slices.into_iter().collect();
+        let (by, label) = (BoundBy::Root, wanted.label.clone());
+        let binding = Binding { group, slices, by, label, since };
+        bindings.bind(binding, wanted.shares).map_err(|error| refused(&error))?;
+        let event = match wanted.label.as_str() {
+            "" => format!("{} bound to {path}", names.join(", ")),
+            label => format!("{} bound to {label} ({path})", names.join(", ")),
+        };
+        self.change_bindings(bindings, event)?;
+        Ok(names)
+    }
+
+    /// Binds a container to its slice in the host agent's records, or to the lowest slice that is free of the GPU that they
+    /// name. That slice stays the container's while its control group lives, over restarts of the service too: nobody else
+    /// knows which slice it was.
+    pub(super) fn bind_recorded(&mut self, container: RecordedContainer) {
+        let device = container.device;
+        if let Err(error) = self.bound_recorded(container) {
+            tracing::debug!("a container of the platform is not bound to {device}: {error}");
+        }
+    }
+
+    fn bound_recorded(&mut self, container: RecordedContainer) -> Result<(), RequestError> {
+        self.end_bindings();
+        let RecordedContainer { group, label, device } = container;
+        let group = find(&GroupOf::Path(group))?;
+        let mut bindings = self.state_file.lock().bindings().clone();
+        let slice = {
+            let snapshot = self.snapshot.borrow();
+            match snapshot.find(&device.to_string()) {
+                // It has the slice already, drained or not.
+                Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
+                Some(Named::Gpu(gpu)) => lowest_free(gpu, &group, &bindings)?,
+                None => return Err(ContainerError::no_such_device(&snapshot, &device.to_string()).into()),
+            }
+        };
+        let event = format!("{slice} bound to {label}, for which the host agent's records name {device}");
+        let binding = Binding { group, slices: [slice].into(), by: BoundBy::Platform, label, since: now() };
+        bindings.bind(binding, false).map_err(|error| refused(&error))?;
+        self.change_bindings(bindings, event)
+    }
+
+    /// Ends the binding of a control group. The processes in it go on.
+    pub(super) fn unbind(&mut self, group: &GroupOf, reply: Reply<()>) {
+        let _ = reply.send(self.unbound(group));
+    }
+
+    fn unbound(&mut self, group: &GroupOf) -> Result<(), RequestError> {
+        let path = path_of(group)?;
+        let mut bindings = self.state_file.lock().bindings().clone();
+        match bindings.unbind(&path) {
+            Some(ended) => self.change_bindings(bindings, said(&ended, "not bound any more")),
+            None => Err(RequestError::Failed(format!("control group {path} is not bound"))),
+        }
+    }
+
+    /// Drops the bindings of control groups that are gone, and watches the others.
+    pub(super) fn end_bindings(&mut self) {
+        let mut bindings = self.state_file.lock().bindings().clone();
+        // First, so that none is removed unseen.
+        self.watch_bound_groups();
+        let ended = bindings.end(now(), control_groups::use_of);
+        if !ended.is_empty() {
+            if let Err(error) = self.state_file.lock().set_bindings(bindings) {
+                // They are dropped again at the next look, and no process is in them.
+                tracing::warn!("bindings that have ended can't be written down: {error}");
+            }
+            for one in &ended {
+                tracing::info!("{}", said(one, "not bound any more, since the control group has ended"));
+            }
+        }
+    }
+
+    /// Has the loop woken up when one of them is removed.
+    fn watch_bound_groups(&self) {
+        let directory = |one: &Binding<SliceId>| control_groups::directory(&one.group.path);
+        let directories: Vec<PathBuf> = self.state_file.lock().bindings().iter().map(directory).collect();
+        let above: BTreeSet<&Path> = directories.iter().filter_map(|directory| directory.parent()).collect();
+        for directory in above {
+            // One that can't be watched is looked at when somebody binds.
+            self.bound_groups.add_removals_in(directory);
+        }
+    }
+
+    fn change_bindings(&mut self, bindings: SliceBindings, event: String) -> Result<(), RequestError> {
+        if *self.state_file.lock().bindings() == bindings {
+            return Ok(());
+        }
+        if let Err(error) = self.state_file.lock().set_bindings(bindings) {
+            let text = format!("nothing is changed, since it can't be written down: {error}");
+            return Err(RequestError::Failed(text));
+        }
+        self.end_bindings();
+        if let Ok(plan) = self.plan.clone() {
+            // A client may have come before it was bound.
+            self.keep_budgets(&plan);
+        }
+        self.event(event);
+        self.settle();
+        Ok(())
+    }
+}
+
+/// In seconds since the host was started.
+fn now() -> u64 {
+    proc::uptime().unwrap_or_default().as_secs()
+}
+
+fn said(binding: &Binding<SliceId>, what: &str) -> String {
+    let names: Vec<String> = binding.slices.iter().map(ToString::to_string).collect();
+    format!("{}: {} {what}", binding.name(), names.join(", "))
+}
+
+fn path_of(group: &GroupOf) -> Result<String, RequestError> {
+    match group {
+        GroupOf::Path(path) => Ok(path.clone()),
+        GroupOf::Process(pid) => control_groups::path_of(*pid).map_err(|error| {
+            let what =
+                if proc::is_gone(&error) { "there is no such process".to_owned() } else { error.to_string() };
+            RequestError::Failed(format!("the control group of process {pid} is not known: {what}"))
+        }),
+    }
+}
+
+fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
+    let path = path_of(group)?;
+    if let Some(what) = control_groups::shared_by(&path) {
+        return Err(RequestError::SharedControlGroup(format!(
+            "control group {path} is {what}: every process in it would have the slices; start the program in a control \
+             group of its own, for example by systemd-run --scope"
+        )));
+    }
+    control_groups::find(&path).map_err(|error| {
+        let what = match error.kind() {
+            io::ErrorKind::NotFound => "there is none".to_owned(),
+            _ => error.to_string(),
+        };
+        RequestError::Failed(format!("control group {path}: {what}"))
+    })
+}
+
+/// The slices that are asked for, if each takes clients. A GPU stands for its lowest slice that is free, or for the slice of it
+/// that the control group has already.
+fn slices(
+    snapshot: &Snapshot,
+    wanted: &WantedBinding,
+    group: &ControlGroup,
+    bindings: &SliceBindings,
+) -> Result<Vec<SliceId>, RequestError> {
+    if snapshot.gpus.is_none() {
+        return Err(ContainerError::not_ready(snapshot).into());
+    }
+    let own = bindings.iter().find(|one| one.group == *group);
+    let slice = |name: &String| match snapshot.find(name) {
+        Some(Named::Slice(gpu, ordinal)) => served(gpu, ordinal),
+        Some(Named::Gpu(gpu)) => {
+            let of_gpu = |slice: &&SliceId| slice.gpu == gpu.plan.gpu.id();
+            let had = own.and_then(|own| own.slices.iter().find(of_gpu)).copied();
+            had.map_or_else(|| lowest_free(gpu, group, bindings), Ok)
+        }
+        None => Err(ContainerError::no_such_device(snapshot, name).into()),
+    };
+    let slices: Vec<SliceId> = wanted.slices.iter().map(slice).collect::<Result<_, _>>()?;
+    if slices.is_empty() {
+        return Err(RequestError::Failed("no slice is named".to_owned()));
+    }
+    Ok(slices)
+}
+
+fn served(gpu: &GpuView, ordinal: u32) -> Result<SliceId, RequestError> {
+    let slice = gpu.plan.slice(ordinal);
+    if gpu.drained.contains(&ordinal) {
+        return Err(RequestError::Drained(format!("{slice} is {}", gpu.slice_reason(ordinal))));
+    }
+    if !gpu.slice_healthy(ordinal) {
+        return Err(RequestError::NotServed(format!("{slice} is not served: {}", gpu.slice_reason(ordinal))));
+    }
+    Ok(slice)
+}
+
+fn lowest_free(
+    gpu: &GpuView,
+    group: &ControlGroup,
+    bindings: &SliceBindings,
+) -> Result<SliceId, RequestError> {
+    let mut why = RequestError::NotServed(format!("{} has no slice: {}", gpu.plan.gpu.id(), gpu.reason));
+    for ordinal in 0..gpu.plan.slices {
+        match served(gpu, ordinal) {
+            Ok(slice) => match bindings.taken_from(&slice, &group.path) {
+                None => return Ok(slice),
+                Some(_) => why = RequestError::Taken(format!("no slice of {} is free", gpu.plan.gpu.id())),
+            },
+            // A slice that is taken may become free.
+            Err(error) if !matches!(why, RequestError::Taken(_)) => why = error,
+            Err(_) => {}
+        }
+    }
+    Err(why)
+}
+
+fn refused(error: &NotBound<SliceId>) -> RequestError {
+    let text = error.to_string();
+    match error {
+        NotBound::Taken { .. } => {
+            RequestError::Taken(format!("{text}; yunion-mpsctl list -o wide shows who has which slice"))
+        }
+        NotBound::TooMany => RequestError::Busy(text),
+    }
+}

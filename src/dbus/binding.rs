@@ -1,0 +1,113 @@
+//! The arguments of `Bind` and `Unbind`: whatever a caller sends is a bounded request, or an error that says what is wrong.
+
+use std::collections::HashMap;
+
+use zbus::OwnedVariant;
+
+use super::request::{Result, WantedBinding, bounded_names};
+use common::bus::error::RequestError;
+use common::bus::proxy::GroupOf;
+
+/// The most bytes of a label.
+const LABEL: usize = 128;
+
+/// The longest path of a control group, in bytes: the kernel knows no longer one.
+const PATH: usize = 4096;
+
+/// The options of a call, by their names.
+pub(super) type CallOptions = HashMap<String, OwnedVariant>;
+
+/// The binding that a caller wants.
+pub(super) fn wanted(slices: Vec<String>, pid: u32, mut options: CallOptions) -> Result<WantedBinding> {
+    bounded_names(&slices)?;
+    let label: String = take(&mut options, "label")?.unwrap_or_default();
+    let shares: bool = take(&mut options, "share")?.unwrap_or_default();
+    let group = group(pid, options)?;
+    if label.len() > LABEL || label.chars().any(char::is_control) {
+        return Err(failed(format!("label has to have at most {LABEL} bytes, and no control characters")));
+    }
+    Ok(WantedBinding { slices, group, label, shares })
+}
+
+/// The control group that a caller means: that of a process, or with 0 the one that the options name.
+pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
+    let path: Option<String> = take(&mut options, "control_group")?;
+    if let Some(unknown) = options.keys().min() {
+        let name: String = unknown.chars().take(LABEL).collect();
+        return Err(failed(format!("there is no option {name:?}")));
+    }
+    match (pid, path) {
+        (0, None) => Err(failed("a process or the option control_group has to be given".to_owned())),
+        (pid, None) => Ok(GroupOf::Process(pid)),
+        (0, Some(path)) => Ok(GroupOf::Path(plain(path)?)),
+        (_, Some(_)) => {
+            Err(failed("a process and the option control_group are given; one of them will do".to_owned()))
+        }
+    }
+}
+
+/// The path of a control group, if it has the one form that the kernel gives it.
+fn plain(path: String) -> Result<String> {
+    let names = path.strip_prefix('/').map(|names| names.split('/'));
+    let is_plain = |name: &str| !matches!(name, "" | "." | "..") && !name.chars().any(char::is_control);
+    if path == "/" || (path.len() < PATH && names.is_some_and(|mut names| names.all(is_plain))) {
+        Ok(path)
+    } else {
+        Err(failed(
+            "control_group has to be a path as the kernel writes it: /system.slice/x.service".to_owned(),
+        ))
+    }
+}
+
+fn take<T: TryFrom<OwnedVariant>>(options: &mut CallOptions, name: &str) -> Result<Option<T>> {
+    let value = options.remove(name).map(T::try_from).transpose();
+    value.map_err(|_| failed(format!("option {name} has another type")))
+}
+
+fn failed(text: String) -> RequestError {
+    RequestError::Failed(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use zbus::Variant;
+
+    use super::*;
+
+    fn options<const N: usize>(given: [(&str, Variant<'_>); N]) -> CallOptions {
+        given.into_iter().map(|(name, value)| (name.to_owned(), value.try_to_owned().unwrap())).collect()
+    }
+
+    #[test]
+    fn a_process_or_a_control_group_is_meant() {
+        assert_eq!(group(7, CallOptions::new()).unwrap(), GroupOf::Process(7));
+        for good in ["/", "/a", "/system.slice/x y.service"] {
+            let named = options([("control_group", good.into())]);
+            assert_eq!(group(0, named).unwrap(), GroupOf::Path(good.to_owned()));
+        }
+        let long = format!("/{}", "x".repeat(PATH));
+        for bad in ["", "a", "/a/", "//", "/a/../b", "/./a", "/a\n", &long] {
+            group(0, options([("control_group", bad.into())])).unwrap_err();
+        }
+        group(0, CallOptions::new()).unwrap_err();
+        group(7, options([("control_group", "/a".into())])).unwrap_err();
+        group(0, options([("control_group", 7_u32.into())])).unwrap_err();
+        group(7, options([("colour", "red".into())])).unwrap_err();
+    }
+
+    #[test]
+    fn options_are_checked() {
+        let slices = || vec!["00:06.0-1".to_owned()];
+        let label = "guest train-1, container main";
+        let given = options([("label", label.into()), ("share", true.into())]);
+        let binding = wanted(slices(), 7, given).unwrap();
+        assert_eq!((binding.label.as_str(), binding.shares), (label, true));
+        let binding = wanted(slices(), 7, CallOptions::new()).unwrap();
+        assert_eq!((binding.label.as_str(), binding.shares), ("", false));
+        let long = "x".repeat(LABEL + 1);
+        for bad in [options([("label", long.as_str().into())]), options([("label", "a\nb".into())])] {
+            wanted(slices(), 7, bad).unwrap_err();
+        }
+        wanted(vec!["x".repeat(65)], 7, CallOptions::new()).unwrap_err();
+    }
+}

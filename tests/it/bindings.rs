@@ -1,0 +1,343 @@
+//! Control groups that are bound to slices: by an agent, before its containers start or right after, and by a runtime's hook.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::support::client::Client;
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
+use crate::support::host::{Host, alive, binaries, succeeded, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
+
+/// Slices of the board `h200`: 35942 MiB and 12 clients each.
+const FIRST: &str = "00:06.0-0";
+const OWN: &str = "00:06.0-1";
+const NEIGHBOURS: &str = "00:06.0-2";
+
+/// A host that serves, and two containers' control groups. None where no control group can be made.
+fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
+    if !root_or_skip(test) {
+        return None;
+    }
+    let (Some(one), Some(other)) = (ContainerGroup::new(), ContainerGroup::new()) else {
+        skip(test, NO_CONTAINER_GROUP);
+        return None;
+    };
+    let mut host = Host::new("h200");
+    host.configure(&format!("cuda_mps_cdi_directory: {}\n{lines}", host.path("run/cdi").display()));
+    host.start();
+    host.wait_for_state("ready");
+    Some((host, [one, other]))
+}
+
+/// The path of a control group, as the kernel has it.
+fn path(group: &ContainerGroup) -> String {
+    let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
+    let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
+    format!("/{}", below.display())
+}
+
+/// A client in this control group, once it is served.
+fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
+    let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client \"$@\"";
+    let mut command = host.command("sh");
+    command.args(["-c", enter]).arg(directory).args(work).stdout(Stdio::null());
+    command.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).env("YUNION_MPS_DEVICE", claim);
+    host.served(&mut command)
+}
+
+fn bind(host: &Host, slice: &str, group: &ContainerGroup, more: &[&str]) -> Output {
+    host.mpsctl(&[&["bind", slice, "--control-group", &path(group)], more].concat())
+}
+
+/// The clients that have work, by their PIDs.
+fn pids(host: &Host) -> Vec<u32> {
+    let clients = host.json(&["clients"]).unwrap();
+    let pid = |client: &Value| u32::try_from(client["pid"].as_u64().unwrap()).unwrap();
+    clients.as_array().unwrap().iter().map(pid).collect()
+}
+
+fn bound_to(host: &Host, slice: &str) -> Value {
+    host.list().into_iter().find(|device| device["addr"] == slice).unwrap()["bound_to"].clone()
+}
+
+fn known(host: &Host, client: &Client) -> [String; 3] {
+    let listed = host.listed(client.id()).unwrap();
+    ["device", "known_by", "label"].map(|key| listed[key].as_str().unwrap_or_default().to_owned())
+}
+
+fn has(slice: &str, label: &str) -> [String; 3] {
+    [slice, "bound", label].map(str::to_owned)
+}
+
+#[track_caller]
+fn refused(output: &Output, words: &str) {
+    let said = text(output);
+    assert!(output.status.code() == Some(1) && said.contains(words), "{words}\n{said}");
+}
+
+/// Every process of the control group has the slice, in whatever group below it, whatever its environment says, and nobody else
+/// does; that lasts over a restart of the service.
+#[test]
+fn the_processes_of_a_bound_control_group_have_its_slices() {
+    let Some((mut host, [group, other])) =
+        with_containers("the_processes_of_a_bound_control_group_have_its_slices", "")
+    else {
+        return;
+    };
+    assert_eq!(bound_to(&host, OWN), "");
+    let said = succeeded(&bind(&host, OWN, &group, &["--label", "train-1"]));
+    assert_eq!(said, format!("{OWN}\n"));
+    assert_eq!(bound_to(&host, OWN), "train-1");
+    let claims = [("", NEIGHBOURS), ("init/deeper", OWN)];
+    let start = |(below, claim)| client(&host, &group.directory.join(below), &["hold", "600"], claim);
+    let clients = claims.map(start);
+    let stranger = client(&host, &other.directory, &["hold", "600"], OWN);
+    for client in &clients {
+        assert_eq!(known(&host, client), has(OWN, "train-1"));
+    }
+    // Nobody can claim a slice that somebody has.
+    assert_eq!(known(&host, &stranger), [""; 3].map(str::to_owned));
+    let table = succeeded(&host.mpsctl(&["list", "-o", "wide"]));
+    assert!(table.contains("BOUND TO") && table.contains("  train-1  "), "{table}");
+
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!((bound_to(&host, OWN), bound_to(&host, NEIGHBOURS)), (json!("train-1"), json!("")));
+    for client in &clients {
+        assert_eq!(known(&host, client), has(OWN, "train-1"));
+    }
+
+    // It may be one of the slice that is released.
+    refused(&host.mpsctl(&["terminate", "--device", NEIGHBOURS]), &format!("PID {}", stranger.id()));
+    assert!(clients.iter().all(|client| alive(client.id())));
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
+    assert_eq!(bound_to(&host, OWN), "");
+    assert_eq!(known(&host, &clients[0]), [NEIGHBOURS, "environment", ""].map(str::to_owned));
+    let advice = text(&host.mpsctl(&["doctor"]));
+    assert!(advice.contains("clients-claim-slices: 3 clients"), "{advice}");
+    let log = host.log();
+    for words in
+        [format!("{OWN} bound to train-1 ({})", path(&group)), format!("train-1: {OWN} not bound any more")]
+    {
+        assert!(log.contains(&words), "{words}\n{log}");
+    }
+}
+
+/// A control group may have several slices of one GPU, as a job with a slice for each task has. Each process uses one of them.
+#[test]
+fn a_process_chooses_between_the_slices_of_its_control_group() {
+    let test = "a_process_chooses_between_the_slices_of_its_control_group";
+    let Some((host, [group, _other])) = with_containers(test, "") else { return };
+    succeeded(&bind(&host, OWN, &group, &[NEIGHBOURS, "--label", "job 7"]));
+    let tasks =
+        [OWN, NEIGHBOURS, FIRST].map(|claim| client(&host, &group.directory, &["hold", "600"], claim));
+    let both = format!("{OWN},{NEIGHBOURS}");
+    for (task, slices) in tasks.iter().zip([OWN, NEIGHBOURS, &both]) {
+        assert_eq!(known(&host, task), has(slices, "job 7"));
+    }
+    let clients =
+        |slice: &str| host.list().into_iter().find(|one| one["addr"] == slice).unwrap()["clients"].clone();
+    wait_for("a look", || (clients(OWN) == 2 && clients(NEIGHBOURS) == 1).then_some(()));
+    assert_eq!(clients(FIRST), 0);
+    succeeded(&host.mpsctl(&["terminate", "--device", NEIGHBOURS]));
+    assert!(alive(tasks[0].id()));
+}
+
+/// Root in a bound container mounts what he likes, makes namespaces and control groups, and claims any slice: neither his slice
+/// changes nor that of anybody else, and his work ends with the work of his slice alone.
+#[test]
+fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
+    let test = "a_tenant_in_a_bound_control_group_changes_nobodys_slice";
+    let Some((host, [group, other])) = with_containers(test, "") else { return };
+    succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
+    succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
+    let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
+    // In a namespace of his own he would be another tenant, by his user and by what he sees.
+    let namespaces =
+        [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
+    for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {
+        let neighbour = client(&host, &other.directory, &["hold", "600"], "");
+        let enter = "echo $$ >\"$0/cgroup.procs\" && exec unshare \"$@\"";
+        let lie = "mount --bind \"$0\" /mnt && exec cuda-client hold 600";
+        let mut command = host.command("sh");
+        command.args(["-c", enter]).arg(group.directory.join(below)).args(options);
+        command.args(["sh", "-c", lie]).arg(&directory).stdout(Stdio::null());
+        command.env("CUDA_MPS_PIPE_DIRECTORY", &directory).env("YUNION_MPS_DEVICE", NEIGHBOURS);
+        let before: Vec<u32> = pids(&host);
+        let liar = Client::start(&mut command);
+        let pid = wait_for("the liar", || pids(&host).into_iter().find(|pid| !before.contains(pid)));
+        let listed = host.listed(pid).unwrap();
+        assert_eq!((&listed["device"], &listed["known_by"]), (&json!(OWN), &json!("bound")), "{options:?}");
+        assert_eq!(known(&host, &neighbour), has(NEIGHBOURS, "neighbour"));
+        let ended = host.mpsctl(&["terminate", "--device", NEIGHBOURS]);
+        assert!(ended.status.success() && pids(&host).contains(&pid), "{}", text(&ended));
+        succeeded(&host.mpsctl(&["terminate", "--device", OWN]));
+        assert!(!pids(&host).contains(&pid));
+        drop(liar);
+    }
+}
+
+/// Each refusal names its reason, and nothing is bound.
+#[test]
+fn what_is_drained_taken_or_shared_is_refused() {
+    let Some((host, [group, other])) = with_containers("what_is_drained_taken_or_shared_is_refused", "")
+    else {
+        return;
+    };
+    succeeded(&bind(&host, OWN, &group, &["--label", "train-1"]));
+    refused(&bind(&host, OWN, &other, &[]), &format!("{OWN} is taken by train-1"));
+    succeeded(&bind(&host, OWN, &other, &["--share"]));
+    assert_eq!(bound_to(&host, OWN), format!("train-1, {}", path(&other)));
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&other)]));
+    succeeded(&host.mpsctl(&["drain", NEIGHBOURS]));
+    refused(&bind(&host, NEIGHBOURS, &other, &[]), &format!("{NEIGHBOURS} is drained for new clients"));
+    refused(&bind(&host, "00:06.0-9", &other, &[]), "there is no device \"00:06.0-9\"");
+    for (shared, why) in [("/", "the root of all control groups"), ("/system.slice", "groups units")] {
+        refused(&host.mpsctl(&["bind", FIRST, "--control-group", shared]), why);
+    }
+    refused(&host.mpsctl(&["bind", FIRST, "--control-group", "/no-such-group"]), "there is none");
+    refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
+    refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
+    // What busctl sends, as a program without our tools would.
+    let call = |arguments: &[&str]| {
+        let object = [
+            "--system",
+            "call",
+            "io.yunion.Mps1",
+            "/io/yunion/Mps1/Manager",
+            "io.yunion.Mps1.Control",
+            "Bind",
+        ];
+        let output = host.command("busctl").args(object).arg("asua{sv}").args(arguments).output().unwrap();
+        text(&output)
+    };
+    let its_path = path(&other);
+    let said = call(&["1", FIRST, "0", "2", "control_group", "s", &its_path, "colour", "s", "red"]);
+    assert!(said.contains("there is no option \"colour\""), "{said}");
+    assert_eq!(bound_to(&host, FIRST), "");
+    let said = call(&["1", FIRST, "0", "2", "control_group", "s", &its_path, "label", "s", "job 17"]);
+    assert_eq!(said.trim(), format!("as 1 \"{FIRST}\""));
+    assert_eq!(bound_to(&host, FIRST), "job 17");
+}
+
+/// A GPU stands for its lowest slice that is free. The binding goes with its control group, without a question.
+#[test]
+fn a_binding_ends_with_its_control_group() {
+    let Some((host, [one, other])) = with_containers("a_binding_ends_with_its_control_group", "") else {
+        return;
+    };
+    succeeded(&host.mpsctl(&["drain", FIRST]));
+    let bound = |group: &ContainerGroup| succeeded(&bind(&host, "00:06.0", group, &[])).trim_end().to_owned();
+    assert_eq!(bound(&one), OWN);
+    assert_eq!(bound(&other), NEIGHBOURS);
+    assert_eq!(bound(&one), OWN, "it has one already");
+    let own = client(&host, &one.directory, &["hold", "600"], "");
+    own.end();
+    drop(one);
+    wait_for("the end of the binding", || (bound_to(&host, OWN) == "").then_some(()));
+    assert_eq!(bound_to(&host, NEIGHBOURS), path(&other));
+    assert_eq!(bound(&other), NEIGHBOURS);
+}
+
+/// A budget with `terminate` ends the newest client of a bound control group, whatever slices the clients claim.
+#[test]
+fn a_budget_holds_for_a_bound_control_group() {
+    let Some((host, [group, other])) =
+        with_containers("a_budget_holds_for_a_bound_control_group", "cuda_mps_overuse: terminate")
+    else {
+        return;
+    };
+    // Bound right after its first client has come, as an agent may do it.
+    let old = client(&host, &group.directory, &["hold", "600", "--mib", "20000"], NEIGHBOURS);
+    succeeded(&host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string(), "--label", "train-1"]));
+    let claims = client(&host, &other.directory, &["hold", "600", "--mib", "20000"], OWN);
+    let mut new = client(&host, &group.directory, &["hold", "600", "--mib", "20000"], NEIGHBOURS);
+    let status = wait_for("the end of the newest", || new.try_wait().unwrap());
+    assert_eq!(status.code(), Some(4), "CUDA error 810");
+    assert!(alive(old.id()) && alive(claims.id()));
+}
+
+/// The first process of a container, which waits for the hooks.
+struct Waits(Client);
+
+impl Waits {
+    fn in_group(host: &Host, group: &ContainerGroup) -> Self {
+        let waits = Client::start(host.command("sleep").arg("600"));
+        group.take(waits.id(), "");
+        Self(waits)
+    }
+
+    /// Starts a hook as a runtime does.
+    fn start(&self, hook: &mut Command, id: &str) -> Child {
+        let state = json!({
+            "ociVersion": "1.0.2", "id": id, "status": "creating", "pid": self.0.id(), "bundle": "/b",
+        });
+        hook.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut hook = hook.spawn().unwrap();
+        hook.stdin.take().unwrap().write_all(state.to_string().as_bytes()).unwrap();
+        hook
+    }
+}
+
+/// The hook of a runtime: refused with the reason in the runtime's error, and bound under the container's id otherwise.
+#[test]
+fn a_runtime_binds_by_its_hook() {
+    let Some((host, [group, other])) = with_containers("a_runtime_binds_by_its_hook", "") else { return };
+    let spec = host.path("run/cdi/yunion.io-mps.json");
+    let spec: Value = serde_json::from_str(&fs::read_to_string(spec).unwrap()).unwrap();
+    let device = spec["devices"].as_array().unwrap().iter().find(|device| device["name"] == OWN).unwrap();
+    let hook = device["containerEdits"]["hooks"][0].clone();
+    assert_eq!(hook["hookName"], "createRuntime", "{device:#}");
+    let arguments: Vec<&str> =
+        hook["args"].as_array().unwrap().iter().map(|word| word.as_str().unwrap()).collect();
+    let run = |group: &ContainerGroup, id: &str| {
+        let mut hook = host.command(hook["path"].as_str().unwrap());
+        let waits = Waits::in_group(&host, group);
+        waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap()
+    };
+    // The runtime of a user without root: its container starts, and is known in another way.
+    let mut of_a_user = host.command("unshare");
+    of_a_user.args(["--user", "--map-root-user"]).arg(hook["path"].as_str().unwrap()).args(&arguments[1..]);
+    let said = of_a_user.stdin(Stdio::null()).output().unwrap();
+    assert!(said.status.success() && text(&said).contains("only root may bind slices"), "{}", text(&said));
+    assert_eq!(bound_to(&host, OWN), "");
+    succeeded(&run(&group, "c-1"));
+    assert_eq!(bound_to(&host, OWN), "c-1");
+    refused(&run(&other, "c-2"), &format!("{OWN} is taken by c-1"));
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
+    succeeded(&host.mpsctl(&["drain", OWN]));
+    refused(&run(&other, "c-2"), &format!("{OWN} is drained"));
+}
+
+/// A service that is killed before it answers a hook is as good as one that is not there yet: the container waits for the next.
+#[test]
+fn a_hook_asks_again_when_the_service_ends_before_its_answer() {
+    let test = "a_hook_asks_again_when_the_service_ends_before_its_answer";
+    let Some((mut host, [group, _other])) = with_containers(test, "") else { return };
+    let seen = host.path("seen");
+    let mut busctl = host.command("busctl");
+    busctl.args(["--system", "monitor", "--match", "type='method_call',member='Bind'"]);
+    busctl.stdout(File::create(&seen).unwrap()).stderr(File::create(host.path("said")).unwrap());
+    let _busctl = Client::start(&mut busctl);
+    wait_for("a monitor", || {
+        fs::read_to_string(host.path("said")).unwrap().contains("Monitoring").then_some(())
+    });
+    host.signal(Signal::STOP);
+    let waits = Waits::in_group(&host, &group);
+    let hook =
+        waits.start(host.command(binaries().join("yunion-mpsctl")).args(["bind", "--oci", OWN]), "c-1");
+    wait_for("a question", || fs::read_to_string(&seen).unwrap().contains("Bind").then_some(()));
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    succeeded(&hook.wait_with_output().unwrap());
+    assert_eq!(bound_to(&host, OWN), "c-1");
+}

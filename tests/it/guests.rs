@@ -1,0 +1,416 @@
+//! Clients in containers of the platform's guests, as today's host agent leaves them: it has mounted the whole pipe directory,
+//! names no slice to the container, and has written down for itself which container has which device.
+
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::support::client::Client;
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
+use crate::support::exposition::samples_of;
+use crate::support::host::{Host, alive, succeeded, text};
+use crate::support::listener::Listener;
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
+
+/// The slices of the board `h200`: 35942 MiB and 12 clients each.
+const OWN: &str = "00:06.0-1";
+const NEIGHBOURS: &str = "00:06.0-2";
+
+const NAMES: [&str; 3] = ["train-1", "main", "vision"];
+
+/// A host of the platform, with the records of its agent.
+struct Platform {
+    host: Host,
+}
+
+impl Platform {
+    /// None where no control group can be made, or where the mounts of others prove nothing.
+    fn with(test: &str, lines: &str) -> Option<(Self, ContainerGroup)> {
+        Self::on("h200", test, lines)
+    }
+
+    fn on(board: &str, test: &str, lines: &str) -> Option<(Self, ContainerGroup)> {
+        if !root_or_skip(test) {
+            return None;
+        }
+        let Some(group) = ContainerGroup::of_a_guest() else {
+            skip(test, NO_CONTAINER_GROUP);
+            return None;
+        };
+        let mut host = Host::new(board);
+        host.configure(&format!("servers_path: {}\n{lines}", host.path("servers").display()));
+        host.start();
+        host.wait_for_state("ready");
+        Some((Self { host }, group))
+    }
+
+    /// Writes down that the first container of a guest has this device, or these devices with commas.
+    fn record(&self, guest: &str, container: &ContainerGroup, device: &str) {
+        let containers = json!({"c-1": {"id": "c-1", "index": 0, "cri_id": container.id}});
+        self.write(guest, "containers", &containers.to_string());
+        self.write(guest, "desc", &description(guest, device).to_string());
+    }
+
+    fn write(&self, guest: &str, file: &str, text: &str) {
+        let directory = self.host.path("servers").join(guest);
+        fs::create_dir_all(&directory).unwrap();
+        for directory in [&directory, directory.parent().unwrap()] {
+            fs::set_permissions(directory, Permissions::from_mode(0o755)).unwrap();
+        }
+        fs::write(directory.join(file), text).unwrap();
+        fs::set_permissions(directory.join(file), Permissions::from_mode(0o644)).unwrap();
+    }
+
+    /// A client in a container that has the pipe directory, once it is served.
+    fn client(&self, container: &ContainerGroup, work: &[&str], claim: Option<&str>) -> Client {
+        self.host.served(&mut self.program_in(&self.host.path("mps/pipe"), container, work, claim))
+    }
+
+    fn program_in(
+        &self,
+        pipe: &Path,
+        container: &ContainerGroup,
+        work: &[&str],
+        claim: Option<&str>,
+    ) -> Command {
+        let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client \"$@\"";
+        let mut command = self.host.command("sh");
+        command.args(["-c", enter]).arg(&container.directory).args(work).stdout(Stdio::null());
+        command.env("CUDA_MPS_PIPE_DIRECTORY", pipe);
+        if let Some(claim) = claim {
+            command.env("YUNION_MPS_DEVICE", claim);
+        }
+        command
+    }
+
+    fn listed(&self, client: &Client) -> Value {
+        self.host.listed(client.id()).unwrap()
+    }
+
+    fn clients_of(&self, slice: &str) -> Value {
+        self.host.list().into_iter().find(|device| device["addr"] == slice).unwrap()["clients"].clone()
+    }
+}
+
+/// A guest as the agent describes it, as far as it matters here, with something that nobody may see.
+fn description(guest: &str, device: &str) -> Value {
+    let of =
+        |device| json!({"isolated_device": {"addr": device, "path": "GPU-1", "device_type": "NVIDIA_MPS"}});
+    let devices: Vec<Value> = device.split(',').map(of).collect();
+    json!({
+        "name": NAMES[0], "uuid": guest, "tenant": NAMES[2], "tenant_id": "t",
+        "containers": [{
+            "id": "c-1", "name": NAMES[1], "spec": {"image_credential_token": "hunter2", "devices": devices},
+        }],
+    })
+}
+
+fn names(listed: &Value) -> [&str; 3] {
+    ["guest", "container", "project"].map(|key| listed[key].as_str().unwrap_or_default())
+}
+
+fn known(listed: &Value) -> [&str; 2] {
+    ["device", "known_by"].map(|key| listed[key].as_str().unwrap_or_default())
+}
+
+/// A client has the slice and the names in the records wherever people look, whatever its environment says.
+#[test]
+fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
+    let test = "a_client_of_a_guest_is_known_by_the_records_of_the_host_agent";
+    let Some((platform, group)) = Platform::with(test, "") else { return };
+    let host = &platform.host;
+    platform.record("u-1", &group, OWN);
+    let client = platform.client(&group, &["hold", "600"], None);
+    let liar = platform.client(&group, &["hold", "600"], Some(NEIGHBOURS));
+    for client in [&client, &liar] {
+        let listed = platform.listed(client);
+        assert_eq!((known(&listed), names(&listed)), ([OWN, "platform"], NAMES), "{listed:#}");
+    }
+    wait_for("two clients of the slice", || (platform.clients_of(OWN) == 2).then_some(()));
+    assert_eq!(platform.clients_of(NEIGHBOURS), json!(0));
+    let devices = succeeded(&host.mpsctl(&["list", "-o", "wide"]));
+    assert!(devices.contains("  train-1/main  "), "{devices}");
+    let table = succeeded(&host.mpsctl(&["clients", "-o", "wide"]));
+    assert!(
+        table.contains("GUEST") && table.contains("  train-1/main  ") && table.contains(NAMES[2]),
+        "{table}"
+    );
+    let labels = format!("container=main,container_id={},device={OWN},gpu=00:06.0,guest=train-1,", group.id);
+    wait_for("the metric", || {
+        let samples = samples_of(&succeeded(&host.mpsctl(&["metrics", "--clients"])));
+        samples.keys().find(|key| key.contains(&labels) && key.contains("project=vision")).cloned()
+    });
+
+    // Whoever ends the work of the slice ends theirs.
+    let released = host.mpsctl(&["terminate", "--device", OWN]);
+    let said = text(&released);
+    assert!(released.status.success() && said.contains("of guest train-1, slice 00:06.0-1"), "{said}");
+    for mut client in [client, liar] {
+        let status = wait_for("the end of the client", || client.try_wait().unwrap());
+        assert_eq!(status.code(), Some(4), "CUDA error 810");
+    }
+    let log = host.log();
+    assert!(!log.contains("hunter2"), "{log}");
+}
+
+/// The farewell and the news of a fault name the guest.
+#[test]
+fn people_read_of_guests_when_their_work_ends() {
+    let test = "people_read_of_guests_when_their_work_ends";
+    let Some((mut platform, group)) = Platform::with(test, "") else { return };
+    platform.record("u-1", &group, OWN);
+    let listener = Listener::start(&platform.host);
+    let hit = platform.client(&group, &["hold", "600"], None);
+    let pid = hit.id();
+    platform.host.fault();
+    let words = format!("PID {pid} of guest train-1, slice {OWN}, container main");
+    let told = listener.wait_for_fault(&[pid]);
+    assert!(told.contains(&words), "{words}\n{told}");
+    hit.end();
+    platform.host.wait_for_state("ready");
+    let client = platform.client(&group, &["hold", "600"], None);
+    let words = format!("PID {} of guest train-1, slice {OWN}, container main", client.id());
+    drop(listener);
+    assert_eq!(platform.host.stop().code(), Some(0));
+    let log = platform.host.log();
+    assert!(log.contains(&format!("the stop ends the work of 1 client: {words}")), "{log}");
+}
+
+/// A budget holds for the containers of an unmodified agent.
+#[test]
+fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
+    let test = "the_newest_client_of_a_guest_over_its_budget_is_ended";
+    let Some((platform, group)) = Platform::with(test, "cuda_mps_overuse: terminate") else { return };
+    let Some(neighbours) = ContainerGroup::of_a_guest() else { unreachable!() };
+    platform.record("u-1", &group, OWN);
+    platform.record("u-2", &neighbours, NEIGHBOURS);
+    let hold =
+        |group: &ContainerGroup, mib: &str| platform.client(group, &["hold", "600", "--mib", mib], None);
+    let (old, neighbour) = (hold(&group, "20000"), hold(&neighbours, "20000"));
+    let mut new = hold(&group, "20000");
+    let status = wait_for("the end of the newest", || new.try_wait().unwrap());
+    assert_eq!(status.code(), Some(4), "CUDA error 810");
+    assert!(alive(old.id()) && alive(neighbour.id()));
+    let words = format!(
+        "GPU work ended since {OWN} was over its budget, of 1 client: PID {} of guest train-1",
+        new.id()
+    );
+    wait_for(&words, || platform.host.log().contains(&words).then_some(()));
+}
+
+/// A record that somebody else can write, or that can't be read, leaves the client to its own claim.
+#[test]
+fn bad_records_are_not_believed() {
+    let test = "bad_records_are_not_believed";
+    let Some((platform, group)) = Platform::with(test, "") else { return };
+    let client = platform.client(&group, &["hold", "600"], Some(NEIGHBOURS));
+    // It was looked at without records, so no good record binds its container.
+    wait_for("a look", || (platform.clients_of(NEIGHBOURS) == 1).then_some(()));
+    let servers = platform.host.path("servers");
+    let is_claimed = |what: &str| {
+        let listed = platform.listed(&client);
+        assert_eq!((known(&listed), names(&listed)), ([NEIGHBOURS, "environment"], [""; 3]), "{what}");
+    };
+    is_claimed("no records");
+    for file in ["containers", "desc", ""] {
+        platform.record("u-1", &group, OWN);
+        assert_eq!(known(&platform.listed(&client)), [OWN, "platform"]);
+        let path = servers.join("u-1").join(file);
+        std::os::unix::fs::chown(&path, Some(1000), None).unwrap();
+        is_claimed("another owner");
+        std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
+        is_claimed("written by everybody");
+    }
+    for (file, text) in [
+        ("containers", "{"),
+        ("containers", "[]"),
+        ("desc", "{\"name\": \"x\", \"containers\": ["),
+        ("desc", "null"),
+        ("desc", &" ".repeat(5 << 20)),
+    ] {
+        platform.record("u-1", &group, OWN);
+        platform.write("u-1", file, text);
+        is_claimed(text.trim());
+    }
+    platform.record("u-1", &group, OWN);
+    platform.record("u-2", &group, NEIGHBOURS);
+    is_claimed("a container of two guests");
+    fs::remove_dir_all(servers.join("u-2")).unwrap();
+    // The newest agent writes down the GPU alone. This client was looked at before.
+    platform.record("u-1", &group, "00:06.0");
+    let listed = platform.listed(&client);
+    assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
+    // It can have any slice of that GPU, so nobody may take one of them for free.
+    for slice in [OWN, NEIGHBOURS] {
+        let refused = platform.host.mpsctl(&["terminate", "--device", slice]);
+        let said = text(&refused);
+        assert!(!refused.status.success() && said.contains(&format!("PID {}", client.id())), "{said}");
+    }
+    assert!(alive(client.id()));
+}
+
+/// Nobody gets a slice by a record that is no good, and the same container is bound as soon as its record is.
+#[test]
+fn bad_records_bind_nobody() {
+    let test = "bad_records_bind_nobody";
+    let Some((platform, _)) = Platform::with(test, "") else { return };
+    let bound = || -> Vec<Value> {
+        let slices = platform.host.list();
+        slices.into_iter().map(|slice| slice["bound_to"].clone()).filter(|to| to != "").collect()
+    };
+    let desc = |device: &str| description("u-1", device).to_string();
+    let write =
+        |file: &'static str, text: String| move |platform: &Platform| platform.write("u-1", file, &text);
+    type Damage = Box<dyn Fn(&Platform)>;
+    let half = desc(OWN).split_at(90).0.to_owned();
+    let cases: Vec<(&str, Damage)> = vec![
+        ("no record", Box::new(|of| fs::remove_dir_all(of.host.path("servers/u-1")).unwrap())),
+        ("half of a description", Box::new(write("desc", half))),
+        ("half of the containers", Box::new(write("containers", "{\"c-1\": {\"id\"".to_owned()))),
+        ("a huge description", Box::new(write("desc", desc(OWN) + &" ".repeat(5 << 20)))),
+        ("a slice that is not there", Box::new(write("desc", desc("00:06.0-9")))),
+        ("a GPU that is not there", Box::new(write("desc", desc("00:09.0")))),
+        ("no name of a device", Box::new(write("desc", desc("../../etc\u{0}")))),
+        ("another type", Box::new(write("desc", desc(OWN).replace("NVIDIA_MPS", "NVIDIA_GPU")))),
+        (
+            "the agent is another user",
+            Box::new(|of| {
+                std::os::unix::fs::chown(of.host.path("servers/u-1/desc"), Some(1000), None).unwrap();
+            }),
+        ),
+        (
+            "a pipe in its place",
+            Box::new(|of| {
+                let file = of.host.path("servers/u-1/desc");
+                fs::remove_file(&file).unwrap();
+                succeeded(&Command::new("mkfifo").args(["-m", "644"]).arg(file).output().unwrap());
+            }),
+        ),
+    ];
+    for (what, damage) in cases {
+        let Some(group) = ContainerGroup::of_a_guest() else { unreachable!() };
+        platform.record("u-1", &group, OWN);
+        damage(&platform);
+        let client = platform.client(&group, &["hold", "600"], None);
+        assert_eq!((bound(), platform.clients_of(OWN)), (vec![], json!(0)), "{what}");
+        assert_ne!(known(&platform.listed(&client))[0], OWN, "{what}");
+        let _ = fs::remove_dir_all(platform.host.path("servers/u-1"));
+        platform.record("u-1", &group, OWN);
+        let second = platform.client(&group, &["hold", "600"], None);
+        wait_for(what, || (bound() == ["train-1/main"]).then_some(()));
+        assert_eq!(known(&platform.listed(&client)), [OWN, "platform"], "{what}");
+        client.end();
+        second.end();
+        drop(group);
+        let free = || bound().is_empty() && platform.clients_of(OWN) == 0;
+        wait_for("a free slice", || free().then_some(()));
+    }
+    // A tenant has chosen the names, for the terminals of administrators.
+    let Some(group) = ContainerGroup::of_a_guest() else { unreachable!() };
+    platform.record("u-1", &group, OWN);
+    let names = format!("\\u001b[2J\\n{}", "x".repeat(300));
+    platform.write("u-1", "desc", &desc(OWN).replace("train-1", &names));
+    let _client = platform.client(&group, &["hold", "600"], None);
+    let label = format!("\u{fffd}[2J\u{fffd}{}/main", "x".repeat(128 - 5));
+    wait_for("a binding", || (!bound().is_empty()).then_some(()));
+    assert_eq!(bound(), [label.as_str()]);
+    assert!(!platform.host.log().contains('\u{1b}'), "{}", platform.host.log());
+}
+
+/// The newest agent names a GPU, and no slice. So each container gets the lowest free slice of that GPU with its first client, and
+/// keeps it while it lives.
+#[test]
+fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
+    let test = "a_container_with_a_gpu_in_the_records_gets_a_free_slice";
+    let Some((mut platform, group)) = Platform::with(test, "cuda_mps_overuse: terminate") else { return };
+    let Some(neighbours) = ContainerGroup::of_a_guest() else { unreachable!() };
+    for (guest, container) in [("u-1", &group), ("u-2", &neighbours)] {
+        platform.record(guest, container, "00:06.0");
+    }
+    let hold = |platform: &Platform, container, mib| {
+        platform.client(container, &["hold", "600", "--mib", mib], Some(NEIGHBOURS))
+    };
+    let has = |platform: &Platform, client: &Client, slice: &str| {
+        wait_for("the slice", || (known(&platform.listed(client)) == [slice, "platform"]).then_some(()));
+        assert_eq!(names(&platform.listed(client)), NAMES);
+    };
+    let old = hold(&platform, &group, "20000");
+    has(&platform, &old, "00:06.0-0");
+    let neighbour = hold(&platform, &neighbours, "20000");
+    has(&platform, &neighbour, OWN);
+    platform.host.signal(Signal::KILL);
+    platform.host.ended();
+    platform.host.start();
+    platform.host.wait_for_state("ready");
+    has(&platform, &old, "00:06.0-0");
+    has(&platform, &neighbour, OWN);
+    let bound = |platform: &Platform| -> Vec<Value> {
+        platform.host.list().into_iter().map(|device| device["bound_to"].clone()).collect()
+    };
+    assert_eq!(bound(&platform), ["train-1/main", "train-1/main", "", ""]);
+    // Nobody else gets it, and everything counts.
+    let refused = platform.host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string()]);
+    assert!(text(&refused).contains(&format!("{OWN} is taken by train-1/main")), "{}", text(&refused));
+    let mut new = hold(&platform, &group, "20000");
+    let status = wait_for("the end of the newest", || new.try_wait().unwrap());
+    assert_eq!(status.code(), Some(4), "CUDA error 810");
+    assert!(alive(old.id()) && alive(neighbour.id()));
+    old.end();
+    drop(group);
+    wait_for("a free slice", || (bound(&platform) == ["", "train-1/main", "", ""]).then_some(()));
+    // Root says it better.
+    // An agent that learns to bind says it better.
+    let pid = neighbour.id().to_string();
+    succeeded(&platform.host.mpsctl(&["bind", "00:06.0-3", "--pid", &pid, "--label", "main of train-1"]));
+    assert_eq!(bound(&platform), ["", "", "", "main of train-1"]);
+    assert_eq!(known(&platform.listed(&neighbour)), ["00:06.0-3", "bound"]);
+}
+
+/// A container with slices of several GPUs is bound to them GPU by GPU, and each is known from the beginning.
+#[test]
+fn a_container_has_its_recorded_slice_of_each_gpu() {
+    let test = "a_container_has_its_recorded_slice_of_each_gpu";
+    let Some((platform, group)) = Platform::on("h200x8", test, "cuda_mps_topology: per_gpu") else { return };
+    let devices = platform.host.list();
+    let [first, second] = ["-1", "-2"].map(|slice| {
+        let gpu = if slice == "-1" { &devices[0] } else { &devices[devices.len() - 1] };
+        (
+            format!("{}{slice}", gpu["base_addr"].as_str().unwrap()),
+            gpu["pipe_directory"].as_str().unwrap().to_owned(),
+        )
+    });
+    platform.record("u-1", &group, &format!("{},{}", first.0, second.0));
+    for (slice, pipe) in [first, second] {
+        let mut program = platform.program_in(Path::new(&pipe), &group, &["hold", "600"], None);
+        let client = Client::start(&mut program);
+        platform.host.wait_until_listed(client.id());
+        assert_eq!(known(&platform.listed(&client)), [slice.as_str(), "platform"]);
+        let bound_to = || {
+            let listed = platform.host.list().into_iter().find(|device| device["addr"] == slice.as_str());
+            (listed.unwrap()["bound_to"] == "train-1/main").then_some(())
+        };
+        wait_for("the binding", bound_to);
+        assert_eq!(known(&platform.listed(&client)), [slice.as_str(), "platform"]);
+    }
+}
+
+/// A tenant makes control groups and environments as he likes in his container, and changes nobody's slice.
+#[test]
+fn a_tenant_is_in_no_container_of_another_guest() {
+    let test = "a_tenant_is_in_no_container_of_another_guest";
+    let Some((platform, group)) = Platform::with(test, "") else { return };
+    let Some(neighbours) = ContainerGroup::of_a_guest() else { unreachable!() };
+    platform.record("u-1", &group, OWN);
+    platform.record("u-2", &neighbours, NEIGHBOURS);
+    let nested =
+        ContainerGroup { id: neighbours.id.clone(), directory: group.directory.join(&neighbours.id) };
+    fs::create_dir(&nested.directory).unwrap();
+    let client = platform.client(&nested, &["hold", "600"], Some(NEIGHBOURS));
+    assert_eq!(known(&platform.listed(&client)), [OWN, "platform"]);
+}
