@@ -8,7 +8,7 @@ use mps_core::bindings::Binding;
 use crate::supervisor::bypass;
 use crate::supervisor::{GpuStatus, Status};
 use common::bindings::SliceBindings;
-use common::config::Settings;
+use common::config::{Isolation, Settings};
 use common::counted::counted;
 use common::drained::Drained;
 use common::host::nvml::facts::GpuState;
@@ -31,7 +31,7 @@ pub(crate) struct Parts<'a> {
     pub statuses: &'a [Status],
     /// The control daemons on the way out.
     pub leaving: &'a [Status],
-    /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of the one that has it.
     pub held: &'a BTreeMap<String, String>,
     /// Whether a control daemon starts as soon as another one, which ends now, has left its GPUs.
     pub starting: bool,
@@ -123,50 +123,106 @@ fn all<'a>(parts: &Parts<'a>) -> impl Iterator<Item = &'a Status> {
 fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     let facts = plan.gpu.facts();
     let uuid = facts.map(|facts| facts.uuid.as_str()).unwrap_or_default();
-    let served = served(parts, uuid);
-    let trouble = match (plan.unusable().or_else(|| in_the_way(uuid, parts)), served) {
-        (Some(reason), _) => Some(reason),
-        (None, None) => Some(not_begun(uuid, parts)),
-        (None, Some((_, gpu))) if !gpu.left_out.is_empty() => Some(gpu.left_out.clone()),
-        (None, Some((_, gpu))) if gpu.server_kept_out => {
-            Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
-        }
-        (None, Some((status, _))) if !status.serving => Some(said_by(status)),
-        (None, Some((_, gpu))) if gpu.being_set => Some("its new limits are being set".to_owned()),
-        (None, Some((_, gpu))) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
-        (None, Some(_)) => None,
-    };
-    let gpu = served.map(|(_, gpu)| gpu);
+    let serving: Vec<(&Status, &GpuStatus)> = served(parts, uuid).collect();
+    let (trouble, unserved) = trouble(plan, parts, uuid);
     GpuView {
         plan: plan.clone(),
         healthy: trouble.is_none(),
-        reason: trouble.unwrap_or_else(|| {
-            let bypassed = gpu.filter(|gpu| !gpu.bypasses.is_empty()).map(used_without_us);
-            // All its clients are served, so a full GPU is well.
-            let full = gpu.map(|gpu| gpu.full.clone()).filter(|full| !full.is_empty());
-            let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
-            bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
-        }),
-        compute_mode: gpu
-            .and_then(|gpu| gpu.compute_mode)
+        reason: trouble.unwrap_or_else(|| worth_knowing(plan, &serving)),
+        compute_mode: serving
+            .iter()
+            .find_map(|(_, gpu)| gpu.compute_mode)
             .or(facts.and_then(|facts| facts.state.compute_mode)),
-        control_daemon: served.map(|(status, _)| status.view.id.clone()).unwrap_or_default(),
-        confirmed_thread_percentage: gpu.and_then(|gpu| gpu.thread_percentage),
-        confirmed_memory_limit_mib: gpu.and_then(|gpu| gpu.memory_limit_mib),
+        control_daemons: serving.iter().map(|(status, _)| status.view.id.clone()).collect(),
+        confirmed_thread_percentage: of_all(&serving, |gpu| gpu.thread_percentage),
+        confirmed_memory_limit_mib: of_all(&serving, |gpu| gpu.memory_limit_mib),
         drained: drained(plan, parts.drained),
         bound: bound(plan, parts.bindings),
-        unlinked: served.map(|(status, _)| unlinked(plan, status)).unwrap_or_default(),
-        in_use: in_use(parts, uuid, served),
+        unserved,
+        in_use: in_use(parts, uuid, &serving),
         uses: parts.uses.get(uuid).map(|in_use| in_use.slices.clone()).unwrap_or_default(),
     }
 }
 
+/// The value that all control daemons of a GPU have confirmed.
+fn of_all<T: PartialEq>(
+    serving: &[(&Status, &GpuStatus)],
+    value: impl Fn(&GpuStatus) -> Option<T>,
+) -> Option<T> {
+    let mut values = serving.iter().map(|(_, gpu)| value(gpu));
+    let first = values.next()??;
+    values.all(|value| value.as_ref() == Some(&first)).then_some(first)
+}
+
+/// Why a GPU is not served, and why single slices of it are not. Where each slice has a control daemon of its own, a GPU is
+/// served while one of its slices is.
+fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
+    if let Some(reason) = plan.unusable().or_else(|| in_the_way(uuid, parts)) {
+        return (Some(reason), BTreeMap::new());
+    }
+    let of_slice = |ordinal| {
+        let serves = |status: &&Status| {
+            let gpu = status.plan.gpus.iter().find(|gpu| gpu.uuid == uuid);
+            gpu.is_some_and(|gpu| gpu.ordinals.contains(&ordinal))
+        };
+        parts.statuses.iter().find(serves).and_then(|status| Some((status, status.gpus.get(uuid)?)))
+    };
+    match plan.isolation {
+        Isolation::Gpu => {
+            let serving = served(parts, uuid).next();
+            let unlinked = serving.map(|(status, _)| unlinked(plan, status)).unwrap_or_default();
+            (trouble_of(serving, uuid, parts), unlinked)
+        }
+        Isolation::Slice => {
+            let why = |ordinal| {
+                let serving = of_slice(ordinal);
+                let unlinked = || unlinked(plan, serving?.0).remove(&ordinal);
+                Some((ordinal, trouble_of(serving, uuid, parts).or_else(unlinked)?))
+            };
+            let unserved: BTreeMap<u32, String> = (0..plan.slices).filter_map(why).collect();
+            let is_served = (0..plan.slices).any(|ordinal| !unserved.contains_key(&ordinal));
+            // The slices have the reasons.
+            ((!is_served).then(String::new), unserved)
+        }
+    }
+}
+
+/// Why a control daemon does not serve a GPU as planned.
+fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<'_>) -> Option<String> {
+    match serving {
+        None => Some(not_begun(uuid, parts)),
+        Some((_, gpu)) if !gpu.left_out.is_empty() => Some(gpu.left_out.clone()),
+        Some((_, gpu)) if gpu.server_kept_out => {
+            Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
+        }
+        Some((status, _)) if !status.serving => Some(said_by(status)),
+        Some((_, gpu)) if gpu.being_set => Some("its new limits are being set".to_owned()),
+        Some((_, gpu)) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
+        Some(_) => None,
+    }
+}
+
+/// What to know of a GPU that is served.
+fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
+    // All control daemons of a GPU see the same.
+    let bypassed = serving.iter().find(|(_, gpu)| !gpu.bypasses.is_empty());
+    let bypassed = bypassed.map(|(_, gpu)| used_without_us(gpu));
+    // All its clients are served, so a full GPU is well.
+    let full =
+        serving.iter().filter(|(_, gpu)| !gpu.full.is_empty()).map(|(status, gpu)| match plan.isolation {
+            Isolation::Gpu => gpu.full.clone(),
+            Isolation::Slice => format!("slice {}: {}", status.view.id, gpu.full),
+        });
+    let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
+    bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
+}
+
 /// All clients of a GPU together. Where NVML lists no clients, only their number is known, from the control daemon.
-fn in_use(parts: &Parts<'_>, uuid: &str, served: Option<(&Status, &GpuStatus)>) -> Option<InUse> {
+fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &GpuStatus)]) -> Option<InUse> {
     let listed = parts.uses.get(uuid).and_then(|in_use| in_use.all);
     listed.or_else(|| {
-        let (_, gpu) = served.filter(|(status, _)| status.view.pid.is_some())?;
-        let clients = gpu.unlisted_clients?;
+        let [(status, gpu)] = serving else { return None };
+        let clients = gpu.unlisted_clients.filter(|_| status.view.pid.is_some())?;
         Some(InUse { clients, memory_mib: (clients == 0).then_some(0) })
     })
 }
@@ -195,7 +251,7 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
 
 /// Setting limits takes some milliseconds, and nothing is wrong meanwhile.
 fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
-    served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
+    served(parts, gpu.uuid()).any(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
 }
 
 /// The first GPU with a slice that is not served, or control daemon with a pipe directory that does not lead to it.
@@ -204,12 +260,12 @@ fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
         Some(format!("clients in the pipe directory: {}", status.missing_links.pipe.as_ref()?))
     };
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
-    set.find_map(|gpu| gpu.unlinked()).or_else(|| parts.statuses.iter().find_map(pipe))
+    set.find_map(|gpu| gpu.unserved()).or_else(|| parts.statuses.iter().find_map(pipe))
 }
 
-/// The status of a GPU, and of the control daemon that is to serve it.
-fn served<'a>(parts: &Parts<'a>, uuid: &str) -> Option<(&'a Status, &'a GpuStatus)> {
-    parts.statuses.iter().find_map(|status| Some((status, status.gpus.get(uuid)?)))
+/// The control daemons that are to serve a GPU, each with its status of the GPU.
+fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status, &'a GpuStatus)> {
+    parts.statuses.iter().filter_map(move |status| Some((status, status.gpus.get(uuid)?)))
 }
 
 fn used_without_us(gpu: &GpuStatus) -> String {
@@ -219,9 +275,8 @@ fn used_without_us(gpu: &GpuStatus) -> String {
 /// The first GPU that somebody uses without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
-        let (_, gpu) = served(parts, view.uuid())?;
-        let address = view.plan.gpu.id();
-        (!gpu.bypasses.is_empty()).then(|| format!("GPU {address} is {}", used_without_us(gpu)))
+        let (_, gpu) = served(parts, view.uuid()).find(|(_, gpu)| !gpu.bypasses.is_empty())?;
+        Some(format!("GPU {} is {}", view.plan.gpu.id(), used_without_us(gpu)))
     })
 }
 
@@ -234,10 +289,10 @@ fn said_by(status: &Status) -> String {
     format!("control daemon {} is {}{reason}", view.id, view.state)
 }
 
-/// The control daemon on the way out that still has a GPU, in words.
+/// The control daemon that keeps a GPU from the one that is to serve it, in words.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
-    let status = parts.leaving.iter().find(|status| status.view.id == *id)?;
+    let status = all(parts).find(|status| status.view.id == *id)?;
     let reason = match status.view.reason.as_str() {
         "" => "it ends".to_owned(),
         reason => reason.to_owned(),
@@ -301,16 +356,19 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
                     Some(reason) => (State::Degraded, reason),
                 }
             }
+            ("", Some(status)) if !status.settled && !status.serving => (State::Starting, said_by(status)),
             ("", Some(status)) => (State::Degraded, said_by(status)),
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
     // A server that can't open one of its GPUs serves none of them, so this GPU is the reason for all.
     let keeps_server_out =
-        |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).is_some_and(|(_, gpu)| gpu.server_kept_out);
+        |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).any(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);
     let first = unhealthy.clone().find(keeps_server_out).or_else(|| unhealthy.next());
-    let first = first.map(|gpu| format!("{}: {}", gpu.plan.gpu.id(), gpu.reason)).unwrap_or_default();
+    let why = |gpu: &Arc<GpuView>| gpu.unserved().filter(|_| gpu.reason.is_empty());
+    let why = |gpu: &Arc<GpuView>| why(gpu).unwrap_or_else(|| gpu.reason.clone());
+    let first = first.map(|gpu| format!("{}: {}", gpu.plan.gpu.id(), why(gpu))).unwrap_or_default();
     let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
     let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
     if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {

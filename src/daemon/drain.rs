@@ -80,7 +80,7 @@ fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestEr
     };
     let first = snapshot.slices().filter(|(gpu, _)| gpu.healthy).find_map(|(gpu, ordinal)| {
         let slice = gpu.plan.slice(ordinal);
-        let why = gpu.unlinked.get(&ordinal)?;
+        let why = gpu.unserved.get(&ordinal)?;
         is_named(slice).then(|| format!("{slice} is not drained any more, but {why}"))
     });
     first.map_or(Ok(()), |text| Err(RequestError::Failed(text)))

@@ -65,6 +65,7 @@ mod tests {
             slices: NonZeroU32::MIN,
             thread_percentage: None,
             max_clients: None,
+            isolation: None,
         });
         let path = Some(DevicePath::Uuid(uuid.to_owned()));
         let entry = DeviceEntry {

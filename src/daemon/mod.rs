@@ -31,6 +31,7 @@ use crate::message::{Message, Subject};
 use crate::mps::changes::{FileChanges, FileWatch};
 use crate::mps::control::FrontEnds;
 use crate::supervisor::bells::Bells;
+use crate::supervisor::bypass::ToldBypasses;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
@@ -166,7 +167,8 @@ fn tools(
 ) -> Tools {
     let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
     let (bells, changes, begun) = (Bells::default(), FileChanges::default(), Instant::now());
-    Tools { front_ends, compute_modes, state_file, changed, faults, bells, changes, begun }
+    let told_bypasses = ToldBypasses::default();
+    Tools { front_ends, compute_modes, state_file, changed, faults, told_bypasses, bells, changes, begun }
 }
 
 /// The way in which the service ends.
@@ -441,7 +443,7 @@ impl Daemon {
             plan: self.plan.as_ref().map_err(String::as_str),
             statuses: &self.fleet.statuses(),
             leaving: &self.fleet.statuses_of_leaving(),
-            held: &self.fleet.held_by_leaving(),
+            held: &self.fleet.kept(),
             starting: self.fleet.starting(),
             drained: &drained,
             bindings: &bindings,

@@ -159,7 +159,8 @@ impl Daemon {
     fn restart_server(&self, gpu: &str, reply: Reply<()>) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         let id = match snapshot.find(gpu) {
-            Some(Named::Gpu(gpu) | Named::Slice(gpu, _)) => gpu.control_daemon.clone(),
+            Some(Named::Gpu(gpu)) => gpu.control_daemon(0).to_owned(),
+            Some(Named::Slice(gpu, ordinal)) => gpu.control_daemon(ordinal).to_owned(),
             None => {
                 return drop(reply.send(Err(ContainerError::no_such_device(&snapshot, gpu).into())));
             }

@@ -12,7 +12,7 @@ use mps_core::links::SocketId;
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat};
 use rustix::io::Errno;
 
-use common::host::device_name::{DIRECTORIES, SliceId};
+use common::host::device_name::{SliceId, is_of_service};
 use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
@@ -212,8 +212,8 @@ pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
     let is_ours = |name: &OsStr| {
         let text = name.to_string_lossy();
-        // With a control daemon for each GPU, its pipe directory is here.
-        let ours = [SOCKET, NEW, DIRECTORIES].contains(&&*text) || text.starts_with("GPU-");
+        // The pipe directory of a control daemon of one GPU or one slice may be here.
+        let ours = [SOCKET, NEW].contains(&&*text) || is_of_service(&text);
         ours || text.contains(".refused-") || log == Some(name)
     };
     let (Ok(Some(directory)), Ok(mut entries)) = (directories::ours(path), fs::read_dir(path)) else {

@@ -1,6 +1,7 @@
 //! Finds processes that use a served GPU without its control daemon. Nothing limits such a process.
 
 use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
@@ -22,6 +23,32 @@ impl Bypass {
     pub(crate) fn is(&self, other: &Self) -> bool {
         self.gpu_uuid == other.gpu_uuid && self.process == other.process
     }
+}
+
+/// The bypasses that people were told of. All control daemons that take turns on a GPU see the same.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, u32, u64)>>>);
+
+impl ToldBypasses {
+    /// The processes of which nobody was told. From now on they count as told.
+    pub(super) fn newly_told<'b>(&self, come: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
+        let mut told = self.lock();
+        come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
+    }
+
+    /// The processes of which people were told, and were not told that they have gone.
+    pub(super) fn newly_gone<'b>(&self, gone: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
+        let mut told = self.lock();
+        gone.into_iter().filter(|bypass| told.remove(&key(bypass))).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<(String, u32, u64)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn key(bypass: &Bypass) -> (String, u32, u64) {
+    (bypass.gpu_uuid.clone(), bypass.process.pid, bypass.process.start_time)
 }
 
 /// These processes in words: `PID 1234 (python3), PID 1235 (python3)`.

@@ -1,6 +1,5 @@
-//! The compute mode of GPUs that are served: taken to `EXCLUSIVE_PROCESS`, kept there, put back.
+//! The compute mode of GPUs that are served: set, kept, put back.
 
-use common::host::compute_mode::SERVED;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -49,20 +48,20 @@ impl ComputeModes {
         Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
     }
 
-    /// Takes a GPU to [`SERVED`] if it isn't there, and says whether that was needed.
-    pub(crate) async fn take(&self, uuid: &str) -> Result<bool, String> {
+    /// Takes a GPU to this mode if it isn't there, and says whether that was needed.
+    pub(crate) async fn take(&self, uuid: &str, mode: ComputeMode) -> Result<bool, String> {
         let state_file = self.state_file.clone();
         self.change(uuid, move |driver, uuid| {
             let previous = driver.compute_mode(uuid)?;
-            if previous == SERVED {
+            if previous == mode {
                 return Ok(false);
             }
-            let written = state_file.lock().remember_compute_mode(uuid, previous);
+            let written = state_file.lock().remember_compute_mode(uuid, previous, mode);
             written.map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
             tracing::debug!(step = "mode-written-down", "compute mode of {uuid} is written down");
-            driver.set_compute_mode(uuid, SERVED)?;
+            driver.set_compute_mode(uuid, mode)?;
             tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
-            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {SERVED}");
+            tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {mode}");
             Ok(true)
         })
         .await
@@ -76,8 +75,11 @@ impl ComputeModes {
         let state_file = self.state_file.clone();
         self.change(uuid, move |driver, uuid| {
             let Some(previous) = state_file.lock().previous_compute_mode(uuid) else { return Ok(()) };
+            let ours = state_file.lock().compute_mode_set(uuid);
             let current = driver.compute_mode(uuid)?;
-            if current == SERVED {
+            if current == previous {
+                tracing::debug!("compute mode of {uuid} is {current} as before");
+            } else if current == ours {
                 driver.set_compute_mode(uuid, previous)?;
                 tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
                 tracing::info!(

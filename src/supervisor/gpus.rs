@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::GpuUuid;
 use mps_core::serve::{GpuNews, GpuShell, ProcessId, SeenGpu, SeenGpus, SeenProcess};
+use mps_core::{GpuUuid, Tenure};
 
 use crate::message::{Message, Subject};
-use common::host::compute_mode::SERVED;
+use common::host::compute_mode::ComputeMode;
 use common::host::identity::Identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
@@ -17,16 +17,18 @@ use super::bypass::{self, Bypass};
 
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
+        let served = ComputeMode::while_served(self.order.plan.tenure());
         let mut processes = BTreeMap::new();
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.compute_modes.read_gpus(gpus.to_vec(), together).await {
             let mode = look.as_ref().ok().map(|(mode, _)| *mode);
             self.reporter.update_gpu(&uuid, |status| status.compute_mode = mode);
             let look = look.map(|(mode, there)| {
+                let there = self.own(there);
                 let seen = |process: &GpuProcess| SeenProcess { pid: process.pid, via_mps: process.via_mps };
                 let of_gpu = there.iter().map(seen).collect();
                 processes.insert(uuid.clone(), there);
-                SeenGpu { has_our_mode: mode == SERVED, processes: of_gpu }
+                SeenGpu { has_our_mode: mode == served, processes: of_gpu }
             });
             seen.insert(uuid, look);
         }
@@ -35,8 +37,9 @@ impl GpuShell for Worker {
     }
 
     async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
-        let was_needed = self.tools.compute_modes.take(gpu).await?;
-        self.reporter.update_gpu(gpu, |status| status.compute_mode = Some(SERVED));
+        let served = ComputeMode::while_served(self.order.plan.tenure());
+        let was_needed = self.tools.compute_modes.take(gpu, served).await?;
+        self.reporter.update_gpu(gpu, |status| status.compute_mode = Some(served));
         Ok(was_needed)
     }
 
@@ -64,18 +67,20 @@ impl GpuShell for Worker {
         let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
         let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
         let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
+        let is_news = !come.is_empty() || !gone.is_empty();
+        let told = &self.tools.told_bypasses;
+        let (come, gone) = (told.newly_told(come), told.newly_gone(gone));
         let planned = self.order.plan.gpus.iter().find(|planned| planned.uuid == *gpu);
         let name = planned.map_or_else(|| gpu.clone(), ServedGpu::name);
         if !come.is_empty() {
-            let who = bypass::describe(come.iter().copied());
+            let who = bypass::describe(come);
             let text = format!("GPU {name} is used without our MPS server by {who}");
             self.reporter.report(Message::Bypass, Subject::gpu(gpu), text);
         }
         if !gone.is_empty() {
-            let who = bypass::describe(gone.iter().copied());
+            let who = bypass::describe(gone);
             self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
         }
-        let is_news = !come.is_empty() || !gone.is_empty();
         self.reporter.update_gpu(gpu, |gpu| {
             gpu.server_kept_out = server_is_kept_out;
             // Memory comes and goes; who it is has not changed by that.
@@ -93,5 +98,18 @@ impl GpuShell for Worker {
                 self.reporter.report(Message::GpuUnreachable, Subject::gpu(gpu), text);
             }
         }
+    }
+}
+
+impl Worker {
+    /// The processes that NVML shows on a GPU, as far as they concern this control daemon. Where several take turns, the
+    /// servers of the others are theirs, and nobody can tell to which of them a client belongs.
+    fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
+        if self.order.plan.tenure() == Tenure::InTurns {
+            let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);
+            let is_theirs = |pid| proc::stat(pid).is_ok_and(|process| others.contains(&process.parent));
+            there.retain(|process| !process.via_mps && !is_theirs(process.pid));
+        }
+        there
     }
 }

@@ -30,7 +30,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted, WantedGpu};
-use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon, Tenure};
+use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::yield_now;
 use tokio::time::Instant;
@@ -38,13 +38,14 @@ use tokio::time::Instant;
 use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
 use crate::supervisor::bells::Bells;
+use crate::supervisor::bypass::ToldBypasses;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
 use common::host::cpus::Cpus;
 use common::host::nvml::GpuProcess;
 use common::membership::Slices;
-use common::plan::{ControlDaemonPlan, ServedGpu};
+use common::plan::{ControlDaemonPlan, ServedGpu, tenure_of};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
@@ -98,6 +99,8 @@ pub(crate) struct Tools {
     pub changed: Arc<Notify>,
     /// Takes every fault.
     pub faults: mpsc::Sender<ClientFault>,
+    /// Who was told of as a bypass.
+    pub told_bypasses: ToldBypasses,
     /// Ring for the clients of a GPU.
     pub bells: Bells,
     /// Tells of changes of files.
@@ -107,9 +110,9 @@ pub(crate) struct Tools {
 }
 
 /// The core's view of a control daemon in the state file.
-pub(crate) fn written(running: &Running) -> RunningDaemon {
+pub(crate) fn written(id: &str, running: &Running) -> RunningDaemon {
     let process = (running.process.pid, running.process.start_time);
-    RunningDaemon { process, gpus: running.gpus.clone(), tenure: Tenure::Alone }
+    RunningDaemon { process, gpus: running.gpus.clone(), tenure: tenure_of(id) }
 }
 
 impl From<ControlError> for Failure {
@@ -241,7 +244,8 @@ impl Machine {
     /// The news for the core after an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = self.worker.order.plan.id.clone();
-        let written = self.worker.tools.state_file.lock().control_daemon(&id).map(written);
+        let written =
+            self.worker.tools.state_file.lock().control_daemon(&id).map(|running| written(&id, running));
         CoreEvent::Done { id, written, watched: self.run.is_some(), outcome }
     }
 
@@ -325,6 +329,7 @@ impl Worker {
             thread_percentage: plan.thread_percentage,
             prewarm: plan.prewarm,
             retiring: self.is_retiring(),
+            tenure: plan.tenure(),
             held: self.held.clone(),
             sets_modes: supervision.set_compute_mode,
             fault_grace: supervision.fault_grace,

@@ -8,7 +8,7 @@ use mps_core::serve::{
     ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, ProcessId, Said, SeenGpus, Shell,
     Showing,
 };
-use mps_core::{CoreTime, GpuUuid, Permit};
+use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
 use tracing::level_filters::LevelFilter;
@@ -243,7 +243,16 @@ impl Shell for RunShell<'_> {
     }
 
     async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
-        self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await
+        let clients = self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await;
+        if self.worker.order.plan.tenure() == Tenure::Alone {
+            return clients;
+        }
+        let of_several =
+            || "NVML does not say to which of several control daemons a client belongs".to_owned();
+        let certainly = |there: Result<BTreeSet<u32>, String>| {
+            there.and_then(|there| if there.is_empty() { Ok(there) } else { Err(of_several()) })
+        };
+        clients.into_iter().map(|(gpu, there)| (gpu, certainly(there))).collect()
     }
 
     async fn holders(&mut self, servers: &[u32]) -> String {

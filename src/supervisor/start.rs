@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::serve::{self, Failure, GpuReach, Known, StartPlace, Starter, Stranger, WantedUsers};
-use mps_core::{CoreTime, GpuUuid, Permit};
+use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
@@ -137,10 +137,21 @@ impl Starter for StartShell<'_> {
     fn open_directories(&mut self) -> Result<bool, Failure> {
         let plan = &self.worker.order.plan;
         let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
-        let pipe = directories::open(&plan.pipe_directory).map_err(bad_directory)?;
+        let mut moved = Vec::new();
+        let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
+            // The directory above may be kept for a control daemon that has other GPUs.
+            (Tenure::InTurns, Some(above)) => directories::open(above)
+                .and_then(|above| directories::open_in(&above, &plan.pipe_directory, &mut moved)),
+            _ => directories::open(&plan.pipe_directory),
+        };
+        let pipe = pipe.map_err(bad_directory)?;
         if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
             // Not only links are made there. The flag is of an earlier control daemon.
             let _ = immutable::set(&pipe, false);
+        }
+        let reporter = &mut self.worker.reporter;
+        for what in moved {
+            reporter.warning(what);
         }
         let Some(private) = &plan.private_directory else { return Ok(false) };
         directories::open_private(private).map_err(bad_directory)?;

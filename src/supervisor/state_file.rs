@@ -56,23 +56,31 @@ impl StateFile {
         Self { directory, contents: contents.unwrap_or_default() }
     }
 
-    /// Writes down the mode that a GPU has, before it is changed. The first one stands until it is forgotten.
-    pub(crate) fn remember_compute_mode(&mut self, uuid: &str, mode: ComputeMode) -> io::Result<()> {
+    /// Writes down the mode that a GPU has, and the mode that it is to have, before it is changed. The first one stands until
+    /// it is forgotten.
+    pub(crate) fn remember_compute_mode(
+        &mut self,
+        uuid: &str,
+        mode: ComputeMode,
+        ours: ComputeMode,
+    ) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.entry(uuid.to_owned()).or_insert_with(|| mode.to_string());
+            contents.compute_modes_set.insert(uuid.to_owned(), ours.to_string());
         })
     }
 
     /// The mode to put back; None: it was not changed by us.
     pub(crate) fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
         let word = self.contents.previous_compute_modes.get(uuid)?;
-        let modes = [
-            ComputeMode::Default,
-            ComputeMode::ExclusiveThread,
-            ComputeMode::Prohibited,
-            ComputeMode::ExclusiveProcess,
-        ];
-        Some(modes.into_iter().find(|mode| mode.to_string() == *word).unwrap_or(ComputeMode::Default))
+        Some(word.parse().unwrap_or(ComputeMode::Default))
+    }
+
+    /// The mode that we have set last.
+    pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
+        let word = self.contents.compute_modes_set.get(uuid);
+        // An earlier version knew no other.
+        word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
     /// The GPUs with a mode that is to be put back some day.
@@ -82,7 +90,10 @@ impl StateFile {
 
     /// Forgets a GPU after its mode is back.
     pub(crate) fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
-        self.change(|contents| _ = contents.previous_compute_modes.remove(uuid))
+        self.change(|contents| {
+            contents.previous_compute_modes.remove(uuid);
+            contents.compute_modes_set.remove(uuid);
+        })
     }
 
     /// Writes down a control daemon, before anything runs under its PID.
@@ -98,6 +109,12 @@ impl StateFile {
     /// All control daemons that were started, dead or alive, by their ids.
     pub(crate) fn control_daemons(&self) -> &BTreeMap<String, Running> {
         &self.contents.control_daemons
+    }
+
+    /// The PIDs of all control daemons but the one with this id.
+    pub(crate) fn pids_of_others(&self, id: &str) -> BTreeSet<u32> {
+        let others = self.contents.control_daemons.iter().filter(|(other, _)| *other != id);
+        others.map(|(_, running)| running.process.pid).collect()
     }
 
     /// Whether a control daemon that was started by us still has a GPU.
@@ -194,10 +211,12 @@ mod tests {
     fn the_first_mode_survives_until_forgotten() {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
-        state_file.remember_compute_mode(UUID, ComputeMode::ExclusiveThread).unwrap();
-        state_file.remember_compute_mode(UUID, ComputeMode::ExclusiveProcess).unwrap();
+        let [thread, process] = [ComputeMode::ExclusiveThread, ComputeMode::ExclusiveProcess];
+        state_file.remember_compute_mode(UUID, thread, process).unwrap();
+        state_file.remember_compute_mode(UUID, process, ComputeMode::Default).unwrap();
         let mut again = open(&directory);
-        assert_eq!(again.previous_compute_mode(UUID), Some(ComputeMode::ExclusiveThread));
+        assert_eq!(again.previous_compute_mode(UUID), Some(thread));
+        assert_eq!(again.compute_mode_set(UUID), ComputeMode::Default);
         again.forget_compute_mode(UUID).unwrap();
         assert_eq!(open(&directory).previous_compute_mode(UUID), None);
     }
@@ -241,7 +260,7 @@ mod tests {
     fn damage_is_survived() {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
-        state_file.remember_compute_mode(UUID, ComputeMode::Default).unwrap();
+        state_file.remember_compute_mode(UUID, ComputeMode::Default, ComputeMode::ExclusiveProcess).unwrap();
         let file = directory.path().join(FILE);
         let whole = fs::read(&file).unwrap();
         for length in 0..whole.len() {
@@ -257,7 +276,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
         fs::remove_dir_all(directory.path()).unwrap();
-        state_file.remember_compute_mode(UUID, ComputeMode::Default).unwrap_err();
+        state_file
+            .remember_compute_mode(UUID, ComputeMode::Default, ComputeMode::ExclusiveProcess)
+            .unwrap_err();
         assert_eq!(state_file.previous_compute_mode(UUID), None);
     }
 }

@@ -44,6 +44,8 @@ pub(crate) struct ServingDaemon {
 
 /// The findings of one look at the GPUs of one control daemon.
 struct Scan {
+    /// Its servers. None if it does not serve.
+    servers: Option<Vec<u32>>,
     clients: Vec<Client>,
     /// The processes on each of its GPUs, by UUID.
     processes: BTreeMap<String, Vec<GpuProcess>>,
@@ -87,18 +89,15 @@ async fn looks(
     serving: Vec<ServingDaemon>,
     nvml: &ComputeModes,
 ) -> Result<(Vec<ServingDaemon>, Vec<Scan>), ControlError> {
-    let mut looks = Vec::new();
-    for one in &serving {
-        looks.push(scan(one, nvml).await?);
-    }
+    let mut looks = scan_all(&serving, nvml).await?;
     let is_new = |one: &ServingDaemon, look: &Scan| {
         look.bypasses.iter().any(|bypass| !one.bypasses.iter().any(|known| known.is(bypass)))
     };
     if serving.iter().zip(&looks).any(|(one, look)| is_new(one, look)) {
         sleep(CONFIRM_AFTER).await;
-        for (one, first) in serving.iter().zip(&mut looks) {
+        let again = scan_all(&serving, nvml).await?;
+        for ((one, first), mut second) in serving.iter().zip(&mut looks).zip(again) {
             if is_new(one, first) {
-                let mut second = scan(one, nvml).await?;
                 second.bypasses.retain(|bypass| first.bypasses.iter().any(|before| before.is(bypass)));
                 *first = second;
             }
@@ -107,18 +106,40 @@ async fn looks(
     Ok((serving, looks))
 }
 
+/// Looks at all control daemons. Some may have a GPU in common, so the servers and clients of one are strangers to none.
+async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<Scan>, ControlError> {
+    let mut scans = Vec::new();
+    for one in serving {
+        scans.push(scan(one, nvml).await?);
+    }
+    let known = serving.iter().flat_map(|one| &one.servers);
+    let servers: Vec<u32> =
+        scans.iter().flat_map(|scan| scan.servers.iter().flatten()).chain(known).copied().collect();
+    let clients: BTreeSet<u32> =
+        scans.iter().flat_map(|scan| &scan.clients).map(|client| client.pid).collect();
+    for (scan, one) in scans.iter_mut().zip(serving) {
+        scan.bypasses = match scan.servers {
+            Some(_) => {
+                let find =
+                    |(uuid, processes): (&String, &Vec<_>)| bypass::find(uuid, processes, &servers, &clients);
+                scan.processes.iter().flat_map(find).collect()
+            }
+            None => one.bypasses.clone(),
+        };
+    }
+    Ok(scans)
+}
+
 async fn scan(one: &ServingDaemon, nvml: &ComputeModes) -> Result<Scan, ControlError> {
     let looks = nvml.read_gpus(one.gpus.clone(), true).await.into_iter();
     let processes: BTreeMap<_, _> =
         looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
-    let Some((servers, clients)) = servers_and_clients(one).await? else {
-        let clients = if one.control.borrow().is_none() { of_whichever(&processes) } else { Vec::new() };
-        return Ok(Scan { clients, processes, bypasses: one.bypasses.clone() });
+    let (servers, clients) = match servers_and_clients(one).await? {
+        Some((servers, clients)) => (Some(servers), clients),
+        None if one.control.borrow().is_none() => (None, of_whichever(&processes)),
+        None => (None, Vec::new()),
     };
-    let pids: BTreeSet<u32> = clients.iter().map(|client| client.pid).collect();
-    let find = |(uuid, processes): (&String, &Vec<_>)| bypass::find(uuid, processes, &servers, &pids);
-    let bypasses = processes.iter().flat_map(find).collect();
-    Ok(Scan { clients, processes, bypasses })
+    Ok(Scan { servers, clients, processes, bypasses: Vec::new() })
 }
 
 /// The MPS clients that the driver lists, by GPU: those of another control daemon, while ours waits for its end.

@@ -350,7 +350,7 @@ async fn what_is_not_known_is_left_out() {
     bare.healthy = false;
     bare.reason = "GPU is lost\0".to_owned();
     bare.compute_mode = None;
-    bare.control_daemon = String::new();
+    bare.control_daemons = Vec::new();
     let service = Service::start(serving(vec![bare])).await;
     let (_, devices) = busctl(&service.bus, "ListDevices", &[]).await;
     let expected = json!({

@@ -41,6 +41,7 @@ mod golden;
 mod guests;
 mod histories;
 mod host_agent;
+mod isolation;
 mod journal;
 mod json;
 mod make_bench;

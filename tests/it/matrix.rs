@@ -135,9 +135,13 @@ struct Row {
     modes: Vec<String>,
     /// The number of control daemons when all is well.
     daemons: usize,
+    /// The compute mode of GPUs that are served.
+    served: &'static str,
     /// The numbers of the device nodes of the GPUs.
     nodes: &'static [u64],
     slices: u64,
+    /// The number of configurations until now.
+    reloads: u64,
     /// The numbers of devices that may be listed now.
     devices: Vec<usize>,
     service: Option<Service>,
@@ -155,13 +159,15 @@ impl Row {
         host.configure("log_level: debug");
         host.plant("mps/start-ms", "40");
         let gpus = fs::read_dir(host.path("gpus")).unwrap().count();
-        let mut row = Self {
+        let row = Self {
             modes: (0..gpus).map(|gpu| mode(&host, gpu)).collect(),
             host,
             random,
             daemons,
+            served: "Exclusive_Process",
             nodes,
             slices: 0,
+            reloads: 0,
             devices: Vec::new(),
             service: None,
             clients: Vec::new(),
@@ -169,18 +175,37 @@ impl Row {
             pipes: Vec::new(),
             kills: BTreeMap::new(),
         };
-        row.configure();
-        row.devices.remove(0);
-        row
+        row.configured()
     }
 
-    /// Another number of slices.
+    /// The same with a control daemon for each of these slices.
+    fn per_slice(self, slices: u64) -> Self {
+        self.host.configure("cuda_mps_topology: per_slice");
+        let daemons = self.nodes.len() * usize::try_from(slices).unwrap();
+        Self { slices, daemons, served: "Default", ..self }.configured()
+    }
+
+    fn configured(mut self) -> Self {
+        self.configure();
+        self.devices.drain(..self.devices.len() - 1);
+        self
+    }
+
+    /// Another number of slices; another percentage, where each slice has a control daemon.
     fn configure(&mut self) {
         let before = self.slices;
-        while self.slices == before {
-            self.slices = 2 + self.random.below(7);
+        let mut percentage = String::new();
+        if self.served == "Default" {
+            // Each time another one.
+            self.reloads += 1;
+            percentage = format!(", thread_percentage: {}", 100 - self.reloads % 90);
+        } else {
+            while self.slices == before {
+                self.slices = 2 + self.random.below(7);
+            }
         }
-        let entries: Vec<String> = self.nodes.iter().map(|node| entry(*node, self.slices)).collect();
+        let entries: Vec<String> =
+            self.nodes.iter().map(|node| entry(*node, self.slices) + &percentage).collect();
         let count = entries.len() * usize::try_from(self.slices).unwrap();
         self.devices = vec![self.devices.last().copied().unwrap_or_default(), count];
         let entries: Vec<&str> = entries.iter().map(String::as_str).collect();
@@ -399,7 +424,7 @@ impl Row {
         running.sort_unstable();
         assert_eq!(told, running);
         for gpu in 0..self.modes.len() {
-            assert_eq!(mode(&self.host, gpu), "Exclusive_Process", "GPU {gpu}");
+            assert_eq!(mode(&self.host, gpu), self.served, "GPU {gpu}");
         }
         let pipes = status["control_daemons"].as_array().unwrap().iter();
         self.pipes = pipes.map(|daemon| PathBuf::from(daemon["pipe_directory"].as_str().unwrap())).collect();
@@ -439,4 +464,13 @@ fn killed_with_a_control_daemon_for_each_gpu() {
     // As an administrator has left it, and shall find it.
     host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
     Row::new(host, random, 3, &[128, 129, 131]).live();
+}
+
+/// The same with a control daemon for each slice, some times.
+#[test]
+fn killed_with_a_control_daemon_for_each_slice() {
+    let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_slice");
+    let host = Host::new("h200");
+    host.plant("gpus/0/compute_mode", "Exclusive_Process\n");
+    Row::new(host, random, 1, &[128]).per_slice(4).live();
 }

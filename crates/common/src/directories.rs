@@ -200,7 +200,7 @@ fn read_only(path: &Path) -> Problem {
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with("GPU-") || name == device_name::DIRECTORIES
+        device_name::is_of_service(&name)
     };
     let configured = path.ancestors().find(|path| !is_below(path)).unwrap_or(path);
     configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)

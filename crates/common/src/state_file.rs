@@ -46,11 +46,12 @@ impl Running {
     }
 
     /// The directories that its clients may have mounted: its pipe directory, and the configured one, in which the
-    /// directories of its slices are. A control daemon of one GPU has the GPU's UUID for its id, and that is the name of
-    /// its pipe directory in the configured one.
+    /// directories of its slices are. A control daemon of one GPU or one slice has the GPU's UUID or the slice's name for
+    /// its id, and that is the name of its pipe directory in the configured one.
     pub fn directories_of_clients(&self, id: &str) -> impl Iterator<Item = &Path> {
         let pipe = self.pipe_directory.as_path();
-        let configured = if pipe.file_name() == Some(id.as_ref()) { pipe.parent() } else { None };
+        let is_named = pipe.file_name().is_some_and(|name| *name == *id || *name == *id.replace(':', "_"));
+        let configured = if is_named { pipe.parent() } else { None };
         configured.into_iter().chain([pipe])
     }
 }
@@ -60,6 +61,9 @@ pub struct Contents {
     pub version: u32,
     /// By GPU UUID, in nvidia-smi's words.
     pub previous_compute_modes: BTreeMap<String, String>,
+    /// The modes that we have set since, by GPU UUID. A GPU that has none here has `Exclusive_Process`.
+    #[serde(default)]
+    pub compute_modes_set: BTreeMap<String, String>,
     /// By the control daemon's id.
     #[serde(default)]
     pub control_daemons: BTreeMap<String, Running>,
@@ -76,6 +80,7 @@ impl Default for Contents {
         Self {
             version: VERSION,
             previous_compute_modes: BTreeMap::new(),
+            compute_modes_set: BTreeMap::new(),
             control_daemons: BTreeMap::new(),
             cdi_spec: None,
             drained: Drained::default(),

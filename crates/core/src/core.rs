@@ -182,11 +182,10 @@ impl<P: Clone + PartialEq> Core<P> {
         self.lifecycles.values().filter(|one| one.is_pending()).map(Lifecycle::order)
     }
 
-    /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
-    pub fn held_by_leaving(&self) -> HeldGpus {
-        let leaving = self.lifecycles.iter().filter(|(_, one)| one.goal() != Goal::Serve);
-        let with_gpus = leaving.filter_map(|(id, one)| Some((id, &one.written()?.gpus)));
-        with_gpus.flat_map(|(id, gpus)| gpus.iter().map(move |gpu| (gpu.clone(), id.clone()))).collect()
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of the one that has it.
+    pub fn kept(&self) -> HeldGpus {
+        let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
+        serving.flat_map(|(id, _)| self.held(id)).collect()
     }
 
     /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs. The

@@ -95,6 +95,14 @@ impl Tenure {
     pub fn keeps_from(self, other: Self) -> bool {
         self == Self::Alone || other == Self::Alone
     }
+
+    /// The compute mode of the GPUs, as nvidia-smi takes it.
+    pub fn compute_mode(self) -> &'static str {
+        match self {
+            Self::Alone => "EXCLUSIVE_PROCESS",
+            Self::InTurns => "DEFAULT",
+        }
+    }
 }
 
 /// A control daemon of ours that runs, or has run, as the state file has it.

@@ -75,7 +75,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     // Others ask meanwhile:
     assert_eq!(core.pending().map(|order| order.id.as_str()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held("shared"), BTreeMap::from([("A".to_owned(), "A".to_owned())]));
-    assert_eq!(core.held_by_leaving(), core.held("shared"));
+    assert_eq!(core.kept(), core.held("shared"));
     assert_eq!(
         (core.goal("A"), core.goal("shared"), core.goal("B")),
         (Some(Goal::Retire), Some(Goal::Serve), None)
@@ -86,7 +86,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     // The last client has ended.
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: Start"]);
     assert_eq!(core.pending().count(), 0);
-    assert!(core.held_by_leaving().is_empty() && !core.is_starting(|_| false));
+    assert!(core.kept().is_empty() && !core.is_starting(|_| false));
 }
 
 #[test]
@@ -340,7 +340,7 @@ fn a_gpu_that_left_and_comes_back_waits_for_the_clients_of_before() {
     let acts = core.on(done("shared", runs(&["A", "B"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["shared: Serve, retiring"]);
     assert_eq!(core.pending().count(), 2);
-    assert_eq!(core.held_by_leaving().len(), 2, "B too, which the order had no more");
+    assert_eq!(core.kept().len(), 2, "B too, which the order had no more");
     let acts = core.on(done("shared", None, ActOutcome::Ended), NOW);
     assert_eq!(told(&acts), ["A: Start", "B: Start", "shared: release"]);
 }

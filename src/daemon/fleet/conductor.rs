@@ -9,6 +9,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
 use crate::supervisor::{Instructions, Supervisor, Tools, written};
+use common::host::compute_mode::ComputeMode;
 
 /// The core in the hands of everybody who has an event for it. The answers of acts reach it whatever the loop waits for.
 #[derive(Debug, Clone)]
@@ -34,7 +35,7 @@ impl Conductor {
         let core = {
             let state_file = tools.state_file.lock();
             let left =
-                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), written(running)));
+                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), written(id, running)));
             Core::new(left.collect(), state_file.changed_gpus())
         };
         let changed = Arc::clone(&tools.changed);
@@ -113,7 +114,7 @@ impl Conducted {
             Act::TakeMode(gpu) => {
                 let compute_modes = self.tools.compute_modes.clone();
                 self.see_to_mode(gpu, async move |gpu| {
-                    if let Err(error) = compute_modes.take(&gpu).await {
+                    if let Err(error) = compute_modes.take(&gpu, ComputeMode::ExclusiveProcess).await {
                         tracing::warn!(gpu_uuid = gpu, "compute mode of {gpu}: {error}");
                     }
                     ModeOutcome::Taken

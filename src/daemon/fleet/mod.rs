@@ -107,9 +107,9 @@ impl Fleet {
         core.is_starting(|id| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off))
     }
 
-    /// The GPUs that control daemons on the way out still have, each with the id of that control daemon.
-    pub(super) fn held_by_leaving(&self) -> HeldGpus {
-        self.conductor.lock().core.held_by_leaving()
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of the one that has it.
+    pub(super) fn kept(&self) -> HeldGpus {
+        self.conductor.lock().core.kept()
     }
 
     /// Whether every plan is in force, or the reason why it is not is known.
@@ -266,7 +266,7 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructio
     Order {
         id: plan.id.clone(),
         gpus: plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
-        tenure: Tenure::Alone,
+        tenure: plan.tenure(),
         sets_modes: settings.supervision.set_compute_mode,
         payload: Instructions { plan, supervision: settings.supervision.clone() },
     }
@@ -278,14 +278,14 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
     let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
         uuid: uuid.clone(),
         id: planned(uuid).map(|gpu| gpu.gpu.id()),
-        slices: 0,
+        ordinals: 0..0,
         memory_limit_mib: 0,
         slice_memory_mib: 0,
         slice_thread_percentage: 100,
         limits_enforced: false,
         // It takes no client of ours.
         capacity: u32::MAX,
-        clients_listed: true,
+        clients_listed: plan::tenure_of(id) == Tenure::Alone,
     });
     plan::ControlDaemonPlan {
         id: id.to_owned(),

@@ -137,7 +137,10 @@ impl Published {
 
     /// The GPUs that a control daemon serves, by its id.
     pub fn served_by<'p>(&'p self, id: &'p str) -> impl Iterator<Item = &'p Gpu> {
-        self.gpus.iter().map(Deref::deref).filter(move |gpu| gpu.control_daemon == id)
+        self.gpus
+            .iter()
+            .map(Deref::deref)
+            .filter(move |gpu| gpu.control_daemon.split(',').any(|one| one == id))
     }
 }
 

@@ -237,7 +237,6 @@ macro_rules! gpu_object {
                 nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
                 nvidia_name: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.name.clone());
                 pcie_info: Option<PcieInfo> = $gpu.plan.gpu.pci.link.as_ref().map(PcieInfo::from_view);
-                pipe_directory: String = path(&$gpu.plan.pipe_directory);
                 render_node: Option<String> = $gpu.plan.gpu.pci.render_node.as_deref().map(path);
                 servable: bool = $gpu.plan.servable();
                 vendor_device_id: String = $gpu.plan.gpu.vendor_device_id();
@@ -265,6 +264,7 @@ gpu_object! {
         "const" ordinal: u32 = slice;
         overuse: Option<String> = gpu.slice_use(slice).map(|one| one.overuse.clone());
         "const" pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
+        pipe_directory: String = path(&gpu.plan.slice_pipe_directory(slice));
         reason: String = gpu.slice_reason(slice);
     }
 }
@@ -277,12 +277,13 @@ gpu_object! {
         "false" clients: Option<u32> = gpu.in_use.map(|all| all.clients);
         confirmed_memory_limit: Option<i32> = gpu.confirmed_memory_limit_mib.map(mib);
         confirmed_thread_percentage: Option<i32> = gpu.confirmed_thread_percentage.map(i32::from);
-        control_daemon: String = gpu.control_daemon.clone();
+        control_daemon: String = gpu.control_daemons.join(",");
         "const" dev_type: String = "GPU".to_owned();
         healthy: bool = gpu.healthy;
         "false" memory_used: Option<i32> = gpu.in_use.and_then(|all| all.memory_mib).map(mib);
         name: String = gpu.plan.gpu.id().to_string();
         pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
+        pipe_directory: String = path(&gpu.plan.pipe_directory);
         reason: String = gpu.gpu_reason();
         "const" sharing_mode: String = "MPS".to_owned();
         virtual_num: i32 = i32::try_from(gpu.plan.slices).unwrap_or(i32::MAX);
@@ -459,7 +460,7 @@ fn microseconds(at: SystemTime) -> i64 {
 }
 
 fn uuids_served_by(id: &str, snapshot: &Snapshot) -> Vec<String> {
-    let served = snapshot.gpus.iter().flatten().filter(|gpu| gpu.control_daemon == id);
+    let served = snapshot.gpus.iter().flatten().filter(|gpu| gpu.control_daemons.iter().any(|one| one == id));
     served.map(|gpu| gpu.uuid().to_owned()).collect()
 }
 

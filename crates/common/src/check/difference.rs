@@ -6,11 +6,12 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::bus::answers::Published;
+use crate::bus::proxy::Listed;
 use crate::bus::rows::{self, Gpu};
 use crate::config::Loaded;
 use crate::counted::counted;
 use crate::directories::give_up_private_directory;
-use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
+use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present, tenure_of};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {
@@ -245,6 +246,11 @@ impl Comparison<'_> {
             let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
             Some((planned, daemon))
         });
+        // Control daemons of single slices take turns, so none waits for another.
+        let keeps = |holder: &Listed<rows::ControlDaemon>| {
+            planned.is_none_or(|one| tenure_of(&holder.id).keeps_from(one.tenure()))
+        };
+        let holder = holder.filter(|holder| keeps(holder));
         let (daemon, reason, out_meanwhile) = match (same, holder) {
             (Some((planned, daemon)), _) => match misfit(planned, daemon) {
                 Some(reason) => (daemon, reason, moves(planned, daemon)),

@@ -6,7 +6,9 @@ pub mod report;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::config::{self, Loaded, Refused, Sources};
+use crate::config::{self, Isolation, Loaded, Refused, Sources};
+use mps_core::Tenure;
+
 use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
 use crate::plan::ServedGpu;
@@ -179,10 +181,13 @@ fn describe_plan(plan: &Plan, lines: &mut Vec<String>) {
     }
     lines.extend(plan.control_daemons.iter().map(|control_daemon| {
         let gpus: Vec<String> = control_daemon.gpus.iter().map(ServedGpu::name).collect();
+        let serves = match control_daemon.tenure() {
+            Tenure::Alone => format!("GPUs {}", gpus.join(", ")),
+            Tenure::InTurns => format!("slice {}", control_daemon.id),
+        };
         format!(
-            "control daemon {}: GPUs {}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",
+            "control daemon {}: {serves}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",
             control_daemon.id,
-            gpus.join(", "),
             control_daemon.thread_percentage,
             if control_daemon.multiuser { "one server for all users" } else { "a server per user" },
             control_daemon.cpus.map(|cpus| format!("bound to CPUs {cpus}; ")).unwrap_or_default(),
@@ -195,9 +200,10 @@ fn describe_plan(plan: &Plan, lines: &mut Vec<String>) {
 fn describe_gpu(plan: &GpuPlan) -> String {
     let name = plan.gpu.id().to_string();
     let share = format!(
-        "{} MiB and {} % of the threads{}{}",
+        "{} MiB and {} % of the threads{}{}{}",
         plan.memory_limit_mib,
         plan.thread_percentage,
+        if plan.isolation == Isolation::Slice { " in turns" } else { "" },
         if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
         plan.max_clients.map(|most| format!(", for {most} clients at most")).unwrap_or_default(),
     );

@@ -4,7 +4,7 @@
 //! and gives every container the configured pipe directory.
 
 use super::host_conf::EmptyKey;
-use super::{DevicePath, Settings, Topology};
+use super::{DevicePath, Isolation, Settings, Topology};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
 const TYPES: [&str; 13] = [
@@ -40,9 +40,14 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
     if !settings.enabled {
         return troubles;
     }
-    if let (Topology::PerGpu, Some(origin)) = (settings.topology, topology) {
+    let many = match settings.topology {
+        Topology::Shared => None,
+        Topology::PerGpu => Some("per_gpu"),
+        Topology::PerSlice => Some("per_slice"),
+    };
+    if let (Some(many), Some(origin)) = (many, topology) {
         let found = format!(
-            "with per_gpu every container fails, unless the platform's host agent reads D-Bus: an agent that does not gives \
+            "with {many} every container fails, unless the platform's host agent reads D-Bus: an agent that does not gives \
              containers {}, where no control daemon listens",
             settings.pipe_directory.display()
         );
@@ -56,6 +61,13 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
             let problem =
                 entry.problem("type", Problem::new(found, "correct its spelling or remove the entry"));
             troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
+        }
+        if entry.mps.is_some_and(|keys| keys.isolation == Some(Isolation::Slice)) {
+            let found = "the platform's host agent does not list the GPU, unless the agent reads D-Bus: it lists only GPUs in \
+                         compute mode EXCLUSIVE_PROCESS";
+            let remedy = "write isolation: gpu";
+            let problem = entry.problem("isolation", Problem::new(found, remedy));
+            troubles.push(Trouble { name: "agent-needs-exclusive", problem, path: None });
         }
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
         if !matches!(path, DevicePath::RenderNode(_) | DevicePath::Other(_)) {

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use super::yaml::{self, Node, Pair, Value};
-use super::{DeviceEntry, DevicePath, Findings, MpsEntry};
+use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry};
 use super::{most_clients, percentage, slices};
 use crate::host::pci_address::PciAddress;
 use crate::problem::{LocatedProblem, Origin};
@@ -87,7 +87,7 @@ fn items<'t>(
 
 /// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
 /// `virtualNumber`.
-const KEYS: [&str; 5] = ["path", "type", "virtual_number", "thread_percentage", "max_clients"];
+const KEYS: [&str; 6] = ["path", "type", "virtual_number", "thread_percentage", "max_clients", "isolation"];
 
 struct Entry<'t> {
     /// For messages: `devices[2]`.
@@ -126,9 +126,10 @@ impl<'t> Entry<'t> {
         let slices = findings.checked(self.required("virtual_number", remedy, slices));
         let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
         let max_clients = findings.checked(self.optional("max_clients", most_clients));
+        let isolation = findings.checked(self.optional("isolation", isolation));
         // Only now, so that every problem is reported at once.
         let (slices, thread_percentage, max_clients) = (slices?, thread_percentage?, max_clients?);
-        let mps = Some(MpsEntry { slices, thread_percentage, max_clients });
+        let mps = Some(MpsEntry { slices, thread_percentage, max_clients, isolation: isolation? });
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
@@ -171,6 +172,12 @@ type Reader<T> = fn(&Value<'_>) -> Result<T, String>;
 
 const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
 const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";
+
+fn isolation(value: &Value<'_>) -> Result<Isolation, String> {
+    value.text().parse().map_err(|_| {
+        "write slice (a control daemon for each slice) or gpu (one for all slices of the GPU)".to_owned()
+    })
+}
 
 fn path(value: &Value<'_>) -> Result<DevicePath, String> {
     match value.text().as_ref() {
@@ -305,7 +312,12 @@ mod tests {
             origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
-            mps: Some(MpsEntry { slices: 4.try_into().unwrap(), thread_percentage: None, max_clients: None }),
+            mps: Some(MpsEntry {
+                slices: 4.try_into().unwrap(),
+                thread_percentage: None,
+                max_clients: None,
+                isolation: None,
+            }),
         };
         assert_eq!(entries(text), [entry]);
     }
@@ -681,7 +693,7 @@ mod tests {
         }
         for entry in entries {
             assert_eq!(entry.mps.is_some(), entry.device_type == MPS_TYPE);
-            if let Some(MpsEntry { slices, thread_percentage, max_clients }) = entry.mps {
+            if let Some(MpsEntry { slices, thread_percentage, max_clients, isolation: _ }) = entry.mps {
                 assert!(entry.path.is_some());
                 assert!((1..=999).contains(&slices.get()));
                 assert!(thread_percentage.is_none_or(|percentage| (1..=100).contains(&percentage)));
@@ -690,7 +702,7 @@ mod tests {
         }
     }
 
-    type AnyEntry = (String, bool, u32, Option<u8>, Option<NonZeroU32>);
+    type AnyEntry = (String, bool, u32, Option<u8>, Option<NonZeroU32>, Option<Isolation>);
 
     prop_compose! {
         fn any_entry()(
@@ -701,14 +713,16 @@ mod tests {
             slices in 1u32..=999,
             thread_percentage in proptest::option::of(1u8..=100),
             max_clients in proptest::option::of(1u32..=999),
+            isolation in proptest::option::of(prop::sample::select(vec![Isolation::Gpu, Isolation::Slice])),
         ) -> AnyEntry {
-            (path.to_owned(), ours, slices, thread_percentage, max_clients.and_then(NonZeroU32::new))
+            let max_clients = max_clients.and_then(NonZeroU32::new);
+            (path.to_owned(), ours, slices, thread_percentage, max_clients, isolation)
         }
     }
 
     fn written(entries: &[AnyEntry]) -> String {
         let mut text = "devices:\n".to_owned();
-        for (path, ours, slices, thread_percentage, max_clients) in entries {
+        for (path, ours, slices, thread_percentage, max_clients, isolation) in entries {
             let device_type = if *ours { MPS_TYPE } else { "NVIDIA_GPU_SHARE" };
             text.push_str(&format!(
                 "- path: \"{path}\"\n  type: \"{device_type}\"\n  virtual_number: {slices}\n"
@@ -718,6 +732,10 @@ mod tests {
             }
             if let Some(most) = max_clients {
                 text.push_str(&format!("  max_clients: {most}\n"));
+            }
+            if let Some(isolation) = isolation {
+                let word = if *isolation == Isolation::Gpu { "gpu" } else { "slice" };
+                text.push_str(&format!("  isolation: {word}\n"));
             }
         }
         text
@@ -731,12 +749,13 @@ mod tests {
             let read: Vec<_> = entries.into_iter().map(|entry| (entry.path, entry.mps)).collect();
             let expected: Vec<_> = list
                 .iter()
-                .map(|(path, ours, slices, thread_percentage, max_clients)| {
+                .map(|(path, ours, slices, thread_percentage, max_clients, isolation)| {
                     let slices = (*slices).try_into().unwrap();
                     let mps = MpsEntry {
                         slices,
                         thread_percentage: *thread_percentage,
                         max_clients: *max_clients,
+                        isolation: *isolation,
                     };
                     (Some(classify(path)), ours.then_some(mps))
                 })

@@ -113,6 +113,9 @@ pub fn has_room_for_sockets(directory: &Path) -> bool {
 
 const GPU_UUID_BYTES: usize = 40;
 
+/// The longest name of a slice's directory.
+const LONGEST_SLICE: &str = "ffffffff_ff_1f.7-998";
+
 impl Draft {
     pub(super) fn new() -> Self {
         Self {
@@ -180,6 +183,10 @@ impl Draft {
             Topology::Shared => ("/".len(), "the control daemon's socket in it"),
             Topology::PerGpu => {
                 ("//".len() + GPU_UUID_BYTES, "a control daemon's socket in <pipe directory>/<GPU UUID>")
+            }
+            Topology::PerSlice => {
+                let found = "a control daemon's socket in <pipe directory>/<name of the slice>";
+                ("//".len() + LONGEST_SLICE.len(), found)
             }
         };
         let below = below + LONGEST_SOCKET.len();
@@ -755,6 +762,14 @@ mod tests {
         let [problem] = <[LocatedProblem; 1]>::try_from(problems(&per_gpu(47))).unwrap();
         assert!(problem.problem.found.contains("107 bytes"), "{problem}");
         assert!(problem.problem.remedy.contains("46 bytes"), "{problem}");
+        let per_slice =
+            |bytes| format!("cuda_mps_topology: per_slice\ncuda_mps_pipe_directory: {}", path(bytes));
+        settings(&per_slice(66));
+        let [problem] = <[LocatedProblem; 1]>::try_from(problems(&per_slice(67))).unwrap();
+        assert!(
+            problem.problem.found.contains("name of the slice> would have a path of 107 bytes"),
+            "{problem}"
+        );
     }
 
     #[test]
@@ -811,7 +826,7 @@ mod tests {
             cdi_directory in proptest::option::of(any_directory()),
             replicas in 1u32..=999,
             log_level in prop::sample::select(vec![LogLevel::Debug, LogLevel::Info, LogLevel::Warn, LogLevel::Error]),
-            topology in prop::sample::select(vec![Topology::Shared, Topology::PerGpu]),
+            topology in prop::sample::select(vec![Topology::Shared, Topology::PerGpu, Topology::PerSlice]),
             thread_policy in prop_oneof![
                 Just(ThreadPolicy::Equal),
                 Just(ThreadPolicy::Balanced),
@@ -865,7 +880,12 @@ mod tests {
             ("log_level", format!("{:?}", settings.log_level).to_lowercase()),
             (
                 TOPOLOGY_KEY,
-                (if settings.topology == Topology::Shared { "shared" } else { "per_gpu" }).to_owned(),
+                match settings.topology {
+                    Topology::Shared => "shared",
+                    Topology::PerGpu => "per_gpu",
+                    Topology::PerSlice => "per_slice",
+                }
+                .to_owned(),
             ),
             (
                 "cuda_mps_thread_percentage",

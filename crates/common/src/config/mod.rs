@@ -132,8 +132,10 @@ pub struct MpsEntry {
     pub slices: NonZeroU32,
     /// `thread_percentage`, 1 to 100, if the entry overrides the policy.
     pub thread_percentage: Option<u8>,
-    /// `max_clients`: the most clients of one slice, if the entry overrides its share of the GPU's places.
+    /// `max_clients`: the most clients of one slice, if the entry overrides its share of the places.
     pub max_clients: Option<NonZeroU32>,
+    /// `isolation`, if the entry overrides the topology.
+    pub isolation: Option<Isolation>,
 }
 
 /// The kind of name by which an entry's `path` names its GPU.
@@ -185,6 +187,28 @@ pub enum Topology {
     Shared,
     /// One control daemon per GPU, in `<pipe directory>/<GPU UUID>`.
     PerGpu,
+    /// One control daemon per slice, in `<pipe directory>/<name of the slice>`.
+    PerSlice,
+}
+
+/// `isolation`: what a fault stays in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString)]
+#[strum(serialize_all = "snake_case")]
+pub enum Isolation {
+    /// The GPU: its slices have a control daemon in common, and compute at the same time.
+    Gpu,
+    /// The slice: each has a control daemon of its own, and they take turns on the GPU.
+    Slice,
+}
+
+impl Settings {
+    /// The isolation of the slices of a GPU with these keys.
+    pub fn isolation(&self, keys: &MpsEntry) -> Isolation {
+        keys.isolation.unwrap_or(match self.topology {
+            Topology::Shared | Topology::PerGpu => Isolation::Gpu,
+            Topology::PerSlice => Isolation::Slice,
+        })
+    }
 }
 
 /// `cuda_mps_thread_percentage`: the share of a GPU's threads that one of N slices may use.

@@ -1,11 +1,10 @@
 //! The compute mode of a GPU: who may use it.
 
-/// The mode in which only an MPS server can open a GPU, so that no program slips past it.
-pub const SERVED: ComputeMode = ComputeMode::ExclusiveProcess;
+use mps_core::Tenure;
 
 /// The mode that decides which processes may open a context on a GPU. Its text is that of
 /// `nvidia-smi --query-gpu=compute_mode`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 pub enum ComputeMode {
     /// Any number of processes may.
     Default,
@@ -17,4 +16,20 @@ pub enum ComputeMode {
     /// One process may, such as an MPS server.
     #[strum(to_string = "Exclusive_Process")]
     ExclusiveProcess,
+}
+
+impl ComputeMode {
+    /// The mode of a GPU that is served. A control daemon that has the GPU alone is the only one whose server can open it, so
+    /// that no program slips past it. Several of them can't share a GPU in that mode.
+    pub fn while_served(tenure: Tenure) -> Self {
+        match tenure {
+            Tenure::Alone => Self::ExclusiveProcess,
+            Tenure::InTurns => Self::Default,
+        }
+    }
+
+    /// Whether it lets one process in at most.
+    pub fn is_exclusive(self) -> bool {
+        matches!(self, Self::ExclusiveProcess | Self::ExclusiveThread)
+    }
 }

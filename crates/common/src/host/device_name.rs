@@ -56,6 +56,12 @@ impl SliceName for SliceId {
     }
 }
 
+/// Whether the service gives things in the configured directories this name: the directory of a control daemon of one GPU, of
+/// one slice, or of the directories of slices.
+pub fn is_of_service(name: &str) -> bool {
+    name.starts_with("GPU-") || name == DIRECTORIES || SliceId::with_directory_name(name).is_some()
+}
+
 impl SliceId {
     /// The name of its directory: its own, without the colons at which `docker --volume` splits.
     pub fn directory_name(self) -> String {

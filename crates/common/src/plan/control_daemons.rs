@@ -1,20 +1,23 @@
 //! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
 
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+
+use mps_core::Tenure;
 
 use super::gpu_plan::GpuPlan;
 use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
-use crate::config::{self, MultiUser, Settings, Topology};
+use crate::config::{self, Isolation, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
-use crate::host::device_name::{self, GpuId, SliceId};
+use crate::host::device_name::{self, DeviceName, GpuId, SliceId};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControlDaemonPlan {
-    /// `shared`, or the GPU's UUID.
+    /// `shared`, the GPU's UUID, or the name of the slice.
     pub id: String,
     pub pipe_directory: PathBuf,
     /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
@@ -39,13 +42,19 @@ pub struct ControlDaemonPlan {
     pub cpus: Option<Cpus>,
 }
 
+/// The tenure of the control daemon with this id. A control daemon with the name of a slice serves that slice alone.
+pub fn tenure_of(id: &str) -> Tenure {
+    if matches!(id.parse(), Ok(DeviceName::Slice(_))) { Tenure::InTurns } else { Tenure::Alone }
+}
+
 /// A GPU of a control daemon. Its position is its ordinal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
     pub uuid: String,
     /// None if the plan does not know it any more.
     pub id: Option<GpuId>,
-    pub slices: u32,
+    /// The ordinals of its slices that the control daemon serves.
+    pub ordinals: Range<u32>,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
     pub slice_memory_mib: u64,
@@ -53,7 +62,7 @@ pub struct ServedGpu {
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
     pub capacity: u32,
-    /// Whether NVML lists its clients. If not, only the control daemon knows them.
+    /// Whether NVML tells the clients of this control daemon. If not, only the control daemon knows them.
     pub clients_listed: bool,
 }
 
@@ -63,7 +72,8 @@ impl ServedGpu {
     }
 
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
-        self.id.into_iter().flat_map(|id| id.slices(self.slices))
+        let ordinals = self.ordinals.clone();
+        self.id.into_iter().flat_map(move |id| ordinals.clone().map(move |ordinal| id.slice(ordinal)))
     }
 }
 
@@ -87,11 +97,16 @@ impl ControlDaemonPlan {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
             let moved =
                 self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
-            let has_new_slices = self.slice_directories.is_some() && gpu.slices > known.slices;
+            let has_new_slices = self.slice_directories.is_some() && gpu.ordinals.end > known.ordinals.end;
             let mut limits = self.limits(gpu).into_iter().zip(before.limits(known));
             moved || has_new_slices || limits.any(|(limit, before)| waits_for_default(limit, before))
         };
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
+    }
+
+    /// Whether other control daemons of ours may have its GPUs too.
+    pub fn tenure(&self) -> Tenure {
+        tenure_of(&self.id)
     }
 
     /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
@@ -150,15 +165,24 @@ pub(super) fn control_daemons(
         .filter_map(|gpu| Some((gpu, gpu.gpu.facts()?)))
         .collect();
     usable.sort_by_key(|(gpu, _)| gpu.gpu.pci.address);
+    let (divided, whole): (Vec<_>, Vec<_>) =
+        usable.into_iter().partition(|(gpu, _)| gpu.isolation == Isolation::Slice);
     let together = match settings.topology {
-        Topology::Shared => usable.len().max(1),
-        Topology::PerGpu => 1,
+        Topology::Shared => whole.len().max(1),
+        Topology::PerGpu | Topology::PerSlice => 1,
     };
+    let of_gpus = whole.chunks(together).map(|gpus| (gpus, None));
+    let slice = |gpu: &GpuPlan, ordinal| Some((gpu.slice(ordinal), gpu.slice_pipe_directory(ordinal)));
+    let of_slices = divided.iter().flat_map(|gpu| {
+        (0..gpu.0.slices).map(move |ordinal| (std::slice::from_ref(gpu), slice(gpu.0, ordinal)))
+    });
+    let all = of_gpus.chain(of_slices);
     let control_daemons: Vec<ControlDaemonPlan> =
-        usable.chunks(together).filter_map(|gpus| control_daemon(gpus, settings, inventory)).collect();
+        all.filter_map(|(gpus, slice)| control_daemon(gpus, slice, settings, inventory)).collect();
     for gpu in gpus {
         // A GPU that can't be served now keeps the directories that it has beside the others.
-        let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == gpu.pipe_directory);
+        let pipe_directory = gpu.slice_pipe_directory(0);
+        let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == pipe_directory);
         gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
     }
     control_daemons
@@ -186,15 +210,21 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
+/// The control daemon of these GPUs, or of one slice of a GPU, which has this pipe directory.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
+    slice: Option<(SliceId, PathBuf)>,
     settings: &Settings,
     inventory: &Inventory,
 ) -> Option<ControlDaemonPlan> {
     let (first, NvmlFacts { uuid, .. }) = gpus.first()?;
-    let (id, log_directory) = match settings.topology {
-        Topology::Shared => ("shared", settings.log_directory.clone()),
-        Topology::PerGpu => (uuid.as_str(), settings.log_directory.join(uuid)),
+    let only = slice.as_ref().map(|(slice, _)| *slice);
+    let pipe_directory = slice.map_or_else(|| first.pipe_directory.clone(), |(_, directory)| directory);
+    let log = &settings.log_directory;
+    let (id, log_directory) = match (only, settings.topology) {
+        (Some(slice), _) => (slice.to_string(), log.join(slice.directory_name())),
+        (None, Topology::Shared) => ("shared".to_owned(), log.clone()),
+        (None, Topology::PerGpu | Topology::PerSlice) => (uuid.clone(), log.join(uuid)),
     };
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
@@ -203,7 +233,7 @@ fn control_daemon(
     let series = inventory.series();
     let linked =
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
-    let private_directory = linked.then(|| private_directory(&first.pipe_directory, settings)).flatten();
+    let private_directory = linked.then(|| private_directory(&pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
     // The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to that
     // GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be below the
@@ -213,17 +243,18 @@ fn control_daemon(
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
         id: Some(gpu.gpu.id()),
-        slices: gpu.slices,
+        ordinals: only.map_or(0..gpu.slices, |slice| slice.ordinal..slice.ordinal.saturating_add(1)),
         memory_limit_mib,
         slice_memory_mib: gpu.memory_limit_mib,
         slice_thread_percentage: gpu.thread_percentage,
         limits_enforced: gpu.limits_enforced,
         capacity: driver::most_clients(series, facts.compute_capability),
-        clients_listed: gpu.max_clients.is_some(),
+        // Of several control daemons, nobody can tell to which a client belongs.
+        clients_listed: gpu.max_clients.is_some() && only.is_none(),
     };
     Some(ControlDaemonPlan {
-        id: id.to_owned(),
-        pipe_directory: first.pipe_directory.clone(),
+        id,
+        pipe_directory,
         log_directory,
         gpus: gpus.iter().map(served).collect(),
         thread_percentage,
@@ -268,7 +299,7 @@ mod tests {
             let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
                 uuid: format!("GPU-{n}"),
                 id: Some("00:06.0".parse().unwrap()),
-                slices: 4,
+                ordinals: 0..4,
                 memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
                 slice_memory_mib: *memory,
                 slice_thread_percentage: *threads,

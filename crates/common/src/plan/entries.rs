@@ -132,7 +132,8 @@ fn unclaimed<'a>(
             }
         }
     }
-    let keys = MpsEntry { slices: settings.replicas, thread_percentage: None, max_clients: None };
+    let keys =
+        MpsEntry { slices: settings.replicas, thread_percentage: None, max_clients: None, isolation: None };
     let mut wanted: Vec<_> = inventory
         .gpus
         .iter()

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::config::Isolation;
 use crate::host::compute_mode::ComputeMode;
 use crate::host::cpus::Cpus;
 use crate::host::device_name::SliceId;
@@ -13,6 +14,7 @@ use crate::problem::NamedProblem;
 pub struct GpuPlan {
     pub gpu: Gpu,
     pub slices: u32,
+    pub isolation: Isolation,
     /// The memory of one slice: the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory is not
     /// known.
     pub memory_limit_mib: u64,
@@ -23,6 +25,7 @@ pub struct GpuPlan {
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
+    /// The pipe directory of its control daemon. If each slice has one, their pipe directories are in this one.
     pub pipe_directory: PathBuf,
     /// The directory of the directories of its slices, if each slice has one.
     pub slice_directories: Option<PathBuf>,
@@ -31,6 +34,9 @@ pub struct GpuPlan {
 }
 
 pub const HELD: &str = "gpu-held";
+
+/// The slices of the GPU can't have a control daemon each.
+pub(super) const INSEPARABLE: &str = "isolation-impossible";
 
 impl GpuPlan {
     /// The reason why it can't be served now, if there is one.
@@ -42,13 +48,24 @@ impl GpuPlan {
     /// Whether the GPU can be served, even if not now. If not, an administrator has to change the GPU first.
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
-            Ok(facts) => settings(&self.gpu, facts).is_empty(),
+            Ok(facts) => {
+                settings(&self.gpu, facts).is_empty()
+                    && !self.obstacles.iter().any(|one| one.name == INSEPARABLE)
+            }
             Err(_) => self.gpu.pci.foreign_driver().is_none(),
         }
     }
 
     pub fn slice(&self, ordinal: u32) -> SliceId {
         self.gpu.id().slice(ordinal)
+    }
+
+    /// The pipe directory of the control daemon of this slice.
+    pub fn slice_pipe_directory(&self, ordinal: u32) -> PathBuf {
+        match self.isolation {
+            Isolation::Gpu => self.pipe_directory.clone(),
+            Isolation::Slice => self.pipe_directory.join(self.slice(ordinal).directory_name()),
+        }
     }
 
     pub fn slice_directory(&self, ordinal: u32) -> Option<PathBuf> {

@@ -3,28 +3,37 @@
 use std::num::NonZeroU32;
 
 use super::entries::ConfiguredGpu;
-use super::gpu_plan::{GpuPlan, HELD, obstacles};
+use super::gpu_plan::{GpuPlan, HELD, INSEPARABLE, obstacles};
 use super::limits;
 use super::paths;
 use super::warnings;
-use crate::config::{CpuAffinity, DeviceEntry, MpsEntry, Settings, Topology};
+use crate::config::{CpuAffinity, DeviceEntry, Isolation, MpsEntry, MultiUser, Settings, Topology};
 use crate::host::compute_mode::ComputeMode;
-use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
+use crate::host::driver::{self, LIMITS, LINKED_SOCKET, NVML_LISTS_CLIENTS};
+use crate::host::gpu::Gpu;
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
     let ConfiguredGpu { gpu, keys, gone } = wanted;
-    let MpsEntry { slices, thread_percentage, max_clients } = keys;
+    let MpsEntry { slices, thread_percentage, max_clients, .. } = keys;
+    let isolation = settings.isolation(keys);
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
     let capability = facts.and_then(|facts| facts.compute_capability);
     let limits_enforced = LIMITS.holds(inventory.series(), capability);
     let places = driver::most_clients(inventory.series(), capability);
-    let most = max_clients.map_or_else(|| limits::max_clients(places, *slices), NonZeroU32::get);
-    let pipe_directory = match (settings.topology, facts) {
-        (Topology::PerGpu, Some(facts)) => settings.pipe_directory.join(&facts.uuid),
+    // The slices among which the places and the threads of a control daemon are divided.
+    let sharing = match isolation {
+        Isolation::Gpu => *slices,
+        Isolation::Slice => NonZeroU32::MIN,
+    };
+    let most = max_clients.map_or_else(|| limits::max_clients(places, sharing), NonZeroU32::get);
+    let pipe_directory = match (isolation, settings.topology, facts) {
+        (Isolation::Gpu, Topology::PerGpu | Topology::PerSlice, Some(facts)) => {
+            settings.pipe_directory.join(&facts.uuid)
+        }
         _ => settings.pipe_directory.clone(),
     };
     let mut gpu = (*gpu).clone();
@@ -35,15 +44,20 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
             vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
         }
         None => {
-            let held = gpu.facts().and_then(|facts| held(facts, settings));
-            obstacles(&gpu).into_iter().chain(held).collect()
+            let facts = gpu.facts();
+            let more = match isolation {
+                Isolation::Gpu => facts.and_then(|facts| held(facts, settings)),
+                Isolation::Slice => facts.and_then(|facts| inseparable(&gpu, facts, settings, inventory)),
+            };
+            obstacles(&gpu).into_iter().chain(more).collect()
         }
     };
     GpuPlan {
         slices: slices.get(),
+        isolation,
         memory_limit_mib: total.map_or(0, |total| limits::memory_mib(total, *slices)),
         thread_percentage: thread_percentage
-            .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, *slices)),
+            .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, sharing)),
         max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(most),
         limits_enforced,
         obstacles,
@@ -61,10 +75,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
 
 /// The obstacle if processes would keep an MPS server from starting.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
-    let exclusive = matches!(
-        facts.state.compute_mode,
-        Some(ComputeMode::ExclusiveProcess | ComputeMode::ExclusiveThread)
-    );
+    let exclusive = facts.state.compute_mode.is_some_and(ComputeMode::is_exclusive);
     if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
         return None;
     }
@@ -76,6 +87,31 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
         .unzip();
     let found = format!("held by processes that do not go through MPS: {}", holders.join(", "));
     Some(NamedProblem::new(HELD, found, format!("end them: kill {}", pids.join(" "))))
+}
+
+/// The obstacle if the slices of a GPU can't have a control daemon each.
+fn inseparable(
+    gpu: &Gpu,
+    facts: &NvmlFacts,
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Option<NamedProblem> {
+    let take_back = "take isolation: slice or cuda_mps_topology: per_slice back";
+    let mode = facts.state.compute_mode.filter(|mode| mode.is_exclusive());
+    let (found, remedy) = if settings.multiuser == MultiUser::Off {
+        let found = "a control daemon for each slice serves every user, and cuda_mps_multiuser is off";
+        (found.to_owned(), "remove cuda_mps_multiuser".to_owned())
+    } else if !LINKED_SOCKET.holds(inventory.series(), facts.compute_capability) {
+        let found = "a control daemon for each slice takes driver 580 and a GPU since Volta";
+        (found.to_owned(), take_back.to_owned())
+    } else if let Some(mode) = mode.filter(|_| !settings.supervision.set_compute_mode) {
+        let found = format!("compute mode {mode} lets in the server of one slice alone");
+        let address = gpu.pci.address;
+        (found, format!("change it with nvidia-smi -i {address} -c DEFAULT, or {take_back}"))
+    } else {
+        return None;
+    };
+    Some(NamedProblem::new(INSEPARABLE, found, remedy))
 }
 
 /// Warns of entries of another type for a GPU that is served. Their users can't work with its compute mode.

@@ -35,6 +35,7 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
                 slices: NonZeroU32::new(slices).unwrap(),
                 thread_percentage: None,
                 max_clients: None,
+                isolation: None,
             }),
         });
     }
@@ -169,6 +170,7 @@ fn the_p40_of_the_platforms_documentation() {
             slices: 4,
             memory_limit_mib: 5760,
             thread_percentage: 25,
+            isolation: crate::config::Isolation::Gpu,
             max_clients: None,
             limits_enforced: false,
             obstacles: Vec::new(),
@@ -186,7 +188,7 @@ fn the_p40_of_the_platforms_documentation() {
             gpus: vec![ServedGpu {
                 uuid: P40.to_owned(),
                 id: Some("00:06.0".parse().unwrap()),
-                slices: 4,
+                ordinals: 0..4,
                 memory_limit_mib: 5760,
                 slice_memory_mib: 5760,
                 slice_thread_percentage: 25,

@@ -87,7 +87,7 @@ pub enum ContainerError {
     Drained { device: String, reason: Problem },
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
-         of one GPU, or set cuda_mps_topology to shared"
+         of one control daemon, or set cuda_mps_topology to shared"
     )]
     SeveralControlDaemons { first: String, second: String },
 }
@@ -138,6 +138,7 @@ pub fn container_config(
     let mut devices: Vec<String> = Vec::new();
     let mut gpus: Vec<&GpuView> = Vec::new();
     let mut directories: Vec<PathBuf> = Vec::new();
+    let mut connect: Option<PathBuf> = None;
     for asked in names {
         let asked = asked.as_ref();
         let found = snapshot.find(asked).ok_or_else(|| ContainerError::no_such_device(snapshot, asked))?;
@@ -152,11 +153,13 @@ pub fn container_config(
         let Some(ordinal) = found.undrained() else {
             return Err(ContainerError::Drained { reason: drained(&name), device: name });
         };
-        if let (Some(first), Some(device)) = (gpus.first(), devices.first())
-            && first.plan.pipe_directory != gpu.plan.pipe_directory
+        let pipe_directory = gpu.plan.slice_pipe_directory(ordinal);
+        if let (Some(first), Some(device)) = (&connect, devices.first())
+            && *first != pipe_directory
         {
             return Err(ContainerError::SeveralControlDaemons { first: device.clone(), second: name });
         }
+        connect.get_or_insert(pipe_directory);
         let directory = gpu.plan.slice_directory(ordinal);
         directories.extend(directory.filter(|directory| !directories.contains(directory)));
         if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
@@ -169,8 +172,8 @@ pub fn container_config(
     let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
     let percentage =
         gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().unwrap_or(first.plan.thread_percentage);
-    let connect =
-        if directories.is_empty() { &first.plan.pipe_directory } else { Path::new(SLICE_DIRECTORY) };
+    let connect = connect.as_ref().filter(|_| directories.is_empty());
+    let connect = connect.map_or(Path::new(SLICE_DIRECTORY), PathBuf::as_path);
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
     let mut environment = vec![
         ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::config::Isolation;
 use crate::host::compute_mode::ComputeMode;
 use crate::host::device_name::{self, DeviceName};
 use crate::host::pci_address::PciAddress;
@@ -65,8 +66,8 @@ pub struct GpuView {
     pub reason: String,
     /// As last seen.
     pub compute_mode: Option<ComputeMode>,
-    /// The control daemon that serves it, by its id; empty when none does.
-    pub control_daemon: String,
+    /// The ids of the control daemons that serve it.
+    pub control_daemons: Vec<String>,
     pub confirmed_thread_percentage: Option<u8>,
     /// The memory limit that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
@@ -74,8 +75,9 @@ pub struct GpuView {
     pub drained: BTreeSet<u32>,
     /// The names of the bindings of each slice that is bound, by its ordinal.
     pub bound: BTreeMap<u32, String>,
-    /// The slices with directories that lead to no control daemon, by their ordinals, and why. No drained slice is here.
-    pub unlinked: BTreeMap<u32, String>,
+    /// The slices that are not served for a reason of their own, by their ordinals, and why: no control daemon serves the
+    /// slice, or its directory leads to none. No drained slice is here.
+    pub unserved: BTreeMap<u32, String>,
     /// All MPS clients on the GPU together, also those without a known slice. None if they are not known.
     pub in_use: Option<InUse>,
     /// The clients of each slice together. Empty if they are not known.
@@ -134,15 +136,15 @@ impl GpuView {
 
     /// Whether a client that starts now gets the slice and is served with its limits.
     pub fn slice_healthy(&self, ordinal: u32) -> bool {
-        self.healthy && !self.drained.contains(&ordinal) && !self.unlinked.contains_key(&ordinal)
+        self.healthy && !self.drained.contains(&ordinal) && !self.unserved.contains_key(&ordinal)
     }
 
     /// Why not, or what to know though it is.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
-        let unlinked = self.unlinked.get(&ordinal).cloned();
-        joined(drained.into_iter().chain(unlinked).chain(over), &self.reason)
+        let unserved = self.unserved.get(&ordinal).cloned();
+        joined(drained.into_iter().chain(unserved).chain(over), &self.reason)
     }
 
     /// The reason of the GPU itself, which also says how many slices are drained, which have no link, and which are over
@@ -150,17 +152,24 @@ impl GpuView {
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices));
-        joined(drained.into_iter().chain(self.unlinked()).chain(self.over_budget()), &self.reason)
+        joined(drained.into_iter().chain(self.unserved()).chain(self.over_budget()), &self.reason)
     }
 
-    /// The slices that are not served, though the GPU is: the first with its reason.
-    pub fn unlinked(&self) -> Option<String> {
-        let (ordinal, why) = self.unlinked.first_key_value()?;
-        let more = match self.unlinked.len().saturating_sub(1) {
+    /// The slices that are not served for a reason of their own: the first with its reason.
+    pub fn unserved(&self) -> Option<String> {
+        let (ordinal, why) = self.unserved.first_key_value()?;
+        let more = match self.unserved.len().saturating_sub(1) {
             0 => String::new(),
             more => format!("; and {more} more"),
         };
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
+    }
+
+    /// The id of the control daemon that serves a slice; empty if none does.
+    pub fn control_daemon(&self, ordinal: u32) -> &str {
+        let name = self.slice_name(ordinal);
+        let serves = |id: &&String| self.plan.isolation == Isolation::Gpu || **id == name;
+        self.control_daemons.iter().find(serves).map(String::as_str).unwrap_or_default()
     }
 
     pub fn slice_use(&self, ordinal: u32) -> Option<&SliceUse> {

@@ -9,7 +9,7 @@ use super::Serving;
 use super::heal::clients_counted;
 use super::shell::{Failure, Shell};
 use crate::mps::{ClientPids, Inspection, ServerStatus};
-use crate::{Cause, Permit};
+use crate::{Cause, Permit, Tenure};
 
 /// Who uses a control daemon that has failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,6 +32,8 @@ impl<S: Shell> Serving<'_, S> {
             return Judged::Ended(self.ended().await);
         }
         match self.in_use().await {
+            // Nobody keeps a server out where others may come in.
+            Ok(0) if self.wanted.tenure == Tenure::InTurns => Judged::Idle,
             Ok(0) => {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
                 if holders.is_empty() { Judged::Idle } else { Judged::KeptOut(holders) }

@@ -9,7 +9,7 @@ use core::mem::discriminant;
 
 use super::Wanted;
 use super::bypasses::{Bypasses, ProcessId};
-use crate::{CoreTime, GpuUuid, Id};
+use crate::{CoreTime, GpuUuid, Id, Tenure};
 
 /// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
 pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
@@ -225,9 +225,8 @@ impl GpuReach {
                 Ok(false) => {}
                 Ok(true) => {
                     self.with_our_mode.insert(gpu.clone());
-                    let text = format!(
-                        "compute mode of {gpu} was changed by others; set to EXCLUSIVE_PROCESS again"
-                    );
+                    let mode = wanted.tenure.compute_mode();
+                    let text = format!("compute mode of {gpu} was changed by others; set to {mode} again");
                     shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
                 }
                 Err(error) => {
@@ -257,8 +256,11 @@ impl GpuReach {
             let confirmed = self.bypasses.confirmed(&gpu.uuid);
             let mut here = there.get(&gpu.uuid).into_iter().flatten();
             let server_is_there = here.any(|process| servers.contains(&process.pid));
-            let server_is_kept_out =
-                !confirmed.is_empty() && !server_is_there && self.has_our_mode(&gpu.uuid);
+            // Where control daemons take turns, nobody keeps a server out.
+            let server_is_kept_out = wanted.tenure == Tenure::Alone
+                && !confirmed.is_empty()
+                && !server_is_there
+                && self.has_our_mode(&gpu.uuid);
             shell.show_bypasses(&gpu.uuid, &confirmed, server_is_kept_out);
         }
         due

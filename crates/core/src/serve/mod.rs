@@ -56,7 +56,7 @@ pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell
 pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
 
 use crate::mps::Limits;
-use crate::{CoreTime, GpuUuid, HeldGpus};
+use crate::{CoreTime, GpuUuid, HeldGpus, Tenure};
 use blocker::Blockers;
 use capacity::Capacity;
 use heal::Revival;
@@ -74,6 +74,8 @@ pub struct Wanted {
     pub prewarm: bool,
     /// Only its clients still need it.
     pub retiring: bool,
+    /// Whether others of ours may have its GPUs too.
+    pub tenure: Tenure,
     /// The GPUs of the order that other control daemons have.
     pub held: HeldGpus,
     /// It sets the compute modes of its GPUs.

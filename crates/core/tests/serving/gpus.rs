@@ -1,5 +1,6 @@
 //! GPUs that a control daemon goes without, compute modes, and programs without MPS.
 
+use mps_core::Tenure;
 use mps_core::serve::{CONFIRM_AFTER, Failure, SeenProcess};
 
 use super::{SERVER, Story};
@@ -123,6 +124,21 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     program(&story, 20_000, "A", 7);
     story.served(35_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
+}
+
+/// A program without MPS is told, and keeps nobody out: the servers take turns with it.
+#[test]
+fn no_server_is_kept_out_where_control_daemons_take_turns() {
+    let mut story = served(&["A"]);
+    story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
+    program(&story, 20_000, "A", 7);
+    story.served(32_000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], false));
+    story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
+    story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
+    story.served(65_000);
+    let told = "warning: compute mode of A was changed by others; set to DEFAULT again";
+    assert!(story.host().told.contains(&told.to_owned()), "{:?}", story.host().told);
 }
 
 #[test]

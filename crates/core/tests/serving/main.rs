@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use mps_core::Tenure;
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Serving, Wanted, WantedGpu};
 
 use host::Host;
@@ -82,6 +83,7 @@ impl Story {
             thread_percentage: 50,
             prewarm: true,
             retiring: false,
+            tenure: Tenure::Alone,
             held: [].into(),
             sets_modes: true,
             fault_grace: Duration::from_secs(30),

@@ -109,6 +109,7 @@ pub(super) fn wanted(task: &Task) -> Wanted {
         thread_percentage: percentage_of(payload),
         prewarm: true,
         retiring: task.retiring,
+        tenure: task.order.tenure,
         held: task.held.iter().map(|gpu| (gpu.clone(), "another".to_owned())).collect::<HeldGpus>(),
         sets_modes: task.order.sets_modes,
         fault_grace: Duration::from_secs(5),

@@ -3,9 +3,9 @@
 use super::facts::Facts;
 use super::serving::named;
 use super::{Check, Outcome, Severity, each, error, finding, info, warning};
-use common::host::compute_mode::SERVED;
+use common::host::compute_mode::ComputeMode;
 use common::host::gpu::Gpu;
-use common::plan::{GpuPlan, HELD, WORTH_KNOWING};
+use common::plan::{GpuPlan, HELD, WORTH_KNOWING, tenure_of};
 use common::problem::NamedProblem;
 
 pub(super) const CHECKS: &[Check] = &[
@@ -42,24 +42,34 @@ fn unusable(facts: &Facts) -> Outcome {
     })
 }
 
-/// Whether a control daemon of ours that runs has the GPU.
 fn served(facts: &Facts, uuid: &str) -> bool {
+    mode_while_served(facts, uuid).is_some()
+}
+
+/// The compute mode that a GPU has to have. None if no control daemon of ours that runs has the GPU.
+fn mode_while_served(facts: &Facts, uuid: &str) -> Option<ComputeMode> {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
-    running.any(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))
+    let serving = running.find(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))?;
+    Some(ComputeMode::while_served(tenure_of(&serving.id)))
 }
 
 fn compute_modes(facts: &Facts) -> Outcome {
     let sets_mode = facts.loaded()?.settings.supervision.set_compute_mode;
     each(facts.known_gpus(), |(gpu, known)| {
         let (mode, address) = (known.state.compute_mode?, gpu.pci.address);
-        let serving = served(facts, &known.uuid);
-        let open =
-            || format!("its compute mode is {mode}, so programs can use it without MPS and without limits");
-        if serving && mode != SERVED {
+        let wanted = mode_while_served(facts, &known.uuid);
+        let open = || match wanted {
+            Some(ComputeMode::Default) => {
+                format!("its compute mode is {mode}, so a server of one slice alone can use it")
+            }
+            _ => format!("its compute mode is {mode}, so programs can use it without MPS and without limits"),
+        };
+        if let Some(wanted) = wanted.filter(|wanted| *wanted != mode) {
             return Some(if sets_mode {
+                let word = wanted.to_string().to_uppercase();
                 let remedy = format!(
-                    "systemctl reload yunion-mps-daemon sets it again, as does nvidia-smi -i {address} -c \
-                     EXCLUSIVE_PROCESS; find out who changed it"
+                    "systemctl reload yunion-mps-daemon sets it again, as does nvidia-smi -i {address} -c {word}; find out \
+                     who changed it"
                 );
                 error("compute-mode-drift", names(gpu), open(), remedy)
             } else {
@@ -67,7 +77,10 @@ fn compute_modes(facts: &Facts) -> Outcome {
                 info("compute-mode-left-alone", names(gpu), open(), remedy)
             });
         }
-        (mode == SERVED && facts.published().is_err() && facts.control_daemons.is_empty()).then(|| {
+        (mode == ComputeMode::ExclusiveProcess
+            && facts.published().is_err()
+            && facts.control_daemons.is_empty())
+        .then(|| {
             warning(
                 "compute-mode-left",
                 names(gpu),

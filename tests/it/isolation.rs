@@ -1,0 +1,295 @@
+//! A control daemon for each slice: a fault stays in its slice.
+
+use std::process::Stdio;
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::support::client::Client;
+use crate::support::host::{Host, alive, signal_pid, text};
+use crate::support::wait::wait_for;
+
+const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+
+/// The error with which a program of the simulated host ends when its GPU work was lost.
+const LOST: i32 = 4;
+
+fn serving() -> Host {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_topology: per_slice");
+    host.start();
+    host.wait_for_state("ready");
+    host
+}
+
+fn client(host: &Host, slice: &str) -> Client {
+    let client = Client::start(host.program_of(slice, &["hold", "600"]).stdout(Stdio::null()));
+    host.wait_until_listed(client.id());
+    client
+}
+
+/// Two clients in each slice.
+fn clients(host: &Host) -> Vec<(&'static str, Client)> {
+    SLICES.iter().flat_map(|slice| [(); 2].map(|()| (*slice, client(host, slice)))).collect()
+}
+
+fn daemon<'s>(status: &'s Value, id: &str) -> &'s Value {
+    let daemons = status["control_daemons"].as_array().unwrap();
+    daemons.iter().find(|one| one["id"] == id).unwrap_or_else(|| panic!("no {id} in {status:#}"))
+}
+
+fn pid_of(host: &Host, id: &str) -> u32 {
+    u32::try_from(daemon(&host.json(&["status"]).unwrap(), id)["pid"].as_u64().unwrap()).unwrap()
+}
+
+/// The slices that are not served.
+fn unserved(host: &Host) -> Vec<String> {
+    let sick = host.list().into_iter().filter(|device| device["healthy"] == false);
+    sick.map(|device| device["addr"].as_str().unwrap().to_owned()).collect()
+}
+
+/// The clients of this slice have lost their work, and all others compute.
+fn only_its_clients_are_lost(slice: &str, clients: &mut Vec<(&'static str, Client)>) {
+    for (_, lost) in clients.iter_mut().filter(|(its, _)| *its == slice) {
+        let status = wait_for("the end of its clients", || lost.try_wait().unwrap());
+        assert_eq!(status.code(), Some(LOST));
+    }
+    clients.retain(|(its, _)| *its != slice);
+    assert!(clients.iter().all(|(_, other)| alive(other.id())));
+}
+
+fn all_slices_take_clients(host: &Host) {
+    host.wait_for_state("ready");
+    for slice in SLICES {
+        let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
+        assert!(done.status.success(), "{slice}: {}", text(&done));
+    }
+}
+
+#[test]
+fn each_slice_has_a_control_daemon_of_its_own() {
+    let mut host = serving();
+    assert_eq!(host.compute_mode(0), "Default");
+    let status = host.json(&["status"]).unwrap();
+    for slice in SLICES {
+        let daemon = daemon(&status, slice);
+        assert_eq!((&daemon["state"], &daemon["gpus"].as_array().unwrap().len()), (&"ready".into(), &1));
+    }
+    for device in host.list() {
+        let pipe = device["pipe_directory"].as_str().unwrap();
+        let name = device["addr"].as_str().unwrap().replace(':', "_");
+        assert!(pipe.ends_with(&format!("mps/pipe/{name}")), "{pipe}");
+        assert_eq!(device["mps_thread_percentage"], 100);
+        assert_eq!(device["max_clients"], 48);
+        assert_eq!(device["mps_memory_limit"], 35942);
+    }
+    let mut held = clients(&host);
+    for (slice, one) in &held {
+        assert_eq!(host.listed(one.id()).unwrap()["device"], *slice);
+    }
+    assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
+    wait_for("all clients counted", || host.list().iter().all(|device| device["clients"] == 2).then_some(()));
+    // What other control daemons do is nobody's bypass.
+    assert!(!host.log().contains("without our MPS server"), "{}", host.log());
+    held.clear();
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+#[test]
+fn a_fault_stays_in_its_slice() {
+    let mut host = serving();
+    let mut held = clients(&host);
+    let culprit = host.program_of(SLICES[1], &["fault"]).output().unwrap();
+    assert_eq!(culprit.status.code(), Some(LOST), "{}", text(&culprit));
+    only_its_clients_are_lost(SLICES[1], &mut held);
+    wait_for("the fault", || host.log().contains("fatal").then_some(()));
+    assert!(unserved(&host).iter().all(|slice| slice == SLICES[1]), "{:?}", unserved(&host));
+    all_slices_take_clients(&host);
+    assert!(held.iter().all(|(_, other)| alive(other.id())));
+    drop(held);
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// While it is not there, its slice alone is not served, and the state says so.
+#[test]
+fn a_killed_control_daemon_takes_its_slice_alone() {
+    let mut host = serving();
+    let mut held = clients(&host);
+    signal_pid(pid_of(&host, SLICES[2]), Signal::KILL);
+    only_its_clients_are_lost(SLICES[2], &mut held);
+    all_slices_take_clients(&host);
+    assert_eq!(daemon(&host.json(&["status"]).unwrap(), SLICES[2])["restarts"], 1);
+    for slice in [SLICES[0], SLICES[1], SLICES[3]] {
+        assert_eq!(daemon(&host.json(&["status"]).unwrap(), slice)["restarts"], 0);
+    }
+    drop(held);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+#[test]
+fn a_killed_service_finds_every_slice_at_work() {
+    let mut host = serving();
+    let held = clients(&host);
+    let before: Vec<u32> = SLICES.map(|slice| pid_of(&host, slice)).into();
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(Vec::from(SLICES.map(|slice| pid_of(&host, slice))), before);
+    assert!(held.iter().all(|(_, one)| alive(one.id())));
+    assert_eq!(host.compute_mode(0), "Default");
+    all_slices_take_clients(&host);
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// One GPU of each kind on one host.
+#[test]
+fn a_host_has_gpus_of_both_kinds() {
+    let mut host = Host::new("h200x8");
+    let entry = |node: u32, isolation: &str| {
+        format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: 4, isolation: {isolation}")
+    };
+    host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
+    host.start();
+    let status = host.wait_for_state("ready");
+    let ids: Vec<&str> = (status["control_daemons"].as_array().unwrap().iter())
+        .map(|one| one["id"].as_str().unwrap())
+        .collect();
+    assert_eq!(ids, ["2d:00.0-0", "2d:00.0-1", "2d:00.0-2", "2d:00.0-3", "shared"]);
+    assert_eq!(["Exclusive_Process", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
+    let held: Vec<Client> = ["1b:00.0-1", "2d:00.0-1", "2d:00.0-2"].map(|slice| client(&host, slice)).into();
+    assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
+    // The slices of the second GPU have a control daemon together from now on, which starts once they are done.
+    host.devices(&[&entry(128, "gpu"), &entry(129, "gpu")]);
+    let changes = text(&host.mpsctl(&["check", "--sysroot", &host.path("sysroot").display().to_string()]));
+    assert!(changes.contains("control daemon 2d:00.0-"), "{changes}");
+    host.reload();
+    host.wait_for_status("a GPU that waits", |status| {
+        status["gpus"][1]["reason"].as_str().unwrap().contains("still has it")
+    });
+    assert!(held.iter().all(|one| alive(one.id())));
+    held.into_iter().for_each(Client::end);
+    let status = host.wait_for_state("ready");
+    assert_eq!(status["control_daemons"].as_array().unwrap().len(), 1, "{status:#}");
+    assert_eq!(host.compute_mode(1), "Exclusive_Process");
+    // And back.
+    let held = client(&host, "2d:00.0-1");
+    host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
+    host.reload();
+    host.wait_for_status("a GPU that waits", |status| {
+        status["gpus"][1]["reason"].as_str().unwrap().contains("still has it")
+    });
+    held.end();
+    let status = host.wait_for_state("ready");
+    assert_eq!(status["control_daemons"].as_array().unwrap().len(), 5, "{status:#}");
+    assert_eq!(host.compute_mode(1), "Default");
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+    assert_eq!(["Default", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
+}
+
+/// New slices come, and old ones go, beside the ones that stay: control daemons that take turns wait for nobody.
+#[test]
+fn slices_come_and_go_beside_the_others() {
+    let mut host = Host::new("h200");
+    let entry = |slices: u32| {
+        format!("path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: {slices}, isolation: slice")
+    };
+    host.devices(&[&entry(2)]);
+    host.start();
+    host.wait_for_state("ready");
+    let held = [SLICES[0], SLICES[1]].map(|slice| client(&host, slice));
+    let before = [SLICES[0], SLICES[1]].map(|slice| pid_of(&host, slice));
+    host.devices(&[&entry(4)]);
+    host.reload();
+    host.wait_for_status("four slices", |status| {
+        status["control_daemons"].as_array().unwrap().len() == 4 && status["service"]["state"] == "ready"
+    });
+    assert_eq!([SLICES[0], SLICES[1]].map(|slice| pid_of(&host, slice)), before);
+    all_slices_take_clients(&host);
+    host.devices(&[&entry(1)]);
+    host.reload();
+    host.wait_for_status("one that retires", |status| {
+        let ids = status["control_daemons"].as_array().unwrap().iter().map(|one| one["id"].as_str().unwrap());
+        ids.eq([SLICES[0], SLICES[1]])
+    });
+    assert_eq!(unserved(&host), [""; 0]);
+    let [stays, goes] = held;
+    assert!(alive(stays.id()) && alive(goes.id()));
+    goes.end();
+    host.wait_for_status("one control daemon", |status| {
+        status["control_daemons"].as_array().unwrap().len() == 1 && status["service"]["state"] == "ready"
+    });
+    assert!(alive(stays.id()));
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// The previous mode is put back, whichever it was.
+#[test]
+fn an_exclusive_gpu_is_exclusive_again_afterwards() {
+    let mut host = Host::new("h200");
+    host.plant("gpus/0/compute_mode", "Exclusive_Process");
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    host.configure("cuda_mps_topology: per_slice");
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(host.compute_mode(0), "Default");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    // Where nobody may set it, one server alone would get in.
+    host.configure("cuda_mps_topology: per_slice\ncuda_mps_set_compute_mode: false");
+    host.start();
+    host.wait_for_failure(
+        "lets in the server of one slice alone; change it with nvidia-smi -i 0000:00:06.0 -c DEFAULT",
+    );
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A program without MPS gets in, and everybody is told once.
+#[test]
+fn a_program_without_mps_is_told_once() {
+    let mut host = serving();
+    let held = clients(&host);
+    let mut program = host.program(&["hold", "600"]);
+    program.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stdout(Stdio::null());
+    let stranger = Client::start(&mut program);
+    let status = host.wait_for_state("degraded");
+    let words = format!("used without our MPS server by PID {} (cuda-client)", stranger.id());
+    assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {words}"));
+    assert_eq!(unserved(&host), [""; 0]);
+    let bypasses: Vec<Value> = host.clients().into_iter().filter(|one| one["bypass"] == true).collect();
+    assert_eq!(bypasses.len(), 1, "{bypasses:#?}");
+    stranger.end();
+    host.wait_for_state("ready");
+    assert_eq!(host.log().matches("WARN GPU 00:06.0 is used without").count(), 1, "{}", host.log());
+    assert_eq!(host.log().matches("is no longer used without").count(), 1, "{}", host.log());
+    assert!(held.iter().all(|(_, one)| alive(one.id())));
+    drop(held);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A drained slice has no way in any more, and its clients stay.
+#[test]
+fn a_drained_slice_takes_nobody() {
+    let mut host = serving();
+    let held = client(&host, SLICES[1]);
+    assert!(host.mpsctl(&["drain", SLICES[1]]).status.success());
+    let refused = host.mpsctl(&["run", SLICES[1], "--", "true"]);
+    assert!(text(&refused).contains("drained for new clients"), "{}", text(&refused));
+    assert_eq!(unserved(&host), [SLICES[1]]);
+    assert!(alive(held.id()));
+    assert!(host.mpsctl(&["undrain", SLICES[1]]).status.success());
+    all_slices_take_clients(&host);
+    assert!(host.mpsctl(&["terminate", "--device", SLICES[1]]).status.success());
+    drop(held);
+    assert_eq!(host.stop().code(), Some(0));
+}
