@@ -5,6 +5,7 @@
 //   client keep SECONDS MIB allocates up to MIB MiB, says how much it got, and goes on as hold
 //   client hold SECONDS     short kernels until the time is up; the number of rounds
 //   client long SECONDS     one kernel that runs about that long
+//   client fill SECONDS     the same with every thread of the GPU
 //   client sleep SECONDS    holds the GPU and does nothing with it
 //   client fault            an illegal address
 //   client stubborn SECONDS faults with the others and does not exit before the time is up
@@ -105,12 +106,14 @@ int main(int argc, char **argv) {
     }
     float *out;
     CHECK(cudaMalloc(&out, 1 << 20));
-    if (!strcmp(what, "long")) {
-        printf("long pid %d begins\n", getpid());
+    if (!strcmp(what, "long") || !strcmp(what, "fill")) {
+        printf("%s pid %d begins\n", what, getpid());
         fflush(stdout);
-        wait_cycles<<<1, 1>>>((long long)(amount * 1.9e9));
+        // Every thread of the GPU, or one.
+        if (!strcmp(what, "fill")) wait_cycles<<<264, 1024>>>((long long)(amount * 1.9e9));
+        else wait_cycles<<<1, 1>>>((long long)(amount * 1.9e9));
         CHECK(cudaDeviceSynchronize());
-        printf("long pid %d ok\n", getpid());
+        printf("%s pid %d ok\n", what, getpid());
         return 0;
     }
     if (!strcmp(what, "sleep") || !strcmp(what, "deaf")) {

@@ -324,12 +324,14 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
 #[test]
 fn setup_asks_on_a_terminal() {
     let host = fresh("mixed");
-    let said = answered(&host, "6\n0\nn\nn\ny\n");
+    let said = answered(&host, "6\n0\nn\nn\nn\ny\n");
     for part in [
         "\nWith 10 slices of the A100 PCIe 80GB, each has 8192 MiB of its memory and 10 % of its threads.\n\
          How many slices shall the A100 PCIe 80GB have? 0 leaves it out. [10] ",
         "How many slices shall the H200 SXM 141GB have? 0 leaves it out. [10] ",
         "belong to a Cloudpods platform? Nothing here looks like it. [y/N] ",
+        "do 1.6 times the work of 8 without MPS",
+        "\nShall a fault stay in its slice? [y/N] ",
         "Write /etc/yunion/host_container_device.yml and /etc/yunion/host.conf? [Y/n] ",
     ] {
         assert!(said.contains(part), "no {part:?} in {said}");
@@ -343,10 +345,30 @@ fn setup_asks_on_a_terminal() {
     assert!(checked(&host).contains("6 slices, 3b:00.0-0 to 3b:00.0-5"));
 
     let host = fresh("h200");
-    for answers in ["0\n", "\n\n\nn\n"] {
+    for answers in ["0\n", "\n\n\n\nn\n"] {
         let said = answered(&host, answers);
         assert!(said.contains("othing was written") && files(&host).is_empty(), "{said}");
     }
+}
+
+/// Only CUDA programs with a slice find a control daemon of a slice, so nobody is asked whether all shall.
+#[test]
+fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice() {
+    let host = fresh("h200");
+    let said = answered(&host, "4\nn\ny\ny\n");
+    assert!(said.contains("Written: ") && !said.contains("by itself?"), "{said}");
+    let per_slice = "enable_cuda_mps: true\ncuda_mps_replicas: 4\ncuda_mps_topology: per_slice\n";
+    assert_eq!(settings(&files(&host)["host.conf"]), per_slice);
+    assert!(
+        checked(&host).contains("control daemon 00:06.0-3: slice 00:06.0-3; active thread percentage 100;")
+    );
+    let host = fresh("h200");
+    let done = setup(&host, &["--yes", "--slices", "4", "--isolate-slices"]);
+    assert!(done.status.success(), "{}", text(&done));
+    assert_eq!(settings(&files(&host)["host.conf"]), per_slice);
+    // An older driver has no other way than one control daemon, so there is nothing to ask.
+    let said = answered(&fresh("tesla-p40"), "4\nn\nn\ny\n");
+    assert!(said.contains("Written: ") && !said.contains("Shall a fault"), "{said}");
 }
 
 #[test]

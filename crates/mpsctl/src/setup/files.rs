@@ -16,6 +16,8 @@ pub(super) struct Answers {
     pub(super) platform: bool,
     /// Whether CUDA programs shall find the control daemon by themselves.
     by_itself: bool,
+    /// Whether each slice has a control daemon of its own.
+    isolates_slices: bool,
     /// The number of slices of every GPU, also of one that comes later, if it is the same.
     of_every: Option<u32>,
     /// The GPUs that shall have slices, and how many.
@@ -35,7 +37,12 @@ impl Answers {
         gpus.sort_by_key(|(gpu, _)| gpu.pci.address);
         let first = slices.first().copied().filter(|first| slices.iter().all(|one| one == first));
         let of_every = first.filter(|_| !platform && !found.would_serve_more());
-        Self { platform, by_itself, of_every, gpus }
+        Self { platform, by_itself, isolates_slices: false, of_every, gpus }
+    }
+
+    /// The same, and each slice has a control daemon of its own if it `isolates_slices`.
+    pub(super) fn isolating_slices(self, isolates_slices: bool) -> Self {
+        Self { isolates_slices, ..self }
     }
 }
 
@@ -70,6 +77,12 @@ pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
                 keys.push(("The GPUs to serve, with their numbers of slices, are in this file.", line));
             }
         }
+    }
+    if answers.isolates_slices {
+        keys.push((
+            "Each slice has a control daemon of its own: a fault stays in its slice, and the slices take turns on the GPU.",
+            "cuda_mps_topology: per_slice".to_owned(),
+        ));
     }
     if answers.by_itself {
         keys.push((

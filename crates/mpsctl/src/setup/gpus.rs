@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use common::config::Settings;
+use common::config::{Settings, Topology};
 use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
 use common::plan::{self, GpuPlan, Plan};
@@ -32,7 +32,7 @@ pub(super) struct ModelGroup {
 impl HostGpus {
     pub(super) fn new(inventory: Inventory) -> Self {
         // The number of slices does not matter for the question which GPUs can be served.
-        let plan = plan(&inventory, NonZeroU32::MIN);
+        let plan = plan(&inventory, NonZeroU32::MIN, Topology::Shared);
         let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
         let mut groups: Vec<ModelGroup> = Vec::new();
         let mut left_out = Vec::new();
@@ -60,6 +60,13 @@ impl HostGpus {
         self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
     }
 
+    /// Whether each slice can have a control daemon of its own.
+    pub(super) fn can_isolate_slices(&self) -> bool {
+        let plan = plan(&self.inventory, NonZeroU32::MIN, Topology::PerSlice);
+        let can = |gpu: &Gpu| planned(plan.as_ref()?, gpu).map(GpuPlan::servable);
+        self.groups.iter().flat_map(|group| &group.gpus).all(|gpu| can(gpu) == Some(true))
+    }
+
     pub(super) fn describe(&self) -> Vec<String> {
         let mut lines = vec![match &self.inventory.driver {
             Ok(version) => format!("GPUs of this host, with driver {version}:"),
@@ -83,7 +90,7 @@ impl HostGpus {
     /// The share of each of this many slices, as the service's own plan says it.
     pub(super) fn describe_share(&self, group: &ModelGroup, slices: u32) -> String {
         let share = || {
-            let plan = plan(&self.inventory, NonZeroU32::new(slices)?)?;
+            let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
             let planned = planned(&plan, group.gpus.first()?)?;
             (planned.memory_limit_mib > 0).then_some((planned.memory_limit_mib, planned.thread_percentage))
         };
@@ -122,8 +129,8 @@ impl ModelGroup {
     }
 }
 
-fn plan(inventory: &Inventory, slices: NonZeroU32) -> Option<Plan> {
-    let settings = Settings { enabled: true, replicas: slices, ..Settings::default() };
+fn plan(inventory: &Inventory, slices: NonZeroU32, topology: Topology) -> Option<Plan> {
+    let settings = Settings { enabled: true, replicas: slices, topology, ..Settings::default() };
     plan::plan(&settings, inventory, &[]).ok()
 }
 
