@@ -13,7 +13,8 @@ def start(host, setting):
     Returns the nanoseconds until the last server was ready, and the nanoseconds that the slowest server took from the
     order to start."""
     uuids = setting.uuids()
-    visible = [[uuid] for uuid in uuids] if setting.topology == "per_gpu" else [uuids]
+    each = setting.planned() // setting.gpus
+    visible = [[uuid] for uuid in uuids for _ in range(each)] if setting.topology != "shared" else [uuids]
     events, daemons, environments, began = Events(), {}, {}, {}
     begin = time.monotonic_ns()
     for number, gpus in enumerate(visible):

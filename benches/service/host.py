@@ -43,11 +43,11 @@ class Setting(NamedTuple):
     def host(self):
         """The column of the table."""
         gpus = f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}, {self.slices} slices"
-        return gpus + (", per_gpu" if self.topology == "per_gpu" else "")
+        return gpus + (f", {self.topology}" if self.topology != "shared" else "")
 
     def planned(self):
         """How many control daemons are to serve these GPUs."""
-        return self.gpus if self.topology == "per_gpu" else 1
+        return {"shared": 1, "per_gpu": self.gpus, "per_slice": self.slices}[self.topology]
 
     def uuids(self):
         return REAL_GPUS[: self.gpus] or [f"GPU-{number:08x}-0000-4000-8000-000000000000" for number in range(self.gpus)]

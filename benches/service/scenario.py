@@ -41,6 +41,11 @@ ALL = distinct(
     LARGE._replace(topology="per_gpu"),
 )
 
+# A control daemon for each slice.
+PER_SLICE = [SMALL._replace(topology="per_slice")]
+if not REAL_GPUS:
+    PER_SLICE.append(Setting(16, 160, "per_slice"))
+
 
 def milliseconds(nanoseconds):
     return nanoseconds / 1e6

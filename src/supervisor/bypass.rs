@@ -14,6 +14,8 @@ pub(crate) struct Bypass {
     pub process: Identity,
     /// Its command, 15 characters at most.
     pub command: String,
+    /// Its owner, as the end of a sentence; empty until it is told of.
+    pub owner: String,
     /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
 }
@@ -51,11 +53,11 @@ fn key(bypass: &Bypass) -> (String, u32, u64) {
     (bypass.gpu_uuid.clone(), bypass.process.pid, bypass.process.start_time)
 }
 
-/// These processes in words: `PID 1234 (python3), PID 1235 (python3)`.
+/// These processes in words: `PID 1234 (python3) of user alice, PID 1235 (python3)`.
 pub(crate) fn describe<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
     let words: Vec<String> = processes
         .into_iter()
-        .map(|bypass| format!("PID {} ({})", bypass.process.pid, bypass.command))
+        .map(|Bypass { process, command, owner, .. }| format!("PID {} ({command}){owner}", process.pid))
         .collect();
     words.join(", ")
 }
@@ -76,6 +78,7 @@ pub(crate) fn find(
                 process: Identity::read(process.pid).ok()?,
                 command: proc::name(process.pid)?,
                 memory_mib: process.memory_mib,
+                owner: String::new(),
             })
         })
         .collect()

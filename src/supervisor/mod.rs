@@ -330,6 +330,7 @@ impl Worker {
             prewarm: plan.prewarm,
             retiring: self.is_retiring(),
             tenure: plan.tenure(),
+            stands_guard: plan.stands_guard(),
             held: self.held.clone(),
             sets_modes: supervision.set_compute_mode,
             fault_grace: supervision.fault_grace,

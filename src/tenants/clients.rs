@@ -187,7 +187,7 @@ fn views(one: &ServingDaemon, look: &Scan, about: &ListContext) -> Vec<ClientVie
         }
     }
     let bypasses = look.bypasses.iter().map(|bypass| {
-        let Bypass { gpu_uuid, process, command, memory_mib } = bypass.clone();
+        let Bypass { gpu_uuid, process, command, memory_mib, owner: _ } = bypass.clone();
         ClientView { bypass: true, ..about.view(process.pid, command, gpu_uuid, memory_mib) }
     });
     views.extend(bypasses);

@@ -202,7 +202,6 @@ result "the service's exit status" "$?" 0
 ended 0
 result "control daemons" "$(pgrep -c -f '^[^ ]*nvidia-cuda-mps-control -f')" 0
 result "servers" "$(pgrep -c -f nvidia-cuda-mps-server)" 0
-result "sockets" "$(find "$dir/p" "$dir/p.private" -type s -o -name control | wc -l)" 0
 result "compute modes" "$(nvidia-smi --query-gpu=compute_mode --format=csv,noheader | paste -sd ' ')" "$modes"
 grep -E ' WARN ' "$dir/daemon.log" | tail -n 30
 [ "$failures" = 0 ]

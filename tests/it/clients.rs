@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::support::client::Client;
+use crate::support::client::{Client, own_user};
 use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
 use crate::support::exposition::samples_of;
 use crate::support::host::{
@@ -186,7 +186,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     let program = bypassing(&host);
     let pid = program.id();
     host.reload();
-    let sentence = format!("used without our MPS server by PID {pid} (cuda-client)");
+    let sentence = format!("used without our MPS server by PID {pid} (cuda-client) of user {}", own_user());
     let status = host.wait_for_state("degraded");
     assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {sentence}"));
     assert_eq!(control_daemon(&status)["state"], "ready");
@@ -255,7 +255,8 @@ fn drawing_coming_and_going_is_no_bypass() {
     assert_eq!(host.listed(pid).unwrap()["bypass"], true);
     host.reload();
     let status = host.wait_for_state("degraded");
-    let reason = format!("GPU 00:06.0 is used without our MPS server by PID {pid} (sleep)");
+    let reason =
+        format!("GPU 00:06.0 is used without our MPS server by PID {pid} (sleep) of user {}", own_user());
     assert_eq!(status["service"]["state_reason"], reason);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -271,8 +272,9 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     let status = host.wait_for_state("degraded");
     signal_pid(control_pid(&status), Signal::KILL);
     let blamed = format!(
-        "used without our MPS server by PID {} (cuda-client); no server can start beside them: end them",
-        program.id()
+        "used without our MPS server by PID {} (cuda-client) of user {}; no server can start beside them: end them",
+        program.id(),
+        own_user()
     );
     host.wait_for_failure(&format!("1 of 1 GPUs not served; 00:06.0: {blamed}"));
     for device in host.list() {

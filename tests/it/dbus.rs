@@ -63,6 +63,7 @@ fn golden_common() -> Value {
         "healthy": ["b", true],
         "reason": ["s", ""],
         "pipe_directory": ["s", "/tmp/nvidia-mps/pipe"],
+        "isolation": ["s", "gpu"],
         "limits_enforced": ["b", false],
     })
 }
@@ -374,6 +375,7 @@ async fn what_is_not_known_is_left_out() {
         // A NUL in a string would make the bus close the connection.
         "reason": ["s", "GPU is lost\u{fffd}"],
         "pipe_directory": ["s", "/tmp/nvidia-mps/pipe"],
+        "isolation": ["s", "gpu"],
         "limits_enforced": ["b", false],
     });
     assert_eq!(devices, json!([[expected]]));

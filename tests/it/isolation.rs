@@ -1,11 +1,12 @@
 //! A control daemon for each slice: a fault stays in its slice.
 
-use std::process::Stdio;
+use std::io::Write;
+use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::support::client::Client;
+use crate::support::client::{Client, own_user};
 use crate::support::host::{Host, alive, signal_pid, text};
 use crate::support::wait::wait_for;
 
@@ -79,7 +80,7 @@ fn each_slice_has_a_control_daemon_of_its_own() {
         let pipe = device["pipe_directory"].as_str().unwrap();
         let name = device["addr"].as_str().unwrap().replace(':', "_");
         assert!(pipe.ends_with(&format!("mps/pipe/{name}")), "{pipe}");
-        assert_eq!(device["mps_thread_percentage"], 100);
+        assert_eq!((&device["isolation"], &device["mps_thread_percentage"]), (&"slice".into(), &100.into()));
         assert_eq!(device["max_clients"], 48);
         assert_eq!(device["mps_memory_limit"], 35942);
     }
@@ -263,7 +264,8 @@ fn a_program_without_mps_is_told_once() {
     program.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stdout(Stdio::null());
     let stranger = Client::start(&mut program);
     let status = host.wait_for_state("degraded");
-    let words = format!("used without our MPS server by PID {} (cuda-client)", stranger.id());
+    let words =
+        format!("used without our MPS server by PID {} (cuda-client) of user {}", stranger.id(), own_user());
     assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {words}"));
     assert_eq!(unserved(&host), [""; 0]);
     let bypasses: Vec<Value> = host.clients().into_iter().filter(|one| one["bypass"] == true).collect();
@@ -291,5 +293,110 @@ fn a_drained_slice_takes_nobody() {
     all_slices_take_clients(&host);
     assert!(host.mpsctl(&["terminate", "--device", SLICES[1]]).status.success());
     drop(held);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A client that stays after a fault keeps its slice alone from new clients until the grace is over, whatever becomes of the
+/// service meanwhile.
+#[test]
+fn a_fault_outlives_the_service_in_its_slice_alone() {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_topology: per_slice\ncuda_mps_fault_grace: 600");
+    host.start();
+    host.wait_for_state("ready");
+    let held = clients(&host);
+    let stays = Client::start(host.program_of(SLICES[1], &["hold", "600", "--stay"]).stdout(Stdio::null()));
+    host.wait_until_listed(stays.id());
+    let before = pid_of(&host, SLICES[1]);
+    assert_eq!(host.program_of(SLICES[1], &["fault"]).output().unwrap().status.code(), Some(LOST));
+    let is_faulted = |status: &Value| daemon(status, SLICES[1])["state"] == "faulted";
+    let status = host.wait_for_status("a fault in one slice", is_faulted);
+    assert_eq!(status["service"]["state"], "degraded");
+    assert_eq!(unserved(&host), [SLICES[1]]);
+    host.signal(Signal::KILL);
+    host.ended();
+    host.configure("cuda_mps_topology: per_slice\ncuda_mps_fault_grace: 1");
+    host.start();
+    host.wait_for_state("ready");
+    assert_eq!(pid_of(&host, SLICES[1]), before, "its server alone was ended");
+    all_slices_take_clients(&host);
+    let others = held.iter().filter(|(slice, _)| *slice != SLICES[1]);
+    assert!(others.into_iter().all(|(_, other)| alive(other.id())));
+    drop((held, stays));
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}
+
+/// A control daemon that waits for a stopped client answers nobody, and nobody else has to wait.
+#[test]
+fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
+    let mut host = serving();
+    let held = clients(&host);
+    let victim = held.iter().find(|(slice, _)| *slice == SLICES[0]).unwrap().1.id();
+    signal_pid(victim, Signal::STOP);
+    let server = daemon(&host.json(&["status"]).unwrap(), SLICES[0])["servers"][0].clone();
+    let mut terminate = host
+        .command("nvidia-cuda-mps-control")
+        .env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe.private/00_06.0-0"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    writeln!(terminate.stdin.take().unwrap(), "terminate_client {server} {victim}").unwrap();
+    host.wait_for_status("one that does not answer", |status| {
+        daemon(status, SLICES[0])["reason"].as_str().unwrap().contains("did not answer")
+    });
+    assert_eq!(unserved(&host), [SLICES[0]]);
+    for slice in &SLICES[1..] {
+        let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
+        assert!(done.status.success(), "{slice}: {}", text(&done));
+    }
+    signal_pid(victim, Signal::CONT);
+    terminate.wait().unwrap();
+    all_slices_take_clients(&host);
+    assert_eq!(held.iter().filter(|(_, one)| !alive(one.id())).count(), 1, "the one that was to end");
+    drop(held);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Each slice has its own 48 places.
+#[test]
+fn a_full_slice_takes_no_place_of_another() {
+    let mut host = serving();
+    let mut starting: Vec<Command> = (0..48).map(|_| host.program_of(SLICES[0], &["hold", "600"])).collect();
+    let held: Vec<Client> =
+        starting.iter_mut().map(|program| Client::start(program.stdout(Stdio::null()))).collect();
+    wait_for("48 clients", || (host.list()[0]["clients"] == 48).then_some(()));
+    let refused = host.program_of(SLICES[0], &["hold", "0.1"]).output().unwrap();
+    assert_eq!(refused.status.code(), Some(3), "it is busy: {}", text(&refused));
+    let full = "slice 00:06.0-0: full: all 48 places are taken; the next client gets CUDA error 46";
+    let status = host.wait_for_status("a full slice", |status| status["gpus"][0]["reason"] == full);
+    assert_eq!(status["service"]["state"], "ready");
+    assert_eq!(unserved(&host), [""; 0]);
+    let other = host.program_of(SLICES[1], &["hold", "0.1"]).output().unwrap();
+    assert!(other.status.success(), "{}", text(&other));
+    drop(held);
+    host.wait_for_status("places", |status| status["gpus"][0]["reason"] == "");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Limits that somebody changes in one slice are set back there.
+#[test]
+fn limits_changed_by_others_are_set_back_in_their_slice() {
+    let mut host = serving();
+    let own = host.path("mps/pipe.private/00_06.0-2");
+    host.front_end(&own, "set_default_active_thread_percentage 7");
+    host.front_end(&own, "set_default_device_pinned_mem_limit 0 1G");
+    host.reload();
+    wait_for("the limits", || {
+        let percentage = host.front_end(&own, "get_default_active_thread_percentage");
+        let memory = host.front_end(&own, "get_default_device_pinned_mem_limit 0");
+        (percentage == "100.0\n" && memory == "35G\n").then_some(())
+    });
+    let told = |line: &&str| line.contains("changed by others");
+    let of_slice = |line: &str| line.contains("mps_control=\"00:06.0-2\"");
+    wait_for("words about it", || host.log().lines().any(|line| told(&line)).then_some(()));
+    assert!(host.log().lines().filter(told).all(of_slice), "{}", host.log());
+    host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 }

@@ -4,7 +4,7 @@ import bare
 import memory
 import process
 from host import Host, Service
-from scenario import ALL, LARGE, MIDDLE, SMALL, Row, Scenario, distinct, milliseconds
+from scenario import ALL, LARGE, MIDDLE, PER_SLICE, SMALL, Row, Scenario, distinct, milliseconds
 
 BARE = Row("start", "bare", "start of bare control daemons, each with a server", "ms")
 READY = Row("start", "ready", "exec to READY=1", "ms")
@@ -44,7 +44,7 @@ def rows(setting):
     return [BARE, READY, beyond, OWN_CPU, FRONT_ENDS_CPU, *memory.rows(setting), stop]
 
 
-SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in ALL] + [
+SCENARIOS = [Scenario(setting, rows(setting), measure) for setting in [*ALL, *PER_SLICE]] + [
     Scenario(setting._replace(prewarm=False), [READY_NO_SERVER], measure_no_server)
     for setting in distinct(SMALL, MIDDLE, MIDDLE._replace(topology="per_gpu"), LARGE)
 ]

@@ -226,6 +226,7 @@ macro_rules! gpu_object {
                 "const" detected_on_host: bool = true;
                 device_path: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.uuid.clone());
                 "const" hot_pluggable: bool = false;
+                isolation: String = $gpu.plan.isolation.to_string();
                 limits_enforced: bool = $gpu.plan.limits_enforced;
                 memory_size: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
                 model: Option<String> = Some($gpu.plan.gpu.model()).filter(|model| !model.is_empty());

@@ -192,7 +192,7 @@ pub enum Topology {
 }
 
 /// `isolation`: what a fault stays in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString, strum::Display)]
 #[strum(serialize_all = "snake_case")]
 pub enum Isolation {
     /// The GPU: its slices have a control daemon in common, and compute at the same time.

@@ -109,6 +109,11 @@ impl ControlDaemonPlan {
         tenure_of(&self.id)
     }
 
+    /// Whether it looks for programs without MPS on a GPU for all control daemons that take turns there: one is enough.
+    pub fn stands_guard(&self) -> bool {
+        self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.ordinals.start == 0)
+    }
+
     /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
     pub fn control_directory(&self) -> &Path {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)

@@ -26,7 +26,7 @@ pub enum ControlDaemonState {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ControlDaemonView {
-    /// `shared`, or the GPU's UUID.
+    /// `shared`, the GPU's UUID, or the name of the slice.
     pub id: String,
     pub state: ControlDaemonState,
     /// Why; empty when ready.

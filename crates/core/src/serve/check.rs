@@ -4,6 +4,7 @@ use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
+use core::time::Duration;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
 use super::gpus::{ProcessesOnGpus, clients_among};
@@ -11,6 +12,9 @@ use super::shell::{Failure, News, Shell, Showing, ShownGpu};
 use super::{Ended, Serving};
 use crate::GpuUuid;
 use crate::mps::ServerStatus;
+
+/// The time between two looks for programs without MPS on a GPU that nothing keeps them off.
+const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
 impl<S: Shell> Serving<'_, S> {
     /// The health check: the answers, servers, limits, compute modes and files of the control daemon.
@@ -92,7 +96,11 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = None;
         if there.values().flatten().any(|process| !servers.contains(&process.pid)) {
             // After NVML: a client is the control daemon's before it is the GPU's.
-            let Ok(all) = self.list_clients().await else { return };
+            let Ok(all) = self.list_clients().await else {
+                let guard = self.wanted.stands_guard.then_some(self.shell.now() + GUARD_PERIOD);
+                self.run.bypasses_at = guard;
+                return;
+            };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
             // After a fatal error, a server's clients are not reliably listed.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
@@ -102,7 +110,9 @@ impl<S: Shell> Serving<'_, S> {
             clients = listed;
         }
         let (now, ours) = (self.shell.now(), (&servers, &clients));
-        self.run.bypasses_at = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);
+        let due = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);
+        let guard = self.wanted.stands_guard.then_some(now + GUARD_PERIOD);
+        self.run.bypasses_at = due.into_iter().chain(guard).min();
     }
 
     /// Keeps the state file up to date, for the next service that takes over. Its log does not matter where another control

@@ -76,6 +76,8 @@ pub struct Wanted {
     pub retiring: bool,
     /// Whether others of ours may have its GPUs too.
     pub tenure: Tenure,
+    /// It looks often for programs without MPS, for all that take turns on its GPUs: nothing keeps these programs out.
+    pub stands_guard: bool,
     /// The GPUs of the order that other control daemons have.
     pub held: HeldGpus,
     /// It sets the compute modes of its GPUs.

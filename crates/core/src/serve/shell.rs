@@ -224,7 +224,7 @@ pub trait Shell: GpuShell {
         may_end: Permit,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The name of the control daemon: `shared`, or the UUID of its GPU.
+    /// The name of the control daemon: `shared`, the UUID of its GPU, or the name of its slice.
     fn id(&self) -> String;
 
     /// The PID of the control daemon.

@@ -130,10 +130,10 @@ fn a_server_on_the_gpu_is_not_kept_out() {
 #[test]
 fn no_server_is_kept_out_where_control_daemons_take_turns() {
     let mut story = served(&["A"]);
-    story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
+    story.break_off(|wanted| (wanted.tenure, wanted.stands_guard) = (Tenure::InTurns, true));
     program(&story, 20_000, "A", 7);
-    story.served(32_000);
-    assert_eq!(bypasses(&story, "A"), (vec![7], false));
+    story.served(24_000);
+    assert_eq!(bypasses(&story, "A"), (vec![7], false), "it is looked for every two seconds");
     story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
     story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
     story.served(65_000);
