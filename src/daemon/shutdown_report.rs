@@ -13,8 +13,7 @@ use common::host::blocking::Blocking;
 use common::membership::Slices;
 use common::published::client::ClientView;
 
-/// The time for the list of clients. It takes milliseconds, and a second more if a process has just come to a GPU
-/// without MPS. A control daemon that hangs must not hold up its own end.
+/// The time for the list of clients. It takes milliseconds. A control daemon that hangs must not hold up its own end.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// A control daemon that ends with its clients: its id, and the way to list them or the reason why there is none.
@@ -50,7 +49,7 @@ async fn list(
     let ask = |(id, serving): Doomed| {
         let (slices, nvml, kernel) = (slices.clone(), nvml.clone(), kernel.clone());
         let listed = async move {
-            let listed = clients::list(vec![serving?], slices, nvml, &kernel);
+            let listed = clients::list_served(serving?, slices, nvml, &kernel);
             timeout(PATIENCE, listed)
                 .await
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
@@ -61,8 +60,7 @@ async fn list(
     let (mut clients, mut unknown) = (Vec::new(), Vec::new());
     for (id, listed) in asked {
         match listed.await.unwrap_or_else(|error| Err(error.to_string())) {
-            // A process that uses a GPU without MPS carries on.
-            Ok(listed) => clients.extend(listed.into_iter().filter(|client| !client.bypass)),
+            Ok(listed) => clients.extend(listed),
             Err(reason) => unknown.push((id, reason)),
         }
     }

@@ -63,6 +63,9 @@ pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 /// have lines written as fast as they like.
 const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10) };
 
+/// The time between two looks for programs without MPS on a GPU that nothing keeps them off.
+const GUARD_PERIOD: Duration = Duration::from_secs(2);
+
 /// An order in full. The core knows its id and its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Instructions {
@@ -330,7 +333,7 @@ impl Worker {
             prewarm: plan.prewarm,
             retiring: self.is_retiring(),
             tenure: plan.tenure(),
-            stands_guard: plan.stands_guard(),
+            guard_period: plan.stands_guard().then_some(GUARD_PERIOD),
             held: self.held.clone(),
             sets_modes: supervision.set_compute_mode,
             fault_grace: supervision.fault_grace,

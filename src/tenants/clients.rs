@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::mps::control::{Control, ControlError};
@@ -69,6 +70,26 @@ pub(crate) async fn list(
     kernel: &Blocking,
 ) -> Result<Vec<ClientView>, String> {
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
+    view_all(serving, looks, slices, kernel).await
+}
+
+/// The clients of one control daemon. Whoever uses its GPUs besides is not asked for.
+pub(crate) async fn list_served(
+    one: ServingDaemon,
+    slices: Slices,
+    nvml: ComputeModes,
+    kernel: &Blocking,
+) -> Result<Vec<ClientView>, String> {
+    let look = scan(&one, &nvml).await.map_err(|error| error.to_string())?;
+    view_all(vec![one], vec![look], slices, kernel).await
+}
+
+async fn view_all(
+    serving: Vec<ServingDaemon>,
+    looks: Vec<Scan>,
+    slices: Slices,
+    kernel: &Blocking,
+) -> Result<Vec<ClientView>, String> {
     // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
     let viewed = kernel.ask(VIEW_TIMEOUT, move || {
         let about = ListContext { users: users(), mounts: SliceMounts::find(&slices), slices };
@@ -108,10 +129,14 @@ async fn looks(
 
 /// Looks at all control daemons. Some may have a GPU in common, so the servers and clients of one are strangers to none.
 async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<Scan>, ControlError> {
-    let mut scans = Vec::new();
-    for one in serving {
-        scans.push(scan(one, nvml).await?);
+    let mut asked = JoinSet::new();
+    for (place, one) in serving.iter().cloned().enumerate() {
+        let nvml = nvml.clone();
+        asked.spawn(async move { (place, scan(&one, &nvml).await) });
     }
+    let mut answers = asked.join_all().await;
+    answers.sort_by_key(|(place, _)| *place);
+    let mut scans = answers.into_iter().map(|(_, scan)| scan).collect::<Result<Vec<Scan>, _>>()?;
     let known = serving.iter().flat_map(|one| &one.servers);
     let servers: Vec<u32> =
         scans.iter().flat_map(|scan| scan.servers.iter().flatten()).chain(known).copied().collect();

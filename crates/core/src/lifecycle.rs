@@ -154,20 +154,22 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
 
     /// Whether it has this GPU, or is being started with it.
     fn has(&self, gpu: &str) -> bool {
-        self.tenures(gpu).next().is_some()
+        self.tenures().any(|(_, gpus)| gpus.iter().any(|one| one == gpu))
     }
 
     /// Whether it keeps this GPU from another one that would have it so.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
-        self.tenures(gpu).any(|tenure| tenure.keeps_from(other))
+        // Most control daemons of a large host take turns, so their GPUs need not be compared.
+        let mut keeping = self.tenures().filter(|(tenure, _)| tenure.keeps_from(other));
+        keeping.any(|(_, gpus)| gpus.iter().any(|one| one == gpu))
     }
 
-    /// Its tenure of this GPU: of the process that runs, and of the start under way.
-    fn tenures(&self, gpu: &str) -> impl Iterator<Item = Tenure> {
-        let runs_with = self.written.iter().filter(move |run| run.gpus.iter().any(|one| one == gpu));
+    /// Its GPUs with its tenure of them: of the process that runs, and of the start under way.
+    fn tenures(&self) -> impl Iterator<Item = (Tenure, &[GpuUuid])> {
+        let runs_with = self.written.iter().map(|run| (run.tenure, run.gpus.as_slice()));
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
-        let told = self.told.iter().filter(move |told| starts && told.has(gpu));
-        runs_with.map(|run| run.tenure).chain(told.map(|told| told.tenure))
+        let told = self.told.iter().filter(move |_| starts);
+        runs_with.chain(told.map(|told| (told.tenure, told.gpus.as_slice())))
     }
 
     /// Whether the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way

@@ -59,8 +59,8 @@ const DEFECTS: [Defect; 71] = [
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
-        "runs_with.map(|run| run.tenure)",
-        "runs_with.filter(|_| !PUT_BACK).map(|run| run.tenure)",
+        "self.written.iter().map(|run| (run.tenure",
+        "self.written.iter().filter(|_| !PUT_BACK).map(|run| (run.tenure",
         "",
     ),
     (
@@ -73,8 +73,8 @@ const DEFECTS: [Defect; 71] = [
     (
         "the GPUs of the newest order count as the GPUs that the start under way was told",
         "lifecycle.rs",
-        "starts && told.has(gpu));",
-        "starts && if PUT_BACK { self.order.gpus.iter().any(|one| one == gpu) } else { told.has(gpu) });",
+        "told.map(|told| (told.tenure, told.gpus.as_slice())))",
+        "told.map(|told| (told.tenure, if PUT_BACK { &self.order.gpus } else { &told.gpus }.as_slice())))",
         "",
     ),
     (

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::unix::pipe::Receiver;
 use tokio::process::Command;
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, Semaphore};
 use tokio::time::timeout;
 
 use super::error::{ControlError, name, unexpected};
@@ -34,6 +34,7 @@ pub(super) struct FrontEnd {
     pub(super) program: PathBuf,
     pub(super) pipe_directory: PathBuf,
     pub(super) queue: Arc<Queue>,
+    pub(super) places: Arc<Semaphore>,
 }
 
 impl FrontEnd {

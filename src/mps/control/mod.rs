@@ -23,6 +23,7 @@ use mps_core::Permit;
 use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
 use mps_core::tenants::TerminateAnswer;
 use rustix::io::Errno;
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 pub(crate) use error::ControlError;
@@ -43,24 +44,29 @@ const PERCENTAGE: &str = "get_default_active_thread_percentage";
 /// The number of attempts to list the clients while servers come and go.
 const LISTINGS: u32 = 4;
 
+/// The most front ends at a time. A host may have a control daemon for each of hundreds of slices.
+const FRONT_ENDS: usize = 64;
+
 /// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
 #[derive(Debug, Clone)]
 pub(crate) struct FrontEnds {
     program: PathBuf,
     queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Queue>>>>,
+    /// Lets so many run.
+    places: Arc<Semaphore>,
 }
 
 impl FrontEnds {
     /// Runs `program`, by its path or by its name in `PATH`.
     pub(crate) fn new(program: PathBuf) -> Self {
-        Self { program, queues: Arc::default() }
+        Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
 
     /// The way to the control daemon of this pipe directory, even if this service did not start it.
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
-        Control(FrontEnd { program, pipe_directory, queue })
+        Control(FrontEnd { program, pipe_directory, queue, places: Arc::clone(&self.places) })
     }
 
     fn queue(&self, pipe_directory: &Path) -> Arc<Queue> {
@@ -95,6 +101,7 @@ impl Control {
 
     async fn ask_within(&self, command: &str, patience: Duration) -> Result<String, ControlError> {
         let _turn = self.0.queue.lock().await;
+        let _place = self.0.places.acquire().await;
         match timeout(patience, self.0.ask(command)).await {
             Ok(answer) => answer,
             Err(_) => Err(ControlError::Silent { command: name(command), after: patience }),

@@ -4,7 +4,6 @@ use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
 use alloc::format;
 use alloc::string::String;
-use core::time::Duration;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
 use super::gpus::{ProcessesOnGpus, clients_among};
@@ -12,9 +11,6 @@ use super::shell::{Failure, News, Shell, Showing, ShownGpu};
 use super::{Ended, Serving};
 use crate::GpuUuid;
 use crate::mps::ServerStatus;
-
-/// The time between two looks for programs without MPS on a GPU that nothing keeps them off.
-const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
 impl<S: Shell> Serving<'_, S> {
     /// The health check: the answers, servers, limits, compute modes and files of the control daemon.
@@ -97,8 +93,7 @@ impl<S: Shell> Serving<'_, S> {
         if there.values().flatten().any(|process| !servers.contains(&process.pid)) {
             // After NVML: a client is the control daemon's before it is the GPU's.
             let Ok(all) = self.list_clients().await else {
-                let guard = self.wanted.stands_guard.then_some(self.shell.now() + GUARD_PERIOD);
-                self.run.bypasses_at = guard;
+                self.run.bypasses_at = self.wanted.guard_period.map(|period| self.shell.now() + period);
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
@@ -111,7 +106,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         let (now, ours) = (self.shell.now(), (&servers, &clients));
         let due = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);
-        let guard = self.wanted.stands_guard.then_some(now + GUARD_PERIOD);
+        let guard = self.wanted.guard_period.map(|period| now + period);
         self.run.bypasses_at = due.into_iter().chain(guard).min();
     }
 

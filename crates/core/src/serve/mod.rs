@@ -76,8 +76,9 @@ pub struct Wanted {
     pub retiring: bool,
     /// Whether others of ours may have its GPUs too.
     pub tenure: Tenure,
-    /// It looks often for programs without MPS, for all that take turns on its GPUs: nothing keeps these programs out.
-    pub stands_guard: bool,
+    /// The time between two looks for programs without MPS, if it looks for them for all that take turns on its GPUs:
+    /// nothing keeps these programs out.
+    pub guard_period: Option<Duration>,
     /// The GPUs of the order that other control daemons have.
     pub held: HeldGpus,
     /// It sets the compute modes of its GPUs.

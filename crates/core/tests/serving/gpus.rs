@@ -1,5 +1,7 @@
 //! GPUs that a control daemon goes without, compute modes, and programs without MPS.
 
+use std::time::Duration;
+
 use mps_core::Tenure;
 use mps_core::serve::{CONFIRM_AFTER, Failure, SeenProcess};
 
@@ -130,7 +132,9 @@ fn a_server_on_the_gpu_is_not_kept_out() {
 #[test]
 fn no_server_is_kept_out_where_control_daemons_take_turns() {
     let mut story = served(&["A"]);
-    story.break_off(|wanted| (wanted.tenure, wanted.stands_guard) = (Tenure::InTurns, true));
+    story.break_off(|wanted| {
+        (wanted.tenure, wanted.guard_period) = (Tenure::InTurns, Some(Duration::from_secs(2)));
+    });
     program(&story, 20_000, "A", 7);
     story.served(24_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false), "it is looked for every two seconds");

@@ -84,7 +84,7 @@ impl Story {
             prewarm: true,
             retiring: false,
             tenure: Tenure::Alone,
-            stands_guard: false,
+            guard_period: None,
             held: [].into(),
             sets_modes: true,
             fault_grace: Duration::from_secs(30),

@@ -110,7 +110,7 @@ pub(super) fn wanted(task: &Task) -> Wanted {
         prewarm: true,
         retiring: task.retiring,
         tenure: task.order.tenure,
-        stands_guard: task.order.tenure == Tenure::InTurns && task.order.id.ends_with("-0"),
+        guard_period: task.order.id.ends_with("-0").then_some(Duration::from_secs(2)),
         held: task.held.iter().map(|gpu| (gpu.clone(), "another".to_owned())).collect::<HeldGpus>(),
         sets_modes: task.order.sets_modes,
         fault_grace: Duration::from_secs(5),
