@@ -2,6 +2,8 @@
 //   fma    one thread computes fused multiply-adds, as a program does that leaves nearly all of the GPU idle
 //   wide   a kernel that fills every SM several times
 //   small  a short kernel each 10 ms, as an interactive client launches them
+//   flood  a kernel of some 5 s with a thread for each place of the GPU
+//   fault  a kernel that writes where nothing is
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -30,8 +32,10 @@ __global__ void fma_rounds(float *out, int rounds) {
     out[blockIdx.x * blockDim.x + threadIdx.x] = s + t;
 }
 
+__global__ void write_nowhere() { *reinterpret_cast<volatile int *>(16) = 1; }
+
 struct Work {
-    int blocks, threads, rounds, pause_ms;
+    int blocks, threads, rounds, pause_ms, warm_ups = 5;
 };
 
 // The same grid whatever part of the GPU a client has: 32 blocks for each of 132 SMs.
@@ -40,6 +44,8 @@ const int WIDE = 32 * 132;
 static Work work_of(const std::string &name) {
     if (name == "wide") return {WIDE, 128, 100000, 0};
     if (name == "small") return {4, 128, 2000, 10};
+    if (name == "flood") return {2 * 132, 1024, 1000000000, 0, 0};
+    if (name == "fault") return {0, 0, 0, 0, 0};
     return {1, 1, 1000000, 0};
 }
 
@@ -49,7 +55,8 @@ static double now() {
 }
 
 static void unit(const Work &work, float *out) {
-    fma_rounds<<<work.blocks, work.threads>>>(out, work.rounds);
+    if (work.blocks) fma_rounds<<<work.blocks, work.threads>>>(out, work.rounds);
+    else write_nowhere<<<1, 1>>>();
     CHECK(cudaGetLastError());
     CHECK(cudaDeviceSynchronize());
 }
@@ -92,7 +99,7 @@ int main(int argc, char **argv) {
         if (!answer) return 3;
         if (word == "prepare") {
             work = work_of(argument);
-            for (int i = 0; i < 5; i++) unit(work, out);
+            for (int i = 0; i < work.warm_ups; i++) unit(work, out);
             fprintf(answer, "{\"sms\": %d}\n", sms);
         } else {
             repeat(work, out, atof(argument.c_str()), answer);

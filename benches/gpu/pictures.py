@@ -20,7 +20,7 @@ READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
 MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
 SHOWN = {"bare": "bare control daemon"}
 COLOURS = dict(zip(MODES, ["#8a8f98", "#3b3f46", "#2563eb", "#059669", "#d97706"]))
-PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "killed", "clients"]
+PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "isolation", "killed", "clients"]
 
 WIDTH, LEFT, RIGHT, TOP = 720, 64, 16, 72
 INK, FAINT = "#1f2328", "#d8dde3"
@@ -345,7 +345,61 @@ def clients(found, file):
     ], None
 
 
-OTHERS = {"beside": beside, "pairs": pairs, "topology": topology, "killed": killed, "clients": clients}
+ISOLATION = {
+    "without MPS": ("without MPS", "#8a8f98"),
+    "one for all": ("one for all, equal", "#2563eb"),
+    "one for all, unlimited": ("one for all, unlimited", "#d97706"),
+    "one for each": ("one for each slice", "#059669"),
+}
+
+
+def isolation(found, file):
+    title = "A control daemon for each slice"
+    ways = [way for way in ISOLATION if way in found]
+    names, colours = [ISOLATION[way][0] for way in ways], [ISOLATION[way][1] for way in ways]
+    below = f"{hardware(file)}; {runs(file)}"
+    rate = lambda way, part: found[way][part]["per_second"]
+    gains = lambda part: [rate(way, part) / rate("without MPS", part) for way in ways]
+    bars = [
+        ("8 processes", gains("resnet50")),
+        ("1 beside 7 idle", gains("alone")),
+        ("a fault ends, of 8", [found[way]["fault"]["failed"] for way in ways]),
+    ]
+    picture = rows_of_bars(
+        "Four slices: ResNet-50, and a fault in one slice", "times the work without MPS; processes that the fault ends",
+        below, bars, names, colours, 1,
+    )
+
+    def row(words, cell):
+        return [words, *(cell(found[way]) if found[way] else "-" for way in ways)]
+
+    figure = lambda part, key, digits, unit="": lambda one: f"{one[part][key]:.{digits}f}{unit}" if part in one else "-"
+    plain = lambda key, digits: lambda one: f"{one[key]:.{digits}f} s" if key in one else "-"
+    rows = [
+        row("ResNet-50 in 8 processes, images a second", figure("resnet50", "per_second", 0)),
+        row("ResNet-50 in 1 process beside 7 idle ones", figure("alone", "per_second", 0)),
+        row("a fault in one slice ends, of these 8", lambda one: str(one["fault"]["failed"])),
+        row("a short kernel beside 3 clients that fill the GPU, median", figure("small", "median_ms", 2, " ms")),
+        row("the same, 99th percentile", figure("small", "p99_ms", 2, " ms")),
+        row("kernels of these 3 clients a second", figure("greedy", "per_second", 0)),
+        row("a short kernel beside one kernel of seconds that fills the GPU, median", figure("flood", "median_ms", 2, " ms")),
+        row("the same, 99th percentile", figure("flood", "p99_ms", 2, " ms")),
+        row("exec to READY=1 with 4 slices", plain("ready_4", 2)),
+        row("exec to READY=1 with 10 slices", plain("ready_10", 2)),
+        row("servers of 4 slices, on the GPU", figure("memory_4", "gpu_mib", 0, " MiB")),
+        row("servers and control daemons of 4 slices, on the host", figure("memory_4", "host_mib", 0, " MiB")),
+    ]
+    text = (
+        "Two processes in each of four slices, with one control daemon for all slices, and with one for each slice "
+        "(`per_slice`). In turns the slices do less together, and a fault stays in its slice: "
+        "[isolation levels](isolation.md#isolation-levels)."
+    )
+    return [f"## {title}", text, f"![{title}](performance-isolation.svg)", table(["", *names], rows), f"*{below}.*"], picture
+
+
+OTHERS = {
+    "beside": beside, "pairs": pairs, "topology": topology, "isolation": isolation, "killed": killed, "clients": clients,
+}
 
 
 def numbers(found):

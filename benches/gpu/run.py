@@ -10,6 +10,9 @@ A PART is one of
   killed    the service is killed and reloaded under load
   topology  ResNet-50 in 8 processes on each of two GPUs, with one control daemon and with one for each GPU, which is
             bound to the CPUs near its GPU or not; the processes are bound to all CPUs, to these and to the others
+  isolation  the same without MPS, with one control daemon for four slices, and with one for each: ResNet-50 in 8 processes,
+            and in one beside seven that are idle; a small client beside three that fill the GPU; a fault in one slice, a
+            kernel that fills the GPU; the memory of the servers, and the time to be ready with 4 and with 10 slices
 All of them by default. OUT gets results.json, results.md, transcript.txt, and the logs of the service and of the
 processes. A part that fails is told of, and the next one begins.
 
@@ -31,7 +34,7 @@ import time
 import traceback
 
 from daemons import Bare, Service, WithoutMps
-from processes import IN_PYTORCH, Failure, Group, Loads, median_of, total
+from processes import IN_PYTORCH, Failure, Group, Loads, Process, median_of, ordered, total, wait_until
 
 SECONDS = float(os.environ.get("SECONDS_EACH", "4"))
 RUNS = int(os.environ.get("RUNS", "3"))
@@ -271,6 +274,85 @@ def topology(run):
         run.step("topology, per_gpu", lambda: one("per_gpu", cuda_mps_topology="per_gpu"))
 
 
+def memory_of_servers():
+    """The MiB that MPS servers have of the GPU, and the MiB that servers and control daemons have of the host."""
+    query = ["nvidia-smi", "--query-compute-apps=name,used_memory", "--format=csv,noheader,nounits"]
+    apps = (line.rsplit(", ", 1) for line in subprocess.check_output(query, text=True).splitlines())
+    gpu = sum(int(mib) for name, mib in apps if "nvidia-cuda-mps-server" in name)
+    host = 0
+    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":\t", 1) for line in status.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        if fields["Name"].startswith("nvidia-cuda-mps"):
+            host += int(fields.get("VmRSS", "0").split()[0])
+    return {"gpu_mib": gpu, "host_mib": host // 1024}
+
+
+def isolation(run):
+    ways = {
+        "without MPS": None,
+        "one for all": {"cuda_mps_thread_percentage": "equal"},
+        "one for all, unlimited": {"cuda_mps_thread_percentage": "unlimited"},
+        "one for each": {"cuda_mps_topology": "per_slice"},
+    }
+
+    def way_of(name, slices):
+        keys = ways[name]
+        return WithoutMps(run.gpu) if keys is None else run.service([run.gpu], slices, **keys)
+
+    def start(name, slices, found):
+        began = time.monotonic()
+        with way_of(name, slices):
+            found[f"ready_{slices}"] = time.monotonic() - began
+            found[f"memory_{slices}"] = memory_of_servers()
+
+    def works(way, clients, found):
+        """Two processes for each slice."""
+        with Group(run.loads, "resnet50", clients * 2) as group:
+            group.prepare("resnet50")
+            found["resnet50"] = median_of([total(group.measure(SECONDS)) for _ in range(RUNS)])
+            found["alone"] = median_of([total(group.measure(SECONDS, group.processes[:1])) for _ in range(RUNS)])
+            # The last process for the second slice, while all others work.
+            place = pathlib.Path(group.directory.name)
+            culprit = Process(run.loads, "fault", place, "culprit", clients[1])
+            group.processes.append(culprit)
+            if not ordered([culprit], ["prepare fault"], 40)[0]:
+                raise Failure("the culprit has ended before its time")
+            workers = group.processes[:-1]
+            found["fault"] = total(group.measure(SECONDS, workers, meanwhile=lambda: culprit.order("go 1")))
+
+    def beside_others(clients, found):
+        with Group(run.loads, "small", clients) as group:
+            group.prepare(["small", "wide", "wide", "wide"])
+            runs = [group.measure(SECONDS) for _ in range(RUNS)]
+            found["small"] = median_of([total(each[:1]) for each in runs])
+            found["greedy"] = median_of([total(each[1:]) for each in runs])
+        with Group(run.loads, "small", clients[:2]) as group:
+            small, flood = group.processes
+            group.prepare(["small", "flood"])
+            # The flood's kernel lasts longer than the small ones are measured.
+            found["flood"] = total(group.measure(3, [small], meanwhile=lambda: flood.order("go 1")))
+            wait_until("the end of the flood", flood.answered, 120)
+
+    def one(name):
+        found = run.results.setdefault("isolation", {}).setdefault(name, {})
+        if ways[name] is not None:
+            for slices in (4, 10):
+                start(name, slices, found)
+        with way_of(name, 4) as way:
+            clients = way.clients(4)
+            run.attempt(f"isolation, {name}, works", lambda: works(way, clients, found))
+        with way_of(name, 4) as way:
+            clients = way.clients(4)
+            run.attempt(f"isolation, {name}, beside", lambda: beside_others(clients, found))
+        run.note(f"isolation, {name}: {json.dumps(found)}")
+
+    for name in ways:
+        run.step(f"isolation, {name}", lambda: one(name))
+
+
 def table(rows, heads):
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]) + "\n"
@@ -310,10 +392,40 @@ def tables(results):
         ]
         texts.append(f"ResNet-50, {PER_GPU} processes on each of two GPUs: images a second of each GPU\n")
         texts.append(table(rows, ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]))
+    if "isolation" in results:
+        texts.append("Four slices: one control daemon for all, one for each, and without MPS\n")
+        texts.append(isolation_table(results["isolation"]))
     return "\n".join(texts)
 
 
-OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topology}
+def isolation_table(found):
+    def row(what, cell):
+        cells = []
+        for one in found.values():
+            try:
+                cells.append(cell(one))
+            except KeyError:
+                cells.append("-")
+        return [what, *cells]
+
+    rows = [
+        row("ResNet-50, 8 processes: images a second", lambda one: f"{one['resnet50']['per_second']:.0f}"),
+        row("ResNet-50, one beside 7 idle ones: images a second", lambda one: f"{one['alone']['per_second']:.0f}"),
+        row("a fault in one slice: of 8 processes, these lost their work", lambda one: one["fault"]["failed"]),
+        row("a small kernel beside 3 greedy clients: median, ms", lambda one: f"{one['small']['median_ms']:.2f}"),
+        row("the same, 99th percentile, ms", lambda one: f"{one['small']['p99_ms']:.2f}"),
+        row("kernels of the 3 greedy clients a second", lambda one: f"{one['greedy']['per_second']:.0f}"),
+        row("a small kernel beside a kernel that fills the GPU: median, ms", lambda one: f"{one['flood']['median_ms']:.2f}"),
+        row("the same, 99th percentile, ms", lambda one: f"{one['flood']['p99_ms']:.2f}"),
+        row("exec to ready with 4 slices, s", lambda one: f"{one['ready_4']:.2f}"),
+        row("exec to ready with 10 slices, s", lambda one: f"{one['ready_10']:.2f}"),
+        row("servers of 4 slices: MiB of the GPU", lambda one: one["memory_4"]["gpu_mib"]),
+        row("servers and control daemons of 4 slices: MiB of the host", lambda one: one["memory_4"]["host_mib"]),
+    ]
+    return table(rows, ["", *found])
+
+
+OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topology, "isolation": isolation}
 
 
 def main():
