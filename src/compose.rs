@@ -31,7 +31,7 @@ pub(crate) struct Parts<'a> {
     pub statuses: &'a [Status],
     /// The control daemons on the way out.
     pub leaving: &'a [Status],
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of the one that has it.
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
     pub held: &'a BTreeMap<String, String>,
     /// Whether a control daemon starts as soon as another one, which ends now, has left its GPUs.
     pub starting: bool,
@@ -289,7 +289,7 @@ fn said_by(status: &Status) -> String {
     format!("control daemon {} is {}{reason}", view.id, view.state)
 }
 
-/// The control daemon that keeps a GPU from the one that is to serve it, in words.
+/// The control daemon that keeps a GPU from another, which is to serve it, in words.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
     let status = all(parts).find(|status| status.view.id == *id)?;

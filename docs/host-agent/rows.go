@@ -48,7 +48,7 @@ type Device struct {
 	PipeDirectory string `json:"pipe_directory"`
 	// Whether the GPU enforces the memory and the threads of a slice: from Volta on.
 	LimitsEnforced bool `json:"limits_enforced"`
-	// What a fault stays in: gpu, or slice.
+	// The place that a fault stays in: gpu, or slice.
 	Isolation string `json:"isolation"`
 }
 

@@ -29,7 +29,7 @@ pub(super) fn wanted(slices: Vec<String>, pid: u32, mut options: CallOptions) ->
     Ok(WantedBinding { slices, group, label, shares })
 }
 
-/// The control group that a caller means: that of a process, or with 0 the one that the options name.
+/// The control group that a caller means: the control group of a process, or with 0 the control group that the options name.
 pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     let path: Option<String> = take(&mut options, "control_group")?;
     if let Some(unknown) = options.keys().min() {

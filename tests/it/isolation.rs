@@ -354,7 +354,7 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
     signal_pid(victim, Signal::CONT);
     terminate.wait().unwrap();
     all_slices_take_clients(&host);
-    assert_eq!(held.iter().filter(|(_, one)| !alive(one.id())).count(), 1, "the one that was to end");
+    assert_eq!(held.iter().filter(|(_, one)| !alive(one.id())).count(), 1, "the victim");
     drop(held);
     assert_eq!(host.stop().code(), Some(0));
 }

@@ -182,7 +182,7 @@ impl<P: Clone + PartialEq> Core<P> {
         self.lifecycles.values().filter(|one| one.is_pending()).map(Lifecycle::order)
     }
 
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of the one that has it.
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
     pub fn kept(&self) -> HeldGpus {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.flat_map(|(id, _)| self.held(id)).collect()

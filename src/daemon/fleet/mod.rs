@@ -107,7 +107,7 @@ impl Fleet {
         core.is_starting(|id| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off))
     }
 
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of the one that has it.
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
     pub(super) fn kept(&self) -> HeldGpus {
         self.conductor.lock().core.kept()
     }

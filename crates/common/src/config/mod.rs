@@ -191,7 +191,7 @@ pub enum Topology {
     PerSlice,
 }
 
-/// `isolation`: what a fault stays in.
+/// `isolation`: the place that a fault stays in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString, strum::Display)]
 #[strum(serialize_all = "snake_case")]
 pub enum Isolation {

@@ -19,8 +19,8 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// The mode of a GPU that is served. A control daemon that has the GPU alone is the only one whose server can open it, so
-    /// that no program slips past it. Several of them can't share a GPU in that mode.
+    /// The mode of a GPU that is served. In `EXCLUSIVE_PROCESS` the server of one control daemon can open the GPU, and no
+    /// program slips past it. Several control daemons can't share a GPU in that mode.
     pub fn while_served(tenure: Tenure) -> Self {
         match tenure {
             Tenure::Alone => Self::ExclusiveProcess,

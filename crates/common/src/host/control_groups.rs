@@ -1,7 +1,7 @@
-//! Control groups as the kernel shows them: that of a process, and whether one still is.
+//! Control groups as the kernel shows them: the control group of a process, and whether a control group still is.
 //!
-//! On a host with several hierarchies (cgroup v1), the control groups are those of the hierarchy in which the service manager
-//! and every container runtime put processes: `name=systemd`. Otherwise they are those of the one hierarchy that there is.
+//! On a host with several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts, in which the service manager and
+//! every container runtime put processes. Otherwise there is one hierarchy.
 
 use std::fs;
 use std::io;

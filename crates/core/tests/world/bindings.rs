@@ -62,8 +62,8 @@ fn bound_slice(slice: &SimSlice) -> BoundSlice {
     (slice.gpu.clone(), u32::try_from(slice.ordinal).unwrap())
 }
 
-/// The slices of a client as the service knows them for a request: those of its control group, or else its own, unless it claims
-/// one that somebody has.
+/// The slices of a client as the service knows them for a request: the slices of its control group, or else its own, unless it
+/// claims a slice that somebody has.
 pub(super) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices<SimSlice>> {
     if let Some(its) = bindings.nearest(client.program.group) {
         let slice = |(gpu, slice): &BoundSlice| SimSlice { gpu: gpu.clone(), ordinal: *slice as usize };
