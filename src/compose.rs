@@ -202,7 +202,7 @@ fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<
     }
 }
 
-/// What to know of a GPU that is served.
+/// The facts that people should know of a GPU that is served.
 fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
     // All control daemons of a GPU see the same.
     let bypassed = serving.iter().find(|(_, gpu)| !gpu.bypasses.is_empty());

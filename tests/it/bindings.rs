@@ -206,7 +206,7 @@ fn what_is_drained_taken_or_shared_is_refused() {
     refused(&host.mpsctl(&["bind", FIRST, "--control-group", "/no-such-group"]), "there is none");
     refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
     refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
-    // What busctl sends, as a program without our tools would.
+    // The call of a program without our tools, as busctl sends it.
     let call = |arguments: &[&str]| {
         let object = [
             "--system",

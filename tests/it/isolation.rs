@@ -90,7 +90,7 @@ fn each_slice_has_a_control_daemon_of_its_own() {
     }
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
     wait_for("all clients counted", || host.list().iter().all(|device| device["clients"] == 2).then_some(()));
-    // What other control daemons do is nobody's bypass.
+    // The servers of the other control daemons bypass nothing.
     assert!(!host.log().contains("without our MPS server"), "{}", host.log());
     held.clear();
     assert_eq!(host.stop().code(), Some(0));

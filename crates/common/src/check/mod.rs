@@ -6,9 +6,9 @@ pub mod report;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::config::{self, Isolation, Loaded, Refused, Sources};
 use mps_core::Tenure;
 
+use crate::config::{self, Isolation, Loaded, Refused, Sources};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::Driver;
 use crate::plan::ServedGpu;
