@@ -242,7 +242,7 @@ impl Shell for RunShell<'_> {
         }
     }
 
-    async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
+    async fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> ClientsOnGpus {
         let clients = self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await;
         if self.worker.order.plan.tenure() == Tenure::Alone {
             return clients;
@@ -250,7 +250,9 @@ impl Shell for RunShell<'_> {
         let of_several =
             || "NVML does not say to which of several control daemons a client belongs".to_owned();
         let certainly = |there: Result<BTreeSet<u32>, String>| {
-            there.and_then(|there| if there.is_empty() { Ok(there) } else { Err(of_several()) })
+            let there = there?;
+            let left = &there & ours;
+            if there.is_empty() || !left.is_empty() { Ok(left) } else { Err(of_several()) }
         };
         clients.into_iter().map(|(gpu, there)| (gpu, certainly(there))).collect()
     }

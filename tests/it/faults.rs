@@ -21,22 +21,47 @@ use crate::support::mount::Mount;
 use crate::support::processes::{control_daemons, launchers};
 use crate::support::random::Random;
 use crate::support::skip::root_or_skip;
+use crate::support::topology::{Topology, in_both_topologies};
 use crate::support::wait::{DEADLINE, wait_for};
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
-fn pipe(host: &Host) -> PathBuf {
-    host.path("mps/pipe")
-}
-
-/// The directory of the control daemon's own, where it takes every command.
-fn own(host: &Host) -> PathBuf {
-    host.path("mps/pipe.private")
+in_both_topologies! {
+    stopped_processes_are_continued,
+    a_stopped_server_is_continued_when_its_control_daemon_has_ended,
+    a_server_that_keeps_dying_is_not_started_in_a_loop,
+    a_fault_is_told_and_heals_when_clients_leave,
+    a_fault_names_the_owners_of_those_hit,
+    a_fault_after_a_restart_names_the_owners_of_those_hit,
+    a_fault_that_ends_the_control_daemon_is_told,
+    a_fault_whose_client_stays_is_healed_after_the_grace,
+    no_room_for_the_log,
+    no_room_for_the_state_file,
+    the_bus_restarts_while_clients_run,
+    what_others_break_is_repaired,
+    a_state_file_lost_while_down_costs_no_client,
+    a_removed_pipe_directory_is_made_again,
+    the_log_is_rotated_under_load,
+    a_gpu_that_is_lost_and_back,
+    critical_errors_are_told_after_a_failed_wait,
+    a_critical_error_is_told_and_looked_into,
+    a_critical_error_of_a_lost_gpu_is_told,
+    a_clock_that_jumps_disturbs_nobody,
+    a_burst_in_the_log_keeps_nobody_waiting,
+    a_burst_of_warnings_does_not_flood_the_journal,
+    the_end_of_a_control_daemon_tells_how_many_lines_were_left_out,
+    only_a_file_of_ours_is_the_log,
+    a_rotated_log_empties_no_other_file,
+    limits_changed_by_others_are_set_again,
+    users_that_were_kept_out_are_let_in_again,
+    a_socket_of_another_user_is_not_healthy,
+    a_control_daemon_that_hangs_is_not_healthy_for_long,
+    the_name_of_a_process_makes_no_line_of_the_log,
 }
 
 /// A client that comes and goes in good order.
 fn a_client_is_served(host: &Host) {
-    Bystander::start(host, &pipe(host), Duration::from_millis(200)).wait();
+    Bystander::start(host, &host.pipe(), Duration::from_millis(200)).wait();
 }
 
 /// The PID of the only server.
@@ -74,9 +99,13 @@ fn read_up_to(host: &Host, place: usize) {
     wait_for("the state file to follow", || {
         let state_file = fs::read(host.path("run/state.json")).unwrap_or_default();
         let state_file: Value = serde_json::from_slice(&state_file).unwrap_or_default();
-        let offset = state_file["control_daemons"]["shared"]["log_offset"].as_u64()?;
+        let offset = state_file["control_daemons"][host.control_daemon_id()]["log_offset"].as_u64()?;
         (offset > place as u64).then_some(())
     });
+}
+
+fn is_unhealthy(slice: &Value) -> bool {
+    slice["healthy"] == false
 }
 
 /// Kills the daemon and starts it again.
@@ -88,12 +117,11 @@ fn restart(host: &mut Host) {
 
 /// A control daemon or a server that somebody has stopped serves nobody; it is continued, its clients notice nothing,
 /// and what was changed meanwhile is in force. A stopped client is its owner's business and in nobody's way.
-#[test]
-fn stopped_processes_are_continued() {
-    let mut host = Host::new("h200");
+fn stopped_processes_are_continued(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     host.start();
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let paused = host.client();
     signal_pid(paused.id(), Signal::STOP);
     let (control, server_pid) = (control_pid(&before), server(&before));
@@ -129,9 +157,8 @@ fn stopped_processes_are_continued() {
 }
 
 /// A stopped server outlives its control daemon, and keeps the GPU from the next server until somebody continues it.
-#[test]
-fn a_stopped_server_is_continued_when_its_control_daemon_has_ended() {
-    let host = Host::serving("h200");
+fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Topology) {
+    let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let (control, server) = (control_pid(&before), server(&before));
     signal_pid(server, Signal::STOP);
@@ -146,9 +173,8 @@ fn a_stopped_server_is_continued_when_its_control_daemon_has_ended() {
 
 /// A server that dies as soon as it serves is started again after longer and longer pauses, the state says why, and it
 /// recovers once it lives.
-#[test]
-fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
-    let mut host = Host::new("h200");
+fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     host.plant("mps/start-ms", "0");
     host.start();
     let status = host.wait_for_state("ready");
@@ -156,7 +182,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop() {
     let begun = Instant::now();
     signal_pid(server(&status), Signal::KILL);
     let starts = |host: &Host| {
-        let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
+        let log = fs::read_to_string(host.control_log()).unwrap_or_default();
         log.matches("Starting new server").count()
     };
     let count = wait_for("five more servers", || Some(starts(&host)).filter(|count| *count >= 6));
@@ -193,9 +219,8 @@ fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
 }
 
 /// A fatal GPU error after which all clients leave: it is told with every client that was hit, and over by itself.
-#[test]
-fn a_fault_is_told_and_heals_when_clients_leave() {
-    let host = Host::serving("h200");
+fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
+    let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let listener = Listener::start(&host);
     for _ in 0..3 {
@@ -212,16 +237,15 @@ fn a_fault_is_told_and_heals_when_clients_leave() {
 }
 
 /// Those who were hit have ended when somebody reads of them, so the messages name their owners.
-#[test]
-fn a_fault_names_the_owners_of_those_hit() {
-    let host = Host::serving("h200");
+fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
+    let host = Host::serving_as(topology, "h200");
     host.wait_for_state("ready");
     let listener = Listener::start(&host);
-    let hit = host.served(&mut host.program_of("00:06.0-1", &["hold", "600"]));
+    let hit = host.served(&mut host.program_of("00:06.0-0", &["hold", "600"]));
     let pid = hit.id();
     host.fault();
     assert_eq!(exit_code(hit), Some(4));
-    let owner = format!("PID {pid} of user {}, slice 00:06.0-1", own_user());
+    let owner = format!("PID {pid} of user {}, slice 00:06.0-0", own_user());
     let told = listener.wait_for_fault(&[pid]);
     assert!(told.contains(&owner), "{owner}\n{told}");
     let log = host.log();
@@ -234,18 +258,17 @@ fn a_fault_names_the_owners_of_those_hit() {
 }
 
 /// A client that came before the service is named too.
-#[test]
-fn a_fault_after_a_restart_names_the_owners_of_those_hit() {
-    let mut host = Host::new("h200");
+fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     host.configure("cuda_mps_fault_grace: 600");
     host.start();
     host.wait_for_state("ready");
-    let hit = host.served(&mut host.program_of("00:06.0-1", &["hold", "600", "--stay"]));
+    let hit = host.served(&mut host.program_of("00:06.0-0", &["hold", "600", "--stay"]));
     restart(&mut host);
     host.wait_for_state("ready");
     let listener = Listener::start(&host);
     host.fault();
-    let owner = format!("PID {} of user {}, slice 00:06.0-1", hit.id(), own_user());
+    let owner = format!("PID {} of user {}, slice 00:06.0-0", hit.id(), own_user());
     let told = listener.wait_for_fault(&[hit.id()]);
     assert!(told.contains(&owner), "{owner}\n{told}");
     hit.end();
@@ -254,9 +277,8 @@ fn a_fault_after_a_restart_names_the_owners_of_those_hit() {
 
 /// The control daemon dies of the fault, before anybody can have asked how its server is: it is told all the same, with
 /// all who were hit.
-#[test]
-fn a_fault_that_ends_the_control_daemon_is_told() {
-    let host = Host::serving("h200");
+fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
+    let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     host.plant("mps/fault/fault-ends-control", "");
     let listener = Listener::start(&host);
@@ -273,7 +295,7 @@ fn a_fault_that_ends_the_control_daemon_is_told() {
 /// The daemon writes down how far it has read, and then dies. The next one has another patience.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
-    let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
+    let log = fs::read_to_string(host.control_log()).unwrap();
     host.reload();
     read_up_to(host, log.rfind("to be torn down").unwrap());
     host.configure(next_grace);
@@ -281,18 +303,33 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
 }
 
 /// A client that stays after a fatal GPU error keeps everybody out: after the grace its server is ended and the next one
-/// started, though the daemon dies in between, having read of the fault already.
+/// started.
+fn a_fault_whose_client_stays_is_healed_after_the_grace(topology: Topology) {
+    is_healed_after_the_grace(topology, |host| {
+        host.configure("cuda_mps_fault_grace: 1");
+        host.signal(Signal::HUP);
+    });
+}
+
+/// The same though the daemon dies in between, having read of the fault already. Of several control daemons on a GPU nobody
+/// can say then to which of them the client belongs that stays.
 #[test]
-fn a_fault_whose_client_stays_is_healed_after_the_grace() {
-    let mut host = Host::new("h200");
+fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
+    is_healed_after_the_grace(Topology::Shared, |host| {
+        dies_having_read_of_the_fault(host, "cuda_mps_fault_grace: 1");
+    });
+}
+
+fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(&mut Host)) {
+    let mut host = Host::of(topology, "h200");
     host.configure("cuda_mps_fault_grace: 600");
     host.start();
     let before = host.wait_for_state("ready");
     let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
     host.fault();
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
-    assert!(host.list().iter().all(|device| device["healthy"] == false));
-    dies_having_read_of_the_fault(&mut host, "cuda_mps_fault_grace: 1");
+    assert!(host.its_slices().iter().all(is_unhealthy));
+    shorten_the_grace(&mut host);
     let after = recovered(&host, 4);
     assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
     assert_eq!(control_pid(&after), control_pid(&before));
@@ -368,21 +405,20 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
 
 /// A log directory without room: clients are served on, with the limits that they shall have, the daemon says what is
 /// wrong, a new one and a new control daemon get along too, and all is well when there is room.
-#[test]
-fn no_room_for_the_log() {
+fn no_room_for_the_log(topology: Topology) {
     if !root_or_skip("no_room_for_the_log") {
         return;
     }
-    let mut host = Host::new("h200");
+    let mut host = Host::of(topology, "h200");
     let mount = Mount::at(host.path("mps/log"), "size=64k");
     host.start();
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     mount.fill();
     host.devices(&[&format!("{ENTRY} 2")]);
     host.reload();
     recovered(&host, 2);
-    assert_eq!(host.front_end(&pipe(&host), "get_default_active_thread_percentage"), "50.0\n");
+    assert_eq!(host.front_end(&host.pipe(), "get_default_device_pinned_mem_limit 0"), "70G\n");
     waits_for_log(&host, "its file system is full");
     restart(&mut host);
     let status = recovered(&host, 2);
@@ -408,29 +444,30 @@ fn no_room_for_the_log() {
 /// A runtime directory without room: who is written down is served on and taken over; a control daemon that can't be
 /// written down is not started, since nobody would know it after us, and the reason is said. All is well when there is
 /// room.
-#[test]
-fn no_room_for_the_state_file() {
+fn no_room_for_the_state_file(topology: Topology) {
     if !root_or_skip("no_room_for_the_state_file") {
         return;
     }
-    let mut host = Host::new("h200");
+    let mut host = Host::of(topology, "h200");
     let mount = Mount::at(host.path("run"), "size=16k");
     host.start();
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     mount.fill();
     restart(&mut host);
     let status = recovered(&host, 4);
     assert_eq!(control_pid(&status), control_pid(&before));
     bystander.check();
     drop(bystander);
-    signal_pid(control_pid(&before), Signal::KILL);
-    host.wait_for_failure("can't be written down, so none is started");
+    for control_daemon in control_daemons(&host) {
+        signal_pid(control_daemon, Signal::KILL);
+    }
+    host.wait_until_it_fails("can't be written down, so none is started");
     assert_eq!(host.list().len(), 4);
     assert_eq!(control_daemons(&host), [0; 0]);
     wait_for("no process that waits", || launchers(&host).is_empty().then_some(()));
     restart(&mut host);
-    host.wait_for_failure("can't be written down, so none is started");
+    host.wait_until_it_fails("can't be written down, so none is started");
     assert_eq!(control_daemons(&host), [0; 0]);
     mount.make_room();
     recovered(&host, 4);
@@ -441,12 +478,11 @@ fn no_room_for_the_state_file() {
 
 /// The bus goes and comes back while clients compute: they and their control daemon notice nothing, and the same
 /// devices are on the new bus.
-#[test]
-fn the_bus_restarts_while_clients_run() {
+fn the_bus_restarts_while_clients_run(topology: Topology) {
     let (mut random, _seed) = Random::seeded("the_bus_restarts_while_clients_run");
-    let mut host = Host::serving("h200");
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for round in 0..4 {
         host.stop_bus();
         std::thread::sleep(random.millis(300));
@@ -460,23 +496,24 @@ fn the_bus_restarts_while_clients_run() {
         bystander.check();
     }
     wait_for("daemon, control daemon, server and client alone", || {
-        (host.processes().len() == 4).then_some(())
+        let control_daemons = host.json(&["status"])?["control_daemons"].as_array()?.len();
+        let clients = host.clients().len();
+        (host.processes().len() == 1 + 2 * control_daemons + clients).then_some(())
     });
 }
 
 /// Changes and removals by others are put right, or told where they can't be, and no client is hurt.
-#[test]
-fn what_others_break_is_repaired() {
+fn what_others_break_is_repaired(topology: Topology) {
     let (mut random, _seed) = Random::seeded("what_others_break_is_repaired");
-    let mut host = Host::serving("h200");
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
-    let state_file = host.path("run/state.json");
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
+    let (state_file, id) = (host.path("run/state.json"), host.control_daemon_id());
     // Parsed: one that was cut short may still name the process.
     let whole = || {
         let bytes = fs::read(&state_file).unwrap_or_default();
         let state_file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
-        state_file["control_daemons"]["shared"]["process"]["pid"] == control_pid(&before)
+        state_file["control_daemons"][&id]["process"]["pid"] == control_pid(&before)
     };
     for _ in 0..12 {
         match random.below(6) {
@@ -496,11 +533,13 @@ fn what_others_break_is_repaired() {
                 fs::rename(host.path("run"), host.path("gone")).unwrap();
                 fs::remove_dir_all(host.path("gone")).unwrap();
             }
-            _ => _ = fs::remove_file(host.path("mps/log/control.log")),
+            _ => _ = fs::remove_file(host.control_log()),
         }
         host.reload();
         wait_for("a whole state file", || whole().then_some(()));
-        wait_for("the compute mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
+        wait_for("the compute mode", || {
+            (host.compute_mode(0) == host.compute_mode_while_served()).then_some(())
+        });
         if random.below(2) == 0 {
             restart(&mut host);
         }
@@ -509,7 +548,7 @@ fn what_others_break_is_repaired() {
         bystander.check();
     }
     // Nobody makes it again. Its loss has been told once, whether it is new or old.
-    let _ = fs::remove_file(host.path("mps/log/control.log"));
+    let _ = fs::remove_file(host.control_log());
     host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
     drop(bystander);
@@ -520,10 +559,9 @@ fn what_others_break_is_repaired() {
 
 /// A state file that is lost while the daemon is down: the control daemon then is nobody's, is left to its clients, and
 /// replaced after them.
-#[test]
-fn a_state_file_lost_while_down_costs_no_client() {
+fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     for loss in ["removed", "cut", "garbage"] {
-        let mut host = Host::serving("h200");
+        let mut host = Host::serving_as(topology, "h200");
         let before = host.wait_for_state("ready");
         let mut client = host.client();
         host.signal(Signal::KILL);
@@ -535,7 +573,7 @@ fn a_state_file_lost_while_down_costs_no_client() {
             _ => fs::write(&state_file, [0xff; 700]).unwrap(),
         }
         host.start();
-        host.wait_for_failure(&format!("PID {}", control_pid(&before)));
+        host.wait_until_it_fails(&format!("PID {}", control_pid(&before)));
         assert_eq!(host.list().len(), 4);
         assert!(client.try_wait().unwrap().is_none());
         assert!(alive(control_pid(&before)));
@@ -549,19 +587,18 @@ fn a_state_file_lost_while_down_costs_no_client() {
 
 /// The directory of a control daemon takes no client with it when it is removed. The control daemon can't be asked any more,
 /// which the state says, and is started again: at once without clients, after them otherwise.
-#[test]
-fn a_removed_pipe_directory_is_made_again() {
+fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     for with_client in [false, true] {
-        let mut host = Host::serving("h200");
+        let mut host = Host::serving_as(topology, "h200");
         let before = host.wait_for_state("ready");
         let client = with_client.then(|| host.client());
-        fs::remove_dir_all(own(&host)).unwrap();
+        fs::remove_dir_all(host.private()).unwrap();
         host.reload();
         if let Some(mut client) = client {
-            host.wait_for_failure("its directory was removed or replaced");
+            host.wait_until_it_fails("its directory was removed or replaced");
             assert_eq!(host.list().len(), 4);
             restart(&mut host);
-            host.wait_for_failure("its directory was removed or replaced");
+            host.wait_until_it_fails("its directory was removed or replaced");
             assert!(client.try_wait().unwrap().is_none());
             assert!(alive(control_pid(&before)));
             client.end();
@@ -572,7 +609,8 @@ fn a_removed_pipe_directory_is_made_again() {
             (status["service"]["state"] == "ready" && pid != u64::from(control_pid(&before)))
                 .then_some(status)
         });
-        assert_eq!(control_daemons(&host), [control_pid(&after)]);
+        let all = after["control_daemons"].as_array().unwrap().len();
+        assert_eq!(control_daemons(&host).len(), all);
         a_client_is_served(&host);
         assert_eq!(host.stop().code(), Some(0));
         assert_eq!(host.compute_mode(0), "Default");
@@ -595,25 +633,23 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
 
 /// A log that outgrows its limit is rotated while it is written; lines after that are understood, also by a
 /// daemon that takes over and finds the lines of the limits gone, and a fault is not missed.
-#[test]
-fn the_log_is_rotated_under_load() {
-    let mut host = Host::new("h200");
+fn the_log_is_rotated_under_load(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
     host.start();
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for killed in [true, false, true] {
         // It has been read far, and the state file says so, before it is rotated.
-        let length = |name: &str| fs::metadata(host.path(name)).map(|file| file.len()).ok();
-        while length("mps/log/control.log").unwrap() < 700_000 {
-            flood(&host, &pipe(&host), 500);
+        let length = |name: &str| Some(fs::metadata(host.control_log().with_file_name(name)).ok()?.len());
+        while length("control.log").unwrap() < 700_000 {
+            flood(&host, &host.pipe(), 500);
         }
         host.reload();
         read_up_to(&host, 690_000);
-        flood(&host, &pipe(&host), 4000);
+        flood(&host, &host.pipe(), 4000);
         wait_for("a rotated log", || {
-            let done =
-                length("mps/log/control.log.1")? > 1 << 20 && length("mps/log/control.log")? <= 1 << 20;
+            let done = length("control.log.1")? > 1 << 20 && length("control.log")? <= 1 << 20;
             done.then_some(())
         });
         if killed {
@@ -624,9 +660,9 @@ fn the_log_is_rotated_under_load() {
         assert_eq!(server(&status), server(&before));
         bystander.check();
         let limit =
-            host.front_end(&pipe(&host), &format!("get_device_pinned_mem_limit {} 0", server(&status)));
+            host.front_end(&host.pipe(), &format!("get_device_pinned_mem_limit {} 0", server(&status)));
         assert_eq!(limit, "35G\n");
-        fs::remove_file(host.path("mps/log/control.log.1")).unwrap();
+        fs::remove_file(host.control_log().with_file_name("control.log.1")).unwrap();
     }
     assert!(!host.log().contains("wrote no limits"), "{}", host.log());
     drop(bystander);
@@ -640,11 +676,10 @@ fn the_log_is_rotated_under_load() {
 
 /// A GPU that falls off its bus and comes back while another one computes: its devices stay listed, as not healthy, and
 /// the client of the other one goes on.
-#[test]
-fn a_gpu_that_is_lost_and_back() {
-    let mut host = Host::serving("h200x8");
+fn a_gpu_that_is_lost_and_back(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for _ in 0..2 {
         host.plant("gpus/3/lost", "");
         host.reload();
@@ -680,9 +715,8 @@ fn xid(host: &Host, gpu: u32, number: u32) {
 }
 
 /// A wait that fails once must not silence all GPUs for good.
-#[test]
-fn critical_errors_are_told_after_a_failed_wait() {
-    let mut host = Host::serving("h200x8");
+fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200x8");
     host.plant("error/nvmlEventSetWait", "15");
     xid(&host, 5, 79);
     waits_for_log(&host, "NVML does not report critical errors");
@@ -720,13 +754,12 @@ fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Optio
 }
 
 /// A critical error is told, and its GPU is looked at because of it: what only a look can find is found at once.
-#[test]
-fn a_critical_error_is_told_and_looked_into() {
-    let mut host = Host::serving("h200");
+fn a_critical_error_is_told_and_looked_into(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     host.plant("gpus/0/compute_mode", "Default");
     xid(&host, 0, 31);
     wait_within(BEFORE_THE_NEXT_LOOK, "the compute mode is back", || {
-        (host.compute_mode(0) == "Exclusive_Process").then_some(())
+        (host.compute_mode(0) == host.compute_mode_while_served()).then_some(())
     });
     xid_is_told(&host, 0, 31);
     assert_eq!(host.stop().code(), Some(0));
@@ -734,9 +767,8 @@ fn a_critical_error_is_told_and_looked_into() {
 
 /// The same of a GPU that falls off its bus with it, and says not even its UUID any more. Errors of other GPUs are
 /// told after that, too.
-#[test]
-fn a_critical_error_of_a_lost_gpu_is_told() {
-    let mut host = Host::serving("h200x8");
+fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
     xid(&host, 3, 79);
     wait_within(BEFORE_THE_NEXT_LOOK, "its slices are not healthy", || {
@@ -759,9 +791,8 @@ fn fake_clock() -> PathBuf {
 
 /// The time of day jumps by days while a client runs: nothing that is done or waited for depends on it, neither while
 /// the daemon serves nor when it takes over what it has started at another time.
-#[test]
-fn a_clock_that_jumps_disturbs_nobody() {
-    let mut host = Host::new("h200");
+fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     let clock = host.path("clock");
     let set = |offset: &str| fs::write(&clock, offset).unwrap();
     set("+0d");
@@ -817,9 +848,8 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
 
 /// 64 MiB at once in the log, as a tenant can have it written: nobody waits for the service meanwhile, the log is kept and
 /// rotated, a fault is understood after it, and a control daemon that dies in the middle is replaced.
-#[test]
-fn a_burst_in_the_log_keeps_nobody_waiting() {
-    let mut host = Host::new("h200");
+fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
     host.start();
     let before = control_pid(&host.wait_for_state("ready"));
@@ -829,15 +859,16 @@ fn a_burst_in_the_log_keeps_nobody_waiting() {
     );
     let burst = line.repeat((64 << 20) / line.len());
     let write = || {
-        let mut log = File::options().append(true).open(host.path("mps/log/control.log")).unwrap();
+        let mut log = File::options().append(true).open(host.control_log()).unwrap();
         log.write_all(burst.as_bytes()).unwrap();
     };
-    let length = |name: &str| fs::metadata(host.path(name)).map_or(0, |file| file.len());
+    let length =
+        |name: &str| fs::metadata(host.control_log().with_file_name(name)).map_or(0, |file| file.len());
 
     write();
     let begun = Instant::now();
     let (median, longest) = latency_of_status(&host, || {
-        length("mps/log/control.log.1") >= burst.len() as u64 && length("mps/log/control.log") < 1 << 20
+        length("control.log.1") >= burst.len() as u64 && length("control.log") < 1 << 20
     });
     let _ = writeln!(
         std::io::stderr(),
@@ -870,11 +901,10 @@ fn a_burst_in_the_log_keeps_nobody_waiting() {
 }
 
 /// A tenant's lines do not fill the journal of the host: what is too much is left out, and counted.
-#[test]
-fn a_burst_of_warnings_does_not_flood_the_journal() {
-    let mut host = Host::serving("h200");
+fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
-    let mut log = File::options().append(true).open(host.path("mps/log/control.log")).unwrap();
+    let mut log = File::options().append(true).open(host.control_log()).unwrap();
     log.write_all(line.repeat(20_000).as_bytes()).unwrap();
     waits_for_log_with_reloads(&host, "lines not passed on; they are there");
     let passed_on = host.log().matches("Failed to accept new client").count();
@@ -884,16 +914,16 @@ fn a_burst_of_warnings_does_not_flood_the_journal() {
 }
 
 /// The number of lines left out is told before the next control daemon starts, not some time after.
-#[test]
-fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out() {
-    let mut host = Host::serving("h200");
-    let before = control_pid(&host.wait_for_state("ready"));
+fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
+    let status = host.wait_for_state("ready");
+    let (before, all) = (control_pid(&status), status["control_daemons"].as_array().unwrap().len());
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client\n";
-    let mut log = File::options().append(true).open(host.path("mps/log/control.log")).unwrap();
+    let mut log = File::options().append(true).open(host.control_log()).unwrap();
     log.write_all(line.repeat(20_000).as_bytes()).unwrap();
     waits_for_log(&host, "Failed to accept new client");
     signal_pid(before, Signal::KILL);
-    let second_start = |log: &str| log.match_indices("started as PID").nth(1).map(|(at, _)| at);
+    let second_start = |log: &str| log.match_indices("started as PID").nth(all).map(|(at, _)| at);
     wait_for("the next control daemon", || second_start(&host.log()));
     let log = host.log();
     let told = log.find("lines not passed on; they are there");
@@ -910,14 +940,13 @@ fn waits_for_log_with_reloads(host: &Host, words: &str) {
 }
 
 /// A foreign file in the place of the log is neither written to nor waited for.
-#[test]
-fn only_a_file_of_ours_is_the_log() {
+fn only_a_file_of_ours_is_the_log(topology: Topology) {
     for kind in ["link", "fifo", "hard link", "theirs"] {
         if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
             continue;
         }
-        let mut host = Host::new("h200");
-        let (log, elsewhere) = (host.path("mps/log/control.log"), host.path("elsewhere"));
+        let mut host = Host::of(topology, "h200");
+        let (log, elsewhere) = (host.control_log(), host.path("elsewhere"));
         fs::create_dir_all(log.parent().unwrap()).unwrap();
         fs::write(&elsewhere, "not a log\n").unwrap();
         match kind {
@@ -931,7 +960,7 @@ fn only_a_file_of_ours_is_the_log() {
         }
         host.start();
         host.wait_for_state("ready");
-        let refused = host.path("mps/log/control.log.refused-1");
+        let refused = host.control_log().with_file_name("control.log.refused-1");
         assert!(fs::symlink_metadata(&refused).is_ok(), "{kind}: {}", host.log());
         assert!(host.log().contains("and is control.log.refused-1 now"), "{kind}: {}", host.log());
         assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n", "{kind}");
@@ -943,19 +972,18 @@ fn only_a_file_of_ours_is_the_log() {
 }
 
 /// A link to another file takes the place of the log while the log is copied: the other file is no log.
-#[test]
-fn a_rotated_log_empties_no_other_file() {
+fn a_rotated_log_empties_no_other_file(topology: Topology) {
     for _ in 0..2 {
-        let mut host = Host::new("h200");
+        let mut host = Host::of(topology, "h200");
         host.configure("cuda_mps_log_max_size: 1");
         host.start();
         host.wait_for_state("ready");
-        let (log, elsewhere) = (host.path("mps/log/control.log"), host.path("elsewhere"));
+        let (log, elsewhere) = (host.control_log(), host.path("elsewhere"));
         fs::write(&elsewhere, "not a log\n").unwrap();
         let line = format!("{}\n", "x".repeat(4000));
         let burst = line.repeat((16 << 20) / line.len());
         File::options().append(true).open(&log).unwrap().write_all(burst.as_bytes()).unwrap();
-        let kept = host.path("mps/log/control.log.1");
+        let kept = host.control_log().with_file_name("control.log.1");
         let deadline = Instant::now() + DEADLINE;
         // A short pause: the copy takes milliseconds.
         while !kept.exists() {
@@ -977,30 +1005,32 @@ fn event_texts(status: &Value) -> Vec<&str> {
 
 /// Root with the control daemon's own directory can change every limit. They are set again, it is told, and what is
 /// published is what is in force.
-#[test]
-fn limits_changed_by_others_are_set_again() {
-    let mut host = Host::serving("h200");
+fn limits_changed_by_others_are_set_again(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let status = host.wait_for_state("ready");
     let server = server(&status);
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let percentage = &status["gpus"][0]["confirmed_thread_percentage"];
+    let answer = format!("{percentage}.0\n");
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let asked = [
-        ("get_default_active_thread_percentage".to_owned(), "25.0\n"),
+        ("get_default_active_thread_percentage".to_owned(), answer.as_str()),
         ("get_default_device_pinned_mem_limit 0".to_owned(), "35G\n"),
-        (format!("get_active_thread_percentage {server}"), "25.0\n"),
+        (format!("get_active_thread_percentage {server}"), &answer),
         (format!("get_device_pinned_mem_limit {server} 0"), "35G\n"),
     ];
-    let as_ordered = || asked.iter().all(|(command, answer)| host.front_end(&own(&host), command) == *answer);
+    let as_ordered =
+        || asked.iter().all(|(command, answer)| host.front_end(&host.private(), command) == *answer);
     for command in [
         "set_default_active_thread_percentage 7".to_owned(),
         "set_default_device_pinned_mem_limit 0 1G".to_owned(),
         // One that the control daemon takes for none at all.
         "set_default_device_pinned_mem_limit 0 nothing".to_owned(),
-        format!("set_active_thread_percentage {server} 100"),
+        format!("set_active_thread_percentage {server} 60"),
         format!("set_device_pinned_mem_limit {server} 0 100G"),
     ] {
         assert!(as_ordered(), "before {command}");
         let told = host.log().matches("were changed by others").count();
-        host.front_end(&own(&host), &command);
+        host.front_end(&host.private(), &command);
         host.reload();
         wait_for("limits as ordered", || as_ordered().then_some(()));
         wait_for("words about it", || {
@@ -1009,13 +1039,13 @@ fn limits_changed_by_others_are_set_again() {
         host.wait_for_status("limits that are confirmed", |status| {
             let gpu = &status["gpus"][0];
             gpu["healthy"] == true
-                && gpu["confirmed_thread_percentage"] == 25
+                && gpu["confirmed_thread_percentage"] == *percentage
                 && gpu["confirmed_memory_limit"] == 35942
         });
     }
     let status = host.wait_for_state("ready");
     let changed = format!(
-        "limits of server {server} were changed by others: active thread percentage 100.0 instead of 25"
+        "limits of server {server} were changed by others: active thread percentage 60.0 instead of {percentage}"
     );
     let events = event_texts(&status);
     assert!(events.iter().any(|event| event.starts_with(&changed)), "{events:#?}");
@@ -1026,15 +1056,14 @@ fn limits_changed_by_others_are_set_again() {
 }
 
 /// Modes that let no user in: put right at a look and when a control daemon is taken over, and said.
-#[test]
-fn users_that_were_kept_out_are_let_in_again() {
-    let mut host = Host::serving("h200");
+fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     // The link in the pipe directory is the same file.
-    let socket = host.path("mps/pipe.private/control");
+    let socket = host.private().join("control");
     for taken_over in [false, true] {
-        for (path, bad, good) in [(pipe(&host), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
+        for (path, bad, good) in [(host.pipe(), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
             host.let_change("mps/pipe");
             fs::set_permissions(&path, PermissionsExt::from_mode(bad)).unwrap();
             if taken_over {
@@ -1055,21 +1084,20 @@ fn users_that_were_kept_out_are_let_in_again() {
 
 /// A socket that is not root's any more lets its owner decide who gets in: the GPUs are not healthy, and it is made again
 /// as soon as there are no clients.
-#[test]
-fn a_socket_of_another_user_is_not_healthy() {
+fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     if !root_or_skip("a_socket_of_another_user_is_not_healthy") {
         return;
     }
-    let mut host = Host::serving("h200");
+    let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
     let client = host.client();
-    std::os::unix::fs::chown(pipe(&host).join("control"), Some(65534), None).unwrap();
+    std::os::unix::fs::chown(host.pipe().join("control"), Some(65534), None).unwrap();
     host.reload();
-    host.wait_for_failure("control: belongs to user 65534");
-    assert!(host.list().iter().all(|device| device["healthy"] == false));
+    host.wait_until_it_fails("control: belongs to user 65534");
+    assert!(host.its_slices().iter().all(is_unhealthy));
     client.end();
     let after = recovered_after(&host, before);
-    assert_eq!(fs::metadata(pipe(&host).join("control")).unwrap().uid(), 0);
+    assert_eq!(fs::metadata(host.pipe().join("control")).unwrap().uid(), 0);
     assert_ne!(after, before);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -1101,7 +1129,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
         (0..48).map(|n| host.program_of(&format!("00:06.0-{}", n % 4), &["hold", "600"])).collect();
     let mut clients: Vec<Client> =
         slices.into_iter().map(|mut command| Client::start(&mut command)).collect();
-    wait_for("48 clients", || (host.front_end(&pipe(&host), "ps").lines().count() == 49).then_some(()));
+    wait_for("48 clients", || (host.front_end(&host.pipe(), "ps").lines().count() == 49).then_some(()));
     let is_full = |status: &Value| {
         let gpu = &status["gpus"][0];
         status["service"]["state"] == "ready"
@@ -1144,17 +1172,16 @@ fn a_full_gpu_stays_healthy_and_says_so() {
 
 /// A control daemon that hangs, for a client that is stopped while its work is to end: one look without an answer, and
 /// nothing is called healthy any more. Nobody is harmed, and all is well once it answers.
-#[test]
-fn a_control_daemon_that_hangs_is_not_healthy_for_long() {
-    let mut host = Host::serving("h200");
+fn a_control_daemon_that_hangs_is_not_healthy_for_long(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &pipe(&host), Duration::from_secs(600));
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let victim = host.client();
     signal_pid(victim.id(), Signal::STOP);
     wait_for("a stopped client", || stopped(victim.id()).then_some(()));
     let mut terminate = host
         .command("nvidia-cuda-mps-control")
-        .env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host))
+        .env("CUDA_MPS_PIPE_DIRECTORY", host.pipe())
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn()
@@ -1164,7 +1191,7 @@ fn a_control_daemon_that_hangs_is_not_healthy_for_long() {
         .unwrap();
     host.wait_for_status("not healthy", |status| {
         let reason = control_daemon(status)["reason"].as_str().unwrap();
-        status["gpus"][0]["healthy"] == false && reason.contains("did not answer")
+        host.its_slices().iter().all(is_unhealthy) && reason.contains("did not answer")
     });
     let noticed = hung.elapsed();
     let _ = writeln!(std::io::stderr(), "a control daemon that hangs is not healthy after {noticed:?}");
@@ -1192,7 +1219,7 @@ fn a_client_that_waits_for_another_user_is_told() {
     let mut second = host
         .command("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups", "cuda-client", "hold", "600"])
-        .env("CUDA_MPS_PIPE_DIRECTORY", pipe(&host))
+        .env("CUDA_MPS_PIPE_DIRECTORY", host.pipe())
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
@@ -1267,9 +1294,8 @@ fn too_few_descriptors_are_called_so() {
 }
 
 /// A process has any name it likes, and no line of the service's log is its.
-#[test]
-fn the_name_of_a_process_makes_no_line_of_the_log() {
-    let host = Host::serving("h200");
+fn the_name_of_a_process_makes_no_line_of_the_log(topology: Topology) {
+    let host = Host::serving_as(topology, "h200");
     let program = host.path("a\nFORGED line");
     // Not written by us: what another thread forks meanwhile would hold the file open, and no such file can be executed.
     assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());

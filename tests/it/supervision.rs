@@ -20,7 +20,27 @@ use crate::support::host::{
     text,
 };
 use crate::support::skip::{root_or_skip, skip};
+use crate::support::topology::{Topology, in_both_topologies};
 use crate::support::wait::{DEADLINE, wait_for};
+
+in_both_topologies! {
+    without_inotify_the_service_looks_once_a_second,
+    a_zombie_is_not_taken_over,
+    a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon,
+    a_foreign_control_daemon_with_a_client_is_left_alone,
+    an_idle_foreign_control_daemon_is_replaced,
+    a_stop_spares_a_foreign_control_daemon,
+    a_control_daemon_that_does_not_quit_is_terminated,
+    a_stopped_control_daemon_is_continued_to_quit,
+    a_control_daemon_whose_place_was_taken_is_left_to_its_clients,
+    an_idle_control_daemon_without_its_directory_is_replaced_with_a_word,
+    a_control_daemon_that_is_not_understood_is_not_restarted,
+    another_control_daemon_in_the_pipe_directory_takes_no_clients,
+    a_second_daemon_by_hand_ends_nobody_s_work,
+    one_nvml_error_at_a_restart_ends_nothing,
+    an_nvml_error_that_lasts_opens_no_gpu,
+    a_status_is_of_one_moment,
+}
 
 /// A control daemon that dies is started again, and meanwhile its devices are listed as not healthy: an empty list would
 /// make the platform delete them.
@@ -57,12 +77,11 @@ fn a_killed_control_daemon_comes_back() {
 }
 
 /// A log is no reason not to serve.
-#[test]
-fn without_inotify_the_service_looks_once_a_second() {
+fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
     if !root_or_skip("without_inotify_the_service_looks_once_a_second") {
         return;
     }
-    let mut host = Host::new("h200");
+    let mut host = Host::of(topology, "h200");
     if !host.without_inotify(&Command::new("true")).status().unwrap().success() {
         return skip("without_inotify_the_service_looks_once_a_second", "no user namespace can be made");
     }
@@ -97,9 +116,8 @@ fn without_inotify_the_service_looks_once_a_second() {
 }
 
 /// Where nobody collects orphans, as in a container, a killed control daemon stays a zombie.
-#[test]
-fn a_zombie_is_not_taken_over() {
-    let mut host = Host::serving("h200");
+fn a_zombie_is_not_taken_over(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     host.signal(Signal::KILL);
     host.ended();
@@ -110,7 +128,8 @@ fn a_zombie_is_not_taken_over() {
     let file = host.path("run/state.json");
     let mut state: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     let start_time: u64 = start_time(zombie.id()).parse().unwrap();
-    state["control_daemons"]["shared"]["process"] = json!({ "pid": zombie.id(), "start_time": start_time });
+    state["control_daemons"][host.control_daemon_id()]["process"] =
+        json!({ "pid": zombie.id(), "start_time": start_time });
     fs::write(&file, state.to_string()).unwrap();
     host.start();
     let after = host.wait_for_state("ready");
@@ -121,9 +140,8 @@ fn a_zombie_is_not_taken_over() {
 }
 
 /// The look at a GPU that hangs takes long, and the end of the control daemon is seen meanwhile.
-#[test]
-fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon() {
-    let mut host = Host::serving("h200x8");
+fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
     host.plant("gpus/7/hangs", "");
     wait_for("a look that hangs", || host.path("gpus/7/hung").exists().then_some(()));
@@ -139,7 +157,7 @@ fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon() {
 
 /// Starts a control daemon that isn't the service's.
 fn foreign_control_daemon(host: &Host) -> Child {
-    foreign_control_daemon_in(host, &host.path("mps/pipe"), "-f")
+    foreign_control_daemon_in(host, &host.pipe(), "-f")
 }
 
 fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
@@ -160,15 +178,14 @@ fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
 
 /// Somebody else's control daemon on our pipe directory that has a client: it is left as it is, the state says which
 /// process it is and what to do, and once the client is done it is replaced without anybody's help.
-#[test]
-fn a_foreign_control_daemon_with_a_client_is_left_alone() {
-    let mut host = Host::new("tesla-p40");
+fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
+    let mut host = Host::of(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
     let mut client = host.client();
-    let pipe = host.path("mps/pipe");
+    let pipe = host.pipe();
     let socket = fs::metadata(pipe.join("control")).unwrap().ino();
     host.start();
-    let status = host.wait_for_failure(&format!("PID {}", foreign.id()));
+    let status = host.wait_until_it_fails(&format!("PID {}", foreign.id()));
     assert_has(control_daemon(&status), &json!({"starts": 0}));
     let reason = status["service"]["state_reason"].as_str().unwrap();
     let command = format!("echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control", pipe.display());
@@ -191,11 +208,10 @@ fn a_foreign_control_daemon_with_a_client_is_left_alone() {
 }
 
 /// One that nobody uses, an orphan of another program's most often, is replaced at once.
-#[test]
-fn an_idle_foreign_control_daemon_is_replaced() {
+fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     for mode in ["-f", "-d"] {
-        let mut host = Host::new("tesla-p40");
-        let pipe = host.path("mps/pipe");
+        let mut host = Host::of(topology, topology.oldest_board());
+        let pipe = host.pipe();
         let mut foreign = foreign_control_daemon_in(&host, &pipe, mode);
         host.start();
         let status = host.wait_for_state("ready");
@@ -203,20 +219,20 @@ fn an_idle_foreign_control_daemon_is_replaced() {
         let pid = control_pid(&status);
         assert_ne!(pid, foreign.id());
         assert!(host.log().contains("was not started by this service and has no client: replacing it"));
-        assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "25.0\n");
+        let percentage = format!("{}.0\n", host.list()[0]["mps_thread_percentage"]);
+        assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), percentage);
         assert_eq!(host.stop().code(), Some(0));
         host.nothing_runs();
     }
 }
 
 /// A stop of the service doesn't stop what isn't its own.
-#[test]
-fn a_stop_spares_a_foreign_control_daemon() {
-    let mut host = Host::new("tesla-p40");
+fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
+    let mut host = Host::of(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
     let mut client = host.client();
     host.start();
-    host.wait_for_failure(&format!("PID {}", foreign.id()));
+    host.wait_until_it_fails(&format!("PID {}", foreign.id()));
     assert_eq!(host.stop().code(), Some(0));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
@@ -270,9 +286,8 @@ fn a_compute_mode_changed_by_others_is_left_to_them() {
 }
 
 /// A control daemon that doesn't follow `quit` is ended all the same.
-#[test]
-fn a_control_daemon_that_does_not_quit_is_terminated() {
-    let mut host = Host::new("tesla-p40");
+fn a_control_daemon_that_does_not_quit_is_terminated(topology: Topology) {
+    let mut host = Host::of(topology, topology.oldest_board());
     host.configure("cuda_mps_quit_timeout: 1");
     host.plant("mps/fault/quit-hangs", "");
     host.start();
@@ -284,10 +299,9 @@ fn a_control_daemon_that_does_not_quit_is_terminated() {
 }
 
 /// A stopped control daemon is continued before it is asked to end, and ends in order.
-#[test]
-fn a_stopped_control_daemon_is_continued_to_quit() {
+fn a_stopped_control_daemon_is_continued_to_quit(topology: Topology) {
     for both in [false, true] {
-        let mut host = Host::serving("h200");
+        let mut host = Host::serving_as(topology, "h200");
         let status = host.wait_for_state("ready");
         let server = control_daemon(&status)["servers"][0].as_u64().unwrap();
         let mut victims = vec![control_pid(&status)];
@@ -303,7 +317,7 @@ fn a_stopped_control_daemon_is_continued_to_quit() {
             wait_for("a stopped process", || stopped().then_some(()));
         }
         assert_eq!(host.stop().code(), Some(0));
-        let quit = format!("control daemon shared (PID {}) ended by quit", victims[0]);
+        let quit = format!("control daemon {} (PID {}) ended by quit", host.control_daemon_id(), victims[0]);
         assert!(host.log().contains(&quit), "{}", host.log());
         host.nothing_runs();
         assert_eq!(host.compute_mode(0), "Default");
@@ -312,12 +326,11 @@ fn a_stopped_control_daemon_is_continued_to_quit() {
 
 /// The directory of its sockets is taken away, and another control daemon listens in a new one at its place: what it answers
 /// is not ours. The client of ours runs on, the other is left alone, and the state names it.
-#[test]
-fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
-    let mut host = Host::serving("h200");
+fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let mut client = host.client();
-    let pipe = host.path("mps/pipe.private");
+    let pipe = host.private();
     fs::rename(&pipe, host.path("mps/taken")).unwrap();
     let mut foreign = foreign_control_daemon_in(&host, &pipe, "-f");
     assert!(host.call("Control.Reload").status.success());
@@ -325,7 +338,7 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients() {
     assert_eq!(control_pid(&status), control_pid(&before));
     let reason = control_daemon(&status)["reason"].as_str().unwrap();
     assert!(reason.contains(&format!("PID {}", foreign.id())), "{reason}");
-    assert!(host.list().iter().all(|device| device["healthy"] == false));
+    assert!(host.its_slices().iter().all(|slice| slice["healthy"] == false));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
     // Nor is it told what is meant for ours.
@@ -415,11 +428,10 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
 
 /// From Volta on NVML lists the clients, so a control daemon that can't be asked and has none is replaced. A signal is
 /// never sent without a word on whom it hits.
-#[test]
-fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word() {
-    let mut host = Host::serving("h200");
+fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
-    fs::rename(host.path("mps/pipe.private"), host.path("mps/taken")).unwrap();
+    fs::rename(host.private(), host.path("mps/taken")).unwrap();
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_status("another control daemon", |status| {
         status["service"]["state"] == "ready" && control_pid(status) != before
@@ -429,9 +441,8 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word() {
 }
 
 /// A newer driver's control daemon may answer in other words. Another one would answer in the same, so this one runs on.
-#[test]
-fn a_control_daemon_that_is_not_understood_is_not_restarted() {
-    let mut host = Host::serving("h200");
+fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
     host.plant("mps/fault/front-end-garbage", "");
     assert!(host.call("Control.Reload").status.success());
@@ -460,13 +471,12 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
 
 /// Another control daemon that is started in the pipe directory takes no client from ours, which is in a directory of its
 /// own. It makes way for the next one of ours.
-#[test]
-fn another_control_daemon_in_the_pipe_directory_takes_no_clients() {
-    let mut host = Host::new("h200");
+fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
     // The flag keeps its sockets out of the directory altogether.
     host.start_without_the_flag();
     let before = host.wait_for_state("ready");
-    let pipe = host.path("mps/pipe");
+    let pipe = host.pipe();
     let mut foreign = host
         .command("nvidia-cuda-mps-control")
         .arg("-f")
@@ -481,7 +491,7 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients() {
     let named = format!("{told}: process {} listened there", foreign.id());
     wait_for("the warning", || host.log().contains(&named).then_some(()));
     let client = host.client();
-    let clients = host.front_end(&host.path("mps/pipe.private"), "ps");
+    let clients = host.front_end(&host.private(), "ps");
     assert!(clients.contains(&client.id().to_string()), "{clients}");
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
     client.end();
@@ -512,9 +522,8 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
 }
 
 /// A second daemon on the same runtime directory says who has it and ends, and its end is nobody else's.
-#[test]
-fn a_second_daemon_by_hand_ends_nobody_s_work() {
-    let mut host = Host::serving("h200");
+fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let mut client = host.client();
     let (status, said) = second_daemon(&host);
@@ -523,7 +532,7 @@ fn a_second_daemon_by_hand_ends_nobody_s_work() {
     assert!(said.contains(host.path("run").to_str().unwrap()) && said.contains("--check"), "{said}");
     assert_eq!(client.try_wait().unwrap(), None);
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
-    assert_eq!(host.compute_mode(0), "Exclusive_Process");
+    assert_eq!(host.compute_mode(0), host.compute_mode_while_served());
     // To look needs no turn.
     let checked = host.check();
     assert_eq!(checked.status.code(), Some(0), "{}", text(&checked));
@@ -716,10 +725,9 @@ fn a_gpu_that_is_held_is_closed_to_others() {
 }
 
 /// NVML fails once while the service starts beside its control daemon: that one is taken over as ever.
-#[test]
-fn one_nvml_error_at_a_restart_ends_nothing() {
+fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
     for board in ["h200", "h200x8"] {
-        let mut host = Host::serving(board);
+        let mut host = Host::serving_as(topology, board);
         let before = host.wait_for_state("ready");
         host.signal(Signal::KILL);
         host.ended();
@@ -736,9 +744,8 @@ fn one_nvml_error_at_a_restart_ends_nothing() {
 }
 
 /// One that lasts is told, takes nobody's job and opens no GPU.
-#[test]
-fn an_nvml_error_that_lasts_opens_no_gpu() {
-    let mut host = Host::serving("h200");
+fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let mut client = host.client();
     let go_on = Arc::new(AtomicBool::new(true));
@@ -747,14 +754,14 @@ fn an_nvml_error_that_lasts_opens_no_gpu() {
     host.ended();
     host.plant("gpus/0/error/nvmlDeviceGetUUID", "999");
     host.start();
-    host.wait_for_failure("its UUID can't be read");
+    host.wait_until_it_fails("its UUID can't be read");
     assert_eq!(client.try_wait().unwrap(), None);
     host.clear("gpus/0/error/nvmlDeviceGetUUID");
     let after = host.wait_for_state("ready");
     assert_eq!(control_pid(&after), control_pid(&before));
     assert_eq!(client.try_wait().unwrap(), None);
     go_on.store(false, Ordering::Relaxed);
-    assert_eq!(modes.join().unwrap(), BTreeSet::from(["Exclusive_Process".to_owned()]));
+    assert_eq!(modes.join().unwrap(), BTreeSet::from([host.compute_mode_while_served().to_owned()]));
     client.kill().unwrap();
     client.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
@@ -763,10 +770,9 @@ fn an_nvml_error_that_lasts_opens_no_gpu() {
 
 /// The status is made from several answers. A change between two of them must not be seen as a service that is ready beside
 /// a control daemon that has ended.
-#[test]
-fn a_status_is_of_one_moment() {
+fn a_status_is_of_one_moment(topology: Topology) {
     for _ in 0..10 {
-        let mut host = Host::serving("h200");
+        let mut host = Host::serving_as(topology, "h200");
         let before = control_pid(&host.wait_for_state("ready"));
         signal_pid(before, Signal::KILL);
         host.wait_for_status("another control daemon that serves", |status| {

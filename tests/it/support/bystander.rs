@@ -10,13 +10,16 @@ use super::wait::{DEADLINE, PAUSE, wait_for};
 /// A client that must not notice anything.
 pub(crate) struct Bystander {
     child: Client,
+    /// The same under another control daemon of the GPU.
+    another: Option<Client>,
     ends: Instant,
 }
 
 impl Bystander {
     /// Starts one that computes for so long, and waits until it is served.
     pub(crate) fn start(host: &Host, pipe: &Path, time: Duration) -> Self {
-        let mut child = host.program(&["hold", &time.as_secs_f64().to_string()]);
+        let work = ["hold", &time.as_secs_f64().to_string()];
+        let mut child = host.program(&work);
         let mut child = Client::start(child.env("CUDA_MPS_PIPE_DIRECTORY", pipe));
         let pid = child.id().to_string();
         wait_for("the client", || {
@@ -25,19 +28,27 @@ impl Bystander {
             let done = child.try_wait().unwrap().inspect(|status| assert!(status.success(), "{status}"));
             (served || done.is_some()).then_some(())
         });
-        Self { child, ends: Instant::now() + time }
+        let another = host.program_of_another(&work);
+        let another = another.map(|mut program| Client::start(&mut program));
+        Self { child, another, ends: Instant::now() + time }
     }
 
     /// Whether its time is over. Anything else that ended it is a failure.
     pub(crate) fn done(&mut self) -> bool {
-        let Some(status) = self.child.try_wait().unwrap() else { return false };
-        assert!(status.success(), "client {} was lost: {status}", self.child.id());
-        true
+        let both = std::iter::once(&mut self.child).chain(&mut self.another);
+        both.map(|client| {
+            let Some(status) = client.try_wait().unwrap() else { return false };
+            assert!(status.success(), "client {} was lost: {status}", client.id());
+            true
+        })
+        .fold(true, |all, one| all && one)
     }
 
     /// It must still compute.
     pub(crate) fn check(&self) {
-        assert!(alive(self.child.id()), "client {} was lost", self.child.id());
+        for client in std::iter::once(&self.child).chain(&self.another) {
+            assert!(alive(client.id()), "client {} was lost", client.id());
+        }
     }
 
     pub(crate) fn wait(mut self) {

@@ -72,7 +72,7 @@ impl Host {
     /// `cuda-client`, as a client of the control daemon in the pipe directory of host.conf.
     pub(crate) fn program(&self, arguments: &[&str]) -> Command {
         let mut command = self.command("cuda-client");
-        command.args(arguments).env("CUDA_MPS_PIPE_DIRECTORY", self.path("mps/pipe")).stdout(Stdio::null());
+        command.args(arguments).env("CUDA_MPS_PIPE_DIRECTORY", self.pipe()).stdout(Stdio::null());
         command
     }
 
@@ -136,7 +136,7 @@ impl Host {
     /// may have ended it by then.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
         let mut client = Client::start(command);
-        let (pipe, pid) = (self.path("mps/pipe"), client.id().to_string());
+        let (pipe, pid) = (self.pipe(), client.id().to_string());
         wait_for("the client", || {
             let clients = self.front_end(&pipe, "ps");
             let is_listed = clients.lines().any(|line| line.split_whitespace().next() == Some(&pid));

@@ -35,6 +35,8 @@ pub(crate) fn mpsctl() -> &'static str {
 /// A host made from one of the simulator's boards.
 pub(crate) struct Host {
     directory: tempfile::TempDir,
+    /// The first slice, if each slice has a control daemon of its own.
+    pub(super) first_slice: Option<String>,
     bus: PrivateBus,
     /// The bus that took the place of a stopped one.
     second_bus: Option<Child>,
@@ -70,7 +72,7 @@ impl Host {
             ("XDG_RUNTIME_DIR", root.join("run").display().to_string()),
         ];
         let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        Self { directory, bus, second_bus: None, environment, daemon: None }
+        Self { directory, first_slice: None, bus, second_bus: None, environment, daemon: None }
     }
 
     /// Makes the host, starts the daemon and waits until every GPU is served.
@@ -526,14 +528,15 @@ pub(crate) fn assert_has(found: &Value, golden: &Value) {
     }
 }
 
-/// The only control daemon in a status.
+/// The only control daemon in a status, or that of the first slice.
 pub(crate) fn control_daemon(status: &Value) -> &Value {
     let control_daemons = status["control_daemons"].as_array().unwrap();
-    assert_eq!(control_daemons.len(), 1, "{status:#}");
+    let is_slice = |daemon: &Value| daemon["id"].as_str().unwrap().ends_with("-0");
+    assert!(control_daemons.len() == 1 || is_slice(&control_daemons[0]), "{status:#}");
     &control_daemons[0]
 }
 
-/// The PID of the only control daemon in a status.
+/// The PID of the only control daemon in a status, or of that of the first slice.
 pub(crate) fn control_pid(status: &Value) -> u32 {
     let pid = &control_daemon(status)["pid"];
     u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()

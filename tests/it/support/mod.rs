@@ -20,5 +20,6 @@ pub(crate) mod service_manager;
 pub(crate) mod skip;
 pub(crate) mod slice;
 pub(crate) mod snapshot;
+pub(crate) mod topology;
 #[path = "../../support/wait.rs"]
 pub(crate) mod wait;

@@ -61,7 +61,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         let mut clients = BTreeSet::new();
         let mut unknown = None;
-        for there in self.shell.clients_on_gpus().await.into_values() {
+        for there in self.shell.clients_on_gpus(&BTreeSet::new()).await.into_values() {
             match there {
                 Ok(there) => clients.extend(there),
                 Err(error) => unknown = Some(error),

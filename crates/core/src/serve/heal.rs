@@ -170,7 +170,7 @@ impl<S: Shell> Serving<'_, S> {
         let server = known.server;
         let listed = self.shell.clients(&[server]).await?.into_iter();
         let mut clients = listed.filter(|client| client.server == server).map(|client| client.pid).collect();
-        let unknown = self.add_clients_of_nvml(&mut clients).await;
+        let unknown = self.add_clients_of_nvml(&known.pids(), &mut clients).await;
         let held_up = match after_grace(&known.pids(), self.run.gpus.len() == 1, clients) {
             AfterGrace::End(..) if unknown.is_some() => format!(
                 "it is left alone, since its clients are not all known: {}",
@@ -228,11 +228,16 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. The error is NVML's about a
-    /// GPU with clients that nobody knows then: one that was not hit, or any if the control daemon lists nobody.
-    async fn add_clients_of_nvml(&mut self, clients: &mut BTreeSet<u32>) -> Option<String> {
+    /// GPU with clients that nobody knows then: one that was not hit, or any if the control daemon lists nobody. While a client
+    /// that was hit is there, the server has not recovered, and so it has taken nobody who is well.
+    async fn add_clients_of_nvml(
+        &mut self,
+        named: &BTreeSet<u32>,
+        clients: &mut BTreeSet<u32>,
+    ) -> Option<String> {
         let (mut unknown, lists_nobody) = (None, clients.is_empty());
         let hit = self.gpus_hit();
-        for (gpu, there) in self.shell.clients_on_gpus().await {
+        for (gpu, there) in self.shell.clients_on_gpus(named).await {
             match there {
                 Ok(there) => clients.extend(there),
                 Err(error) if lists_nobody || !hit.contains(&gpu) => unknown = Some(error),

@@ -251,8 +251,10 @@ pub trait Shell: GpuShell {
     /// Ends it by signals, with its clients. Whether it has ended.
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// The clients that NVML lists on the GPUs of the control daemon.
-    fn clients_on_gpus(&mut self) -> impl Future<Output = ClientsOnGpus> + Send;
+    /// The clients that NVML lists on the GPUs of the control daemon. Of a GPU that several control daemons serve, these are
+    /// the clients among `ours`: NVML does not say which client is of which control daemon. It is an error where others
+    /// alone are there, since these may be ours.
+    fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> impl Future<Output = ClientsOnGpus> + Send;
 
     /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
     fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;

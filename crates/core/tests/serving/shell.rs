@@ -220,7 +220,7 @@ impl Shell for HostShell {
         host.quit(format!("signal ({:?})", may_end.cause()), survives)
     }
 
-    async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
+    async fn clients_on_gpus(&mut self, _: &BTreeSet<u32>) -> ClientsOnGpus {
         let mut host = self.host();
         host.note("clients on GPUs");
         host.nvml.clone()

@@ -379,16 +379,21 @@ impl Shell for SimShell {
         true
     }
 
-    async fn clients_on_gpus(&mut self) -> ClientsOnGpus {
+    async fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> ClientsOnGpus {
         self.turn().await;
         let mps = self.lock();
         let on = |ordinal: usize| {
             let there = mps.clients.iter().filter(|(_, one)| one.ordinals.contains(&ordinal));
-            there.map(|(pid, _)| *pid).collect()
+            there.map(|(pid, _)| *pid).collect::<BTreeSet<u32>>()
         };
         let list = |(ordinal, gpu): (usize, &String)| {
-            let is_known = !mps.gpu_is_lost && self.lists_clients(gpu);
-            (gpu.clone(), if is_known { Ok(on(ordinal)) } else { Err("NVML does not list them".to_owned()) })
+            let there = match tenure_of(&self.id) {
+                Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
+                // The others there may be of another control daemon.
+                Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
+            };
+            let there = there.filter(|_| !mps.gpu_is_lost);
+            (gpu.clone(), there.ok_or_else(|| "NVML does not list them".to_owned()))
         };
         mps.gpus.iter().enumerate().map(list).collect()
     }

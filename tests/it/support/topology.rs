@@ -1,0 +1,118 @@
+//! The same test on a host with one control daemon for all GPUs, and on a host with one for each slice. It is then about the
+//! control daemon of the first slice.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use serde_json::Value;
+
+use super::host::{Host, control_daemon};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Topology {
+    Shared,
+    PerSlice,
+}
+
+/// Each of these functions as a test in both topologies.
+macro_rules! in_both_topologies {
+    ($($test:ident),* $(,)?) => {
+        mod shared {
+            $(#[test] fn $test() { super::$test($crate::support::topology::Topology::Shared) })*
+        }
+        mod per_slice {
+            $(#[test] fn $test() { super::$test($crate::support::topology::Topology::PerSlice) })*
+        }
+    };
+}
+pub(crate) use in_both_topologies;
+
+impl Topology {
+    /// The board with the oldest GPU that can be served so.
+    pub(crate) fn oldest_board(self) -> &'static str {
+        match self {
+            Self::Shared => "tesla-p40",
+            Self::PerSlice => "h200",
+        }
+    }
+}
+
+/// The control daemon that a test is about.
+impl Host {
+    /// Makes a host with this topology. Nothing runs on it yet but the bus.
+    pub(crate) fn of(topology: Topology, board: &str) -> Self {
+        let mut host = Self::new(board);
+        if topology == Topology::PerSlice {
+            host.configure("cuda_mps_topology: per_slice");
+            let address = fs::read_to_string(host.path("gpus/0/pci")).unwrap().to_lowercase();
+            host.first_slice = Some(format!("{}-0", address.trim().trim_start_matches("00000000:")));
+        }
+        host
+    }
+
+    /// Makes it, starts the daemon and waits until every GPU is served.
+    pub(crate) fn serving_as(topology: Topology, board: &str) -> Self {
+        let mut host = Self::of(topology, board);
+        host.start();
+        host.wait_for_state("ready");
+        host
+    }
+
+    /// Its id.
+    pub(crate) fn control_daemon_id(&self) -> String {
+        self.first_slice.clone().unwrap_or_else(|| "shared".to_owned())
+    }
+
+    /// The directory in which its clients connect.
+    pub(crate) fn pipe(&self) -> PathBuf {
+        self.its_own_below("mps/pipe")
+    }
+
+    /// The directory of its own, where it takes every command.
+    pub(crate) fn private(&self) -> PathBuf {
+        self.its_own_below("mps/pipe.private")
+    }
+
+    /// Its log.
+    pub(crate) fn control_log(&self) -> PathBuf {
+        self.its_own_below("mps/log").join("control.log")
+    }
+
+    fn its_own_below(&self, directory: &str) -> PathBuf {
+        let directory = self.path(directory);
+        let below = self.first_slice.as_ref().map(|slice| directory.join(slice.replace(':', "_")));
+        below.unwrap_or(directory)
+    }
+
+    /// Its slices, as `yunion-mpsctl list` has them.
+    pub(crate) fn its_slices(&self) -> Vec<Value> {
+        let is_its =
+            |slice: &Value| self.first_slice.as_ref().is_none_or(|first| slice["addr"] == first.as_str());
+        self.list().into_iter().filter(is_its).collect()
+    }
+
+    /// The status once it serves nobody for a reason with this in it.
+    pub(crate) fn wait_until_it_fails(&self, reason: &str) -> Value {
+        if self.first_slice.is_none() {
+            return self.wait_for_failure(reason);
+        }
+        self.wait_for_status(reason, |status| {
+            let has_reason = |text: &Value| text.as_str().unwrap_or_default().contains(reason);
+            ["degraded", "failed"].iter().any(|state| status["service"]["state"] == *state)
+                && (has_reason(&status["service"]["state_reason"])
+                    || has_reason(&control_daemon(status)["reason"]))
+        })
+    }
+
+    /// The compute mode of a GPU that is served.
+    pub(crate) fn compute_mode_while_served(&self) -> &'static str {
+        if self.first_slice.is_none() { "Exclusive_Process" } else { "Default" }
+    }
+
+    /// A client on the same GPU that is in another slice with a control daemon of its own, if there is one.
+    pub(crate) fn program_of_another(&self, arguments: &[&str]) -> Option<Command> {
+        let first = self.first_slice.as_ref()?;
+        Some(self.program_of(&first.replace("-0", "-1"), arguments))
+    }
+}
