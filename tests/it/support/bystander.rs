@@ -35,13 +35,12 @@ impl Bystander {
 
     /// Whether its time is over. Anything else that ended it is a failure.
     pub(crate) fn done(&mut self) -> bool {
-        let both = std::iter::once(&mut self.child).chain(&mut self.another);
-        both.map(|client| {
+        let mut both = std::iter::once(&mut self.child).chain(&mut self.another);
+        both.all(|client| {
             let Some(status) = client.try_wait().unwrap() else { return false };
             assert!(status.success(), "client {} was lost: {status}", client.id());
             true
         })
-        .fold(true, |all, one| all && one)
     }
 
     /// It must still compute.
