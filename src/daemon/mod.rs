@@ -46,7 +46,7 @@ use common::problem::LocatedProblem;
 use common::published::control_daemon::{EVENTS_KEPT, Event};
 use common::published::snapshot::Snapshot;
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
-use fleet::Fleet;
+use fleet::{Fleet, Moment};
 use host_look::{HostLook, Xid};
 use logging::Level;
 use requests::{EndedTermination, Requests};
@@ -392,8 +392,9 @@ impl Daemon {
         if self.ending.is_none() && !self.fleet.is_ending_one() {
             self.shutdown_report.clear();
         }
-        let settled = self.fleet.settled();
-        let snapshot = self.compose();
+        let moment = self.fleet.at_this_moment();
+        let settled = moment.settled();
+        let snapshot = self.compose(&moment);
         self.keep_cdi_spec(&snapshot);
         self.plan_next_scan(&snapshot);
         // The same Snapshot stays: answers are made once for each.
@@ -430,7 +431,7 @@ impl Daemon {
         self.next_scan = latest.map(|latest| self.next_scan.map_or(latest, |due| due.min(latest)));
     }
 
-    fn compose(&self) -> Snapshot {
+    fn compose(&self, moment: &Moment) -> Snapshot {
         let problems = [&self.refused, &self.problem, &self.cdi_spec.problem];
         let problem = problems.into_iter().find(|problem| !problem.is_empty());
         let (drained, bindings) = {
@@ -441,10 +442,10 @@ impl Daemon {
             settings: &self.settings,
             driver: &self.look.driver_version,
             plan: self.plan.as_ref().map_err(String::as_str),
-            statuses: &self.fleet.statuses(),
-            leaving: &self.fleet.statuses_of_leaving(),
-            held: &self.fleet.kept(),
-            starting: self.fleet.starting(),
+            statuses: &moment.statuses,
+            leaving: &moment.leaving,
+            held: &moment.held,
+            starting: moment.starting,
             drained: &drained,
             bindings: &bindings,
             uses: &self.budgets.uses(),

@@ -37,10 +37,12 @@ pub(crate) struct Launch<'a> {
 
 /// Variables that must not reach the control daemon: systemd's and libc's variables for this service, and client limits,
 /// which a server would apply to itself.
-const NOT_PASSED_ON: [&str; 9] = [
+const NOT_PASSED_ON: [&str; 11] = [
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
     "CUDA_MPS_CLIENT_PRIORITY",
+    "CUDA_MPS_SM_PARTITION",
+    "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING",
     "MALLOC_ARENA_MAX",
     "NOTIFY_SOCKET",
     "WATCHDOG_PID",

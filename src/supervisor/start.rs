@@ -233,6 +233,7 @@ impl Worker {
         let log = Follower::new(file, &path, begin, &self.tools.changes);
 
         let environment = [
+            (driver::PROTOCOL.0, driver::PROTOCOL.1.to_owned()),
             ("CUDA_MPS_PIPE_DIRECTORY", plan.control_directory().display().to_string()),
             ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),

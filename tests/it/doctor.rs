@@ -215,6 +215,7 @@ faults! {
     no_server_program: "h200", Serving,
         |scene| fs::remove_file(scene.host.path("bin/nvidia-cuda-mps-server")).unwrap() => ["program-missing"];
     programs_of_another_cuda: "h200", Serving, other_cuda => ["version-skew"];
+    newer_driver: "h200", Before, |scene| scene.host.plant("driver", "590.44.01\n") => ["driver-untried"];
     without_the_platform: "h200", Serving, without_the_platforms_keys => ["programs-need-slice"];
     node_missing: "h200x8", Serving, |scene| scene.remove("/dev/nvidia3") => ["device-node-missing"];
     node_of_unified_memory_missing: "h200", Serving, |scene| scene.remove("/dev/nvidia-uvm") => ["device-node-missing"];

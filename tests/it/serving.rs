@@ -319,3 +319,25 @@ fn slices_of_one_gpu_given_together_are_in_the_journal_once() {
     assert!(warnings[0].contains("WARN") && warnings[0].contains("00:06.0-1 and 00:06.0-2 are"), "{log}");
     assert_eq!(host.stop().code(), Some(0));
 }
+
+/// Newer drivers have a protocol with other commands. The service's own commands are of protocol 2, whatever its environment
+/// asks for, and a partition that the environment names is for clients alone.
+#[test]
+fn the_protocol_is_the_protocol_of_the_commands() {
+    let mut host = Host::new("h200");
+    host.plant("mps/version", "615");
+    host.plant("driver", "615.71.09\n");
+    host.set("CUDA_MPS_PROTOCOL_VERSION", "3");
+    host.set("CUDA_MPS_SM_PARTITION", "GPU-168acfc9-c926-5401-354d-2910ddcd391b/Dx4AAAA");
+    host.set("CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING", "1");
+    host.start();
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let environment = fs::read(format!("/proc/{control_daemon}/environ")).unwrap();
+    let environment = String::from_utf8(environment).unwrap();
+    let of_mps: Vec<&str> = environment.split('\0').filter(|one| one.starts_with("CUDA_MPS_")).collect();
+    let names: Vec<&str> = of_mps.iter().filter_map(|one| Some(one.split_once('=')?.0)).collect();
+    assert_eq!(names.len(), 3, "{of_mps:?}");
+    assert!(of_mps.contains(&"CUDA_MPS_PROTOCOL_VERSION=2"), "{of_mps:?}");
+    assert_eq!(host.stop().code(), Some(0));
+    host.nothing_runs();
+}

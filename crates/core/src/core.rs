@@ -159,7 +159,7 @@ impl<P: Clone + PartialEq> Core<P> {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
         let holder = |gpu: &GpuUuid| {
             let keeps = |one: &Lifecycle<P>| one.keeps(gpu, order.tenure);
-            let mut others = self.lifecycles.iter().filter(|(other, one)| *other != id && keeps(one));
+            let mut others = self.lifecycles.iter().filter(|(other, one)| keeps(one) && *other != id);
             let is_kept = |one: &RunningDaemon| one.gpus.contains(gpu) && one.tenure.keeps_from(order.tenure);
             let left = || self.left.iter().find(|(_, one)| is_kept(one)).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()

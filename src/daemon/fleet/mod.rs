@@ -38,6 +38,26 @@ pub(super) struct Fleet {
     servers_path: PathBuf,
 }
 
+/// The control daemons at one moment.
+#[derive(Debug)]
+pub(super) struct Moment {
+    /// The control daemons that are to serve.
+    pub(super) statuses: Vec<Status>,
+    /// The control daemons on the way out.
+    pub(super) leaving: Vec<Status>,
+    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
+    pub(super) held: HeldGpus,
+    /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs.
+    pub(super) starting: bool,
+}
+
+impl Moment {
+    /// Whether every plan is in force, or the reason why it is not is known.
+    pub(super) fn settled(&self) -> bool {
+        !self.starting && self.statuses.iter().all(|status| status.settled)
+    }
+}
+
 impl Fleet {
     pub(super) fn new(tools: Tools) -> Self {
         let conductor = Conductor::new(tools.clone());
@@ -100,31 +120,15 @@ impl Fleet {
         !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
     }
 
-    /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs.
-    pub(super) fn starting(&self) -> bool {
+    /// The control daemons at this moment.
+    pub(super) fn at_this_moment(&self) -> Moment {
+        let statuses = self.ask_those(|goal| goal == Goal::Serve, Supervisor::status);
+        let leaving = self.ask_those(|goal| goal != Goal::Serve, Supervisor::status);
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         // One without a supervisor is left to the next plan.
-        core.is_starting(|id| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off))
-    }
-
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
-    pub(super) fn kept(&self) -> HeldGpus {
-        self.conductor.lock().core.kept()
-    }
-
-    /// Whether every plan is in force, or the reason why it is not is known.
-    pub(super) fn settled(&self) -> bool {
-        !self.starting() && self.statuses().iter().all(|status| status.settled)
-    }
-
-    /// The control daemons that are to serve.
-    pub(super) fn statuses(&self) -> Vec<Status> {
-        self.ask_those(|goal| goal == Goal::Serve, Supervisor::status)
-    }
-
-    /// The control daemons on the way out.
-    pub(super) fn statuses_of_leaving(&self) -> Vec<Status> {
-        self.ask_those(|goal| goal != Goal::Serve, Supervisor::status)
+        let is_put_off =
+            |id: &String| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off);
+        Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
     }
 
     /// The answer of each supervisor with such a goal.

@@ -13,7 +13,7 @@ use tokio::sync::{Mutex, Semaphore};
 use tokio::time::timeout;
 
 use super::error::{ControlError, name, unexpected};
-use common::host::driver::finds_no_control_daemon;
+use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 
 /// The number of tries for a command that the control daemon does not accept, and the pause between two tries. The
 /// control daemon sometimes fails one of two front ends that ask at once.
@@ -58,6 +58,7 @@ impl FrontEnd {
         let (stderr, its_stderr) = io::pipe().map_err(not_run)?;
         let mut front_end = Command::new(&self.program)
             .env("CUDA_MPS_PIPE_DIRECTORY", &self.pipe_directory)
+            .env(PROTOCOL.0, PROTOCOL.1)
             .stdin(Stdio::piped())
             .stdout(its_stdout)
             .stderr(its_stderr)

@@ -16,8 +16,19 @@
 //! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
+//! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
+//!
+//! The rest is documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses nothing of it:
+//!
+//! | | from driver | on GPUs from |
+//! |---|---|---|
+//! | static partitions of SMs | 590 | Ampere |
+//! | faults of SMs stay in a static partition, with no guarantee | 610 | Ampere |
+//! | namespaces with limits of their own (protocol 3) | 615 | Volta |
+//! | memory limits of a control group, which the kernel holds | 615 | not known |
 
 use std::ffi::OsString;
+use std::fmt;
 
 /// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
 pub type Capability = Option<(u32, u32)>;
@@ -49,6 +60,15 @@ impl Since {
     /// Whether it is so on this GPU with some driver.
     pub fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
+    }
+}
+
+/// The newest series that this service was tried with.
+pub const NEWEST_TRIED: Series = Series(580);
+
+impl fmt::Display for Series {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
     }
 }
 
@@ -121,12 +141,16 @@ pub fn is_unknown_command(answer: &str) -> bool {
     answer.starts_with("Unknown command")
 }
 
+/// The variable for the protocol of a control daemon and of a front end, and the protocol of the service's commands. Where
+/// the variable is not set, a newer driver may speak another one.
+pub const PROTOCOL: (&str, &str) = ("CUDA_MPS_PROTOCOL_VERSION", "2");
+
 /// Asks the control daemon's program for the version of CUDA that it is of.
 pub const VERSION_OPTION: &str = "-v";
 
 #[cfg(test)]
 mod tests {
-    use std::fmt::Write;
+    use std::fmt::Write as _;
 
     use super::*;
 

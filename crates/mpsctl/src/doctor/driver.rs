@@ -7,13 +7,15 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::facts::{CONTROL, Facts, variable};
-use super::{Check, Outcome, Severity, each, edit_unit, error, finding, warning};
+use super::{Check, Outcome, Severity, each, edit_unit, error, finding, info, warning};
+use common::host::driver::{NEWEST_TRIED, Series};
 use common::host::inotify;
 use common::host::program::{find_program, find_program_in};
 use common::problem::Problem;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the driver", driver),
+    ("the age of the driver", untried),
     ("the programs of MPS", programs),
     ("the PATH of the service", service_path),
     ("the version of the programs", version),
@@ -30,6 +32,21 @@ fn driver(facts: &Facts) -> Outcome {
     each(facts.inventory.driver.clone().err(), |problem| {
         let problem = problem.or_remedy("nvidia-smi and dmesg say more");
         [finding(Severity::Error, "driver-unusable", "NVIDIA driver", problem)]
+    })
+}
+
+/// All that the service knows of newer drivers, it knows from documents.
+fn untried(facts: &Facts) -> Outcome {
+    let version = facts.inventory.driver.as_ref().map_err(|_| "there is no driver")?;
+    each((Series::parse(version) > NEWEST_TRIED).then_some(version), |version| {
+        [info(
+            "driver-untried",
+            "NVIDIA driver",
+            format!(
+                "{version} is newer than every driver that this version of the service was tried with ({NEWEST_TRIED})"
+            ),
+            "see docs/isolation.md, Newer drivers, and try `yunion-mpsctl probe` on one GPU before tenants come",
+        )]
     })
 }
 

@@ -250,6 +250,7 @@ async fn program_cuda() -> Option<u32> {
     command
         .arg(driver::VERSION_OPTION)
         .env("CUDA_MPS_PIPE_DIRECTORY", "/dev/null")
+        .env(driver::PROTOCOL.0, driver::PROTOCOL.1)
         .stdin(Stdio::null())
         .kill_on_drop(true);
     let answer = tokio::time::timeout(DEADLINE, command.output()).await.ok()?.ok()?;

@@ -52,6 +52,10 @@ pub fn run(arguments: &[String]) -> u8 {
         }
     };
     let version = host.mps_version();
+    if version >= 615 && std::env::var("CUDA_MPS_PROTOCOL_VERSION").is_ok_and(|protocol| protocol != "2") {
+        _ = writeln!(io::stderr(), "the simulated control daemon has no other protocol than 2");
+        return 1;
+    }
     let multiuser_spellings: &[&str] = match version {
         580.. => &["-multiuser-server", "--multiuser-server", "-M"],
         555 => &["-multiuser-server"],
