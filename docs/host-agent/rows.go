@@ -99,7 +99,7 @@ type ContainerConfig struct {
 }
 
 // Variable is one of the environment. YUNION_MPS_DEVICE is the names of the slices, YUNION_MPS_CPUS the list of the CPUs
-// near the GPUs.
+// near the GPUs, YUNION_MPS_MEMORY_FRACTION and YUNION_MPS_MEMORY_MIB the memory that one process can use.
 type Variable struct {
 	Name  string `json:"name"`
 	Value string `json:"value"`

@@ -5,10 +5,11 @@ use std::fs;
 use std::path::Path;
 
 /// The documents with a translation.
-const PAGES: [(&str, &str); 3] = [
+const PAGES: [(&str, &str); 4] = [
     ("README.md", "README.zh-CN.md"),
     ("docs/troubleshooting.md", "docs/troubleshooting.zh-CN.md"),
     ("docs/operations.md", "docs/operations.zh-CN.md"),
+    ("docs/recipes.md", "docs/recipes.zh-CN.md"),
 ];
 
 fn read(path: &str) -> String {
