@@ -240,6 +240,9 @@ faults! {
     too_many_slices: "h200", Before,
         |scene| scene.host.devices(&[&format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 49")])
         => ["more-slices-than-clients"];
+    overcommitted: "h200", Before,
+        |scene| scene.host.devices(&[&format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4, memory: 40GiB, overcommit: true")])
+        => ["agent-divides-memory", "memory-overcommitted"];
     oversubscribed: "h200", Before, |scene| scene.host.configure("cuda_mps_thread_percentage: balanced")
         => ["threads-oversubscribed"];
     given_out_twice: "h200", Before,

@@ -11,6 +11,7 @@ use crate::support::host::{
     Host, alive, assert_has, control_daemon, control_pid, signal_pid, start_time, text,
 };
 use crate::support::listener::Listener;
+use crate::support::topology::{Topology, in_both_topologies};
 use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
@@ -56,6 +57,54 @@ fn more_slices() {
     listener.wait_for(&format!("DevicesChanged (uint64 {},)", generation(&after)));
     assert_eq!(host.stop().code(), Some(0));
 }
+
+/// An entry says how much memory its slices have, in both topologies: it is in force, what is published is in force, a client
+/// keeps it, and a sum beyond the GPU is refused with the key and leaves everything as it was.
+fn the_memory_of_slices_is_as_written(topology: Topology) {
+    let mut host = Host::serving_as(topology, "h200");
+    let client = host.client();
+    host.devices(&[&format!("{ENTRY} 4, memory: 20GiB")]);
+    host.reload();
+    let default = || host.front_end(&host.private(), "get_default_device_pinned_mem_limit 0");
+    wait_for("the limit", || (default() == "20G\n").then_some(()));
+    host.wait_for_state("ready");
+    for slice in host.list() {
+        assert_has(
+            &slice,
+            &serde_json::json!({"mps_memory_limit": 20480, "memory_size": 20480, "healthy": true}),
+        );
+    }
+    let environment = host.environment_of("00:06.0-1");
+    let value = |name: &str| environment.iter().find(|(known, _)| known == name).unwrap().1.clone();
+    assert_eq!(value("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), "0=20480M");
+    assert_eq!(
+        (value("YUNION_MPS_MEMORY_FRACTION"), value("YUNION_MPS_MEMORY_MIB")),
+        ("0.138".into(), "19960".into())
+    );
+    assert!(alive(client.id()));
+
+    host.devices(&[&format!("{ENTRY} 4, memory: 40GiB")]);
+    let refused = host.call("Control.Reload");
+    let said = text(&refused);
+    assert!(
+        !refused.status.success()
+            && said.contains("devices[0].memory: 4 slices of 40960 MiB take 163840 MiB"),
+        "{said}"
+    );
+    assert!(said.contains("host_container_device.yml:2:") && said.contains("overcommit: true"), "{said}");
+    assert_eq!((default().as_str(), host.list()[0]["mps_memory_limit"].as_u64()), ("20G\n", Some(20480)));
+
+    host.devices(&[&format!("{ENTRY} 4, memory: 40GiB, overcommit: true")]);
+    host.reload();
+    wait_for("the larger limit", || (default() == "40G\n").then_some(()));
+    host.wait_for_state("ready");
+    assert_eq!(host.list()[3]["mps_memory_limit"], 40960);
+    assert!(text(&host.check()).contains("have 163840 MiB together, and the GPU has 143771 MiB"));
+    client.end();
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+in_both_topologies! { the_memory_of_slices_is_as_written }
 
 /// Everything that is said on the bus while the slices of one GPU of eight change is about that GPU. The slices of the
 /// others stay healthy, the service stays ready, and the answer comes when the new limits are in force.

@@ -69,6 +69,13 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
             let problem = entry.problem("isolation", Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-needs-exclusive", problem, path: None });
         }
+        if entry.mps.is_some_and(|keys| keys.memory_mib.is_some()) {
+            let found = "the platform's host agent gives each slice the GPU's memory divided by virtual_number, unless the \
+                         agent reads D-Bus";
+            let remedy = "remove memory";
+            let problem = entry.problem("memory", Problem::new(found, remedy));
+            troubles.push(Trouble { name: "agent-divides-memory", problem, path: None });
+        }
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
         if !matches!(path, DevicePath::RenderNode(_) | DevicePath::Other(_)) {
             let found =

@@ -8,9 +8,10 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use super::host_conf::boolean;
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry};
-use super::{most_clients, percentage, slices};
+use super::{memory, most_clients, percentage, slices};
 use crate::host::pci_address::PciAddress;
 use crate::problem::{LocatedProblem, Origin};
 
@@ -87,7 +88,16 @@ fn items<'t>(
 
 /// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
 /// `virtualNumber`.
-const KEYS: [&str; 6] = ["path", "type", "virtual_number", "thread_percentage", "max_clients", "isolation"];
+const KEYS: [&str; 8] = [
+    "path",
+    "type",
+    "virtual_number",
+    "thread_percentage",
+    "max_clients",
+    "isolation",
+    "memory",
+    "overcommit",
+];
 
 struct Entry<'t> {
     /// For messages: `devices[2]`.
@@ -127,9 +137,17 @@ impl<'t> Entry<'t> {
         let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
         let max_clients = findings.checked(self.optional("max_clients", most_clients));
         let isolation = findings.checked(self.optional("isolation", isolation));
+        let memory_mib = findings.checked(self.optional("memory", memory));
+        let overcommit = findings.checked(self.optional("overcommit", boolean));
         // Only now, so that every problem is reported at once.
-        let (slices, thread_percentage, max_clients) = (slices?, thread_percentage?, max_clients?);
-        let mps = Some(MpsEntry { slices, thread_percentage, max_clients, isolation: isolation? });
+        let mps = Some(MpsEntry {
+            slices: slices?,
+            thread_percentage: thread_percentage?,
+            max_clients: max_clients?,
+            isolation: isolation?,
+            memory_mib: memory_mib?,
+            overcommit: overcommit?.unwrap_or_default(),
+        });
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
@@ -267,7 +285,7 @@ fn is_uuid(text: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::num::NonZeroU32;
+    use std::num::{NonZeroU32, NonZeroU64};
 
     use proptest::prelude::*;
 
@@ -312,12 +330,7 @@ mod tests {
             origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
-            mps: Some(MpsEntry {
-                slices: 4.try_into().unwrap(),
-                thread_percentage: None,
-                max_clients: None,
-                isolation: None,
-            }),
+            mps: Some(MpsEntry::of(4.try_into().unwrap())),
         };
         assert_eq!(entries(text), [entry]);
     }
@@ -412,6 +425,51 @@ mod tests {
             let [(5, "devices[0].thread_percentage", _)] = told(&findings.problems)[..] else {
                 panic!("{value}: {:?}", findings.problems)
             };
+        }
+    }
+
+    #[test]
+    fn memory_is_an_amount_with_or_without_a_unit() {
+        let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
+        for (value, mib) in [
+            ("", None),
+            ("20480", Some(20480)),
+            ("\"20480\"", Some(20480)),
+            ("20GiB", Some(20480)),
+            ("20 GiB", Some(20480)),
+            ("1MiB", Some(1)),
+            ("16384GiB", Some(16 << 20)),
+        ] {
+            let keys = entries(&entry(&format!("memory: {value}")))[0].mps.unwrap();
+            assert_eq!(keys.memory_mib.map(NonZeroU64::get), mib, "{value}");
+        }
+        for value in [
+            "0",
+            "-1",
+            "0GiB",
+            "1.5GiB",
+            "20G",
+            "20GB",
+            "20gib",
+            "GiB",
+            "16385GiB",
+            "1e3",
+            "true",
+            "[1]",
+            "18446744073709551616",
+            "18014398509481985GiB",
+            "020",
+        ] {
+            let (_, findings) = read(&entry(&format!("memory: {value}")));
+            let [(5, "devices[0].memory", _)] = told(&findings.problems)[..] else {
+                panic!("{value}: {:?}", findings.problems)
+            };
+            assert!(findings.problems[0].problem.remedy.contains("20GiB"), "{value}");
+        }
+        assert!(entries(&entry("overcommit: true"))[0].mps.unwrap().overcommit);
+        for value in ["2", "\"yes\"", "maybe", "[]"] {
+            let (_, findings) = read(&entry(&format!("overcommit: {value}")));
+            assert_eq!(told(&findings.problems)[0].1, "devices[0].overcommit", "{value}");
         }
     }
 
@@ -693,16 +751,18 @@ mod tests {
         }
         for entry in entries {
             assert_eq!(entry.mps.is_some(), entry.device_type == MPS_TYPE);
-            if let Some(MpsEntry { slices, thread_percentage, max_clients, isolation: _ }) = entry.mps {
+            if let Some(MpsEntry { slices, thread_percentage, max_clients, memory_mib, .. }) = entry.mps {
                 assert!(entry.path.is_some());
                 assert!((1..=999).contains(&slices.get()));
                 assert!(thread_percentage.is_none_or(|percentage| (1..=100).contains(&percentage)));
                 assert!(max_clients.is_none_or(|most| most.get() <= 999));
+                assert!(memory_mib.is_none_or(|memory| memory.get() <= 16 << 20));
             }
         }
     }
 
-    type AnyEntry = (String, bool, u32, Option<u8>, Option<NonZeroU32>, Option<Isolation>);
+    /// The path, whether the entry is ours, and its keys.
+    type AnyEntry = (String, bool, MpsEntry);
 
     prop_compose! {
         fn any_entry()(
@@ -714,15 +774,20 @@ mod tests {
             thread_percentage in proptest::option::of(1u8..=100),
             max_clients in proptest::option::of(1u32..=999),
             isolation in proptest::option::of(prop::sample::select(vec![Isolation::Gpu, Isolation::Slice])),
+            memory in proptest::option::of(1u64..=16 << 20),
+            overcommit in any::<bool>(),
         ) -> AnyEntry {
             let max_clients = max_clients.and_then(NonZeroU32::new);
-            (path.to_owned(), ours, slices, thread_percentage, max_clients, isolation)
+            let (slices, memory_mib) = (slices.try_into().unwrap(), memory.and_then(NonZeroU64::new));
+            let keys = MpsEntry { slices, thread_percentage, max_clients, isolation, memory_mib, overcommit };
+            (path.to_owned(), ours, keys)
         }
     }
 
     fn written(entries: &[AnyEntry]) -> String {
         let mut text = "devices:\n".to_owned();
-        for (path, ours, slices, thread_percentage, max_clients, isolation) in entries {
+        for (path, ours, keys) in entries {
+            let MpsEntry { slices, thread_percentage, max_clients, isolation, memory_mib, overcommit } = keys;
             let device_type = if *ours { MPS_TYPE } else { "NVIDIA_GPU_SHARE" };
             text.push_str(&format!(
                 "- path: \"{path}\"\n  type: \"{device_type}\"\n  virtual_number: {slices}\n"
@@ -737,6 +802,14 @@ mod tests {
                 let word = if *isolation == Isolation::Gpu { "gpu" } else { "slice" };
                 text.push_str(&format!("  isolation: {word}\n"));
             }
+            match memory_mib.map(NonZeroU64::get) {
+                Some(mib) if mib % 1024 == 0 => text.push_str(&format!("  memory: {}GiB\n", mib / 1024)),
+                Some(mib) => text.push_str(&format!("  memory: {mib}\n")),
+                None => {}
+            }
+            if *overcommit {
+                text.push_str("  overcommit: true\n");
+            }
         }
         text
     }
@@ -749,16 +822,7 @@ mod tests {
             let read: Vec<_> = entries.into_iter().map(|entry| (entry.path, entry.mps)).collect();
             let expected: Vec<_> = list
                 .iter()
-                .map(|(path, ours, slices, thread_percentage, max_clients, isolation)| {
-                    let slices = (*slices).try_into().unwrap();
-                    let mps = MpsEntry {
-                        slices,
-                        thread_percentage: *thread_percentage,
-                        max_clients: *max_clients,
-                        isolation: *isolation,
-                    };
-                    (Some(classify(path)), ours.then_some(mps))
-                })
+                .map(|(path, ours, keys)| (Some(classify(path)), ours.then_some(*keys)))
                 .collect();
             prop_assert_eq!(read, expected);
         }

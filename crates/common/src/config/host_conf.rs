@@ -342,7 +342,7 @@ fn meant_for_us(name: &str) -> Option<String> {
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
 }
 
-fn boolean(value: &Value<'_>) -> Result<bool, String> {
+pub(super) fn boolean(value: &Value<'_>) -> Result<bool, String> {
     value.as_bool().ok_or_else(|| "write true or false, without quotes".to_owned())
 }
 

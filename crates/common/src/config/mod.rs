@@ -10,7 +10,7 @@ mod yaml;
 
 use std::fmt;
 use std::io;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -136,6 +136,24 @@ pub struct MpsEntry {
     pub max_clients: Option<NonZeroU32>,
     /// `isolation`, if the entry overrides the topology.
     pub isolation: Option<Isolation>,
+    /// `memory`: the memory of each slice in MiB, if the entry overrides its share of the GPU's memory.
+    pub memory_mib: Option<NonZeroU64>,
+    /// `overcommit`: the slices may have more memory together than the GPU has.
+    pub overcommit: bool,
+}
+
+impl MpsEntry {
+    /// The keys of an entry that has only this number of slices.
+    pub fn of(slices: NonZeroU32) -> Self {
+        Self {
+            slices,
+            thread_percentage: None,
+            max_clients: None,
+            isolation: None,
+            memory_mib: None,
+            overcommit: false,
+        }
+    }
 }
 
 /// The kind of name by which an entry's `path` names its GPU.
@@ -492,6 +510,25 @@ fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
+/// The most MiB that can be written for a slice: 16 TiB.
+const MOST_MEMORY_MIB: u64 = 16 << 20;
+
+/// An amount of memory, in MiB, or with its unit.
+fn memory(value: &Value<'_>) -> Result<NonZeroU64, String> {
+    let text = value.text();
+    let (number, unit) = match (text.strip_suffix("GiB"), text.strip_suffix("MiB")) {
+        (Some(number), _) => (number, 1024),
+        (None, Some(number)) => (number, 1),
+        (None, None) => (&*text, 1),
+    };
+    let number = number.trim_end_matches(' ');
+    let is_plain = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
+    let mib = number.parse::<u64>().ok().filter(|_| is_plain).and_then(|number| number.checked_mul(unit));
+    mib.filter(|mib| *mib <= MOST_MEMORY_MIB).and_then(NonZeroU64::new).ok_or_else(|| {
+        format!("write a whole number of MiB from 1 to {MOST_MEMORY_MIB}, or a size such as 20GiB")
+    })
+}
+
 fn percentage(value: &Value<'_>) -> Result<u8, String> {
     whole(value, 1..=100, "percent")
 }
@@ -807,7 +844,7 @@ mod tests {
                 rest.to_owned()
             }
             Some(rest)
-                if ["  virtual_number: ", "  thread_percentage: ", "  max_clients: "]
+                if ["  virtual_number: ", "  thread_percentage: ", "  max_clients: ", "  memory: "]
                     .iter()
                     .any(|key| rest.starts_with(key)) =>
             {
@@ -846,6 +883,7 @@ mod tests {
         assert_eq!(slices, [Some(4), Some(10), Some(2), Some(1), None]);
         assert_eq!(expected.devices[1].mps.as_ref().unwrap().thread_percentage, Some(20));
         assert_eq!(expected.devices[1].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get), Some(2));
+        assert_eq!(expected.devices[2].mps.as_ref().unwrap().memory_mib.map(NonZeroU64::get), Some(40960));
         assert!(
             !expected.devices.iter().any(|entry| matches!(entry.path, None | Some(DevicePath::Other(_))))
         );

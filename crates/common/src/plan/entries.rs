@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::limits::too_many;
+use super::limits::too_much;
 use super::paths::{Miss, claim, claimed_by, find};
 use super::{Missing, PlanError};
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
@@ -70,8 +70,7 @@ pub(super) fn wanted<'a>(
             }
         };
         if let Some(gpu) = gpu {
-            problems
-                .extend(too_many(gpu, mps.slices).map(|problem| entry.problem("virtual_number", problem)));
+            problems.extend(too_much(gpu, mps).map(|(key, problem)| entry.problem(key, problem)));
             wanted.push(ConfiguredGpu { gpu, keys: *mps, gone });
         }
     }
@@ -132,8 +131,7 @@ fn unclaimed<'a>(
             }
         }
     }
-    let keys =
-        MpsEntry { slices: settings.replicas, thread_percentage: None, max_clients: None, isolation: None };
+    let keys = MpsEntry::of(settings.replicas);
     let mut wanted: Vec<_> = inventory
         .gpus
         .iter()
@@ -142,8 +140,8 @@ fn unclaimed<'a>(
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     let file = settings.sources.last().cloned().unwrap_or_default();
-    let too_many = wanted.iter().filter_map(|wanted| too_many(wanted.gpu, wanted.keys.slices));
-    problems.extend(too_many.map(|problem| problem.at(Origin::whole(&file), "cuda_mps_replicas")));
+    let too_much = wanted.iter().filter_map(|wanted| too_much(wanted.gpu, &wanted.keys));
+    problems.extend(too_much.map(|(_, problem)| problem.at(Origin::whole(&file), "cuda_mps_replicas")));
     wanted
 }
 

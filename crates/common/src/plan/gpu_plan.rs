@@ -15,8 +15,8 @@ pub struct GpuPlan {
     pub gpu: Gpu,
     pub slices: u32,
     pub isolation: Isolation,
-    /// The memory of one slice: the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory is not
-    /// known.
+    /// The memory of one slice: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if
+    /// the memory of the GPU is not known.
     pub memory_limit_mib: u64,
     /// The active thread percentage of one slice, 1 to 100.
     pub thread_percentage: u8,

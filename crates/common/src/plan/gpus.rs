@@ -1,6 +1,6 @@
 //! Plans each GPU: its slices, and the reasons why it can't be served.
 
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
 
 use super::entries::ConfiguredGpu;
 use super::gpu_plan::{GpuPlan, HELD, INSEPARABLE, obstacles};
@@ -17,7 +17,7 @@ use crate::problem::NamedProblem;
 
 pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
     let ConfiguredGpu { gpu, keys, gone } = wanted;
-    let MpsEntry { slices, thread_percentage, max_clients, .. } = keys;
+    let MpsEntry { slices, thread_percentage, max_clients, memory_mib, .. } = keys;
     let isolation = settings.isolation(keys);
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
@@ -55,7 +55,9 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     GpuPlan {
         slices: slices.get(),
         isolation,
-        memory_limit_mib: total.map_or(0, |total| limits::memory_mib(total, *slices)),
+        memory_limit_mib: total.map_or(0, |total| {
+            memory_mib.map_or_else(|| limits::memory_mib(total, *slices), NonZeroU64::get)
+        }),
         thread_percentage: thread_percentage
             .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, sharing)),
         max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(most),

@@ -1,8 +1,8 @@
 //! The arithmetic of limits: the limits of one slice with their rounding.
 
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
 
-use crate::config::ThreadPolicy;
+use crate::config::{MpsEntry, ThreadPolicy};
 use crate::host::gpu::Gpu;
 use crate::problem::Problem;
 
@@ -27,11 +27,37 @@ pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
     (places / slices.get()).max(1)
 }
 
-/// Each slice needs at least 1 MiB.
-pub(super) fn too_many(gpu: &Gpu, slices: NonZeroU32) -> Option<Problem> {
+/// The key that asks for more memory than the GPU has, or leaves a slice without any.
+pub(super) fn too_much(gpu: &Gpu, keys: &MpsEntry) -> Option<(&'static str, Problem)> {
     let total = gpu.facts()?.memory_total_mib?;
-    let found = || format!("{slices} slices of {}, which has {total} MiB", gpu.pci.address);
-    (memory_mib(total, slices) == 0).then(|| Problem::new(found(), "give each slice 1 MiB or more"))
+    let (slices, address) = (keys.slices, gpu.pci.address);
+    let share = memory_mib(total, slices);
+    let Some(memory) = keys.memory_mib.map(NonZeroU64::get) else {
+        let found = || format!("{slices} slices of {address}, which has {total} MiB");
+        let problem = || Problem::new(found(), "give each slice 1 MiB or more");
+        return (share == 0).then(|| ("virtual_number", problem()));
+    };
+    if memory > total {
+        let found = format!("{memory} MiB for a slice of {address}, which has {total} MiB");
+        return Some(("memory", Problem::new(found, format!("write {total} or less"))));
+    }
+    let sum = overcommitted(total, keys).filter(|_| !keys.overcommit)?;
+    let found = format!("{slices} slices of {memory} MiB take {sum} MiB, and {address} has {total} MiB");
+    let remedy = if share == 0 {
+        "write a smaller virtual_number".to_owned()
+    } else {
+        format!(
+            "write {share} or less, or a smaller virtual_number; or write overcommit: true if a client may find no memory \
+             although its slice has some left"
+        )
+    };
+    Some(("memory", Problem::new(found, remedy)))
+}
+
+/// The memory that the slices have together, in MiB, if that is more than the GPU has.
+pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
+    let sum = keys.memory_mib?.get().saturating_mul(keys.slices.get().into());
+    (sum > total).then_some(sum)
 }
 
 /// A limit of a slice, and the control daemon's default for it.
@@ -88,6 +114,44 @@ mod tests {
         settings.replicas = NonZeroU32::new(u32::MAX).unwrap();
         let problems = problems(&settings, &p40());
         assert!(problems[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"));
+    }
+
+    #[test]
+    fn an_entry_says_how_much_memory_its_slices_have() {
+        let planned = |slices, memory: u64, overcommit| {
+            let mut settings = with(vec![(node(128), slices)]);
+            let keys = settings.devices[0].mps.as_mut().unwrap();
+            (keys.memory_mib, keys.overcommit) = (NonZeroU64::new(memory), overcommit);
+            settings
+        };
+        let limit = |slices, memory, overcommit| {
+            let plan = plan(&planned(slices, memory, overcommit), &p40()).unwrap();
+            let told = plan.gpus[0].warnings.iter().filter(|one| one.name == "memory-overcommitted").count();
+            (limits(&plan)[0].0, told)
+        };
+        assert_eq!(limit(4, 0, true), (5760, 0));
+        assert_eq!(limit(4, 5760, false), (5760, 0));
+        assert_eq!(limit(3, 100, false), (100, 0));
+        assert_eq!(limit(4, 5761, true), (5761, 1));
+        assert_eq!(limit(999, 23040, true), (23040, 1));
+        let problem = |slices, memory, overcommit| problems(&planned(slices, memory, overcommit), &p40());
+        assert_eq!(
+            problem(4, 5761, false),
+            [
+                "devices.yml:2: devices[0].memory: 4 slices of 5761 MiB take 23044 MiB, and 0000:00:06.0 has 23040 MiB; write \
+              5760 or less, or a smaller virtual_number; or write overcommit: true if a client may find no memory although \
+              its slice has some left"
+            ]
+        );
+        for overcommit in [false, true] {
+            assert_eq!(
+                problem(2, 23041, overcommit),
+                [
+                    "devices.yml:2: devices[0].memory: 23041 MiB for a slice of 0000:00:06.0, which has 23040 MiB; write 23040 \
+                  or less"
+                ]
+            );
+        }
     }
 
     proptest! {

@@ -31,12 +31,7 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
             origin: Origin { file: "devices.yml".into(), line: Some(line) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(path),
-            mps: Some(MpsEntry {
-                slices: NonZeroU32::new(slices).unwrap(),
-                thread_percentage: None,
-                max_clients: None,
-                isolation: None,
-            }),
+            mps: Some(MpsEntry::of(NonZeroU32::new(slices).unwrap())),
         });
     }
     settings

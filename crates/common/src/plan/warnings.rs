@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 
+use super::limits::{memory_mib, overcommitted};
 use crate::config::{DeviceEntry, MpsEntry};
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::inventory::Inventory;
@@ -39,6 +40,18 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
             format!("max_clients: {clients} or less in the device file"),
         )),
         _ => {}
+    }
+    if let Some((total, sum)) =
+        facts.memory_total_mib.and_then(|total| Some((total, overcommitted(total, keys)?)))
+    {
+        warnings.push(NamedProblem::new(
+            OVERCOMMITTED,
+            format!(
+                "its {slices} slices have {sum} MiB together, and the GPU has {total} MiB: a client may find no memory \
+                 although its slice has some left"
+            ),
+            format!("memory: {} in the device file gives each slice memory of its own", memory_mib(total, *slices)),
+        ));
     }
     if !LIMITS.holds(inventory.series(), facts.compute_capability) {
         warnings.push(not_enforced(capability));
@@ -80,9 +93,11 @@ pub(super) fn loose(default: impl Display, own: impl Display, unit: &str, variab
 }
 
 /// The names of the warnings after which nothing is to be done.
-pub const WORTH_KNOWING: [&str; 3] = [NO_COMPUTE_CAPABILITY, CLIENTS_NOT_COUNTED, NOT_ENFORCED];
+pub const WORTH_KNOWING: [&str; 4] =
+    [NO_COMPUTE_CAPABILITY, CLIENTS_NOT_COUNTED, NOT_ENFORCED, OVERCOMMITTED];
 const NO_COMPUTE_CAPABILITY: &str = "compute-capability-unknown";
 const CLIENTS_NOT_COUNTED: &str = "clients-not-counted";
+const OVERCOMMITTED: &str = "memory-overcommitted";
 const NOT_ENFORCED: &str = "limits-not-enforced";
 
 #[cfg(test)]
