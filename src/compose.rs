@@ -179,8 +179,8 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
                 let unlinked = || unlinked(plan, serving?.0).remove(&ordinal);
                 Some((ordinal, trouble_of(serving, uuid, parts).or_else(unlinked)?))
             };
-            let unserved: BTreeMap<u32, String> = (0..plan.slices).filter_map(why).collect();
-            let is_served = (0..plan.slices).any(|ordinal| !unserved.contains_key(&ordinal));
+            let unserved: BTreeMap<u32, String> = (0..plan.slices()).filter_map(why).collect();
+            let is_served = (0..plan.slices()).any(|ordinal| !unserved.contains_key(&ordinal));
             // The slices have the reasons.
             ((!is_served).then(String::new), unserved)
         }
@@ -228,7 +228,7 @@ fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &GpuStatus)]) -> O
 }
 
 fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
-    (0..plan.slices).filter(|ordinal| drained.has(plan.slice(*ordinal))).collect()
+    (0..plan.slices()).filter(|ordinal| drained.has(plan.slice(*ordinal))).collect()
 }
 
 /// The names of the bindings of each slice that is bound.
@@ -238,7 +238,7 @@ fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, String> {
         let names: Vec<&str> = bindings.with(&slice).map(Binding::name).collect();
         (!names.is_empty()).then(|| (ordinal, names.join(", ")))
     };
-    (0..plan.slices).filter_map(names).collect()
+    (0..plan.slices()).filter_map(names).collect()
 }
 
 fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
@@ -246,7 +246,7 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
         let directory = plan.slice(ordinal).directory_name();
         Some((ordinal, status.missing_links.slices.get(&directory)?.clone()))
     };
-    (0..plan.slices).filter_map(why).collect()
+    (0..plan.slices()).filter_map(why).collect()
 }
 
 /// Setting limits takes some milliseconds, and nothing is wrong meanwhile.

@@ -82,6 +82,7 @@ type GPU struct {
 	Device
 	SharingMode string `json:"sharing_mode"` // MPS.
 	VirtualNum  int    `json:"virtual_num"`  // How many slices it has.
+	EqualSlices bool   `json:"equal_slices"` // Whether they have the same size.
 	// Of the control daemon that serves it.
 	ControlDaemon             string `json:"control_daemon"`
 	ConfirmedMemoryLimit      int    `json:"confirmed_memory_limit,omitempty"`

@@ -217,7 +217,7 @@ fn lowest_free(
     bindings: &SliceBindings,
 ) -> Result<SliceId, RequestError> {
     let mut why = RequestError::NotServed(format!("{} has no slice: {}", gpu.plan.gpu.id(), gpu.reason));
-    for ordinal in 0..gpu.plan.slices {
+    for ordinal in 0..gpu.plan.slices() {
         match served(gpu, ordinal) {
             Ok(slice) => match bindings.taken_from(&slice, &group.path) {
                 None => return Ok(slice),

@@ -88,7 +88,7 @@ fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestEr
 
 fn cut(snapshot: &Snapshot) -> SliceCounts {
     let gpus = snapshot.gpus.iter().flatten();
-    gpus.map(|gpu| (gpu.plan.gpu.id(), gpu.plan.slices)).collect()
+    gpus.map(|gpu| (gpu.plan.gpu.id(), gpu.plan.slices())).collect()
 }
 
 fn describe(names: &[DeviceName], one: &str, several: &str, what: &str) -> String {

@@ -52,10 +52,16 @@ pub(crate) struct GpuBudget {
 impl GpuBudget {
     /// The budgets of this GPU's slices, with its UUID. None if its clients can't be counted.
     pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse, all: &Slices) -> Option<(String, Self)> {
-        let cut = SlicedGpu { gpu: plan.gpu.id(), slices: plan.slices, all: all.clone() };
-        let budget = Budget { memory_mib: plan.memory_limit_mib, max_clients: plan.max_clients? };
+        let cut = SlicedGpu { gpu: plan.gpu.id(), slices: plan.slices(), all: all.clone() };
+        if !plan.clients_counted {
+            return None;
+        }
+        let budgets = plan
+            .sizes
+            .iter()
+            .map(|size| Budget { memory_mib: size.memory_mib, max_clients: size.max_clients });
         let terminate = on_overuse == OnOveruse::Terminate;
-        let budgets = SliceBudgets { slices: plan.slices, budget, terminate };
+        let budgets = SliceBudgets { budgets: budgets.collect(), terminate };
         Some((plan.gpu.uuid()?.to_owned(), Self { cut, budgets }))
     }
 
@@ -153,7 +159,7 @@ impl Budgets {
         let watch = GpuWatch {
             uuid: uuid.to_owned(),
             begun,
-            watch: BudgetWatch::new(budget.budgets, CoreTime::ZERO),
+            watch: BudgetWatch::new(budget.budgets.clone(), CoreTime::ZERO),
             gpu: budget,
             nvml: self.nvml.clone(),
             kernel: Blocking::new(1),
@@ -234,7 +240,7 @@ impl GpuWatch {
                         return;
                     }
                     self.gpu = budget.borrow_and_update().clone();
-                    self.watch.pursue(self.gpu.budgets);
+                    self.watch.pursue(self.gpu.budgets.clone());
                     self.over.send_replace(Vec::new());
                     self.members.look_again();
                 }

@@ -95,6 +95,7 @@ fn golden_gpu() -> Value {
         "dev_type": ["s", "GPU"],
         "sharing_mode": ["s", "MPS"],
         "virtual_num": ["i", 4],
+        "equal_slices": ["b", true],
         "control_daemon": ["s", "shared"],
         "confirmed_thread_percentage": ["i", 25],
     }))
@@ -346,8 +347,8 @@ async fn what_is_not_known_is_left_out() {
     bare.plan.gpu.pci.pci_ids_name = None;
     bare.plan.gpu.pci.link = None;
     bare.plan.gpu.pci.render_node = None;
-    bare.plan.memory_limit_mib = 0;
-    bare.plan.slices = 1;
+    bare.plan.sizes.truncate(1);
+    bare.plan.sizes[0].memory_mib = 0;
     bare.healthy = false;
     bare.reason = "GPU is lost\0".to_owned();
     bare.compute_mode = None;
@@ -665,7 +666,7 @@ async fn managed_objects_follow_the_snapshot_and_are_announced() {
     let interfaces = |signals: Vec<Value>| -> Vec<Value> {
         signals.into_iter().filter(|signal| signal[1] == managed).collect()
     };
-    service.publish(changed(&p40_board(), |gpu| gpu.plan.slices = 3)).await;
+    service.publish(changed(&p40_board(), |gpu| gpu.plan.sizes.truncate(3))).await;
     let signals = interfaces(monitor.until("DevicesChanged").await);
     let removed = json!([ROOT, managed, "InterfacesRemoved", [slice(3), ["io.yunion.Mps1.Device"]]]);
     assert_eq!(signals, [removed]);

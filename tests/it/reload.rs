@@ -87,8 +87,7 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     let refused = host.call("Control.Reload");
     let said = text(&refused);
     assert!(
-        !refused.status.success()
-            && said.contains("devices[0].memory: 4 slices of 40960 MiB take 163840 MiB"),
+        !refused.status.success() && said.contains("devices[0].memory: 4 slices have 163840 MiB together"),
         "{said}"
     );
     assert!(said.contains("host_container_device.yml:2:") && said.contains("overcommit: true"), "{said}");
@@ -104,7 +103,70 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-in_both_topologies! { the_memory_of_slices_is_as_written }
+/// Slices of different sizes: each is published, enforced by the environment of its slice and watched over with its own size,
+/// and where each has a control daemon of its own, that one enforces it.
+fn slices_have_sizes_of_their_own(topology: Topology) {
+    let mut host = Host::of(topology, "h200");
+    let sizes =
+        "slices: [{memory: 20GiB}, {memory: 40GiB, max_clients: 3}, {memory: 60GiB, thread_percentage: 50}]";
+    host.devices(&[&format!("path: /dev/dri/renderD128, type: NVIDIA_MPS, {sizes}")]);
+    host.start();
+    let status = host.wait_for_state("ready");
+    assert_eq!(status["gpus"][0]["equal_slices"], false);
+    assert_eq!(
+        (&status["gpus"][0]["mps_memory_limit"], &status["gpus"][0]["virtual_num"]),
+        (&61440.into(), &3.into())
+    );
+    let limits = [20480, 40960, 61440];
+    for (slice, limit) in host.list().iter().zip(limits) {
+        assert_has(
+            slice,
+            &serde_json::json!({"mps_memory_limit": limit, "memory_size": limit, "healthy": true}),
+        );
+        let environment = host.environment_of(slice["addr"].as_str().unwrap());
+        let value = |name: &str| environment.iter().find(|(known, _)| known == name).unwrap().1.clone();
+        assert_eq!(value("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), format!("0={limit}M"));
+        assert_eq!(value("YUNION_MPS_MEMORY_MIB"), (limit - 520).to_string());
+    }
+    let of_slices: Vec<u64> =
+        host.list().iter().map(|slice| slice["max_clients"].as_u64().unwrap()).collect();
+    let is_loose = host
+        .log()
+        .contains("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT keep to 20480 MiB (00:06.0-0), 40960 MiB (00:06.0-1)")
+        || text(&host.check()).contains("keep to 20480 MiB (00:06.0-0), 40960 MiB (00:06.0-1)");
+    let (default, most, loose) = match topology {
+        Topology::Shared => ("60G\n", [16, 3, 16], true),
+        Topology::PerSlice => ("20G\n", [48, 3, 48], false),
+    };
+    assert_eq!((of_slices.as_slice(), is_loose), (&most[..], loose));
+    assert_eq!(host.front_end(&host.private(), "get_default_device_pinned_mem_limit 0"), default);
+
+    // Four clients are one too many for the second slice, and none for the third.
+    let clients: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-1")).collect();
+    let others: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-2")).collect();
+    wait_for("overuse of the second slice alone", || {
+        let overuse: Vec<bool> = host.list().iter().map(|slice| slice["overuse"] != "").collect();
+        (overuse == [false, true, false]).then_some(())
+    });
+    drop((clients, others));
+
+    // The sizes change, and with them what differs between file and service.
+    host.devices(&[&format!(
+        "path: /dev/dri/renderD128, type: NVIDIA_MPS, {}",
+        sizes.replace("20GiB", "10GiB")
+    )]);
+    let changes = text(&host.mpsctl(&["check", "--sysroot", host.path("sysroot").to_str().unwrap()]));
+    assert!(
+        changes.contains("00:06.0-0") && changes.contains("20480") && changes.contains("10240"),
+        "{changes}"
+    );
+    host.reload();
+    wait_for("the smaller slice", || (host.list()[0]["mps_memory_limit"] == 10240).then_some(()));
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+in_both_topologies! { the_memory_of_slices_is_as_written, slices_have_sizes_of_their_own }
 
 /// Everything that is said on the bus while the slices of one GPU of eight change is about that GPU. The slices of the
 /// others stay healthy, the service stays ready, and the answer comes when the new limits are in force.

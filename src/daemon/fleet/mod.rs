@@ -4,7 +4,7 @@
 mod clients;
 mod conductor;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -284,8 +284,7 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         id: planned(uuid).map(|gpu| gpu.gpu.id()),
         ordinals: 0..0,
         memory_limit_mib: 0,
-        slice_memory_mib: 0,
-        slice_thread_percentage: 100,
+        sizes: BTreeMap::new(),
         limits_enforced: false,
         // It takes no client of ours.
         capacity: u32::MAX,

@@ -228,11 +228,8 @@ macro_rules! gpu_object {
                 "const" hot_pluggable: bool = false;
                 isolation: String = $gpu.plan.isolation.to_string();
                 limits_enforced: bool = $gpu.plan.limits_enforced;
-                memory_size: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
                 model: Option<String> = Some($gpu.plan.gpu.model()).filter(|model| !model.is_empty());
-                mps_memory_limit: Option<i32> = known_mib($gpu.plan.memory_limit_mib);
                 mps_memory_total: Option<i32> = $gpu.plan.gpu.facts().and_then(|nvml| known_mib(nvml.memory_total_mib?));
-                mps_thread_percentage: i32 = $gpu.plan.thread_percentage.into();
                 numa_node: i32 = $gpu.plan.gpu.pci.numa_node.unwrap_or(-1);
                 nvidia_index: Option<u32> = $gpu.plan.gpu.facts().map(|nvml| nvml.index);
                 nvidia_minor: Option<u32> = $gpu.plan.gpu.facts().and_then(|nvml| nvml.minor);
@@ -259,8 +256,11 @@ gpu_object! {
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
         "const" index: i32 = -1;
-        max_clients: Option<u32> = gpu.plan.max_clients;
+        max_clients: Option<u32> = gpu.plan.max_clients(slice);
+        memory_size: Option<i32> = known_mib(gpu.plan.size(slice).memory_mib);
         "false" memory_used: Option<i32> = gpu.slice_use(slice).and_then(|one| one.memory_mib).map(mib);
+        mps_memory_limit: Option<i32> = known_mib(gpu.plan.size(slice).memory_mib);
+        mps_thread_percentage: i32 = gpu.plan.size(slice).thread_percentage.into();
         "const" name: String = gpu.slice_name(slice);
         "const" ordinal: u32 = slice;
         overuse: Option<String> = gpu.slice_use(slice).map(|one| one.overuse.clone());
@@ -280,14 +280,18 @@ gpu_object! {
         confirmed_thread_percentage: Option<i32> = gpu.confirmed_thread_percentage.map(i32::from);
         control_daemon: String = gpu.control_daemons.join(",");
         "const" dev_type: String = "GPU".to_owned();
+        equal_slices: bool = gpu.plan.equal_slices();
         healthy: bool = gpu.healthy;
+        memory_size: Option<i32> = known_mib(gpu.plan.largest().memory_mib);
         "false" memory_used: Option<i32> = gpu.in_use.and_then(|all| all.memory_mib).map(mib);
+        mps_memory_limit: Option<i32> = known_mib(gpu.plan.largest().memory_mib);
+        mps_thread_percentage: i32 = gpu.plan.largest().thread_percentage.into();
         name: String = gpu.plan.gpu.id().to_string();
         pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
         pipe_directory: String = path(&gpu.plan.pipe_directory);
         reason: String = gpu.gpu_reason();
         "const" sharing_mode: String = "MPS".to_owned();
-        virtual_num: i32 = i32::try_from(gpu.plan.slices).unwrap_or(i32::MAX);
+        virtual_num: i32 = i32::try_from(gpu.plan.slices()).unwrap_or(i32::MAX);
     }
 }
 

@@ -11,7 +11,7 @@ use crate::bus::rows::{self, Gpu};
 use crate::config::Loaded;
 use crate::counted::counted;
 use crate::directories::give_up_private_directory;
-use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present, tenure_of};
+use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present, SliceSize, tenure_of};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {
@@ -209,7 +209,7 @@ impl Comparison<'_> {
         let uuid = gpu.gpu.uuid().unwrap_or_default();
         let now = self.published.gpus.iter().find(|now| now.addr == name);
         let before = now.map_or(0, |now| count(now));
-        let after = u64::from(gpu.slices);
+        let after = u64::from(gpu.slices());
         if before < after {
             let come = slices(&name, before, after);
             self.add(DifferenceKind::Devices, &name, [&"", &come], self.effect_for(uuid));
@@ -218,23 +218,41 @@ impl Comparison<'_> {
             self.add(DifferenceKind::Devices, &name, [&go, &""], self.effect_for(uuid));
         }
         let Some(now) = now else { return };
-        let percentage = Some(now.mps_thread_percentage);
+        if now.equal_slices && gpu.equal_slices() {
+            self.size(&name, uuid, [now.mps_memory_limit, Some(now.mps_thread_percentage)], gpu.size(0));
+            let mut devices = self.published.devices.iter().flatten();
+            let first = devices.find(|device| device.base_addr == name);
+            self.most_clients(&name, first.and_then(|device| device.max_clients), gpu.max_clients(0));
+            return;
+        }
+        for device in self.published.devices.iter().flatten().filter(|device| device.base_addr == name) {
+            if device.ordinal < gpu.slices() {
+                let now = [device.mps_memory_limit, Some(device.mps_thread_percentage)];
+                self.size(&device.addr, uuid, now, gpu.size(device.ordinal));
+                self.most_clients(&device.addr, device.max_clients, gpu.max_clients(device.ordinal));
+            }
+        }
+    }
+
+    /// A GPU with equal slices, or a slice, has this memory limit and this thread percentage now.
+    fn size(&mut self, name: &str, uuid: &str, [memory, threads]: [Option<i32>; 2], to: SliceSize) {
         for (kind, from, to) in [
-            (DifferenceKind::MemoryLimit, now.mps_memory_limit, gpu.memory_limit_mib),
-            (DifferenceKind::ThreadPercentage, percentage, gpu.thread_percentage.into()),
+            (DifferenceKind::MemoryLimit, memory, to.memory_mib),
+            (DifferenceKind::ThreadPercentage, threads, to.thread_percentage.into()),
         ] {
             // 0 stands for an unknown limit.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
-                self.add(kind, &name, [&from, &to], self.effect_for(uuid));
+                self.add(kind, name, [&from, &to], self.effect_for(uuid));
             }
         }
-        let mut devices = self.published.devices.iter().flatten();
-        let most = devices.find(|device| device.base_addr == name).and_then(|device| device.max_clients);
-        if let (Some(from), Some(to)) = (most, gpu.max_clients)
+    }
+
+    fn most_clients(&mut self, name: &str, from: Option<u32>, to: Option<u32>) {
+        if let (Some(from), Some(to)) = (from, to)
             && from != to
         {
             // The control daemon knows nothing of it.
-            self.add(DifferenceKind::MaxClients, &name, [&from, &to], Effect::Live);
+            self.add(DifferenceKind::MaxClients, name, [&from, &to], Effect::Live);
         }
     }
 

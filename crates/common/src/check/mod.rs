@@ -199,19 +199,26 @@ fn describe_plan(plan: &Plan, lines: &mut Vec<String>) {
 
 fn describe_gpu(plan: &GpuPlan) -> String {
     let name = plan.gpu.id().to_string();
-    let share = format!(
-        "{} MiB and {} % of the threads{}{}{}",
-        plan.memory_limit_mib,
-        plan.thread_percentage,
-        if plan.isolation == Isolation::Slice { " in turns" } else { "" },
-        if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
-        plan.max_clients.map(|most| format!(", for {most} clients at most")).unwrap_or_default(),
-    );
-    let slices = match (plan.unusable(), plan.slices) {
+    let share = |ordinal| {
+        let size = plan.size(ordinal);
+        format!(
+            "{} MiB and {} % of the threads{}{}{}",
+            size.memory_mib,
+            size.thread_percentage,
+            if plan.isolation == Isolation::Slice { " in turns" } else { "" },
+            if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
+            plan.max_clients(ordinal).map(|most| format!(", for {most} clients at most")).unwrap_or_default(),
+        )
+    };
+    let slices = match (plan.unusable(), plan.slices()) {
         (Some(reason), _) => format!("not served: {reason}"),
-        (None, 1) => format!("1 slice, {name}-0, {share}"),
+        (None, 1) => format!("1 slice, {name}-0, {}", share(0)),
+        (None, slices) if plan.equal_slices() => {
+            format!("{slices} slices, {name}-0 to {name}-{}, each {}", slices.saturating_sub(1), share(0))
+        }
         (None, slices) => {
-            format!("{slices} slices, {name}-0 to {name}-{}, each {share}", slices.saturating_sub(1))
+            let each = (0..slices).map(|ordinal| format!("{} {}", plan.slice(ordinal), share(ordinal)));
+            format!("{slices} slices: {}", each.collect::<Vec<_>>().join("; "))
         }
     };
     let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");

@@ -80,13 +80,22 @@ impl CheckReport {
 }
 
 fn plan_document(plan: &Plan) -> Value {
+    let slice = |gpu: &GpuPlan, ordinal| {
+        json!({
+            "addr": gpu.slice(ordinal).to_string(),
+            "mps_memory_limit": gpu.size(ordinal).memory_mib,
+            "mps_thread_percentage": gpu.size(ordinal).thread_percentage,
+            "max_clients": gpu.max_clients(ordinal),
+        })
+    };
     let gpu = |gpu: &GpuPlan| {
         json!({
             "addr": gpu.gpu.id().to_string(),
             "device_path": gpu.gpu.uuid(),
-            "virtual_num": gpu.slices,
-            "mps_memory_limit": gpu.memory_limit_mib,
-            "mps_thread_percentage": gpu.thread_percentage,
+            "virtual_num": gpu.slices(),
+            "mps_memory_limit": gpu.largest().memory_mib,
+            "mps_thread_percentage": gpu.largest().thread_percentage,
+            "slices": (0..gpu.slices()).map(|ordinal| slice(gpu, ordinal)).collect::<Vec<_>>(),
             "limits_enforced": gpu.limits_enforced,
             "pipe_directory": gpu.pipe_directory,
             "not_served": gpu.unusable(),

@@ -62,18 +62,20 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
                 entry.problem("type", Problem::new(found, "correct its spelling or remove the entry"));
             troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
         }
-        if entry.mps.is_some_and(|keys| keys.isolation == Some(Isolation::Slice)) {
+        if entry.mps.as_ref().is_some_and(|keys| keys.isolation == Some(Isolation::Slice)) {
             let found = "the platform's host agent does not list the GPU, unless the agent reads D-Bus: it lists only GPUs in \
                          compute mode EXCLUSIVE_PROCESS";
             let remedy = "write isolation: gpu";
             let problem = entry.problem("isolation", Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-needs-exclusive", problem, path: None });
         }
-        if entry.mps.is_some_and(|keys| keys.memory_mib.is_some()) {
+        if entry.mps.as_ref().is_some_and(|keys| keys.each.memory_mib.is_some() || !keys.own.is_empty()) {
             let found = "the platform's host agent gives each slice the GPU's memory divided by virtual_number, unless the \
                          agent reads D-Bus";
-            let remedy = "remove memory";
-            let problem = entry.problem("memory", Problem::new(found, remedy));
+            let is_list = entry.mps.as_ref().is_some_and(|keys| !keys.own.is_empty());
+            let (key, remedy) =
+                if is_list { ("slices", "write virtual_number alone") } else { ("memory", "remove memory") };
+            let problem = entry.problem(key, Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-divides-memory", problem, path: None });
         }
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };

@@ -6,11 +6,12 @@
 //! served, and a typing error must not have that effect.
 
 use std::collections::HashMap;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use super::host_conf::boolean;
 use super::yaml::{self, Node, Pair, Value};
-use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry};
+use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
 use crate::host::pci_address::PciAddress;
 use crate::problem::{LocatedProblem, Origin};
@@ -88,7 +89,7 @@ fn items<'t>(
 
 /// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
 /// `virtualNumber`.
-const KEYS: [&str; 8] = [
+const KEYS: [&str; 9] = [
     "path",
     "type",
     "virtual_number",
@@ -97,7 +98,11 @@ const KEYS: [&str; 8] = [
     "isolation",
     "memory",
     "overcommit",
+    "slices",
 ];
+
+/// The keys of an entry of the list `slices`.
+const SLICE_KEYS: [&str; 3] = ["memory", "thread_percentage", "max_clients"];
 
 struct Entry<'t> {
     /// For messages: `devices[2]`.
@@ -124,7 +129,7 @@ impl<'t> Entry<'t> {
             findings.problems.push(self.problem(self.origin.line, "", &found, &remedy));
             return None;
         };
-        let warnings = self.fill(pairs);
+        let warnings = self.fill(pairs, &KEYS);
         let device_type = findings.checked(self.required("type", WRITE_TYPE, device_type))?;
         if device_type != MPS_TYPE {
             let path = self.fields.get("path").and_then(|field| path(&field.value).ok());
@@ -132,32 +137,93 @@ impl<'t> Entry<'t> {
         }
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
-        let remedy = "write the number of slices of the GPU, 1 to 999";
-        let slices = findings.checked(self.required("virtual_number", remedy, slices));
-        let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
-        let max_clients = findings.checked(self.optional("max_clients", most_clients));
+        let own = self.own_sizes(findings);
+        let slices = findings.checked(self.number(own.as_deref()));
+        let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
-        let memory_mib = findings.checked(self.optional("memory", memory));
         let overcommit = findings.checked(self.optional("overcommit", boolean));
         // Only now, so that every problem is reported at once.
         let mps = Some(MpsEntry {
             slices: slices?,
-            thread_percentage: thread_percentage?,
-            max_clients: max_clients?,
+            each: each?,
+            own: own?,
             isolation: isolation?,
-            memory_mib: memory_mib?,
             overcommit: overcommit?.unwrap_or_default(),
         });
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
-    /// Takes the keys. It warns of unknown keys and keys that appear twice.
-    fn fill(&mut self, pairs: Vec<Pair<'t>>) -> Vec<LocatedProblem> {
+    /// The number of slices: that of the list of their own keys, if there is one.
+    fn number(&self, own: Option<&[SliceKeys]>) -> Result<NonZeroU32, LocatedProblem> {
+        let remedy = "write the number of slices of the GPU, 1 to 999";
+        let listed = own.and_then(|own| NonZeroU32::new(u32::try_from(own.len()).ok()?));
+        let Some(listed) = listed else { return self.required("virtual_number", remedy, slices) };
+        match self.optional("virtual_number", slices)? {
+            Some(written) if written != listed => {
+                let found = format!("{written}, but slices has {listed}");
+                let line = self.fields.get("virtual_number").and_then(|field| field.line);
+                Err(self.problem(line, "virtual_number", &found, &format!("write {listed}, or remove it")))
+            }
+            _ => Ok(listed),
+        }
+    }
+
+    /// The keys about the size of a slice, or of each slice.
+    fn size(&self, findings: &mut Findings) -> Option<SliceKeys> {
+        let memory_mib = findings.checked(self.optional("memory", memory));
+        let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
+        let max_clients = findings.checked(self.optional("max_clients", most_clients));
+        Some(SliceKeys {
+            memory_mib: memory_mib?,
+            thread_percentage: thread_percentage?,
+            max_clients: max_clients?,
+        })
+    }
+
+    /// The keys of each slice of its own. Empty if there is no such list, None if it is unusable.
+    fn own_sizes(&mut self, findings: &mut Findings) -> Option<Vec<SliceKeys>> {
+        const WRITE_LIST: &str = "write a list of 1 to 999 slices, each as {memory: 20GiB}";
+        let Some(Node { line, value }) = self.fields.remove("slices") else { return Some(Vec::new()) };
+        let items = match value {
+            Value::Null => return Some(Vec::new()),
+            Value::List(items) if (1..=999).contains(&items.len()) => items,
+            other => {
+                findings.problems.push(self.problem(line, "slices", &other.found(), WRITE_LIST));
+                return None;
+            }
+        };
+        let each_has_memory = self.fields.get("memory").is_some_and(|field| field.value != Value::Null);
+        let own = items.into_iter().enumerate().map(|(ordinal, item)| {
+            let origin = Origin { line: item.line.or(line), ..self.origin.clone() };
+            let name = format!("{}.slices[{ordinal}]", self.name);
+            let mut slice = Entry { name, origin, fields: HashMap::new() };
+            let Value::Map(pairs) = item.value else {
+                let found = item.value.found();
+                findings.problems.push(slice.problem(slice.origin.line, "", &found, WRITE_LIST));
+                return None;
+            };
+            findings.warnings.extend(slice.fill(pairs, &SLICE_KEYS));
+            let size = slice.size(findings)?;
+            if size.memory_mib.is_none() && !each_has_memory {
+                let remedy =
+                    "write the memory of the slice, such as 20GiB, or memory of the entry for all others";
+                findings.problems.push(slice.problem(slice.origin.line, "memory", "missing", remedy));
+                return None;
+            }
+            Some(size)
+        });
+        // Each is read, so that every problem is reported at once.
+        let own: Vec<Option<SliceKeys>> = own.collect();
+        own.into_iter().collect()
+    }
+
+    /// Takes these keys. It warns of unknown keys and keys that appear twice.
+    fn fill(&mut self, pairs: Vec<Pair<'t>>, keys: &[&'static str]) -> Vec<LocatedProblem> {
         let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
             let (line, name) = (key.line.or(self.origin.line), key.value.text());
             let ours = words(&name);
-            let (found, remedy) = match KEYS.into_iter().find(|key| *key == ours) {
+            let (found, remedy) = match keys.iter().copied().find(|key| *key == ours) {
                 None => ("no such key; it is ignored", "correct the spelling or remove it"),
                 Some(key) => match self.fields.insert(key, Node { line, value }) {
                     None => continue,
@@ -415,7 +481,7 @@ mod tests {
     #[test]
     fn thread_percentage_is_optional() {
         let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
-        let percentage = |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().thread_percentage;
+        let percentage = |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().each.thread_percentage;
         assert_eq!(percentage(""), None);
         assert_eq!(percentage("thread_percentage:"), None);
         assert_eq!(percentage("thread_percentage: 100"), Some(100));
@@ -440,8 +506,8 @@ mod tests {
             ("1MiB", Some(1)),
             ("16384GiB", Some(16 << 20)),
         ] {
-            let keys = entries(&entry(&format!("memory: {value}")))[0].mps.unwrap();
-            assert_eq!(keys.memory_mib.map(NonZeroU64::get), mib, "{value}");
+            let keys = entries(&entry(&format!("memory: {value}")))[0].mps.clone().unwrap();
+            assert_eq!(keys.each.memory_mib.map(NonZeroU64::get), mib, "{value}");
         }
         for value in [
             "0",
@@ -466,7 +532,7 @@ mod tests {
             };
             assert!(findings.problems[0].problem.remedy.contains("20GiB"), "{value}");
         }
-        assert!(entries(&entry("overcommit: true"))[0].mps.unwrap().overcommit);
+        assert!(entries(&entry("overcommit: true"))[0].mps.as_ref().unwrap().overcommit);
         for value in ["2", "\"yes\"", "maybe", "[]"] {
             let (_, findings) = read(&entry(&format!("overcommit: {value}")));
             assert_eq!(told(&findings.problems)[0].1, "devices[0].overcommit", "{value}");
@@ -474,10 +540,71 @@ mod tests {
     }
 
     #[test]
+    fn slices_have_sizes_of_their_own() {
+        let entry = |lines: &str| {
+            read(&format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n{lines}"))
+        };
+        let sizes = |lines: &str| {
+            let (entries, findings) = entry(lines);
+            assert_eq!((findings.problems, findings.warnings), (Vec::new(), Vec::new()), "{lines}");
+            let keys = entries[0].mps.clone().unwrap();
+            let size =
+                |one: SliceKeys| (one.memory_mib.unwrap().get(), one.thread_percentage, one.max_clients);
+            keys.sizes().map(size).collect::<Vec<_>>()
+        };
+        let (two, all) = (NonZeroU32::new(2), NonZeroU32::new(5));
+        assert_eq!(
+            sizes(
+                "  slices:\n  - {memory: 20GiB, max_clients: 2}\n  - memory: 4096\n    threadPercentage: 70\n"
+            ),
+            [(20480, None, two), (4096, Some(70), None)]
+        );
+        assert_eq!(
+            sizes(
+                "  virtual_number: 2\n  memory: 1GiB\n  max_clients: 5\n  slices: [{}, {memory: 7, max_clients: 2}]\n"
+            ),
+            [(1024, None, all), (7, None, two)]
+        );
+        assert_eq!(sizes("  virtual_number: 1\n  memory: 7\n  slices:\n"), [(7, None, None)]);
+        let many = format!("[{}]", "{memory: 1},".repeat(1000));
+        for (lines, key, found) in [
+            ("  slices: 4\n", "devices[0].slices", "found 4"),
+            ("  slices: {memory: 4}\n", "devices[0].slices", "found a mapping"),
+            ("  slices: []\n", "devices[0].slices", "found a list"),
+            (&format!("  slices: {many}\n"), "devices[0].slices", "found a list"),
+            ("  slices: [{memory: 1}, 7]\n", "devices[0].slices[1]", "found 7"),
+            ("  slices: [{memory: 1}, {max_clients: 7}]\n", "devices[0].slices[1].memory", "missing"),
+            ("  slices: [{memory: 0}]\n", "devices[0].slices[0].memory", "found 0"),
+            (
+                "  slices: [{memory: 1, thread_percentage: 101}]\n",
+                "devices[0].slices[0].thread_percentage",
+                "found 101",
+            ),
+            (
+                "  slices: [{memory: 1, max_clients: none}]\n",
+                "devices[0].slices[0].max_clients",
+                "found \"none\"",
+            ),
+            (
+                "  virtual_number: 3\n  slices: [{memory: 1}]\n",
+                "devices[0].virtual_number",
+                "3, but slices has 1",
+            ),
+        ] {
+            let (entries, findings) = entry(lines);
+            let told = told(&findings.problems);
+            assert_eq!((told[0].1, told[0].2), (key, found), "{lines}");
+            assert!(told[0].0 >= 4 && entries.is_empty(), "{lines} {told:?}");
+        }
+        let (_, findings) = entry("  slices: [{memory: 1, isolation: slice}]\n");
+        assert_eq!(told(&findings.warnings)[0].1, "devices[0].slices[0].isolation");
+    }
+
+    #[test]
     fn max_clients_is_optional() {
         let entry = |line: &str| mps(&format!("virtual_number: 4\n  {line}"));
         let most =
-            |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get);
+            |line: &str| entries(&entry(line))[0].mps.as_ref().unwrap().each.max_clients.map(NonZeroU32::get);
         for (line, expected) in [
             ("", None),
             ("max_clients:", None),
@@ -751,9 +878,10 @@ mod tests {
         }
         for entry in entries {
             assert_eq!(entry.mps.is_some(), entry.device_type == MPS_TYPE);
-            if let Some(MpsEntry { slices, thread_percentage, max_clients, memory_mib, .. }) = entry.mps {
-                assert!(entry.path.is_some());
-                assert!((1..=999).contains(&slices.get()));
+            let Some(keys) = entry.mps else { continue };
+            assert!(entry.path.is_some() && (1..=999).contains(&keys.slices.get()));
+            assert!(keys.own.is_empty() || keys.own.len() == keys.slices.get() as usize);
+            for SliceKeys { memory_mib, thread_percentage, max_clients } in keys.sizes() {
                 assert!(thread_percentage.is_none_or(|percentage| (1..=100).contains(&percentage)));
                 assert!(max_clients.is_none_or(|most| most.get() <= 999));
                 assert!(memory_mib.is_none_or(|memory| memory.get() <= 16 << 20));
@@ -765,47 +893,66 @@ mod tests {
     type AnyEntry = (String, bool, MpsEntry);
 
     prop_compose! {
+        fn any_size()(
+            memory in proptest::option::of(1u64..=16 << 20),
+            thread_percentage in proptest::option::of(1u8..=100),
+            max_clients in proptest::option::of(1u32..=999),
+        ) -> SliceKeys {
+            let (memory_mib, max_clients) = (memory.and_then(NonZeroU64::new), max_clients.and_then(NonZeroU32::new));
+            SliceKeys { memory_mib, thread_percentage, max_clients }
+        }
+    }
+
+    prop_compose! {
         fn any_entry()(
             path in prop::sample::select(vec![
                 "/dev/dri/renderD128", "/dev/dri/card0", "00:06.0", "/dev/nvidia1", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400",
             ]),
             ours in any::<bool>(),
             slices in 1u32..=999,
-            thread_percentage in proptest::option::of(1u8..=100),
-            max_clients in proptest::option::of(1u32..=999),
+            each in any_size(),
+            mut own in proptest::collection::vec(any_size(), 0..4),
             isolation in proptest::option::of(prop::sample::select(vec![Isolation::Gpu, Isolation::Slice])),
-            memory in proptest::option::of(1u64..=16 << 20),
             overcommit in any::<bool>(),
         ) -> AnyEntry {
-            let max_clients = max_clients.and_then(NonZeroU32::new);
-            let (slices, memory_mib) = (slices.try_into().unwrap(), memory.and_then(NonZeroU64::new));
-            let keys = MpsEntry { slices, thread_percentage, max_clients, isolation, memory_mib, overcommit };
-            (path.to_owned(), ours, keys)
+            for slice in own.iter_mut().filter(|slice| slice.memory_mib.or(each.memory_mib).is_none()) {
+                slice.memory_mib = NonZeroU64::new(7);
+            }
+            let slices = u32::try_from(own.len()).ok().and_then(NonZeroU32::new).or(NonZeroU32::new(slices));
+            (path.to_owned(), ours, MpsEntry { slices: slices.unwrap(), each, own, isolation, overcommit })
         }
+    }
+
+    /// The keys about a size, as YAML has them between braces.
+    fn size_written(keys: &SliceKeys) -> Vec<String> {
+        let memory = keys.memory_mib.map(|mib| match mib.get() {
+            mib if mib % 1024 == 0 => format!("memory: {}GiB", mib / 1024),
+            mib => format!("memory: {mib}"),
+        });
+        let threads = keys.thread_percentage.map(|percentage| format!("thread_percentage: {percentage}"));
+        let clients = keys.max_clients.map(|most| format!("max_clients: {most}"));
+        [memory, threads, clients].into_iter().flatten().collect()
     }
 
     fn written(entries: &[AnyEntry]) -> String {
         let mut text = "devices:\n".to_owned();
-        for (path, ours, keys) in entries {
-            let MpsEntry { slices, thread_percentage, max_clients, isolation, memory_mib, overcommit } = keys;
+        for (path, ours, MpsEntry { slices, each, own, isolation, overcommit }) in entries {
             let device_type = if *ours { MPS_TYPE } else { "NVIDIA_GPU_SHARE" };
-            text.push_str(&format!(
-                "- path: \"{path}\"\n  type: \"{device_type}\"\n  virtual_number: {slices}\n"
-            ));
-            if let Some(percentage) = thread_percentage {
-                text.push_str(&format!("  thread_percentage: {percentage}\n"));
+            text.push_str(&format!("- path: \"{path}\"\n  type: \"{device_type}\"\n"));
+            if own.is_empty() || *overcommit {
+                text.push_str(&format!("  virtual_number: {slices}\n"));
             }
-            if let Some(most) = max_clients {
-                text.push_str(&format!("  max_clients: {most}\n"));
+            for line in size_written(each) {
+                text.push_str(&format!("  {line}\n"));
+            }
+            let own: Vec<String> =
+                own.iter().map(|keys| format!("{{{}}}", size_written(keys).join(", "))).collect();
+            if !own.is_empty() {
+                text.push_str(&format!("  slices: [{}]\n", own.join(", ")));
             }
             if let Some(isolation) = isolation {
                 let word = if *isolation == Isolation::Gpu { "gpu" } else { "slice" };
                 text.push_str(&format!("  isolation: {word}\n"));
-            }
-            match memory_mib.map(NonZeroU64::get) {
-                Some(mib) if mib % 1024 == 0 => text.push_str(&format!("  memory: {}GiB\n", mib / 1024)),
-                Some(mib) => text.push_str(&format!("  memory: {mib}\n")),
-                None => {}
             }
             if *overcommit {
                 text.push_str("  overcommit: true\n");
@@ -822,7 +969,7 @@ mod tests {
             let read: Vec<_> = entries.into_iter().map(|entry| (entry.path, entry.mps)).collect();
             let expected: Vec<_> = list
                 .iter()
-                .map(|(path, ours, keys)| (Some(classify(path)), ours.then_some(*keys)))
+                .map(|(path, ours, keys)| (Some(classify(path)), ours.then(|| keys.clone())))
                 .collect();
             prop_assert_eq!(read, expected);
         }

@@ -126,33 +126,47 @@ impl DeviceEntry {
 }
 
 /// The keys that only an `NVIDIA_MPS` entry has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MpsEntry {
     /// `virtual_number`: the number of slices of the GPU.
     pub slices: NonZeroU32,
-    /// `thread_percentage`, 1 to 100, if the entry overrides the policy.
-    pub thread_percentage: Option<u8>,
-    /// `max_clients`: the most clients of one slice, if the entry overrides its share of the places.
-    pub max_clients: Option<NonZeroU32>,
+    /// The keys that hold for each slice.
+    pub each: SliceKeys,
+    /// `slices`: the keys of each slice by its ordinal, which override those for each. Empty if all slices are alike.
+    pub own: Vec<SliceKeys>,
     /// `isolation`, if the entry overrides the topology.
     pub isolation: Option<Isolation>,
-    /// `memory`: the memory of each slice in MiB, if the entry overrides its share of the GPU's memory.
-    pub memory_mib: Option<NonZeroU64>,
     /// `overcommit`: the slices may have more memory together than the GPU has.
     pub overcommit: bool,
+}
+
+/// The keys about the size of a slice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SliceKeys {
+    /// `memory` in MiB, if it overrides the share of the GPU's memory.
+    pub memory_mib: Option<NonZeroU64>,
+    /// `thread_percentage`, 1 to 100, if it overrides the policy.
+    pub thread_percentage: Option<u8>,
+    /// `max_clients`: the most clients, if it overrides the share of the places.
+    pub max_clients: Option<NonZeroU32>,
 }
 
 impl MpsEntry {
     /// The keys of an entry that has only this number of slices.
     pub fn of(slices: NonZeroU32) -> Self {
-        Self {
-            slices,
-            thread_percentage: None,
-            max_clients: None,
-            isolation: None,
-            memory_mib: None,
-            overcommit: false,
-        }
+        Self { slices, each: SliceKeys::default(), own: Vec::new(), isolation: None, overcommit: false }
+    }
+
+    /// The keys of each slice, by its ordinal.
+    pub fn sizes(&self) -> impl Iterator<Item = SliceKeys> {
+        (0..self.slices.get() as usize).map(|ordinal| {
+            let own = self.own.get(ordinal).copied().unwrap_or_default();
+            SliceKeys {
+                memory_mib: own.memory_mib.or(self.each.memory_mib),
+                thread_percentage: own.thread_percentage.or(self.each.thread_percentage),
+                max_clients: own.max_clients.or(self.each.max_clients),
+            }
+        })
     }
 }
 
@@ -844,9 +858,15 @@ mod tests {
                 rest.to_owned()
             }
             Some(rest)
-                if ["  virtual_number: ", "  thread_percentage: ", "  max_clients: ", "  memory: "]
-                    .iter()
-                    .any(|key| rest.starts_with(key)) =>
+                if [
+                    "  virtual_number: ",
+                    "  thread_percentage: ",
+                    "  max_clients: ",
+                    "  memory: ",
+                    "  slices: ",
+                ]
+                .iter()
+                .any(|key| rest.starts_with(key)) =>
             {
                 rest.to_owned()
             }
@@ -880,10 +900,13 @@ mod tests {
         assert_eq!(loaded.settings, expected);
         let slices: Vec<_> =
             expected.devices.iter().map(|entry| entry.mps.as_ref().map(|mps| mps.slices.get())).collect();
-        assert_eq!(slices, [Some(4), Some(10), Some(2), Some(1), None]);
-        assert_eq!(expected.devices[1].mps.as_ref().unwrap().thread_percentage, Some(20));
-        assert_eq!(expected.devices[1].mps.as_ref().unwrap().max_clients.map(NonZeroU32::get), Some(2));
-        assert_eq!(expected.devices[2].mps.as_ref().unwrap().memory_mib.map(NonZeroU64::get), Some(40960));
+        assert_eq!(slices, [Some(4), Some(10), Some(2), Some(1), Some(3), None]);
+        assert_eq!(expected.devices[1].mps.as_ref().unwrap().each.thread_percentage, Some(20));
+        assert_eq!(expected.devices[1].mps.as_ref().unwrap().each.max_clients.map(NonZeroU32::get), Some(2));
+        assert_eq!(
+            expected.devices[2].mps.as_ref().unwrap().each.memory_mib.map(NonZeroU64::get),
+            Some(40960)
+        );
         assert!(
             !expected.devices.iter().any(|entry| matches!(entry.path, None | Some(DevicePath::Other(_))))
         );

@@ -1,11 +1,12 @@
 //! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use mps_core::Tenure;
 
-use super::gpu_plan::GpuPlan;
+use super::gpu_plan::{GpuPlan, SliceSize};
 use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
 use crate::config::{self, Isolation, MultiUser, Settings, Topology};
@@ -57,8 +58,8 @@ pub struct ServedGpu {
     pub ordinals: Range<u32>,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
-    pub slice_memory_mib: u64,
-    pub slice_thread_percentage: u8,
+    /// The sizes of these slices, by their ordinals.
+    pub sizes: BTreeMap<u32, SliceSize>,
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
     pub capacity: u32,
@@ -98,7 +99,10 @@ impl ControlDaemonPlan {
             let moved =
                 self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
             let has_new_slices = self.slice_directories.is_some() && gpu.ordinals.end > known.ordinals.end;
-            let mut limits = self.limits(gpu).into_iter().zip(before.limits(known));
+            let both = gpu.sizes.iter().filter_map(|(ordinal, size)| Some((size, known.sizes.get(ordinal)?)));
+            let mut limits = both.flat_map(|(size, known_size)| {
+                self.limits(gpu, size).into_iter().zip(before.limits(known, known_size))
+            });
             moved || has_new_slices || limits.any(|(limit, before)| waits_for_default(limit, before))
         };
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
@@ -123,10 +127,10 @@ impl ControlDaemonPlan {
         self.gpus.iter().flat_map(ServedGpu::slices)
     }
 
-    /// The memory limit and the thread percentage of the slices of one of its GPUs.
-    fn limits(&self, gpu: &ServedGpu) -> [Limit; 2] {
-        let threads = (gpu.slice_thread_percentage.into(), self.thread_percentage.into());
-        [(gpu.slice_memory_mib, gpu.memory_limit_mib), threads]
+    /// The memory limit and the thread percentage of a slice of one of its GPUs.
+    fn limits(&self, gpu: &ServedGpu, size: &SliceSize) -> [Limit; 2] {
+        let threads = (size.thread_percentage.into(), self.thread_percentage.into());
+        [(size.memory_mib, gpu.memory_limit_mib), threads]
     }
 
     /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
@@ -179,7 +183,7 @@ pub(super) fn control_daemons(
     let of_gpus = whole.chunks(together).map(|gpus| (gpus, None));
     let slice = |gpu: &GpuPlan, ordinal| Some((gpu.slice(ordinal), gpu.slice_pipe_directory(ordinal)));
     let of_slices = divided.iter().flat_map(|gpu| {
-        (0..gpu.0.slices).map(move |ordinal| (std::slice::from_ref(gpu), slice(gpu.0, ordinal)))
+        (0..gpu.0.slices()).map(move |ordinal| (std::slice::from_ref(gpu), slice(gpu.0, ordinal)))
     });
     let all = of_gpus.chain(of_slices);
     let control_daemons: Vec<ControlDaemonPlan> =
@@ -209,7 +213,7 @@ fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathB
 /// The directories of the slices of these GPUs, where clients can connect in any directory.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
     let directories = settings.pipe_directory.join(device_name::DIRECTORIES);
-    let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices.saturating_sub(1)).directory_name());
+    let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices().saturating_sub(1)).directory_name());
     let longest = names.map(|name| name.len()).max()?;
     let path = directories.as_os_str().len() + "/".len() + longest + "/control".len();
     (path < SOCKET_PATH_BYTES).then_some(directories)
@@ -243,19 +247,21 @@ fn control_daemon(
     // The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to that
     // GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be below the
     // limit of any slice.
-    let memory_limit_mib = gpus.iter().map(|(gpu, _)| gpu.memory_limit_mib).max().unwrap_or(0);
-    let thread_percentage = gpus.iter().map(|(gpu, _)| gpu.thread_percentage).max().unwrap_or(100);
+    let ordinals =
+        |gpu: &GpuPlan| only.map_or(0..gpu.slices(), |slice| slice.ordinal..slice.ordinal.saturating_add(1));
+    let sizes: Vec<SliceSize> =
+        gpus.iter().flat_map(|(gpu, _)| ordinals(gpu).map(|ordinal| gpu.size(ordinal))).collect();
+    let SliceSize { memory_mib: memory_limit_mib, thread_percentage, .. } = SliceSize::largest(&sizes);
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
         id: Some(gpu.gpu.id()),
-        ordinals: only.map_or(0..gpu.slices, |slice| slice.ordinal..slice.ordinal.saturating_add(1)),
+        ordinals: ordinals(gpu),
         memory_limit_mib,
-        slice_memory_mib: gpu.memory_limit_mib,
-        slice_thread_percentage: gpu.thread_percentage,
+        sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: driver::most_clients(series, facts.compute_capability),
         // Of several control daemons, nobody can tell to which a client belongs.
-        clients_listed: gpu.max_clients.is_some() && only.is_none(),
+        clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {
         id,
@@ -276,17 +282,42 @@ fn control_daemon(
 /// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
+        let whose = if control_daemon.id == "shared" { "shared " } else { "" };
         let default = control_daemon.thread_percentage;
         for served in control_daemon.gpus.iter().filter(|served| served.limits_enforced) {
             let Some(gpu) = gpus.iter_mut().find(|gpu| Some(gpu.gpu.id()) == served.id) else { continue };
-            let (own, own_mib) = (gpu.thread_percentage, gpu.memory_limit_mib);
             let default_mib = served.memory_limit_mib;
-            let threads = loose(default, own, "%", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE");
-            let memory = loose(default_mib, own_mib, "MiB", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT");
-            gpu.warnings.extend((own < default).then_some(threads));
-            gpu.warnings.extend((own_mib < default_mib).then_some(memory));
+            let threads = smaller(gpu, served, default.into(), "%", |size| size.thread_percentage.into());
+            let memory = smaller(gpu, served, default_mib, "MiB", |size| size.memory_mib);
+            let threads =
+                threads.map(|own| loose(whose, default, &own, "%", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"));
+            let memory =
+                memory.map(|own| loose(whose, default_mib, &own, "MiB", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"));
+            gpu.warnings.extend(threads.into_iter().chain(memory));
         }
     }
+}
+
+/// The limits of the slices that have less than the default, in words. None if no slice has less.
+fn smaller(
+    gpu: &GpuPlan,
+    served: &ServedGpu,
+    default: u64,
+    unit: &str,
+    part: impl Fn(&SliceSize) -> u64,
+) -> Option<String> {
+    let own: Vec<(u32, u64)> = served
+        .sizes
+        .iter()
+        .map(|(ordinal, size)| (*ordinal, part(size)))
+        .filter(|(_, own)| *own < default)
+        .collect();
+    let (_, first) = own.first()?;
+    if own.len() == served.sizes.len() && own.iter().all(|(_, own)| own == first) {
+        return Some(format!("{first} {unit}"));
+    }
+    let named = own.iter().map(|(ordinal, own)| format!("{own} {unit} ({})", gpu.slice(*ordinal)));
+    Some(named.collect::<Vec<_>>().join(", "))
 }
 
 #[cfg(test)]
@@ -306,8 +337,14 @@ mod tests {
                 id: Some("00:06.0".parse().unwrap()),
                 ordinals: 0..4,
                 memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
-                slice_memory_mib: *memory,
-                slice_thread_percentage: *threads,
+                sizes: (0..4)
+                    .map(|ordinal| {
+                        (
+                            ordinal,
+                            SliceSize { memory_mib: *memory, thread_percentage: *threads, max_clients: 12 },
+                        )
+                    })
+                    .collect(),
                 limits_enforced: true,
                 capacity: 48,
                 clients_listed: true,

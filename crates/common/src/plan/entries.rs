@@ -71,7 +71,7 @@ pub(super) fn wanted<'a>(
         };
         if let Some(gpu) = gpu {
             problems.extend(too_much(gpu, mps).map(|(key, problem)| entry.problem(key, problem)));
-            wanted.push(ConfiguredGpu { gpu, keys: *mps, gone });
+            wanted.push(ConfiguredGpu { gpu, keys: mps.clone(), gone });
         }
     }
     if settings.devices.iter().all(|entry| entry.mps.is_none()) {
@@ -136,7 +136,7 @@ fn unclaimed<'a>(
         .gpus
         .iter()
         .filter(|gpu| !claimed.contains(&gpu.pci.address) && gpu.pci.foreign_driver().is_none())
-        .map(|gpu| ConfiguredGpu { gpu, keys, gone: None })
+        .map(|gpu| ConfiguredGpu { gpu, keys: keys.clone(), gone: None })
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     let file = settings.sources.last().cloned().unwrap_or_default();
@@ -181,7 +181,10 @@ mod tests {
         inventory.gpus[3].pci.driver = Some("vfio-pci".to_owned());
         let served = |settings: &Settings| -> Vec<_> {
             let plan = plan(settings, &inventory).unwrap();
-            plan.gpus.iter().map(|gpu| (gpu.gpu.pci.address.bus, gpu.slices, gpu.memory_limit_mib)).collect()
+            plan.gpus
+                .iter()
+                .map(|gpu| (gpu.gpu.pci.address.bus, gpu.slices(), gpu.size(0).memory_mib))
+                .collect()
         };
         assert_eq!(served(&no_entries()), [(0x1a, 10, 12288), (0x1b, 10, 12288), (0x1c, 10, 12288)]);
         let claims = [
@@ -281,7 +284,7 @@ mod tests {
             reason.starts_with("devices.yml:3: devices[1].path: /dev/dri/renderD129 does not exist"),
             "{reason}"
         );
-        assert_eq!((after.gpus[1].slices, after.gpus[1].memory_limit_mib), (2, 61440));
+        assert_eq!((after.gpus[1].slices(), after.gpus[1].size(0).memory_mib), (2, 61440));
         assert_eq!(after.control_daemons[0].gpus.len(), 1);
         assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
         // The plan stays the same if it is made again, and it is as before when the GPU is back.

@@ -13,15 +13,11 @@ use crate::problem::NamedProblem;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuPlan {
     pub gpu: Gpu,
-    pub slices: u32,
+    /// The slices, by their ordinals.
+    pub sizes: Vec<SliceSize>,
     pub isolation: Isolation,
-    /// The memory of one slice: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if
-    /// the memory of the GPU is not known.
-    pub memory_limit_mib: u64,
-    /// The active thread percentage of one slice, 1 to 100.
-    pub thread_percentage: u8,
-    /// The most clients of one slice. None if the GPU's clients can't be counted.
-    pub max_clients: Option<u32>,
+    /// Whether its clients can be counted.
+    pub clients_counted: bool,
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
@@ -31,6 +27,29 @@ pub struct GpuPlan {
     pub slice_directories: Option<PathBuf>,
     /// The CPUs near it, if its control daemon and its clients are to run there. None if these are all CPUs.
     pub cpus: Option<Cpus>,
+}
+
+/// The size of a slice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SliceSize {
+    /// Its memory: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory of
+    /// the GPU is not known.
+    pub memory_mib: u64,
+    /// Its active thread percentage, 1 to 100.
+    pub thread_percentage: u8,
+    /// The most clients.
+    pub max_clients: u32,
+}
+
+impl SliceSize {
+    /// The largest parts of these.
+    pub fn largest<'s>(sizes: impl IntoIterator<Item = &'s Self>) -> Self {
+        sizes.into_iter().fold(Self::default(), |largest, size| Self {
+            memory_mib: largest.memory_mib.max(size.memory_mib),
+            thread_percentage: largest.thread_percentage.max(size.thread_percentage),
+            max_clients: largest.max_clients.max(size.max_clients),
+        })
+    }
 }
 
 pub const HELD: &str = "gpu-held";
@@ -54,6 +73,31 @@ impl GpuPlan {
             }
             Err(_) => self.gpu.pci.foreign_driver().is_none(),
         }
+    }
+
+    /// The number of its slices.
+    pub fn slices(&self) -> u32 {
+        u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The size of this slice. A slice that is not there has nothing.
+    pub fn size(&self, ordinal: u32) -> SliceSize {
+        usize::try_from(ordinal).ok().and_then(|ordinal| self.sizes.get(ordinal)).copied().unwrap_or_default()
+    }
+
+    /// The largest parts of its slices' sizes.
+    pub fn largest(&self) -> SliceSize {
+        SliceSize::largest(&self.sizes)
+    }
+
+    /// Whether all of its slices have the same size.
+    pub fn equal_slices(&self) -> bool {
+        self.sizes.iter().all(|size| Some(size) == self.sizes.first())
+    }
+
+    /// The most clients of this slice. None if the GPU's clients can't be counted.
+    pub fn max_clients(&self, ordinal: u32) -> Option<u32> {
+        self.clients_counted.then(|| self.size(ordinal).max_clients)
     }
 
     pub fn slice(&self, ordinal: u32) -> SliceId {

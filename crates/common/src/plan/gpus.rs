@@ -3,11 +3,13 @@
 use std::num::{NonZeroU32, NonZeroU64};
 
 use super::entries::ConfiguredGpu;
-use super::gpu_plan::{GpuPlan, HELD, INSEPARABLE, obstacles};
+use super::gpu_plan::{GpuPlan, HELD, INSEPARABLE, SliceSize, obstacles};
 use super::limits;
 use super::paths;
 use super::warnings;
-use crate::config::{CpuAffinity, DeviceEntry, Isolation, MpsEntry, MultiUser, Settings, Topology};
+use crate::config::{
+    CpuAffinity, DeviceEntry, Isolation, MpsEntry, MultiUser, Settings, SliceKeys, Topology,
+};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::driver::{self, LIMITS, LINKED_SOCKET, NVML_LISTS_CLIENTS};
 use crate::host::gpu::Gpu;
@@ -17,7 +19,7 @@ use crate::problem::NamedProblem;
 
 pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventory: &Inventory) -> GpuPlan {
     let ConfiguredGpu { gpu, keys, gone } = wanted;
-    let MpsEntry { slices, thread_percentage, max_clients, memory_mib, .. } = keys;
+    let MpsEntry { slices, .. } = keys;
     let isolation = settings.isolation(keys);
     let facts = gpu.facts();
     let total = facts.and_then(|facts| facts.memory_total_mib);
@@ -29,7 +31,15 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
         Isolation::Gpu => *slices,
         Isolation::Slice => NonZeroU32::MIN,
     };
-    let most = max_clients.map_or_else(|| limits::max_clients(places, sharing), NonZeroU32::get);
+    let size = |own: SliceKeys| SliceSize {
+        memory_mib: total.map_or(0, |total| {
+            own.memory_mib.map_or_else(|| limits::memory_mib(total, *slices), NonZeroU64::get)
+        }),
+        thread_percentage: own
+            .thread_percentage
+            .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, sharing)),
+        max_clients: own.max_clients.map_or_else(|| limits::max_clients(places, sharing), NonZeroU32::get),
+    };
     let pipe_directory = match (isolation, settings.topology, facts) {
         (Isolation::Gpu, Topology::PerGpu | Topology::PerSlice, Some(facts)) => {
             settings.pipe_directory.join(&facts.uuid)
@@ -53,14 +63,9 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
         }
     };
     GpuPlan {
-        slices: slices.get(),
+        sizes: keys.sizes().map(size).collect(),
         isolation,
-        memory_limit_mib: total.map_or(0, |total| {
-            memory_mib.map_or_else(|| limits::memory_mib(total, *slices), NonZeroU64::get)
-        }),
-        thread_percentage: thread_percentage
-            .unwrap_or_else(|| limits::thread_percentage(settings.thread_policy, sharing)),
-        max_clients: NVML_LISTS_CLIENTS.holds(inventory.series(), capability).then_some(most),
+        clients_counted: NVML_LISTS_CLIENTS.holds(inventory.series(), capability),
         limits_enforced,
         obstacles,
         warnings: facts.map(|facts| warnings::of_gpu(facts, keys, inventory)).unwrap_or_default(),
@@ -136,7 +141,7 @@ mod tests {
     #[test]
     fn an_entrys_own_percentage_overrides_the_policy() {
         let mut settings = with(vec![(node(128), 4), (node(129), 4)]);
-        settings.devices[0].mps.as_mut().unwrap().thread_percentage = Some(80);
+        settings.devices[0].mps.as_mut().unwrap().each.thread_percentage = Some(80);
         let plan = plan(&settings, &h200s()).unwrap();
         assert_eq!(limits(&plan), [(30720, 80), (30720, 25)]);
         assert_eq!(plan.control_daemons[0].thread_percentage, 80);
@@ -176,7 +181,7 @@ mod tests {
             let plan = plan(&entries(), &inventory).unwrap();
             assert_eq!(plan.gpus[0].unusable(), None);
             assert_eq!(plan.gpus[1].unusable().as_deref(), Some(reason));
-            assert_eq!(plan.gpus[1].slices, 2);
+            assert_eq!(plan.gpus[1].slices(), 2);
             let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
             assert_eq!(daemon.gpus.len(), 1);
             // The percentage of a GPU that is left out does not count.

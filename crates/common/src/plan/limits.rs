@@ -2,7 +2,7 @@
 
 use std::num::{NonZeroU32, NonZeroU64};
 
-use crate::config::{MpsEntry, ThreadPolicy};
+use crate::config::{MpsEntry, SliceKeys, ThreadPolicy};
 use crate::host::gpu::Gpu;
 use crate::problem::Problem;
 
@@ -32,31 +32,36 @@ pub(super) fn too_much(gpu: &Gpu, keys: &MpsEntry) -> Option<(&'static str, Prob
     let total = gpu.facts()?.memory_total_mib?;
     let (slices, address) = (keys.slices, gpu.pci.address);
     let share = memory_mib(total, slices);
-    let Some(memory) = keys.memory_mib.map(NonZeroU64::get) else {
+    let key = if keys.own.is_empty() { "memory" } else { "slices" };
+    let own = keys.own.iter().filter_map(|size| size.memory_mib);
+    let written = own.chain(keys.each.memory_mib).max();
+    let Some(largest) = written.map(NonZeroU64::get) else {
         let found = || format!("{slices} slices of {address}, which has {total} MiB");
         let problem = || Problem::new(found(), "give each slice 1 MiB or more");
         return (share == 0).then(|| ("virtual_number", problem()));
     };
-    if memory > total {
-        let found = format!("{memory} MiB for a slice of {address}, which has {total} MiB");
-        return Some(("memory", Problem::new(found, format!("write {total} or less"))));
+    if largest > total {
+        let found = format!("{largest} MiB for a slice of {address}, which has {total} MiB");
+        return Some((key, Problem::new(found, format!("write {total} or less"))));
     }
     let sum = overcommitted(total, keys).filter(|_| !keys.overcommit)?;
-    let found = format!("{slices} slices of {memory} MiB take {sum} MiB, and {address} has {total} MiB");
-    let remedy = if share == 0 {
-        "write a smaller virtual_number".to_owned()
-    } else {
-        format!(
-            "write {share} or less, or a smaller virtual_number; or write overcommit: true if a client may find no memory \
-             although its slice has some left"
-        )
-    };
-    Some(("memory", Problem::new(found, remedy)))
+    let found = format!("{slices} slices have {sum} MiB together, and {address} has {total} MiB");
+    let less = if share == 0 { "fewer slices".to_owned() } else { format!("{share} MiB or less for each") };
+    let remedy = format!(
+        "write {less}; or write overcommit: true if a client may find no memory although its slice has some left"
+    );
+    Some((key, Problem::new(found, remedy)))
 }
 
 /// The memory that the slices have together, in MiB, if that is more than the GPU has.
 pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
-    let sum = keys.memory_mib?.get().saturating_mul(keys.slices.get().into());
+    let share = memory_mib(total, keys.slices);
+    let memory = |size: SliceKeys| size.memory_mib.map_or(share, NonZeroU64::get);
+    let sum = if keys.own.is_empty() {
+        memory(keys.each).saturating_mul(keys.slices.get().into())
+    } else {
+        keys.sizes().map(memory).fold(0, u64::saturating_add)
+    };
     (sum > total).then_some(sum)
 }
 
@@ -121,7 +126,7 @@ mod tests {
         let planned = |slices, memory: u64, overcommit| {
             let mut settings = with(vec![(node(128), slices)]);
             let keys = settings.devices[0].mps.as_mut().unwrap();
-            (keys.memory_mib, keys.overcommit) = (NonZeroU64::new(memory), overcommit);
+            (keys.each.memory_mib, keys.overcommit) = (NonZeroU64::new(memory), overcommit);
             settings
         };
         let limit = |slices, memory, overcommit| {
@@ -138,9 +143,9 @@ mod tests {
         assert_eq!(
             problem(4, 5761, false),
             [
-                "devices.yml:2: devices[0].memory: 4 slices of 5761 MiB take 23044 MiB, and 0000:00:06.0 has 23040 MiB; write \
-              5760 or less, or a smaller virtual_number; or write overcommit: true if a client may find no memory although \
-              its slice has some left"
+                "devices.yml:2: devices[0].memory: 4 slices have 23044 MiB together, and 0000:00:06.0 has 23040 MiB; write 5760 \
+                 MiB or less for each; or write overcommit: true if a client may find no memory although its slice has some \
+                 left"
             ]
         );
         for overcommit in [false, true] {

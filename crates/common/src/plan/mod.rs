@@ -14,7 +14,7 @@ mod paths;
 mod warnings;
 
 pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu, tenure_of};
-pub use gpu_plan::{GpuPlan, HELD};
+pub use gpu_plan::{GpuPlan, HELD, SliceSize};
 pub use mps_core::Configured;
 pub use paths::render_node;
 pub use warnings::WORTH_KNOWING;

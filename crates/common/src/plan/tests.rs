@@ -8,7 +8,7 @@ use crate::host::cpus::Cpus;
 use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::{GpuState, NvmlFacts};
-use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, ServedGpu, warnings};
+use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, ServedGpu, SliceSize, warnings};
 use crate::problem::Origin;
 
 pub(super) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
@@ -150,7 +150,7 @@ pub(super) fn not_yet(settings: &Settings, inventory: &Inventory) -> String {
 
 /// The memory limit and the thread percentage of each GPU.
 pub(super) fn limits(plan: &Plan) -> Vec<(u64, u8)> {
-    plan.gpus.iter().map(|gpu| (gpu.memory_limit_mib, gpu.thread_percentage)).collect()
+    plan.gpus.iter().map(|gpu| (gpu.size(0).memory_mib, gpu.size(0).thread_percentage)).collect()
 }
 
 #[test]
@@ -162,11 +162,9 @@ fn the_p40_of_the_platforms_documentation() {
         configured: plan.configured.clone(),
         gpus: vec![GpuPlan {
             gpu: inventory.gpus[0].clone(),
-            slices: 4,
-            memory_limit_mib: 5760,
-            thread_percentage: 25,
+            sizes: vec![SliceSize { memory_mib: 5760, thread_percentage: 25, max_clients: 4 }; 4],
             isolation: crate::config::Isolation::Gpu,
-            max_clients: None,
+            clients_counted: false,
             limits_enforced: false,
             obstacles: Vec::new(),
             warnings: vec![warnings::not_enforced((6, 1))],
@@ -185,8 +183,11 @@ fn the_p40_of_the_platforms_documentation() {
                 id: Some("00:06.0".parse().unwrap()),
                 ordinals: 0..4,
                 memory_limit_mib: 5760,
-                slice_memory_mib: 5760,
-                slice_thread_percentage: 25,
+                sizes: (0..4)
+                    .map(|ordinal| {
+                        (ordinal, SliceSize { memory_mib: 5760, thread_percentage: 25, max_clients: 4 })
+                    })
+                    .collect(),
                 limits_enforced: false,
                 capacity: 16,
                 clients_listed: false,

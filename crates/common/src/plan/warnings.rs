@@ -10,7 +10,8 @@ use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
 
 pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) -> Vec<NamedProblem> {
-    let MpsEntry { slices, max_clients, .. } = keys;
+    let MpsEntry { slices, .. } = keys;
+    let max_clients = keys.sizes().filter_map(|size| size.max_clients).max();
     let Some(capability) = facts.compute_capability else {
         return vec![NamedProblem::new(
             NO_COMPUTE_CAPABILITY,
@@ -50,7 +51,7 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
                 "its {slices} slices have {sum} MiB together, and the GPU has {total} MiB: a client may find no memory \
                  although its slice has some left"
             ),
-            format!("memory: {} in the device file gives each slice memory of its own", memory_mib(total, *slices)),
+            format!("{} MiB or less for each in the device file, if each is to have its memory", memory_mib(total, *slices)),
         ));
     }
     if !LIMITS.holds(inventory.series(), facts.compute_capability) {
@@ -79,13 +80,18 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// A default of the control daemon belongs to another GPU, which has larger slices.
-pub(super) fn loose(default: impl Display, own: impl Display, unit: &str, variable: &str) -> NamedProblem {
+/// A default of the control daemon belongs to a larger slice, of this GPU or of another one.
+pub(super) fn loose(
+    whose: &str,
+    default: impl Display,
+    own: &str,
+    unit: &str,
+    variable: &str,
+) -> NamedProblem {
     NamedProblem::new(
         "default-limits-loose",
         format!(
-            "the shared control daemon's default is {default} {unit}, so only clients that set {variable} keep to \
-             {own} {unit}"
+            "the {whose}control daemon's default is {default} {unit}, so only clients that set {variable} keep to {own}"
         ),
         "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment that \
          yunion-mpsctl env NAME prints",
@@ -134,10 +140,10 @@ mod tests {
             let mut inventory = h200s();
             facts(&mut inventory, 0).compute_capability = Some(capability);
             let mut settings = with(vec![(node(128), 4)]);
-            settings.devices[0].mps.as_mut().unwrap().max_clients = NonZeroU32::new(max_clients);
+            settings.devices[0].mps.as_mut().unwrap().each.max_clients = NonZeroU32::new(max_clients);
             let gpu = plan(&settings, &inventory).unwrap().gpus.remove(0);
             let warned = |warning: &NamedProblem| warning.problem.found.contains("max_clients");
-            (gpu.max_clients, gpu.warnings.iter().filter(|warning| warned(warning)).count())
+            (gpu.max_clients(0), gpu.warnings.iter().filter(|warning| warned(warning)).count())
         };
         assert_eq!(planned(0, (9, 0)), (Some(12), 0));
         assert_eq!(planned(48, (9, 0)), (Some(48), 0));

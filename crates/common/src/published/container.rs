@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use crate::host::cpus::Cpus;
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::membership::DEVICE_VARIABLE;
+use crate::plan::SliceSize;
 use crate::problem::Problem;
 use crate::published::snapshot::{GpuView, Snapshot, drained};
 
@@ -148,7 +149,7 @@ pub fn container_config(
         return Err(ContainerError::not_ready(snapshot));
     }
     let mut devices: Vec<String> = Vec::new();
-    let mut gpus: Vec<&GpuView> = Vec::new();
+    let mut gpus: Vec<(&GpuView, SliceSize)> = Vec::new();
     let mut directories: Vec<PathBuf> = Vec::new();
     let mut connect: Option<PathBuf> = None;
     for asked in names {
@@ -174,19 +175,18 @@ pub fn container_config(
         connect.get_or_insert(pipe_directory);
         let directory = gpu.plan.slice_directory(ordinal);
         directories.extend(directory.filter(|directory| !directories.contains(directory)));
-        if !gpus.iter().any(|known| known.uuid() == gpu.uuid()) {
-            gpus.push(gpu);
+        if !gpus.iter().any(|(known, _)| known.uuid() == gpu.uuid()) {
+            gpus.push((gpu, gpu.plan.size(ordinal)));
         }
         if !devices.contains(&name) {
             devices.push(name);
         }
     }
-    let first = gpus.first().ok_or(ContainerError::NoneNamed)?;
     let percentage =
-        gpus.iter().map(|gpu| gpu.plan.thread_percentage).min().unwrap_or(first.plan.thread_percentage);
+        gpus.iter().map(|(_, size)| size.thread_percentage).min().ok_or(ContainerError::NoneNamed)?;
     let connect = connect.as_ref().filter(|_| directories.is_empty());
     let connect = connect.map_or(Path::new(SLICE_DIRECTORY), PathBuf::as_path);
-    let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid().to_owned()).collect();
+    let uuids: Vec<String> = gpus.iter().map(|(gpu, _)| gpu.uuid().to_owned()).collect();
     let mut environment = vec![
         ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
         ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
@@ -196,7 +196,7 @@ pub fn container_config(
     ];
     environment.extend(usable_memory(&gpus));
     environment.push((DEVICE_VARIABLE, devices.join(",")));
-    let cpus = Cpus::union(gpus.iter().map(|gpu| gpu.plan.cpus));
+    let cpus = Cpus::union(gpus.iter().map(|(gpu, _)| gpu.plan.cpus));
     environment.extend(cpus.map(|cpus| (CPUS_VARIABLE, cpus.to_string())));
     let mounts = if directories.is_empty() {
         pipe_directory_mounts(snapshot, &gpus, connect)
@@ -217,7 +217,11 @@ fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
 }
 
 /// The mounts of a client that needs the pipe directory itself.
-fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory: &Path) -> Vec<Mount> {
+fn pipe_directory_mounts(
+    snapshot: &Snapshot,
+    gpus: &[(&GpuView, SliceSize)],
+    pipe_directory: &Path,
+) -> Vec<Mount> {
     let mount = |directory: &Path, read_only| Mount {
         host: directory.to_owned(),
         container: directory.to_owned(),
@@ -227,28 +231,28 @@ fn pipe_directory_mounts(snapshot: &Snapshot, gpus: &[&GpuView], pipe_directory:
     // replace them: `rm -rf /tmp/*` at the start of a container is enough.
     let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
-    let read_only = gpus.iter().all(|gpu| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
+    let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
 /// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
 /// the container.
-fn memory_limits(gpus: &[&GpuView]) -> String {
+fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     let limits: Vec<String> = gpus
         .iter()
-        .map(|gpu| {
+        .map(|(gpu, size)| {
             let device = if gpus.len() == 1 { "0" } else { gpu.uuid() };
-            format!("{device}={}M", gpu.plan.memory_limit_mib)
+            format!("{device}={}M", size.memory_mib)
         })
         .collect();
     limits.join(",")
 }
 
 /// The memory that one process can use on each of these GPUs. Empty if that is not known, or nothing is left.
-fn usable_memory(gpus: &[&GpuView]) -> Vec<(&'static str, String)> {
-    let usable = |gpu: &&GpuView| {
+fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
+    let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let total = gpu.plan.gpu.facts()?.memory_total_mib?;
-        let of_slice = gpu.plan.memory_limit_mib.checked_sub(CONTEXT_MIB)?;
+        let of_slice = size.memory_mib.checked_sub(CONTEXT_MIB)?;
         let usable = of_slice.min(total.checked_sub(NEVER_FREE_MIB)?);
         Some((usable, usable.checked_mul(1000)?.checked_div(total)?))
     };
@@ -271,8 +275,9 @@ mod tests {
 
     fn two_gpus() -> Snapshot {
         let mut second = gpu("00:07.0", "GPU-2");
-        second.plan.memory_limit_mib = 35942;
-        second.plan.thread_percentage = 10;
+        for size in &mut second.plan.sizes {
+            (size.memory_mib, size.thread_percentage) = (35942, 10);
+        }
         snapshot(Some(vec![gpu("00:06.0", "GPU-1"), second]))
     }
 
@@ -343,8 +348,8 @@ mod tests {
             let mut snapshot = two_gpus();
             let plan = &mut Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]).plan;
             plan.gpu.nvml.as_mut().unwrap().memory_total_mib = Some(total);
-            plan.memory_limit_mib = limit;
-            usable_memory(&[&snapshot.gpus.as_ref().unwrap()[0]])
+            let size = SliceSize { memory_mib: limit, ..plan.size(0) };
+            usable_memory(&[(&snapshot.gpus.as_ref().unwrap()[0], size)])
         };
         let both = |fraction: &str, mib: &str| {
             vec![(FRACTION_VARIABLE, fraction.to_owned()), (MIB_VARIABLE, mib.to_owned())]

@@ -10,7 +10,7 @@ use super::snapshot::{GpuView, Snapshot, State};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::nvml::facts::{GpuState, NvmlFacts};
-use crate::plan::GpuPlan;
+use crate::plan::{GpuPlan, SliceSize};
 
 /// A GPU with four slices of 5760 MiB and 25 %.
 pub fn gpu(address: &str, uuid: &str) -> GpuView {
@@ -32,10 +32,8 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
     GpuView {
         plan: GpuPlan {
             gpu: Gpu { pci, nvml: Ok(nvml) },
-            slices: 4,
-            memory_limit_mib: 5760,
-            thread_percentage: 25,
-            max_clients: None,
+            sizes: vec![SliceSize { memory_mib: 5760, thread_percentage: 25, max_clients: 4 }; 4],
+            clients_counted: false,
             limits_enforced: false,
             obstacles: Vec::new(),
             warnings: Vec::new(),

@@ -116,7 +116,7 @@ impl Snapshot {
         match ordinal {
             None => Some(Named::Gpu(gpu)),
             Some(text) => {
-                let ordinal = device_name::ordinal(text).filter(|ordinal| *ordinal < gpu.plan.slices)?;
+                let ordinal = device_name::ordinal(text).filter(|ordinal| *ordinal < gpu.plan.slices())?;
                 Some(Named::Slice(gpu, ordinal))
             }
         }
@@ -125,7 +125,7 @@ impl Snapshot {
 
 /// Every slice of these GPUs: the GPU and the slice's ordinal on it.
 pub fn slices_of(gpus: &[Arc<GpuView>]) -> impl Iterator<Item = (&Arc<GpuView>, u32)> {
-    gpus.iter().flat_map(|gpu| (0..gpu.plan.slices).map(move |ordinal| (gpu, ordinal)))
+    gpus.iter().flat_map(|gpu| (0..gpu.plan.slices()).map(move |ordinal| (gpu, ordinal)))
 }
 
 impl GpuView {
@@ -151,7 +151,7 @@ impl GpuView {
     /// their budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
-        let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices));
+        let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices()));
         joined(drained.into_iter().chain(self.unserved()).chain(self.over_budget()), &self.reason)
     }
 
@@ -182,7 +182,7 @@ impl GpuView {
     }
 
     fn over_budget(&self) -> Option<String> {
-        let mut over: Vec<String> = (0..self.plan.slices)
+        let mut over: Vec<String> = (0..self.plan.slices())
             .filter(|ordinal| self.overuse(*ordinal).is_some())
             .map(|ordinal| self.slice_name(ordinal))
             .collect();
@@ -208,7 +208,7 @@ impl<'a> Named<'a> {
     /// The ordinal of the slice. The name of a GPU stands for its first slice that is not drained. None if that is drained.
     pub(super) fn undrained(&self) -> Option<u32> {
         let (gpu, mut ordinals) = match self {
-            Self::Gpu(gpu) => (gpu, 0..gpu.plan.slices),
+            Self::Gpu(gpu) => (gpu, 0..gpu.plan.slices()),
             Self::Slice(gpu, ordinal) => (gpu, *ordinal..ordinal.saturating_add(1)),
         };
         let open = ordinals.clone().find(|ordinal| gpu.slice_healthy(*ordinal));
@@ -309,7 +309,7 @@ mod tests {
         view.drained.insert(1);
         assert!(view.slice_reason(1).starts_with("drained for new clients;"), "{}", view.slice_reason(1));
         assert!(view.slice_reason(1).ends_with("; over its budget: it has more than 2 clients"));
-        view.plan.slices = 6;
+        view.plan.sizes.resize(6, view.plan.size(0));
         view.uses = vec![view.uses[1].clone(); 6];
         assert!(view.gpu_reason().ends_with("00:06.0-2, 00:06.0-3 and 2 more"), "{}", view.gpu_reason());
     }

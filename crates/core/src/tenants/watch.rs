@@ -20,22 +20,22 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
 /// The budgets of a GPU's slices, and the answer to more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceBudgets {
-    /// The number of its slices.
-    pub slices: u32,
-    /// The budget of each.
-    pub budget: Budget,
+    /// The budgets of its slices, by their ordinals.
+    pub budgets: Vec<Budget>,
     /// Whether work ends for overuse. Otherwise it is told alone.
     pub terminate: bool,
 }
 
 impl SliceBudgets {
     /// Whether clients that were right before may be too much now.
-    fn is_stricter_than(self, before: Self) -> bool {
-        self.budget.memory_mib < before.budget.memory_mib
-            || self.budget.max_clients < before.budget.max_clients
-            || self.slices != before.slices
+    fn is_stricter_than(&self, before: &Self) -> bool {
+        let is_smaller = |(now, before): (&Budget, &Budget)| {
+            now.memory_mib < before.memory_mib || now.max_clients < before.max_clients
+        };
+        self.budgets.iter().zip(&before.budgets).any(is_smaller)
+            || self.budgets.len() != before.budgets.len()
             || (self.terminate && !before.terminate)
     }
 }
@@ -220,10 +220,11 @@ impl<P: MemberProcess> BudgetWatch<P> {
 
     /// These are the budgets from now on.
     pub fn pursue(&mut self, gpu: SliceBudgets) {
-        if gpu.is_stricter_than(self.gpu) {
+        if gpu.is_stricter_than(&self.gpu) {
             self.spared.spare_all();
         }
-        self.slices.retain(|slice, _| *slice < gpu.slices);
+        let kept = (0..).zip(&gpu.budgets).map(|(slice, _)| slice).collect::<BTreeSet<u32>>();
+        self.slices.retain(|slice, _| kept.contains(slice));
         self.gpu = gpu;
     }
 
@@ -252,16 +253,16 @@ impl<P: MemberProcess> BudgetWatch<P> {
     ) -> Look<P, T> {
         self.spared.observe(found, runs);
         let (mut uses, mut news, mut over) = (Vec::new(), Vec::new(), Vec::new());
-        for slice in 0..self.gpu.slices {
+        for (slice, budget) in (0..).zip(self.gpu.budgets.clone()) {
             let mut of_slice = members.remove(&slice).unwrap_or_default();
             for member in &mut of_slice {
                 member.stays |= self.spared.has(member.process);
             }
             let in_use = budget::in_use(&of_slice);
-            let exceeded = budget::exceeded(self.gpu.budget, in_use);
+            let exceeded = budget::exceeded(budget, in_use);
             let may_cut_back = budget::may_cut_back(&of_slice);
             let (shown, has_changed) = self.show(slice, &exceeded, now);
-            let words = budget::describe(self.gpu.budget, &shown);
+            let words = budget::describe(budget, &shown);
             if has_changed {
                 news.push(OveruseNews {
                     slice,
@@ -277,13 +278,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
                 && self.gpu.terminate
                 && let Ok(may_end) = may_cut_back
             {
-                over.push(OverBudget {
-                    as_of: now,
-                    slice,
-                    budget: self.gpu.budget,
-                    members: of_slice,
-                    may_end,
-                });
+                over.push(OverBudget { as_of: now, slice, budget, members: of_slice, may_end });
             }
         }
         self.is_busy = uses.iter().any(|(in_use, _)| in_use.clients > 1);
@@ -365,8 +360,12 @@ mod tests {
     use crate::tenants::budget::tests::Process;
 
     const SECOND: Duration = Duration::from_secs(1);
-    const GPU: SliceBudgets =
-        SliceBudgets { slices: 2, budget: Budget { memory_mib: 100, max_clients: 2 }, terminate: true };
+    const BUDGET: Budget = Budget { memory_mib: 100, max_clients: 2 };
+
+    /// A GPU with two slices.
+    fn gpu(terminate: bool) -> SliceBudgets {
+        SliceBudgets { budgets: alloc::vec![BUDGET; 2], terminate }
+    }
 
     fn process(pid: u32) -> Process {
         Process { pid, start_time: u64::from(pid) }
@@ -405,7 +404,7 @@ mod tests {
 
     #[test]
     fn overuse_is_told_and_cut_back() {
-        let mut watch = watch(GPU);
+        let mut watch = watch(gpu(true));
         let members = [member(1, 60), member(2, 60)];
         let over = look(&mut watch, &members, SECOND);
         let words = "its clients hold more than its 100 MiB together";
@@ -436,10 +435,10 @@ mod tests {
     fn only_slices_that_are_no_more_are_forgotten() {
         let members = [member(1, 60), member(2, 60)];
         for (slices, told_again) in [(2, false), (1, true)] {
-            let mut watch = watch(GPU);
+            let mut watch = watch(gpu(true));
             assert_eq!(look(&mut watch, &members, SECOND).news.len(), 1);
-            watch.pursue(SliceBudgets { slices, ..GPU });
-            watch.pursue(GPU);
+            watch.pursue(SliceBudgets { budgets: alloc::vec![BUDGET; slices], terminate: true });
+            watch.pursue(gpu(true));
             assert_eq!(!look(&mut watch, &members, 2 * SECOND).news.is_empty(), told_again, "{slices}");
         }
     }
@@ -447,7 +446,7 @@ mod tests {
     #[test]
     fn a_slice_of_several_tenants_is_told_with_the_reason() {
         for terminate in [true, false] {
-            let mut watch = watch(SliceBudgets { terminate, ..GPU });
+            let mut watch = watch(gpu(terminate));
             let over =
                 look(&mut watch, &[member(1, 60), Member { tenant: Some(8), ..member(2, 60) }], SECOND);
             let reason = "; nobody's work is ended: processes 1 and 2 are of several users or containers";
@@ -459,15 +458,15 @@ mod tests {
     #[test]
     fn whoever_was_there_before_is_spared() {
         let of = |mib| [member(1, mib), member(2, mib)];
-        let mut watch = BudgetWatch::new(GPU, CoreTime::ZERO);
+        let mut watch = BudgetWatch::new(gpu(true), CoreTime::ZERO);
         assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "both were there before the watch");
-        let mut watch = self::watch(SliceBudgets { terminate: false, ..GPU });
+        let mut watch = self::watch(gpu(false));
         assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "it is told alone");
-        watch.pursue(GPU);
+        watch.pursue(gpu(true));
         assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "both were there before the reload");
-        let mut watch = self::watch(GPU);
+        let mut watch = self::watch(gpu(true));
         look(&mut watch, &of(50), SECOND);
-        watch.pursue(GPU);
+        watch.pursue(gpu(true));
         assert!(
             is_cut_back(&look(&mut watch, &of(60), SECOND)),
             "a reload that changes nothing spares nobody"
@@ -476,19 +475,19 @@ mod tests {
         watch.client_has_come(SECOND);
         assert!(!is_cut_back(&look(&mut watch, &of(60), 3 * SECOND)), "who has lost work is not known");
         for stricter in [
-            SliceBudgets { budget: Budget { memory_mib: 99, ..GPU.budget }, ..GPU },
-            SliceBudgets { budget: Budget { max_clients: 1, ..GPU.budget }, ..GPU },
-            SliceBudgets { slices: 3, ..GPU },
+            [BUDGET, Budget { memory_mib: 99, ..BUDGET }].to_vec(),
+            [BUDGET, Budget { max_clients: 1, ..BUDGET }].to_vec(),
+            alloc::vec![BUDGET; 3],
         ] {
-            let mut watch = self::watch(GPU);
-            watch.pursue(stricter);
+            let mut watch = self::watch(gpu(true));
+            watch.pursue(SliceBudgets { budgets: stricter.clone(), terminate: true });
             assert!(!is_cut_back(&look(&mut watch, &of(60), SECOND)), "{stricter:?}");
         }
     }
 
     #[test]
     fn a_gpu_that_can_not_be_looked_at_is_looked_at_again_while_there_is_a_reason() {
-        let mut watch = watch(GPU);
+        let mut watch = watch(gpu(true));
         assert_eq!(watch.is_blind(SECOND), None);
         watch.client_has_come(SECOND);
         assert_eq!(watch.is_blind(SECOND), Some(2 * SECOND));
@@ -505,7 +504,7 @@ mod tests {
 
     #[test]
     fn what_came_of_an_attempt_is_told_and_not_too_often() {
-        let mut watch = watch(GPU);
+        let mut watch = watch(gpu(true));
         let ended =
             |pids: &[u32]| pids.iter().map(|pid| victim(*pid, VictimState::Ended)).collect::<Vec<_>>();
         let mut told = |mut victims: Vec<_>, more: Option<Victim<Process>>| {
@@ -539,7 +538,7 @@ mod tests {
 
     #[test]
     fn the_pause_doubles_while_nobody_is_ended() {
-        let mut watch = watch(GPU);
+        let mut watch = watch(gpu(true));
         let mut pause_after = |state: VictimState| {
             watch.has_attempted(Some([victim(1, state)].to_vec()), CoreTime::ZERO);
             watch.attempt.at.as_secs()

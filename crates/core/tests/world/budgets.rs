@@ -116,9 +116,13 @@ impl SimWatch {
 
 /// The budgets that an order with this payload gives the slices of its GPUs.
 fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
+    // With some payloads the slices have different sizes.
+    let budget = |slice: u32| Budget {
+        memory_mib: mib_of(payload) + u64::from(slice * (payload % 2)),
+        max_clients: 1 + (payload + 1 + slice * (payload % 2)) % 3,
+    };
     SliceBudgets {
-        slices: u32::try_from(SLICES).unwrap(),
-        budget: Budget { memory_mib: mib_of(payload), max_clients: 1 + (payload + 1) % 3 },
+        budgets: (0..u32::try_from(SLICES).unwrap()).map(budget).collect(),
         terminate: may_terminate && payload % 4 != 3,
     }
 }
@@ -151,14 +155,14 @@ impl World {
         service.budgets.retain(|gpu, _| wanted.contains_key(gpu));
         for (gpu, (budgets, there)) in wanted {
             let watched = service.budgets.entry(gpu).or_insert_with(|| SimWatch {
-                watch: BudgetWatch::new(budgets, now),
+                watch: BudgetWatch::new(budgets.clone(), now),
                 due: Some(now),
                 enforcer: SimEnforcer::default(),
                 attempt: None,
                 facts: Arc::default(),
                 over: Arc::default(),
             });
-            watched.facts().is_in_force(budgets, &there);
+            watched.facts().is_in_force(&budgets, &there);
             watched.watch.pursue(budgets);
             watched.over.lock().unwrap().clear();
             watched.due = Some(now);

@@ -84,17 +84,18 @@ impl Default for Facts {
 
 impl Facts {
     /// These budgets are in force from now on, and these programs are there.
-    pub(super) fn is_in_force(&mut self, now: SliceBudgets, there: &[Program]) {
-        let smaller = |before: SliceBudgets| {
-            now.budget.memory_mib < before.budget.memory_mib
-                || now.budget.max_clients < before.budget.max_clients
-                || (now.terminate && !before.terminate)
+    pub(super) fn is_in_force(&mut self, now: &SliceBudgets, there: &[Program]) {
+        let smaller = |before: &SliceBudgets| {
+            let mut both = now.budgets.iter().zip(&before.budgets);
+            both.any(|(now, before)| {
+                now.memory_mib < before.memory_mib || now.max_clients < before.max_clients
+            }) || (now.terminate && !before.terminate)
         };
-        if self.budgets.is_none_or(smaller) {
+        if self.budgets.as_ref().is_none_or(smaller) {
             self.before.extend(there.iter().map(|program| program.process));
             self.is_unseen = true;
         }
-        self.budgets = Some(now);
+        self.budgets = Some(now.clone());
     }
 
     /// NVML lists these programs.
@@ -104,7 +105,7 @@ impl Facts {
         }
         self.seen = programs.to_vec();
         self.seen_at = now;
-        self.seen_budgets = self.budgets;
+        self.seen_budgets.clone_from(&self.budgets);
     }
 
     /// Something is told of the overuse of this slice.
@@ -129,15 +130,14 @@ impl Facts {
 
     /// Why this client must not be ended now.
     fn forbids(&self, victim: SimProcess) -> Option<&'static str> {
-        let Some(SliceBudgets { budget, terminate, .. }) = self.seen_budgets else {
+        let Some(SliceBudgets { budgets, terminate }) = &self.seen_budgets else {
             return Some("no budget");
         };
         let Some(program) = self.seen.iter().find(|one| one.process == victim) else {
             return Some("it was not found there");
         };
-        if program.slice.is_none() {
-            return Some("nobody knows its slice");
-        }
+        let budget = program.slice.and_then(|slice| budgets.get(slice as usize));
+        let Some(budget) = budget else { return Some("nobody knows its slice") };
         let of_slice: Vec<&Program> = self.seen.iter().filter(|one| one.slice == program.slice).collect();
         let has_work = |one: &&Program| {
             let connection = self.listed.get(&one.process);

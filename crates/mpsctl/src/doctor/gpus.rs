@@ -141,12 +141,17 @@ fn warnings(facts: &Facts) -> Outcome {
 
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
-        let sum = u32::from(plan.thread_percentage) * plan.slices;
+        let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();
+        let each = if plan.equal_slices() {
+            format!("{} slices of {} %", plan.slices(), plan.size(0).thread_percentage)
+        } else {
+            format!("the percentages of {} slices", plan.slices())
+        };
         (sum > 100 && plan.limits_enforced).then(|| {
             info(
                 "threads-oversubscribed",
                 names(&plan.gpu),
-                format!("{} slices of {} % add up to {sum} %", plan.slices, plan.thread_percentage),
+                format!("{each} add up to {sum} %"),
                 "nothing, if that is meant; cuda_mps_thread_percentage: equal gives each its own share",
             )
         })

@@ -92,7 +92,8 @@ impl HostGpus {
         let share = || {
             let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
             let planned = planned(&plan, group.gpus.first()?)?;
-            (planned.memory_limit_mib > 0).then_some((planned.memory_limit_mib, planned.thread_percentage))
+            let size = planned.size(0);
+            (size.memory_mib > 0).then_some((size.memory_mib, size.thread_percentage))
         };
         let (memory, threads) = match share() {
             Some((memory, threads)) => (format!("{memory} MiB"), format!("{threads} %")),

@@ -297,7 +297,8 @@ fn bar(slice: &Device) -> String {
 /// The number of slices, and the limits of each.
 fn each(gpu: &Gpu) -> String {
     let memory = gpu.mps_memory_limit.map(|mib| format!("{mib} MiB, ")).unwrap_or_default();
-    format!("{} of {memory}{} %", gpu.virtual_num, gpu.mps_thread_percentage)
+    let of = if gpu.equal_slices { "of" } else { "of up to" };
+    format!("{} {of} {memory}{} %", gpu.virtual_num, gpu.mps_thread_percentage)
 }
 
 /// The limits that the control daemon and its server have confirmed.
