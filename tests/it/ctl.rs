@@ -145,8 +145,8 @@ async fn env_speaks_shell_docker_and_json() {
             "--env=NVIDIA_DRIVER_CAPABILITIES=all",
             "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
             "--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
-            "--env=YUNION_MPS_MEMORY_FRACTION=0.227",
-            "--env=YUNION_MPS_MEMORY_MIB=5240",
+            "--env=YUNION_MPS_MEMORY_FRACTION=0.241",
+            "--env=YUNION_MPS_MEMORY_MIB=5553",
             "--env=YUNION_MPS_DEVICE=00:06.0-1",
             "--volume=/dev/shm:/dev/shm",
             "--volume=/srv/it's here:/srv/it's here",
@@ -175,8 +175,8 @@ async fn env_speaks_podman_compose_and_cdi() {
             "--env=CUDA_MPS_PIPE_DIRECTORY=/srv/$HOME \"here\"",
             "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
             "--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
-            "--env=YUNION_MPS_MEMORY_FRACTION=0.227",
-            "--env=YUNION_MPS_MEMORY_MIB=5240",
+            "--env=YUNION_MPS_MEMORY_FRACTION=0.241",
+            "--env=YUNION_MPS_MEMORY_MIB=5553",
             "--env=YUNION_MPS_DEVICE=00:06.0-1",
             "--volume=/dev/shm:/dev/shm",
             "--volume=/srv/$HOME \"here\":/srv/$HOME \"here\"",
@@ -200,8 +200,8 @@ async fn env_speaks_podman_compose_and_cdi() {
                 "NVIDIA_DRIVER_CAPABILITIES": "all",
                 "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
                 "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
-                "YUNION_MPS_MEMORY_FRACTION": "0.227",
-                "YUNION_MPS_MEMORY_MIB": "5240",
+                "YUNION_MPS_MEMORY_FRACTION": "0.241",
+                "YUNION_MPS_MEMORY_MIB": "5553",
                 "YUNION_MPS_DEVICE": "00:06.0",
             },
             "volumes": [
@@ -420,8 +420,8 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
          NVIDIA_DRIVER_CAPABILITIES=all\n\
          NVIDIA_VISIBLE_DEVICES={P40}\n\
          YUNION_MPS_DEVICE=00:06.0-1\n\
-         YUNION_MPS_MEMORY_FRACTION=0.227\n\
-         YUNION_MPS_MEMORY_MIB=5240\n"
+         YUNION_MPS_MEMORY_FRACTION=0.241\n\
+         YUNION_MPS_MEMORY_MIB=5553\n"
     );
     assert_eq!(out, expected);
 

@@ -58,6 +58,11 @@ fn more_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// The memory that is kept for the CUDA context of a client of this slice.
+fn context_mib(slice: &Value) -> u64 {
+    32 + 7 * slice["mps_thread_percentage"].as_u64().unwrap()
+}
+
 /// An entry says how much memory its slices have, in both topologies: it is in force, what is published is in force, a client
 /// keeps it, and a sum beyond the GPU is refused with the key and leaves everything as it was.
 fn the_memory_of_slices_is_as_written(topology: Topology) {
@@ -77,10 +82,9 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     let environment = host.environment_of("00:06.0-1");
     let value = |name: &str| environment.iter().find(|(known, _)| known == name).unwrap().1.clone();
     assert_eq!(value("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), "0=20480M");
-    assert_eq!(
-        (value("YUNION_MPS_MEMORY_FRACTION"), value("YUNION_MPS_MEMORY_MIB")),
-        ("0.138".into(), "19960".into())
-    );
+    let context = context_mib(&host.list()[1]);
+    assert_eq!(value("YUNION_MPS_MEMORY_MIB"), (20480 - context).to_string());
+    assert_eq!(value("YUNION_MPS_MEMORY_FRACTION"), format!("0.{}", (20480 - context) * 1000 / 143_771));
     assert!(alive(client.id()));
 
     host.devices(&[&format!("{ENTRY} 4, memory: 40GiB")]);
@@ -126,7 +130,7 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
         let environment = host.environment_of(slice["addr"].as_str().unwrap());
         let value = |name: &str| environment.iter().find(|(known, _)| known == name).unwrap().1.clone();
         assert_eq!(value("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"), format!("0={limit}M"));
-        assert_eq!(value("YUNION_MPS_MEMORY_MIB"), (limit - 520).to_string());
+        assert_eq!(value("YUNION_MPS_MEMORY_MIB"), (limit - context_mib(slice)).to_string());
     }
     let of_slices: Vec<u64> =
         host.list().iter().map(|slice| slice["max_clients"].as_u64().unwrap()).collect();

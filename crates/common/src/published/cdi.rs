@@ -171,8 +171,8 @@ mod tests {
                     "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe",
                     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
                     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
-                    "YUNION_MPS_MEMORY_FRACTION=0.227",
-                    "YUNION_MPS_MEMORY_MIB=5240",
+                    "YUNION_MPS_MEMORY_FRACTION=0.241",
+                    "YUNION_MPS_MEMORY_MIB=5553",
                     "YUNION_MPS_DEVICE=00:06.0-1",
                 ],
                 "mounts": [

@@ -21,8 +21,10 @@ const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
-/// The part of a slice's memory that the CUDA context of a process takes, in MiB. Measured: 514 on an H200 with driver 580.
-const CONTEXT_MIB: u64 = 520;
+/// The most of a slice's memory that the CUDA context of a process takes, in MiB: a fixed part, and a part for each percent of
+/// the threads. Measured with driver 580: 147 with 25 % on an H100, 514 with 100 % on an H200. Larger GPUs have more SMs.
+const CONTEXT_MIB: u64 = 32;
+const CONTEXT_MIB_PER_PERCENT: u64 = 7;
 
 /// The part of a GPU's memory that no process can allocate, in MiB: of the driver, a server and one context. Measured: 1208
 /// on an H200 with driver 580.
@@ -252,7 +254,8 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let total = gpu.plan.gpu.facts()?.memory_total_mib?;
-        let of_slice = size.memory_mib.checked_sub(CONTEXT_MIB)?;
+        let context = CONTEXT_MIB + CONTEXT_MIB_PER_PERCENT * u64::from(size.thread_percentage);
+        let of_slice = size.memory_mib.checked_sub(context)?;
         let usable = of_slice.min(total.checked_sub(NEVER_FREE_MIB)?);
         Some((usable, usable.checked_mul(1000)?.checked_div(total)?))
     };
@@ -296,8 +299,8 @@ mod tests {
                 ("NVIDIA_DRIVER_CAPABILITIES", "all"),
                 ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25"),
                 ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=5760M"),
-                ("YUNION_MPS_MEMORY_FRACTION", "0.227"),
-                ("YUNION_MPS_MEMORY_MIB", "5240"),
+                ("YUNION_MPS_MEMORY_FRACTION", "0.241"),
+                ("YUNION_MPS_MEMORY_MIB", "5553"),
                 ("YUNION_MPS_DEVICE", "00:06.0-1"),
             ]
         );
@@ -333,8 +336,8 @@ mod tests {
                 ("NVIDIA_DRIVER_CAPABILITIES", "all"),
                 ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10"),
                 ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "GPU-2=35942M,GPU-1=5760M"),
-                ("YUNION_MPS_MEMORY_FRACTION", "0.227"),
-                ("YUNION_MPS_MEMORY_MIB", "5240"),
+                ("YUNION_MPS_MEMORY_FRACTION", "0.241"),
+                ("YUNION_MPS_MEMORY_MIB", "5553"),
                 ("YUNION_MPS_DEVICE", "00:07.0-0,00:06.0-3"),
             ]
         );
@@ -354,10 +357,10 @@ mod tests {
         let both = |fraction: &str, mib: &str| {
             vec![(FRACTION_VARIABLE, fraction.to_owned()), (MIB_VARIABLE, mib.to_owned())]
         };
-        assert_eq!(usable(143_771, 35_942), both("0.246", "35422"));
+        assert_eq!(usable(143_771, 35_942), both("0.248", "35735"));
         assert_eq!(usable(143_771, 143_771), both("0.991", "142491"));
-        assert_eq!(usable(143_771, 664), both("0.001", "144"));
-        for nothing in [0, 520, 663] {
+        assert_eq!(usable(143_771, 351), both("0.001", "144"));
+        for nothing in [0, 207, 350] {
             assert_eq!(usable(143_771, nothing), [], "{nothing}");
         }
         assert_eq!((usable(1000, 1000), usable(0, 0)), (Vec::new(), Vec::new()));

@@ -137,7 +137,9 @@ fn limits(facts: &Facts) -> Outcome {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
-        for gpu in served() {
+        // Control daemons of slices with different sizes confirm different limits, so the GPU has none.
+        let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == "gpu";
+        for gpu in served().filter(is_common) {
             let pairs = [
                 (percentage, gpu.confirmed_thread_percentage, "%"),
                 (memory, gpu.confirmed_memory_limit, "MiB"),

@@ -25,7 +25,7 @@ const CONTEXT_MIB_PER_SM: u64 = 6;
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
-    /// first slice of every GPU that is not drained; its other slices have the same limits and the same server
+    /// first slice of each size that is not drained, of every GPU; its other slices have the same limits
     #[arg(value_name = "DEVICE", add = complete::devices())]
     device: Option<String>,
     /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
@@ -70,11 +70,15 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
 }
 
-/// The first slice of each GPU that is not drained. Where all are, it is the first.
+/// The first slice of each size of each GPU that is not drained. Where all are, it is the first.
 fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Vec<&'d Listed<Device>> {
     let mut first: Vec<&Listed<Device>> = Vec::new();
     for device in devices {
-        match first.iter_mut().find(|one| one.base_addr == device.base_addr) {
+        let is_alike = |one: &&mut &Listed<Device>| {
+            one.base_addr == device.base_addr
+                && ProbeLimits::for_device(one) == ProbeLimits::for_device(device)
+        };
+        match first.iter_mut().find(is_alike) {
             Some(one) if one.drained && !device.drained => *one = device,
             Some(_) => {}
             None => first.push(device),
