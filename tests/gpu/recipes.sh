@@ -16,8 +16,8 @@ word() { # FILE WORD: the word behind it
     sed -n "s/.*\b$2 \([^ ]*\).*/\1/p" "$1" | head -n 1
 }
 
-close_to() { # SUBJECT FOUND EXPECTED: not more, and 256 MiB less at most
-    result "$1 ($2 MiB) close to $3 MiB" "$((${2:-0} <= $3 && ${2:-0} + 256 >= $3))" 1
+close_to() { # SUBJECT FOUND EXPECTED: not more, and 512 MiB less at most, since a fraction has three digits
+    result "$1 ($2 MiB) close to $3 MiB" "$((${2:-0} <= $3 && ${2:-0} + 512 >= $3))" 1
 }
 
 host_conf 4
