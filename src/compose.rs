@@ -163,7 +163,7 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
     let of_slice = |ordinal| {
         let serves = |status: &&Status| {
             let gpu = status.plan.gpus.iter().find(|gpu| gpu.uuid == uuid);
-            gpu.is_some_and(|gpu| gpu.ordinals.contains(&ordinal))
+            gpu.is_some_and(|gpu| gpu.sizes.contains_key(&ordinal))
         };
         parts.statuses.iter().find(serves).and_then(|status| Some((status, status.gpus.get(uuid)?)))
     };

@@ -61,7 +61,7 @@ mod tests {
 
     /// The configuration in force has an entry for this GPU.
     fn with_entry(uuid: &str, is_ours: bool) -> Settings {
-        let mps = is_ours.then_some(MpsEntry::of(NonZeroU32::MIN));
+        let mps = is_ours.then_some(MpsEntry::with_slices(NonZeroU32::MIN));
         let path = Some(DevicePath::Uuid(uuid.to_owned()));
         let entry = DeviceEntry {
             name: "devices[0]".to_owned(),

@@ -57,10 +57,16 @@ for one in a b; do
     torch "${slices[1]}" 0.48 "$dir/go" >"$dir/$one" 2>&1 &
     pids+=($!)
 done
-for one in a b; do
-    until grep -q taken "$dir/$one" || ! kill -0 "$daemon"; do sleep 0.1; done
+until [ "$(grep -l taken "$dir/a" "$dir/b" | wc -l)" = 2 ]; do
+    kill -0 "${pids[@]}" || break
+    sleep 0.1
 done
-sleep 3
+# Budgets are looked at once a second: the slice is judged once both clients are counted.
+for _ in $(seq 100); do
+    [ "$(timeout 20 yunion-mpsctl list --json | python3 -c 'import json,sys
+print(json.load(sys.stdin)[1].get("clients"))')" = 2 ] && break
+    sleep 0.1
+done
 timeout 20 yunion-mpsctl list
 result "the slice over its budget" "$(timeout 20 yunion-mpsctl list --json | python3 -c 'import json,sys
 print(json.load(sys.stdin)[1]["overuse"])')" ""

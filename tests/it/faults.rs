@@ -118,7 +118,7 @@ fn restart(host: &mut Host) {
 /// A control daemon or a server that somebody has stopped serves nobody; it is continued, its clients notice nothing,
 /// and what was changed meanwhile is in force. A stopped client is its owner's business and in nobody's way.
 fn stopped_processes_are_continued(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     host.start();
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
@@ -174,7 +174,7 @@ fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Top
 /// A server that dies as soon as it serves is started again after longer and longer pauses, the state says why, and it
 /// recovers once it lives.
 fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     host.plant("mps/start-ms", "0");
     host.start();
     let status = host.wait_for_state("ready");
@@ -259,7 +259,7 @@ fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
 
 /// A client that came before the service is named too.
 fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_fault_grace: 600");
     host.start();
     host.wait_for_state("ready");
@@ -321,7 +321,7 @@ fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
 }
 
 fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(&mut Host)) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_fault_grace: 600");
     host.start();
     let before = host.wait_for_state("ready");
@@ -409,7 +409,7 @@ fn no_room_for_the_log(topology: Topology) {
     if !root_or_skip("no_room_for_the_log") {
         return;
     }
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     let mount = Mount::at(host.path("mps/log"), "size=64k");
     host.start();
     let before = host.wait_for_state("ready");
@@ -448,7 +448,7 @@ fn no_room_for_the_state_file(topology: Topology) {
     if !root_or_skip("no_room_for_the_state_file") {
         return;
     }
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     let mount = Mount::at(host.path("run"), "size=16k");
     host.start();
     let before = host.wait_for_state("ready");
@@ -634,7 +634,7 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
 /// A log that outgrows its limit is rotated while it is written; lines after that are understood, also by a
 /// daemon that takes over and finds the lines of the limits gone, and a fault is not missed.
 fn the_log_is_rotated_under_load(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
     host.start();
     let before = host.wait_for_state("ready");
@@ -792,7 +792,7 @@ fn fake_clock() -> PathBuf {
 /// The time of day jumps by days while a client runs: nothing that is done or waited for depends on it, neither while
 /// the daemon serves nor when it takes over what it has started at another time.
 fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     let clock = host.path("clock");
     let set = |offset: &str| fs::write(&clock, offset).unwrap();
     set("+0d");
@@ -849,7 +849,7 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
 /// 64 MiB at once in the log, as a tenant can have it written: nobody waits for the service meanwhile, the log is kept and
 /// rotated, a fault is understood after it, and a control daemon that dies in the middle is replaced.
 fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
     host.start();
     let before = control_pid(&host.wait_for_state("ready"));
@@ -945,7 +945,7 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
         if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
             continue;
         }
-        let mut host = Host::of(topology, "h200");
+        let mut host = Host::with_topology(topology, "h200");
         let (log, elsewhere) = (host.control_log(), host.path("elsewhere"));
         fs::create_dir_all(log.parent().unwrap()).unwrap();
         fs::write(&elsewhere, "not a log\n").unwrap();
@@ -974,7 +974,7 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
 /// A link to another file takes the place of the log while the log is copied: the other file is no log.
 fn a_rotated_log_empties_no_other_file(topology: Topology) {
     for _ in 0..2 {
-        let mut host = Host::of(topology, "h200");
+        let mut host = Host::with_topology(topology, "h200");
         host.configure("cuda_mps_log_max_size: 1");
         host.start();
         host.wait_for_state("ready");

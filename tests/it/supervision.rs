@@ -81,7 +81,7 @@ fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
     if !root_or_skip("without_inotify_the_service_looks_once_a_second") {
         return;
     }
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     if !host.without_inotify(&Command::new("true")).status().unwrap().success() {
         return skip("without_inotify_the_service_looks_once_a_second", "no user namespace can be made");
     }
@@ -179,7 +179,7 @@ fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
 /// Somebody else's control daemon on our pipe directory that has a client: it is left as it is, the state says which
 /// process it is and what to do, and once the client is done it is replaced without anybody's help.
 fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
-    let mut host = Host::of(topology, topology.oldest_board());
+    let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
     let mut client = host.client();
     let pipe = host.pipe();
@@ -210,7 +210,7 @@ fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
 /// One that nobody uses, an orphan of another program's most often, is replaced at once.
 fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     for mode in ["-f", "-d"] {
-        let mut host = Host::of(topology, topology.oldest_board());
+        let mut host = Host::with_topology(topology, topology.oldest_board());
         let pipe = host.pipe();
         let mut foreign = foreign_control_daemon_in(&host, &pipe, mode);
         host.start();
@@ -228,7 +228,7 @@ fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
 
 /// A stop of the service doesn't stop what isn't its own.
 fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
-    let mut host = Host::of(topology, topology.oldest_board());
+    let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
     let mut client = host.client();
     host.start();
@@ -287,7 +287,7 @@ fn a_compute_mode_changed_by_others_is_left_to_them() {
 
 /// A control daemon that doesn't follow `quit` is ended all the same.
 fn a_control_daemon_that_does_not_quit_is_terminated(topology: Topology) {
-    let mut host = Host::of(topology, topology.oldest_board());
+    let mut host = Host::with_topology(topology, topology.oldest_board());
     host.configure("cuda_mps_quit_timeout: 1");
     host.plant("mps/fault/quit-hangs", "");
     host.start();
@@ -472,7 +472,7 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
 /// Another control daemon that is started in the pipe directory takes no client from ours, which is in a directory of its
 /// own. It makes way for the next one of ours.
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
-    let mut host = Host::of(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
     // The flag keeps its sockets out of the directory altogether.
     host.start_without_the_flag();
     let before = host.wait_for_state("ready");

@@ -282,7 +282,6 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
     let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
         uuid: uuid.clone(),
         id: planned(uuid).map(|gpu| gpu.gpu.id()),
-        ordinals: 0..0,
         memory_limit_mib: 0,
         sizes: BTreeMap::new(),
         limits_enforced: false,

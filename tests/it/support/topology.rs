@@ -41,7 +41,7 @@ impl Topology {
 /// The control daemon that a test is about.
 impl Host {
     /// Makes a host with this topology. Nothing runs on it yet but the bus.
-    pub(crate) fn of(topology: Topology, board: &str) -> Self {
+    pub(crate) fn with_topology(topology: Topology, board: &str) -> Self {
         let mut host = Self::new(board);
         if topology == Topology::PerSlice {
             host.configure("cuda_mps_topology: per_slice");
@@ -53,7 +53,7 @@ impl Host {
 
     /// Makes it, starts the daemon and waits until every GPU is served.
     pub(crate) fn serving_as(topology: Topology, board: &str) -> Self {
-        let mut host = Self::of(topology, board);
+        let mut host = Self::with_topology(topology, board);
         host.start();
         host.wait_for_state("ready");
         host

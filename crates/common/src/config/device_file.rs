@@ -138,7 +138,8 @@ impl<'t> Entry<'t> {
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
         let own = self.own_sizes(findings);
-        let slices = findings.checked(self.number(own.as_deref()));
+        // Where the list is unusable, nothing else says how many slices there are.
+        let slices = own.as_deref().and_then(|own| findings.checked(self.number(own)));
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
         let overcommit = findings.checked(self.optional("overcommit", boolean));
@@ -154,9 +155,9 @@ impl<'t> Entry<'t> {
     }
 
     /// The number of slices: that of the list of their own keys, if there is one.
-    fn number(&self, own: Option<&[SliceKeys]>) -> Result<NonZeroU32, LocatedProblem> {
+    fn number(&self, own: &[SliceKeys]) -> Result<NonZeroU32, LocatedProblem> {
         let remedy = "write the number of slices of the GPU, 1 to 999";
-        let listed = own.and_then(|own| NonZeroU32::new(u32::try_from(own.len()).ok()?));
+        let listed = u32::try_from(own.len()).ok().and_then(NonZeroU32::new);
         let Some(listed) = listed else { return self.required("virtual_number", remedy, slices) };
         match self.optional("virtual_number", slices)? {
             Some(written) if written != listed => {
@@ -188,7 +189,11 @@ impl<'t> Entry<'t> {
             Value::Null => return Some(Vec::new()),
             Value::List(items) if (1..=999).contains(&items.len()) => items,
             other => {
-                findings.problems.push(self.problem(line, "slices", &other.found(), WRITE_LIST));
+                let found = match other {
+                    Value::List(items) => format!("{} entries", items.len()),
+                    other => other.found(),
+                };
+                findings.problems.push(self.problem(line, "slices", &found, WRITE_LIST));
                 return None;
             }
         };
@@ -396,7 +401,7 @@ mod tests {
             origin: Origin { file: PathBuf::from(FILE), line: Some(2) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(DevicePath::RenderNode(PathBuf::from("/dev/dri/renderD128"))),
-            mps: Some(MpsEntry::of(4.try_into().unwrap())),
+            mps: Some(MpsEntry::with_slices(4.try_into().unwrap())),
         };
         assert_eq!(entries(text), [entry]);
     }
@@ -570,8 +575,8 @@ mod tests {
         for (lines, key, found) in [
             ("  slices: 4\n", "devices[0].slices", "found 4"),
             ("  slices: {memory: 4}\n", "devices[0].slices", "found a mapping"),
-            ("  slices: []\n", "devices[0].slices", "found a list"),
-            (&format!("  slices: {many}\n"), "devices[0].slices", "found a list"),
+            ("  slices: []\n", "devices[0].slices", "0 entries"),
+            (&format!("  slices: {many}\n"), "devices[0].slices", "1000 entries"),
             ("  slices: [{memory: 1}, 7]\n", "devices[0].slices[1]", "found 7"),
             ("  slices: [{memory: 1}, {max_clients: 7}]\n", "devices[0].slices[1].memory", "missing"),
             ("  slices: [{memory: 0}]\n", "devices[0].slices[0].memory", "found 0"),
@@ -593,7 +598,7 @@ mod tests {
         ] {
             let (entries, findings) = entry(lines);
             let told = told(&findings.problems);
-            assert_eq!((told[0].1, told[0].2), (key, found), "{lines}");
+            assert_eq!(told.iter().map(|(_, key, found)| (*key, *found)).collect::<Vec<_>>(), [(key, found)]);
             assert!(told[0].0 >= 4 && entries.is_empty(), "{lines} {told:?}");
         }
         let (_, findings) = entry("  slices: [{memory: 1, isolation: slice}]\n");

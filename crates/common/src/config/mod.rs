@@ -153,7 +153,7 @@ pub struct SliceKeys {
 
 impl MpsEntry {
     /// The keys of an entry that has only this number of slices.
-    pub fn of(slices: NonZeroU32) -> Self {
+    pub fn with_slices(slices: NonZeroU32) -> Self {
         Self { slices, each: SliceKeys::default(), own: Vec::new(), isolation: None, overcommit: false }
     }
 

@@ -1,7 +1,6 @@
 //! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
 
 use std::collections::BTreeMap;
-use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use mps_core::Tenure;
@@ -54,11 +53,9 @@ pub struct ServedGpu {
     pub uuid: String,
     /// None if the plan does not know it any more.
     pub id: Option<GpuId>,
-    /// The ordinals of its slices that the control daemon serves.
-    pub ordinals: Range<u32>,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
-    /// The sizes of these slices, by their ordinals.
+    /// The slices of the GPU that the control daemon serves, by their ordinals.
     pub sizes: BTreeMap<u32, SliceSize>,
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
@@ -73,8 +70,7 @@ impl ServedGpu {
     }
 
     pub fn slices(&self) -> impl Iterator<Item = SliceId> {
-        let ordinals = self.ordinals.clone();
-        self.id.into_iter().flat_map(move |id| ordinals.clone().map(move |ordinal| id.slice(ordinal)))
+        self.id.into_iter().flat_map(|id| self.sizes.keys().map(move |ordinal| id.slice(*ordinal)))
     }
 }
 
@@ -98,7 +94,8 @@ impl ControlDaemonPlan {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
             let moved =
                 self.slice_directories.is_some() && self.slice_directories != before.slice_directories;
-            let has_new_slices = self.slice_directories.is_some() && gpu.ordinals.end > known.ordinals.end;
+            let has_new_slices = self.slice_directories.is_some()
+                && gpu.sizes.keys().any(|ordinal| !known.sizes.contains_key(ordinal));
             let both = gpu.sizes.iter().filter_map(|(ordinal, size)| Some((size, known.sizes.get(ordinal)?)));
             let mut limits = both.flat_map(|(size, known_size)| {
                 self.limits(gpu, size).into_iter().zip(before.limits(known, known_size))
@@ -115,7 +112,7 @@ impl ControlDaemonPlan {
 
     /// Whether it looks for programs without MPS on a GPU for all control daemons that take turns there: one is enough.
     pub fn stands_guard(&self) -> bool {
-        self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.ordinals.start == 0)
+        self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.sizes.contains_key(&0))
     }
 
     /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
@@ -255,7 +252,6 @@ fn control_daemon(
     let served = |(gpu, facts): &(&GpuPlan, &NvmlFacts)| ServedGpu {
         uuid: facts.uuid.clone(),
         id: Some(gpu.gpu.id()),
-        ordinals: ordinals(gpu),
         memory_limit_mib,
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
@@ -282,7 +278,10 @@ fn control_daemon(
 /// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
-        let whose = if control_daemon.id == "shared" { "shared " } else { "" };
+        let holder = match control_daemon.id.as_str() {
+            "shared" => "the shared control daemon",
+            _ => "the control daemon",
+        };
         let default = control_daemon.thread_percentage;
         for served in control_daemon.gpus.iter().filter(|served| served.limits_enforced) {
             let Some(gpu) = gpus.iter_mut().find(|gpu| Some(gpu.gpu.id()) == served.id) else { continue };
@@ -290,9 +289,9 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
             let threads = smaller(gpu, served, default.into(), "%", |size| size.thread_percentage.into());
             let memory = smaller(gpu, served, default_mib, "MiB", |size| size.memory_mib);
             let threads =
-                threads.map(|own| loose(whose, default, &own, "%", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"));
+                threads.map(|own| loose(holder, default, &own, "%", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"));
             let memory =
-                memory.map(|own| loose(whose, default_mib, &own, "MiB", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"));
+                memory.map(|own| loose(holder, default_mib, &own, "MiB", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"));
             gpu.warnings.extend(threads.into_iter().chain(memory));
         }
     }
@@ -335,7 +334,6 @@ mod tests {
             let gpus = slices.iter().enumerate().map(|(n, (memory, threads))| ServedGpu {
                 uuid: format!("GPU-{n}"),
                 id: Some("00:06.0".parse().unwrap()),
-                ordinals: 0..4,
                 memory_limit_mib: slices.iter().map(|(memory, _)| *memory).max().unwrap(),
                 sizes: (0..4)
                     .map(|ordinal| {

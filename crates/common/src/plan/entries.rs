@@ -131,7 +131,7 @@ fn unclaimed<'a>(
             }
         }
     }
-    let keys = MpsEntry::of(settings.replicas);
+    let keys = MpsEntry::with_slices(settings.replicas);
     let mut wanted: Vec<_> = inventory
         .gpus
         .iter()

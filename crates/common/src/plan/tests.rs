@@ -31,7 +31,7 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
             origin: Origin { file: "devices.yml".into(), line: Some(line) },
             device_type: "NVIDIA_MPS".to_owned(),
             path: Some(path),
-            mps: Some(MpsEntry::of(NonZeroU32::new(slices).unwrap())),
+            mps: Some(MpsEntry::with_slices(NonZeroU32::new(slices).unwrap())),
         });
     }
     settings
@@ -181,7 +181,6 @@ fn the_p40_of_the_platforms_documentation() {
             gpus: vec![ServedGpu {
                 uuid: P40.to_owned(),
                 id: Some("00:06.0".parse().unwrap()),
-                ordinals: 0..4,
                 memory_limit_mib: 5760,
                 sizes: (0..4)
                     .map(|ordinal| {

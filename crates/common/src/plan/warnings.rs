@@ -82,7 +82,7 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
 
 /// A default of the control daemon belongs to a larger slice, of this GPU or of another one.
 pub(super) fn loose(
-    whose: &str,
+    holder: &str,
     default: impl Display,
     own: &str,
     unit: &str,
@@ -90,9 +90,7 @@ pub(super) fn loose(
 ) -> NamedProblem {
     NamedProblem::new(
         "default-limits-loose",
-        format!(
-            "the {whose}control daemon's default is {default} {unit}, so only clients that set {variable} keep to {own}"
-        ),
+        format!("{holder}'s default is {default} {unit}, so only clients that set {variable} keep to {own}"),
         "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment that \
          yunion-mpsctl env NAME prints",
     )

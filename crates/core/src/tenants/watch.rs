@@ -223,8 +223,8 @@ impl<P: MemberProcess> BudgetWatch<P> {
         if gpu.is_stricter_than(&self.gpu) {
             self.spared.spare_all();
         }
-        let kept = (0..).zip(&gpu.budgets).map(|(slice, _)| slice).collect::<BTreeSet<u32>>();
-        self.slices.retain(|slice, _| kept.contains(slice));
+        let is_there = |slice: &u32| usize::try_from(*slice).is_ok_and(|slice| slice < gpu.budgets.len());
+        self.slices.retain(|slice, _| is_there(slice));
         self.gpu = gpu;
     }
 
