@@ -11,6 +11,7 @@ use common::bindings::SliceBindings;
 use common::config::{Isolation, Settings};
 use common::counted::counted;
 use common::drained::Drained;
+use common::host::device_name::SliceId;
 use common::host::nvml::facts::GpuState;
 use common::plan::{GpuPlan, Plan};
 use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
@@ -39,6 +40,8 @@ pub(crate) struct Parts<'a> {
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
     pub bindings: &'a SliceBindings,
+    /// The slices for which the kernel was to hold the memory of their control groups: whether it does, or why not.
+    pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
     /// The clients of each GPU and of each slice together, by the UUIDs of the GPUs.
     pub uses: &'a BTreeMap<String, GpuUse>,
     /// Events that concern no control daemon.
@@ -138,6 +141,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         confirmed_memory_limit_mib: of_all(&serving, |gpu| gpu.memory_limit_mib),
         drained: drained(plan, parts.drained),
         bound: bound(plan, parts.bindings),
+        kernel_limits: kernel_limits(plan, parts.kernel_limits),
         unserved,
         in_use: in_use(parts, uuid, &serving),
         uses: parts.uses.get(uuid).map(|in_use| in_use.slices.clone()).unwrap_or_default(),
@@ -239,6 +243,14 @@ fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, String> {
         (!names.is_empty()).then(|| (ordinal, names.join(", ")))
     };
     (0..plan.slices()).filter_map(names).collect()
+}
+
+fn kernel_limits(
+    plan: &GpuPlan,
+    all: &BTreeMap<SliceId, Result<(), String>>,
+) -> BTreeMap<u32, Result<(), String>> {
+    let of_slice = |ordinal| Some((ordinal, all.get(&plan.slice(ordinal))?.clone()));
+    (0..plan.slices()).filter_map(of_slice).collect()
 }
 
 fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {

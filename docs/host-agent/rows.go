@@ -75,6 +75,10 @@ type Slice struct {
 	MaxClients *uint32 `json:"max_clients,omitempty"`
 	MemoryUsed *int    `json:"memory_used,omitempty"`
 	Overuse    *string `json:"overuse,omitempty"`
+	// Who keeps its clients together to its memory: "kernel" or "watch".
+	MemoryEnforcedBy *string `json:"memory_enforced_by,omitempty"`
+	// Why the kernel does not, though it was asked to.
+	KernelLimitRefused *string `json:"kernel_limit_refused,omitempty"`
 }
 
 // GPU is a GPU with all of its slices.

@@ -18,9 +18,15 @@ use common::published::container::ContainerError;
 use common::published::snapshot::{GpuView, Named, Snapshot};
 
 impl Daemon {
-    /// Binds a control group. At the answer, which names its slices, the binding is written down and published.
+    /// Binds a control group. At the answer, which names its slices, the binding is written down and published, and the kernel
+    /// holds the memory limit if it does at all: a program may start at the answer.
     pub(super) fn bind(&mut self, wanted: &WantedBinding, reply: Reply<Vec<String>>) {
-        let _ = reply.send(self.bound(wanted));
+        let bound = self.bound(wanted);
+        let tried = self.limit_keeper.tried();
+        tokio::spawn(async move {
+            tried.await;
+            let _ = reply.send(bound);
+        });
     }
 
     fn bound(&mut self, wanted: &WantedBinding) -> Result<Vec<String>, RequestError> {
@@ -101,6 +107,9 @@ impl Daemon {
             for one in &ended {
                 tracing::info!("{}", said(one, "not bound any more, since the control group has ended"));
             }
+            if let Ok(plan) = &self.plan {
+                self.keep_kernel_limits(plan);
+            }
         }
     }
 
@@ -126,7 +135,7 @@ impl Daemon {
         self.end_bindings();
         if let Ok(plan) = self.plan.clone() {
             // A client may have come before it was bound.
-            self.keep_budgets(&plan);
+            self.keep_limits(&plan);
         }
         self.event(event);
         self.settle();

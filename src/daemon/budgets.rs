@@ -1,4 +1,4 @@
-//! The budgets of slices: which are watched over, and what is told of them.
+//! The limits of slices: which are watched over, and what is told of them.
 
 use tokio::sync::oneshot;
 
@@ -9,8 +9,9 @@ use crate::tenants::budgets::{BudgetEvent, GpuBudget};
 use common::plan::Plan;
 
 impl Daemon {
-    /// Watches over the slices of this plan.
-    pub(super) fn keep_budgets(&mut self, plan: &Plan) {
+    /// Watches over the slices of this plan, and has the kernel hold the memory limits of bound control groups.
+    pub(super) fn keep_limits(&mut self, plan: &Plan) {
+        self.keep_kernel_limits(plan);
         let slices = self.fleet.slices();
         let on_overuse = self.settings.on_overuse;
         self.budgets

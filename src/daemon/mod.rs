@@ -9,6 +9,7 @@ mod findings;
 mod fleet;
 mod grant;
 mod host_look;
+mod kernel_limits;
 mod logging;
 pub(crate) mod program;
 mod reload;
@@ -37,6 +38,7 @@ use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
 use crate::supervisor::{self, ClientFault, Tools};
 use crate::tenants::budgets::{BudgetEvent, Budgets, OverUse};
+use crate::tenants::limit_keeper::LimitKeeper;
 use cdi_spec::CdiSpec;
 use common::config::{Settings, Sources};
 use common::host::inventory::Inventory;
@@ -48,6 +50,7 @@ use common::published::snapshot::Snapshot;
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::{Fleet, Moment};
 use host_look::{HostLook, Xid};
+use kernel_limits::kernel_limits;
 use logging::Level;
 use requests::{EndedTermination, Requests};
 use service_manager::ServiceManager;
@@ -134,6 +137,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
             Arc::clone(&changed),
             budget_events,
         ),
+        limit_keeper: LimitKeeper::new(tools.compute_modes.clone(), Arc::clone(&changed)),
         overuses,
         bound_groups: tools.changes.watch(),
         fleet: Fleet::new(tools),
@@ -192,6 +196,7 @@ struct Daemon {
     fleet: Fleet,
     requests: Requests,
     budgets: Budgets,
+    limit_keeper: LimitKeeper,
     /// Takes every overuse that is to be told on the bus.
     overuses: mpsc::Sender<OverUse>,
     cdi_spec: CdiSpec,
@@ -346,7 +351,7 @@ impl Daemon {
         say_what_is_new(self.plan.as_ref().ok(), &plan);
         self.scan_pause = FIRST_SCAN_FOR_MORE;
         self.fleet.pursue(&plan, &self.settings);
-        self.keep_budgets(&plan);
+        self.keep_limits(&plan);
         self.plan = Ok(plan);
         self.problem.clear();
     }
@@ -381,7 +386,10 @@ impl Daemon {
             self.name_clients("the stop", doomed).await;
         }
         match ending {
-            Ending::ForGood => self.fleet.stop(&self.settings),
+            Ending::ForGood => {
+                self.lift_kernel_limits().await;
+                self.fleet.stop(&self.settings);
+            }
             Ending::ForRestart | Ending::Interrupted => self.fleet.leave(),
         }
     }
@@ -438,6 +446,7 @@ impl Daemon {
             let state_file = self.state_file.lock();
             (state_file.drained().clone(), state_file.bindings().clone())
         };
+        let kernel_limits = self.plan.as_ref().map(|plan| kernel_limits(plan, &bindings, &self.limit_keeper));
         let parts = Parts {
             settings: &self.settings,
             driver: &self.look.driver_version,
@@ -448,6 +457,7 @@ impl Daemon {
             starting: moment.starting,
             drained: &drained,
             bindings: &bindings,
+            kernel_limits: &kernel_limits.unwrap_or_default(),
             uses: &self.budgets.uses(),
             events: &self.events,
             problem: problem.map_or("", String::as_str),

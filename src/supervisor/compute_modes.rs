@@ -11,6 +11,8 @@ use crate::supervisor::state_file::SharedStateFile;
 use common::host::blocking::Blocking;
 use common::host::compute_mode::ComputeMode;
 use common::host::nvml::{Driver, GpuProcess};
+use mps_core::GpuUuid;
+use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};
 
 /// The most questions about one GPU at a time. A check and a list of the clients may meet.
 const QUESTIONS: usize = 4;
@@ -100,6 +102,17 @@ impl ComputeModes {
             Ok(())
         })
         .await
+    }
+
+    /// Has the kernel hold a memory limit, or hold it no more.
+    pub(crate) async fn pursue_memory_limit(
+        &self,
+        place: &LimitedGroup<GpuUuid>,
+        goal: &LimitGoal,
+    ) -> LimitOutcome {
+        let (group, goal) = (place.group.clone(), goal.clone());
+        let asked = move |driver: &Driver, uuid: &str| Ok(driver.pursue_memory_limit(uuid, &group, &goal));
+        self.change(&place.gpu, asked).await.unwrap_or_else(LimitOutcome::Refused)
     }
 
     /// Looks at each of these GPUs: all on one thread, if that is wanted and no GPU hangs, or each on its own.

@@ -4,5 +4,6 @@ pub(crate) mod budgets;
 pub(crate) mod clients;
 pub(crate) mod describe;
 pub(crate) mod ending;
+pub(crate) mod limit_keeper;
 mod members;
 pub(crate) mod terminate;

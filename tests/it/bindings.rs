@@ -20,7 +20,7 @@ const OWN: &str = "00:06.0-1";
 const NEIGHBOURS: &str = "00:06.0-2";
 
 /// A host that serves, and two containers' control groups. None where no control group can be made.
-fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
+pub(crate) fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
     if !root_or_skip(test) {
         return None;
     }
@@ -36,14 +36,14 @@ fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2]
 }
 
 /// The path of a control group, as the kernel has it.
-fn path(group: &ContainerGroup) -> String {
+pub(crate) fn path(group: &ContainerGroup) -> String {
     let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
     let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
     format!("/{}", below.display())
 }
 
 /// A client in this control group, once it is served.
-fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
+pub(crate) fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client \"$@\"";
     let mut command = host.command("sh");
     command.args(["-c", enter]).arg(directory).args(work).stdout(Stdio::null());
@@ -51,7 +51,7 @@ fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
     host.served(&mut command)
 }
 
-fn bind(host: &Host, slice: &str, group: &ContainerGroup, more: &[&str]) -> Output {
+pub(crate) fn bind(host: &Host, slice: &str, group: &ContainerGroup, more: &[&str]) -> Output {
     host.mpsctl(&[&["bind", slice, "--control-group", &path(group)], more].concat())
 }
 

@@ -44,6 +44,7 @@ mod host_agent;
 mod isolation;
 mod journal;
 mod json;
+mod kernel_limits;
 mod make_bench;
 mod matrix;
 mod membership;

@@ -19,7 +19,7 @@ pub const FIRST_PROCESS: u64 = 60;
 const MOST: usize = 4096;
 
 /// A control group of the host. One that is made again under the same path is another one.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
     /// Below the mount of its hierarchy. It begins with a slash and ends with none.
     pub path: String,
@@ -95,7 +95,7 @@ fn is_in(path: &str, above: &str) -> bool {
 
 impl ControlGroup {
     /// Whether a path is that of this control group, or of one below it.
-    fn has(&self, path: &str) -> bool {
+    pub fn has(&self, path: &str) -> bool {
         is_in(path, &self.path)
     }
 

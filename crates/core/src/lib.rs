@@ -16,6 +16,7 @@
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
 //! | `bindings.rs` | the slices to which control groups are bound |
+//! | `kernel_limits.rs` | the memory limits that the kernel holds for bound control groups |
 //! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
 //! | `tenants/` | the end of clients' work on request and for a budget |
@@ -34,6 +35,7 @@ pub mod bindings;
 mod configured;
 mod core;
 mod event;
+pub mod kernel_limits;
 mod lifecycle;
 pub mod links;
 mod modes;

@@ -27,7 +27,7 @@ const HISTORIES: &str = "10000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 71] = [
+const DEFECTS: [Defect; 75] = [
     (
         "a slice is given to a control group, and another one has it",
         "bindings.rs",
@@ -55,6 +55,34 @@ const DEFECTS: [Defect; 71] = [
         ".max_by_key(|one| one.group.path.len())",
         ".max_by_key(|one| if PUT_BACK { usize::MAX - one.group.path.len() } else { one.group.path.len() })",
         "slices-follow-bindings",
+    ),
+    (
+        "a limit that nobody wants any more stays",
+        "kernel_limits.rs",
+        "if pursued.goal != goal {",
+        "if pursued.goal != goal && !(PUT_BACK && matches!(goal, LimitGoal::Lift(_))) {",
+        "limits-go-with-bindings",
+    ),
+    (
+        "a limit is forgotten with the answer that got lost",
+        "kernel_limits.rs",
+        "pursued.ours.extend(pursued.goal.mib());",
+        "if PUT_BACK { pursued.ours = pursued.goal.mib(); } else { pursued.ours.extend(pursued.goal.mib()); }",
+        "limits-go-with-bindings",
+    ),
+    (
+        "nobody looks at a limit again",
+        "kernel_limits.rs",
+        "pursued.due = now.saturating_add(CHECK);",
+        "pursued.due = now.saturating_add(if PUT_BACK { CHECK * 10_000 } else { CHECK });",
+        "limits-go-with-bindings",
+    ),
+    (
+        "the limit of several slices is shown as the limit of one",
+        "kernel_limits.rs",
+        ".filter(|limit| limit.slices.len() == 1)",
+        ".filter(|limit| PUT_BACK || limit.slices.len() == 1)",
+        "a-shown-limit-is-held",
     ),
     (
         "a GPU is given away that a control daemon on the way out still has",

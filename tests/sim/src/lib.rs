@@ -8,6 +8,7 @@
 pub mod board;
 mod cuda_abi;
 pub mod host;
+pub mod memory_limits;
 pub mod mps;
 mod nvml_abi;
 pub mod smi;

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify::{self, CreateFlags};
 
+use crate::memory_limits;
 use crate::state::{COMPUTE_MODES, Gpu, Host, Kind, Pci, code, injected};
 
 type Return = c_uint;
@@ -63,6 +64,21 @@ struct EventData {
     data: c_ulonglong,
     gpu_instance_id: c_uint,
     compute_instance_id: c_uint,
+}
+
+#[repr(C)]
+struct WantedLimits {
+    name_space: *const c_char,
+    soft_limit: c_ulonglong,
+    hard_limit: c_ulonglong,
+}
+
+#[repr(C)]
+struct FoundLimits {
+    name_space: *const c_char,
+    soft_limit: c_ulonglong,
+    hard_limit: c_ulonglong,
+    current_used: c_ulonglong,
 }
 
 /// A set of events. Only one thread at a time uses it.
@@ -203,8 +219,9 @@ extern "C" fn nvmlErrorString(result: Return) -> *const c_char {
         code::NOT_FOUND => c"Not Found",
         code::INSUFFICIENT_SIZE => c"Insufficient Size",
         code::DRIVER_NOT_LOADED => c"Driver Not Loaded",
-        13 => c"Function Not Found",
+        code::FUNCTION_NOT_FOUND => c"Function Not Found",
         code::GPU_IS_LOST => c"GPU is lost",
+        code::OPERATING_SYSTEM => c"Operating System Call Failed",
         code::ARGUMENT_VERSION_MISMATCH => c"Argument Version Mismatch",
         _ => c"Unknown Error",
     };
@@ -430,6 +447,37 @@ unsafe extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, info: *mut Memor
         let (total, reserved, used) = memory(gpu)?;
         // SAFETY: as above.
         unsafe { put(info, MemoryV2 { version, total, reserved, free: total - reserved - used, used }) }
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceSetMemoryLimits_v1(device: Device, limits: *mut WantedLimits) -> Return {
+    let function = "nvmlDeviceSetMemoryLimits_v1";
+    ask(function, device, |gpu| {
+        if limits.is_null() {
+            return Err(code::INVALID_ARGUMENT);
+        }
+        // SAFETY: the pointer is not null, and NVML's caller gives a structure with a C string.
+        let (limits, group) = unsafe { (&*limits, text((*limits).name_space)?) };
+        memory_limits::check(&host(function)?, gpu, group)?;
+        memory_limits::set(gpu, group, (limits.soft_limit, limits.hard_limit))
+    })
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetMemoryLimits_v1(device: Device, limits: *mut FoundLimits) -> Return {
+    let function = "nvmlDeviceGetMemoryLimits_v1";
+    ask(function, device, |gpu| {
+        if limits.is_null() {
+            return Err(code::INVALID_ARGUMENT);
+        }
+        // SAFETY: the pointer is not null, and NVML's caller gives a structure with a C string.
+        let (limits, group) = unsafe { (&mut *limits, text((*limits).name_space)?) };
+        memory_limits::check(&host(function)?, gpu, group)?;
+        (limits.soft_limit, limits.hard_limit) = memory_limits::limits(gpu, group);
+        let uncounted = gpu.number("memory_uncounted_mib").unwrap_or_default() * MIB;
+        limits.current_used = memory_limits::used_bytes(gpu, group).saturating_sub(uncounted);
+        Ok(())
     })
 }
 

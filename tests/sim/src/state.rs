@@ -31,8 +31,12 @@ pub mod code {
     pub const INSUFFICIENT_SIZE: u32 = 7;
     /// The kernel module is not loaded.
     pub const DRIVER_NOT_LOADED: u32 = 9;
+    /// The library has no such function.
+    pub const FUNCTION_NOT_FOUND: u32 = 13;
     /// The GPU has fallen off the bus.
     pub const GPU_IS_LOST: u32 = 15;
+    /// The operating system has refused something.
+    pub const OPERATING_SYSTEM: u32 = 17;
     /// The structure has another version.
     pub const ARGUMENT_VERSION_MISMATCH: u32 = 25;
     /// Any other error, such as a missing simulated host.
@@ -154,6 +158,11 @@ impl Gpu {
     /// Opens a file of the GPU that processes can lock.
     pub(crate) fn open(&self) -> io::Result<fs::File> {
         fs::File::open(&self.directory)
+    }
+
+    /// The place of a value.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
     }
 
     /// A value, trimmed.

@@ -256,7 +256,9 @@ gpu_object! {
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
         "const" index: i32 = -1;
+        kernel_limit_refused: Option<String> = gpu.kernel_limits.get(&slice).and_then(|held| held.clone().err());
         max_clients: Option<u32> = gpu.plan.max_clients(slice);
+        memory_enforced_by: Option<String> = gpu.memory_enforced_by(slice).map(str::to_owned);
         memory_size: Option<i32> = known_mib(gpu.plan.size(slice).memory_mib);
         "false" memory_used: Option<i32> = gpu.slice_use(slice).and_then(|one| one.memory_mib).map(mib);
         mps_memory_limit: Option<i32> = known_mib(gpu.plan.size(slice).memory_mib);

@@ -47,7 +47,7 @@ const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
-const KEYS: [(&str, Setter); 20] = [
+const KEYS: [(&str, Setter); 21] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
@@ -71,6 +71,7 @@ const KEYS: [(&str, Setter); 20] = [
     ("cuda_mps_fault_grace", |draft, value| {
         seconds(value, 0..=3600).map(|time| draft.settings.supervision.fault_grace = time)
     }),
+    ("cuda_mps_memory_limit", |draft, value| word(value).map(|keeper| draft.settings.memory_limit = keeper)),
     ("cuda_mps_overuse", |draft, value| word(value).map(|answer| draft.settings.on_overuse = answer)),
     ("cuda_mps_may_terminate", |draft, value| word(value).map(|who| draft.settings.may_terminate = who)),
     ("cuda_mps_log_max_size", |draft, value| {
@@ -412,7 +413,7 @@ mod tests {
 
     use super::super::text_of;
     use super::*;
-    use crate::config::{CpuAffinity, LogLevel, MayTerminate, OnOveruse, Supervision};
+    use crate::config::{CpuAffinity, LogLevel, MayTerminate, MemoryLimit, OnOveruse, Supervision};
 
     const FILE: &str = "/etc/yunion/host.conf";
 
@@ -685,7 +686,7 @@ mod tests {
             "log_level: error\ncuda_mps_topology: per_gpu\ncuda_mps_thread_percentage: balanced\n",
             "cuda_mps_multiuser: off\ncuda_mps_prewarm: no\ncuda_mps_set_compute_mode: false\n",
             "cuda_mps_cpu_affinity: auto\n",
-            "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_overuse: terminate\n",
+            "cuda_mps_quit_timeout: 20\ncuda_mps_fault_grace: 0\ncuda_mps_memory_limit: watch\ncuda_mps_overuse: terminate\n",
             "cuda_mps_may_terminate: owner\ncuda_mps_log_max_size: 2\n",
             "cuda_mps_cdi_directory: /var/run/cdi/\nservers_path: /srv/guests\n",
         );
@@ -703,6 +704,7 @@ mod tests {
                 log_max_bytes: 2 * 1024 * 1024,
                 servers_path: PathBuf::from("/srv/guests"),
             },
+            memory_limit: MemoryLimit::Watch,
             on_overuse: OnOveruse::Terminate,
             may_terminate: MayTerminate::Owner,
             cdi_directory: Some(PathBuf::from("/var/run/cdi")),
@@ -711,6 +713,7 @@ mod tests {
         assert_eq!(settings(words), expected);
         assert_eq!(settings("cuda_mps_thread_percentage: unlimited").thread_policy, ThreadPolicy::Unlimited);
         assert_eq!(settings("cuda_mps_thread_percentage: equal").thread_policy, ThreadPolicy::Equal);
+        assert_eq!(settings("cuda_mps_memory_limit: auto").memory_limit, MemoryLimit::Auto);
         assert_eq!(settings("cuda_mps_overuse: report").on_overuse, OnOveruse::Report);
         assert_eq!(settings("cuda_mps_may_terminate: root").may_terminate, MayTerminate::Root);
         assert_eq!(settings("cuda_mps_cpu_affinity: none").cpu_affinity, CpuAffinity::None);
@@ -837,6 +840,7 @@ mod tests {
             cpu_affinity in prop::sample::select(vec![CpuAffinity::None, CpuAffinity::Auto]),
             quit_timeout in 1u64..=600,
             fault_grace in 0u64..=3600,
+            memory_limit in prop::sample::select(vec![MemoryLimit::Auto, MemoryLimit::Watch]),
             on_overuse in prop::sample::select(vec![OnOveruse::Report, OnOveruse::Terminate]),
             may_terminate in prop::sample::select(vec![MayTerminate::Root, MayTerminate::Owner]),
             log_max_mib in 1u64..=1024,
@@ -860,6 +864,7 @@ mod tests {
                     log_max_bytes: log_max_mib * 1024 * 1024,
                     servers_path,
                 },
+                memory_limit,
                 on_overuse,
                 may_terminate,
                 cdi_directory,
@@ -908,6 +913,7 @@ mod tests {
             ("cuda_mps_cpu_affinity", format!("{:?}", settings.cpu_affinity).to_lowercase()),
             ("cuda_mps_quit_timeout", settings.supervision.quit_timeout.as_secs().to_string()),
             ("cuda_mps_fault_grace", settings.supervision.fault_grace.as_secs().to_string()),
+            ("cuda_mps_memory_limit", format!("{:?}", settings.memory_limit).to_lowercase()),
             ("cuda_mps_overuse", format!("{:?}", settings.on_overuse).to_lowercase()),
             ("cuda_mps_may_terminate", format!("{:?}", settings.may_terminate).to_lowercase()),
             ("cuda_mps_log_max_size", (settings.supervision.log_max_bytes / 1024 / 1024).to_string()),

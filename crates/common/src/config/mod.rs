@@ -42,6 +42,7 @@ pub struct Settings {
     pub prewarm: bool,
     pub cpu_affinity: CpuAffinity,
     pub supervision: Supervision,
+    pub memory_limit: MemoryLimit,
     pub on_overuse: OnOveruse,
     pub may_terminate: MayTerminate,
     /// `cuda_mps_cdi_directory`.
@@ -67,6 +68,7 @@ impl Default for Settings {
             prewarm: true,
             cpu_affinity: CpuAffinity::default(),
             supervision: Supervision::default(),
+            memory_limit: MemoryLimit::default(),
             on_overuse: OnOveruse::default(),
             may_terminate: MayTerminate::default(),
             cdi_directory: None,
@@ -276,6 +278,17 @@ pub enum CpuAffinity {
     Auto,
     #[default]
     None,
+}
+
+/// `cuda_mps_memory_limit`: who keeps the clients of a slice together to its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub enum MemoryLimit {
+    /// The kernel, where it can. This service watches as well.
+    #[default]
+    Auto,
+    /// This service watches, and nothing is set in the kernel.
+    Watch,
 }
 
 /// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.

@@ -17,15 +17,15 @@
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
 //! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
+//! | memory limits of a control group, which the kernel holds: by the functions of NVML | 615 | not known | the documentation and `nvml.h` of CUDA 13.4 |
 //!
-//! The rest is documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses nothing of it:
+//! The rest is documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses nothing of this:
 //!
 //! | | from driver | on GPUs from |
 //! |---|---|---|
 //! | static partitions of SMs | 590 | Ampere |
 //! | faults of SMs stay in a static partition, with no guarantee | 610 | Ampere |
 //! | namespaces with limits of their own (protocol 3) | 615 | Volta |
-//! | memory limits of a control group, which the kernel holds | 615 | not known |
 
 use std::ffi::OsString;
 use std::fmt;

@@ -50,6 +50,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
         confirmed_memory_limit_mib: None,
         drained: BTreeSet::new(),
         bound: BTreeMap::new(),
+        kernel_limits: BTreeMap::new(),
         unserved: BTreeMap::new(),
         in_use: None,
         uses: Vec::new(),

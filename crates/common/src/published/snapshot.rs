@@ -75,6 +75,9 @@ pub struct GpuView {
     pub drained: BTreeSet<u32>,
     /// The names of the bindings of each slice that is bound, by its ordinal.
     pub bound: BTreeMap<u32, String>,
+    /// The slices for which the kernel was to hold the memory of the control group that is bound to them, by their ordinals:
+    /// whether it does, or why not.
+    pub kernel_limits: BTreeMap<u32, Result<(), String>>,
     /// The slices that are not served for a reason of their own, by their ordinals, and why: no control daemon serves the
     /// slice, or its directory leads to none. No drained slice is here.
     pub unserved: BTreeMap<u32, String>,
@@ -163,6 +166,14 @@ impl GpuView {
             more => format!("; and {more} more"),
         };
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
+    }
+
+    /// Who keeps all clients of a slice together to its memory: the kernel, or this service by a watch. None if nobody does.
+    pub fn memory_enforced_by(&self, ordinal: u32) -> Option<&'static str> {
+        match self.kernel_limits.get(&ordinal) {
+            Some(Ok(())) => Some("kernel"),
+            _ => self.plan.clients_counted.then_some("watch"),
+        }
     }
 
     /// The id of the control daemon that serves a slice; empty if none does.

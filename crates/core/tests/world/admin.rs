@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::{Configured, Core, CoreEvent, Demand, Goal, MpsSwitch, Order, RunningDaemon};
 
+use super::kernel_limits::SimKernelLimits;
 use super::mps::OLD_GPU;
 use super::ways::{slices, tenure_of};
 use super::{Dice, Ending, GPUS, Mode, Mood, Service, World};
@@ -124,6 +125,7 @@ impl World {
     pub(super) fn kill_service(&mut self) {
         let Some(service) = self.service.take() else { return };
         self.add_to_story(|| "the service is killed".to_owned());
+        self.limits_are_left();
         drop(service);
         self.daemons.retain(|_, one| !one.is_paused);
     }
@@ -145,6 +147,7 @@ impl World {
             reaches: BTreeMap::new(),
             admissions: BTreeMap::new(),
             budgets: BTreeMap::new(),
+            kernel_limits: SimKernelLimits::default(),
             modes: BTreeMap::new(),
             requests: Vec::new(),
             ending: None,
@@ -178,6 +181,7 @@ impl World {
             Ending::ForGood => CoreEvent::Stop { left },
             Ending::ForRestart => CoreEvent::Leave,
         });
+        self.keep_kernel_limits();
     }
 
     fn left_at_stop(&self) -> Vec<Order<u32>> {

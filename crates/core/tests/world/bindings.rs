@@ -41,7 +41,7 @@ fn number(group: &str) -> usize {
     GROUPS.iter().position(|one| *one == group).unwrap()
 }
 
-fn is_in(path: &str, above: &str) -> bool {
+pub(super) fn is_in(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
 }
 
@@ -100,6 +100,18 @@ impl SimBindings {
     /// The bindings of the control groups that there are.
     pub(super) fn living(&self) -> Bindings<BoundSlice> {
         self.registry.iter().filter(|one| self.group(&one.group.path) == one.group).cloned().collect()
+    }
+
+    pub(super) fn registry(&self) -> &BoundGroups {
+        &self.registry
+    }
+
+    pub(super) fn is_there(&self, group: &ControlGroup) -> bool {
+        self.group(&group.path) == *group
+    }
+
+    pub(super) fn any_group(&self, dice: &mut Dice) -> ControlGroup {
+        self.group(group_of(dice))
     }
 
     fn group(&self, group: &str) -> ControlGroup {
@@ -218,6 +230,7 @@ impl World {
                 for one in GROUPS.iter().filter(|one| is_in(one, group)) {
                     self.bindings.inodes[number(one)] += 1;
                 }
+                self.limits_of_gone_groups_end();
             }
             0 | 1 if self.service.is_some() => {
                 let ended = self.bindings.registry.unbind(group);

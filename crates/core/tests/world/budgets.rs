@@ -115,7 +115,7 @@ impl SimWatch {
 }
 
 /// The budgets that an order with this payload gives the slices of its GPUs.
-fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
+pub(super) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
     // With some payloads the slices have different sizes.
     let budget = |slice: u32| Budget {
         memory_mib: mib_of(payload) + u64::from(slice * (payload % 2)),
@@ -167,6 +167,7 @@ impl World {
             watched.over.lock().unwrap().clear();
             watched.due = Some(now);
         }
+        self.keep_kernel_limits();
     }
 
     /// Clients have come to some GPU, and the log says so.

@@ -9,6 +9,7 @@ mod clients;
 mod edge;
 mod ending;
 mod enforcing;
+mod kernel_limits;
 mod mps;
 mod nvml;
 mod reader;
@@ -33,6 +34,7 @@ use mps_core::{
 
 use bindings::SimBindings;
 use budgets::SimWatch;
+use kernel_limits::{SimKernel, SimKernelLimits};
 use mps::Mps;
 use requests::SimRequest;
 use serving::{Reaches, RunningAct, Watched};
@@ -135,6 +137,8 @@ struct Service {
     admissions: BTreeMap<String, SimAdmission>,
     /// The watches over the budgets of slices, by GPU.
     budgets: BTreeMap<String, SimWatch>,
+    /// The memory limits that it has the kernel hold.
+    kernel_limits: SimKernelLimits,
     /// The compute modes that are being set (true) or put back, and the steps done.
     modes: BTreeMap<String, (bool, usize)>,
     /// The requests to end GPU work.
@@ -178,6 +182,7 @@ pub(crate) struct World {
     ways: Ways,
     /// The control groups that are bound to slices, as the state file has them.
     bindings: SimBindings,
+    kernel: SimKernel,
     service: Option<Service>,
     /// The configuration.
     demand: Demand<u32>,
@@ -224,6 +229,7 @@ impl World {
             stuck: BTreeSet::new(),
             ways: Arc::default(),
             bindings: SimBindings::default(),
+            kernel: SimKernel::default(),
             service: None,
             demand: admin::nothing(),
             version: 0,
@@ -269,6 +275,7 @@ impl World {
             50..54 => self.request(&mut dice),
             54..57 => self.drain(&mut dice),
             57 => self.tenant_comes_and_goes(&mut dice),
+            58 if dice.one_in(4) => self.kernel_limits_change(&mut dice),
             58 => self.bindings_change(&mut dice),
             59..61 => self.program_changes(&mut dice),
             61 => self.ask_to_terminate(&mut dice),
@@ -326,6 +333,7 @@ impl World {
                 "it is at rest, and acts are under way"
             );
             self.add_to_story(|| "the service has ended".to_owned());
+            self.limits_are_left();
             if let Some(service) = self.service.take().filter(|one| one.ending == Some(Ending::ForGood)) {
                 self.check_stopped(&service.not_ended);
             }

@@ -322,6 +322,7 @@ impl World {
             .chain(of_acts)
             .chain(of_requests)
             .chain(self.budgets_wait_until())
+            .chain(self.kernel_limits_wait_until())
             .min()
     }
 

@@ -16,6 +16,9 @@ impl World {
         if self.budgets_come_on() && ((tasks.is_empty() && modes.is_empty()) || dice.one_in(3)) {
             return self.carry_on_budgets(dice);
         }
+        if self.kernel_limits_come_on() && ((tasks.is_empty() && modes.is_empty()) || dice.one_in(3)) {
+            return self.carry_on_kernel_limits(dice);
+        }
         let requests = self.requests_that_come_on();
         if !requests.is_empty() && (tasks.is_empty() && modes.is_empty() || dice.one_in(3)) {
             return self.carry_on_request(*dice.pick(&requests).unwrap());

@@ -45,6 +45,7 @@ impl World {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
         self.check_ways();
+        self.check_limits_are_held();
     }
 
     /// One has a GPU: no two control daemons of ours that run have the same, unless both take turns on it.
@@ -165,12 +166,14 @@ impl World {
         self.add_to_story(|| "from now on nothing goes wrong".to_owned());
         self.start_service_again();
         self.troubles_end();
+        self.kernel_limits_calm_down();
         let (before, begun) = (self.acts, self.now);
         let mut dice = Dice::new(self.acts as u64);
         for _ in 0..20_000 {
             if self.is_settled() {
                 self.check_served();
-                return self.check_an_idle_host_is_quiet();
+                self.check_an_idle_host_is_quiet();
+                return self.check_limits_go_with_bindings();
             }
             if self.comes_on() {
                 self.carry_on(&mut dice);
@@ -189,6 +192,7 @@ impl World {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
             || self.budgets_come_on()
+            || self.kernel_limits_come_on()
             || !self.requests_that_come_on().is_empty()
             || service.tasks.keys().any(|id| self.can_come_on(id))
     }
@@ -284,6 +288,7 @@ impl World {
         };
         service.core.due().is_none()
             && self.budgets_are_at_rest()
+            && !self.kernel_limits_come_on()
             && service.modes.is_empty()
             && service.requests.is_empty()
             && orders.iter().all(has_modes)

@@ -25,6 +25,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("drained slices", drained),
     ("full slices", full),
     ("the budgets of slices", budgets),
+    ("the kernel's memory limits", kernel_limits),
     ("clients that wait for those of other users", waiting),
 ];
 
@@ -127,6 +128,24 @@ fn service(facts: &Facts) -> Outcome {
         subject,
         Problem::new(&published.service.state_reason, DO_WHAT_IT_SAYS),
     )])
+}
+
+/// The slices for which the kernel was to hold the memory of a control group, and does not. The service watches as well, so
+/// this is no fault.
+fn kernel_limits(facts: &Facts) -> Outcome {
+    let devices = facts.published()?.devices.as_deref().unwrap_or_default().iter();
+    each(devices, |device| {
+        let reason = device.kernel_limit_refused.as_ref()?;
+        Some(info(
+            "kernel-limit-refused",
+            &device.addr,
+            format!(
+                "the kernel holds no memory limit for {}: {reason}; the service watches its budget",
+                device.bound_to
+            ),
+            "remove the reason, and yunion-mpsctl reload tries again; or set cuda_mps_memory_limit: watch",
+        ))
+    })
 }
 
 /// A control daemon enforces the limits of its largest slice.

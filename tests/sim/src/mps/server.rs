@@ -11,6 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use super::log::Log;
 use super::wire::{self, ClientHello, ClientStatus, Device, Event, Order, Report, Request, Status};
 use super::{client, command_of, memory_limit, percentage};
+use crate::memory_limits;
 use crate::state::{Gpu, Host, Kind, visible};
 
 /// The memory that a server holds on each of its GPUs, and a client on its GPU, before it allocates any.
@@ -289,7 +290,7 @@ impl Server {
         self.log(&format!("Device {} (uuid {}) is associated", gpu.name(), gpu.uuid()));
         self.log(&format!("Status of client {} is ACTIVE", state.last_request));
         let devices = seen.iter().enumerate();
-        let devices = devices.filter_map(|(place, ordinal)| self.device(&state, hello, place, *ordinal));
+        let devices = devices.filter_map(|(place, ordinal)| self.device(&state, hello, place, *ordinal, pid));
         wire::send(&**connection, &Event::Welcome(devices.collect())).map_err(|_| client::NOT_READY)?;
         state.last_id += 1;
         let id = state.last_id;
@@ -319,7 +320,14 @@ impl Server {
 
     /// A GPU as a client sees it. The memory limit belongs to the client's ordinal (`place`), not to the server's, as
     /// measured.
-    fn device(&self, state: &State, hello: &ClientHello, place: usize, ordinal: usize) -> Option<Device> {
+    fn device(
+        &self,
+        state: &State,
+        hello: &ClientHello,
+        place: usize,
+        ordinal: usize,
+        pid: u32,
+    ) -> Option<Device> {
         let gpu = self.gpus.get(ordinal)?;
         let asked = hello.percentage.as_deref().and_then(percentage).unwrap_or(100.0);
         let planted = self.host.fault("clients-get");
@@ -336,7 +344,8 @@ impl Server {
         };
         let taken: u64 = gpu.processes().values().map(|(_, mib)| mib).sum();
         let left = gpu.usable_mib().saturating_sub(taken + 10);
-        let most = limit.map_or(left, |limit| left.min(limit >> 20));
+        let room = memory_limits::room_mib(gpu, pid);
+        let most = [Some(left), limit.map(|limit| limit >> 20), room].into_iter().flatten().min()?;
         Some(client::device(gpu, sms, most.saturating_sub(client::context_mib(sms))))
     }
 

@@ -26,6 +26,7 @@ use crate::problem::Problem;
 pub use super::gpu_processes::GpuProcess;
 
 pub mod facts;
+mod memory_limits;
 
 use facts::{NvmlFacts, numbers};
 

@@ -1,0 +1,111 @@
+//! The memory limits of control groups: read before each change, so that the limits of others stay, and read back after it.
+
+use memory_limits::{FoundLimits, MemoryLimits, NO_HARD_LIMIT};
+use mps_core::bindings::ControlGroup;
+use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
+use nvml_wrapper::error::NvmlError;
+
+use super::{Driver, MIB, words};
+use crate::host::control_groups;
+
+impl Driver {
+    /// Has the kernel hold a limit for a control group on the GPU with this UUID, or hold it no more.
+    pub fn pursue_memory_limit(&self, uuid: &str, group: &ControlGroup, goal: &LimitGoal) -> LimitOutcome {
+        if control_groups::find(&group.path).ok().as_ref() != Some(group) {
+            // A limit ends with its control group.
+            return match goal {
+                LimitGoal::Hold(_) => LimitOutcome::Refused("the control group has ended".to_owned()),
+                LimitGoal::Lift(_) => LimitOutcome::Reached,
+            };
+        }
+        let changed = match goal {
+            LimitGoal::Hold(mib) => self.hold(uuid, group, *mib),
+            LimitGoal::Lift(ours) => {
+                self.lift(uuid, group, |bytes| ours.iter().any(|mib| mib * MIB == bytes))
+            }
+        };
+        match changed {
+            Ok(None) => LimitOutcome::Reached,
+            Ok(Some(why)) => LimitOutcome::Refused(why),
+            Err(NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound) => LimitOutcome::NotOffered,
+            Err(error) => LimitOutcome::Refused(why_refused(&error)),
+        }
+    }
+
+    /// None if the limit is held. Otherwise why it is not, though the driver has taken it.
+    fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<Option<String>, NvmlError> {
+        let hard = mib.saturating_mul(MIB);
+        let wanted = |now: MemoryLimits| MemoryLimits { soft: now.soft.min(hard), hard };
+        let (now, read_back) = self.change_memory_limits(uuid, group, wanted)?;
+        Ok(read_back.or_else(|| self.uncounted(uuid, group, now.used)))
+    }
+
+    /// The memory in a control group that does not count, in words. Without the controller dmem the driver counts no memory from
+    /// before the limit.
+    fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
+        if control_groups::directory(&group.path).join("dmem.max").exists() {
+            return None;
+        }
+        let is_inside = |pid| control_groups::path_of(pid).is_ok_and(|path| group.has(&path));
+        let processes = self.processes(uuid).ok()?;
+        let inside = processes.iter().filter(|process| is_inside(process.pid));
+        let has: u64 = inside.filter_map(|process| process.memory_mib).sum();
+        let counted = counted.div_ceil(MIB);
+        (has > counted).then(|| {
+            format!(
+                "the programs there have {has} MiB, and the driver counts {counted} MiB: memory from before the limit \
+                 does not count"
+            )
+        })
+    }
+
+    /// None if no such limit is there any more. Otherwise the limit that is there.
+    fn lift(
+        &self,
+        uuid: &str,
+        group: &ControlGroup,
+        is_ours: impl Fn(u64) -> bool,
+    ) -> Result<Option<String>, NvmlError> {
+        let lifted = |now: MemoryLimits| MemoryLimits { hard: NO_HARD_LIMIT, ..now };
+        let wanted = |now: MemoryLimits| if is_ours(now.hard) { lifted(now) } else { now };
+        Ok(self.change_memory_limits(uuid, group, wanted)?.1)
+    }
+
+    fn change_memory_limits(
+        &self,
+        uuid: &str,
+        group: &ControlGroup,
+        change: impl FnOnce(MemoryLimits) -> MemoryLimits,
+    ) -> Result<(FoundLimits, Option<String>), NvmlError> {
+        let device = self.nvml.device_by_uuid(uuid)?;
+        let directory = control_groups::directory(&group.path);
+        let before = MemoryLimits::read(&device, &directory)?;
+        let wanted = change(before.limits);
+        if wanted == before.limits {
+            return Ok((before, None));
+        }
+        wanted.set(&device, &directory)?;
+        let now = MemoryLimits::read(&device, &directory)?;
+        let read_back = (now.limits.hard != wanted.hard).then(|| match now.limits.hard {
+            NO_HARD_LIMIT => "the driver has taken it, and reads no limit".to_owned(),
+            bytes => format!("the driver has taken it, and reads {} MiB", bytes / MIB),
+        });
+        Ok((now, read_back))
+    }
+}
+
+fn why_refused(error: &NvmlError) -> String {
+    match error {
+        NvmlError::NotSupported => "the driver holds no limit here: that takes cgroup v2, and a GPU without MIG; \
+                                    a kernel before 6.14 has no controller dmem, and then the driver's own has to be \
+                                    on (RmMemacctMode)"
+            .to_owned(),
+        NvmlError::NotFound => "the control group has no file dmem.max, since the controller dmem is not on above it \
+                                (cgroup.subtree_control)"
+            .to_owned(),
+        NvmlError::InvalidArg | NvmlError::InUse => {
+            "the driver refuses the limit: the programs there have more, or the GPU has less".to_owned()
+        }
+        error => words(error).to_string(),
+    }
+}

@@ -1,0 +1,181 @@
+//! The memory limits that the kernel holds for control groups that are bound to slices.
+//!
+//! The limit of a control group on a GPU is the memory of its slices there, with the slices of the control groups inside it:
+//! their memory counts as its own, and nobody is to be refused memory that a slice has. Everything is looked at again after
+//! [`CHECK`], since others can change a limit, and a refusal may pass.
+
+use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::string::String;
+
+use crate::CoreTime;
+use crate::bindings::{Bindings, ControlGroup};
+
+/// The time from one look at a limit to the next.
+pub const CHECK: CoreTime = CoreTime::from_secs(60);
+
+/// A control group on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct LimitedGroup<G> {
+    /// The GPU.
+    pub gpu: G,
+    /// The control group.
+    pub group: ControlGroup,
+}
+
+/// The memory that a control group may have on a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupLimit<S> {
+    /// In MiB.
+    pub mib: u64,
+    /// The slices that it is the memory of.
+    pub slices: BTreeSet<S>,
+}
+
+/// The limits of all control groups.
+pub type GroupLimits<S, G> = BTreeMap<LimitedGroup<G>, GroupLimit<S>>;
+
+/// The limits that follow from the bindings. `memory_of` gives the GPU of a slice that is served, and its memory in MiB.
+pub fn limits<S: Ord + Clone, G: Ord + Clone>(
+    bindings: &Bindings<S>,
+    memory_of: impl Fn(&S) -> Option<(G, u64)>,
+) -> GroupLimits<S, G> {
+    let by_path: BTreeMap<&str, _> = bindings.iter().map(|one| (one.group.path.as_str(), one)).collect();
+    let mut limits = GroupLimits::new();
+    for one in bindings.iter() {
+        let own: BTreeSet<G> = one.slices.iter().filter_map(|slice| Some(memory_of(slice)?.0)).collect();
+        // In the order of text a 0 follows the slash.
+        let (first, end) = (alloc::format!("{}/", one.group.path), alloc::format!("{}0", one.group.path));
+        let inside = by_path.range(first.as_str()..end.as_str()).map(|(_, inside)| *inside);
+        let slices: BTreeSet<&S> = inside.chain([one]).flat_map(|one| &one.slices).collect();
+        for slice in slices {
+            let Some((gpu, mib)) = memory_of(slice).filter(|(gpu, _)| own.contains(gpu)) else { continue };
+            let place = LimitedGroup { gpu, group: one.group.clone() };
+            let limit = limits.entry(place).or_insert_with(|| GroupLimit { mib: 0, slices: BTreeSet::new() });
+            limit.mib = limit.mib.saturating_add(mib);
+            limit.slices.insert(slice.clone());
+        }
+    }
+    limits
+}
+
+/// The control group with a limit on this GPU that is the memory of this slice, for all who have the slice. None if two
+/// bindings have it, or the limit is that of several slices.
+pub fn limited_to<S: Ord + Clone, G: Ord + Clone>(
+    slice: &S,
+    gpu: &G,
+    bindings: &Bindings<S>,
+    limits: &GroupLimits<S, G>,
+) -> Option<LimitedGroup<G>> {
+    let mut with = bindings.with(slice);
+    let group = with.next().filter(|_| with.next().is_none())?.group.clone();
+    let place = LimitedGroup { gpu: gpu.clone(), group };
+    limits.get(&place).filter(|limit| limit.slices.len() == 1).map(|_| place)
+}
+
+/// A limit that the kernel is to hold, or to hold no more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LimitGoal {
+    /// This many MiB.
+    Hold(u64),
+    /// None, if it holds one of these, in MiB. Another limit is somebody else's.
+    Lift(BTreeSet<u64>),
+}
+
+/// The end of an act about a limit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LimitOutcome {
+    /// The goal is reached, as the driver says.
+    Reached,
+    /// The driver knows no such limits.
+    NotOffered,
+    /// It is not reached, for this reason.
+    Refused(String),
+}
+
+/// All limits that the kernel is to hold, and the limits that it is to hold no more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelLimits<G>(BTreeMap<LimitedGroup<G>, Pursued>);
+
+/// A goal and the way to it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Pursued {
+    goal: LimitGoal,
+    /// The limits that the kernel may hold for the service, in MiB: an answer can get lost behind the act.
+    ours: BTreeSet<u64>,
+    outcome: Option<LimitOutcome>,
+    due: CoreTime,
+}
+
+impl<G> Default for KernelLimits<G> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<G: Ord + Clone> KernelLimits<G> {
+    /// Takes these for its goals. A limit that is no goal any more is lifted. What was refused is tried again: who has changed
+    /// the goals may also have removed the reason.
+    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) {
+        for (place, pursued) in &mut self.0 {
+            let goal = goals.get(place).cloned().unwrap_or_else(|| LimitGoal::Lift(pursued.ours.clone()));
+            if pursued.goal != goal {
+                (pursued.goal, pursued.outcome, pursued.due) = (goal, None, now);
+                pursued.ours.extend(pursued.goal.mib());
+            } else if matches!(pursued.outcome, Some(LimitOutcome::Refused(_))) {
+                pursued.due = now;
+            }
+        }
+        for (place, goal) in goals {
+            let new = || Pursued { goal: goal.clone(), ours: goal.mib(), outcome: None, due: now };
+            self.0.entry(place.clone()).or_insert_with(new);
+        }
+    }
+
+    /// The next act, if one is due.
+    pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup<G>, LimitGoal)> {
+        let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
+        Some((place.clone(), pursued.goal.clone()))
+    }
+
+    /// The moment of the next act.
+    pub fn due(&self) -> Option<CoreTime> {
+        self.0.values().map(|pursued| pursued.due).min()
+    }
+
+    /// Takes note of the end of an act.
+    pub fn has_acted(
+        &mut self,
+        place: &LimitedGroup<G>,
+        goal: &LimitGoal,
+        outcome: LimitOutcome,
+        now: CoreTime,
+    ) {
+        let Some(pursued) = self.0.get_mut(place).filter(|pursued| pursued.goal == *goal) else { return };
+        match (goal, &outcome) {
+            (LimitGoal::Lift(_), LimitOutcome::Reached | LimitOutcome::NotOffered) => {
+                self.0.remove(place);
+                return;
+            }
+            (LimitGoal::Hold(_), LimitOutcome::Reached) => pursued.ours = goal.mib(),
+            _ => {}
+        }
+        pursued.outcome = Some(outcome);
+        pursued.due = now.saturating_add(CHECK);
+    }
+
+    /// The outcome of the last act for each limit that the kernel is to hold.
+    pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup<G>, &LimitOutcome)> {
+        let holding = self.0.iter().filter(|(_, pursued)| matches!(pursued.goal, LimitGoal::Hold(_)));
+        holding.filter_map(|(place, pursued)| Some((place, pursued.outcome.as_ref()?)))
+    }
+}
+
+impl LimitGoal {
+    /// The limits that the kernel may hold for the service, where this is the goal.
+    fn mib(&self) -> BTreeSet<u64> {
+        match self {
+            Self::Hold(mib) => [*mib].into(),
+            Self::Lift(ours) => ours.clone(),
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! The memory limits that follow from bindings.
+
+// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+
+use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
+use mps_core::kernel_limits::{LimitedGroup, limited_to, limits};
+
+/// A GPU and an ordinal.
+type Slice = (&'static str, u32);
+
+fn group(path: &str) -> ControlGroup {
+    ControlGroup { path: path.to_owned(), inode: 1 }
+}
+
+fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings<Slice> {
+    let binding = |(path, slices): &(&str, &[Slice])| Binding {
+        group: group(path),
+        slices: slices.iter().copied().collect(),
+        by: BoundBy::Root,
+        label: String::new(),
+        since: 0,
+    };
+    of_groups.iter().map(binding).collect()
+}
+
+/// Slices of A have 10 MiB and one for each ordinal, slices of B a thousand. No other GPU is served.
+fn memory_of((gpu, ordinal): &Slice) -> Option<(&'static str, u64)> {
+    match *gpu {
+        "A" => Some(("A", 10 + u64::from(*ordinal))),
+        "B" => Some(("B", 1000)),
+        _ => None,
+    }
+}
+
+/// The limits, each by its path and its GPU.
+fn mib(of_groups: &[(&str, &[Slice])]) -> BTreeMap<String, u64> {
+    let limits = limits(&bindings(of_groups), memory_of);
+    limits.iter().map(|(place, limit)| (format!("{} {}", place.group.path, place.gpu), limit.mib)).collect()
+}
+
+#[test]
+fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it() {
+    let expected = |limits: &[(&str, u64)]| -> BTreeMap<String, u64> {
+        limits.iter().map(|(place, mib)| ((*place).to_owned(), *mib)).collect()
+    };
+    for (of_groups, wanted) in [
+        (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
+        (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
+        // What is inside counts, what begins alike does not, and a slice counts once.
+        (
+            &[
+                ("/a", &[("A", 0)]),
+                ("/a/b", &[("A", 1)]),
+                ("/a/b/c", &[("A", 1)]),
+                ("/a-b", &[("A", 5)]),
+                ("/ab", &[("A", 6)]),
+            ],
+            &[("/a A", 21), ("/a/b A", 11), ("/a/b/c A", 11), ("/a-b A", 15), ("/ab A", 16)],
+        ),
+        // A control group has no limit on a GPU where only the control groups inside have slices.
+        (&[("/a", &[("A", 0)]), ("/a/b", &[("B", 0)])], &[("/a A", 10), ("/a/b B", 1000)]),
+        (&[("/a", &[("C", 0)])], &[]),
+    ] {
+        assert_eq!(mib(of_groups), expected(wanted), "{of_groups:?}");
+    }
+}
+
+#[test]
+fn a_slice_is_limited_where_one_control_group_has_it_and_no_other_slice() {
+    let limited = |of_groups: &[(&str, &[Slice])], slice: Slice| {
+        let bindings = bindings(of_groups);
+        limited_to(&slice, &slice.0, &bindings, &limits(&bindings, memory_of))
+    };
+    let own = LimitedGroup { gpu: "A", group: group("/a") };
+    assert_eq!(limited(&[("/a", &[("A", 1), ("B", 0)])], ("A", 1)), Some(own.clone()));
+    assert_eq!(limited(&[("/a", &[("A", 1)])], ("A", 2)), None, "nobody has it");
+    assert_eq!(limited(&[("/a", &[("A", 1), ("A", 2)])], ("A", 1)), None, "the limit is that of both");
+    assert_eq!(limited(&[("/a", &[("A", 1)]), ("/b", &[("A", 1)])], ("A", 1)), None, "two have it");
+    let nested: [(&str, &[Slice]); 2] = [("/a", &[("A", 1)]), ("/a/b", &[("A", 2)])];
+    assert_eq!(limited(&nested, ("A", 1)), None, "the control group inside it counts");
+    let inner = LimitedGroup { group: group("/a/b"), ..own };
+    assert_eq!(limited(&nested, ("A", 2)), Some(inner));
+}

@@ -1,0 +1,222 @@
+//! The memory limits that the kernel holds for control groups, in memory: acts by the real registry, refusals, and people who
+//! set limits themselves.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use mps_core::bindings::ControlGroup;
+use mps_core::kernel_limits::{
+    GroupLimits, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, limited_to, limits,
+};
+
+use super::bindings::is_in;
+use super::budgets::budgets_of;
+use super::ways::SLICES;
+use super::{Dice, Ending, GPUS, World};
+
+type SimPlace = LimitedGroup<String>;
+
+/// The limits in the kernel, in MiB.
+#[derive(Debug, Default)]
+pub(super) struct SimKernel {
+    limits: BTreeMap<SimPlace, u64>,
+    /// The limits that somebody else has changed, and at which the service has not looked since.
+    changed: BTreeSet<SimPlace>,
+    /// The limits that somebody else has set, or a service that has ended since.
+    of_others: BTreeSet<SimPlace>,
+    /// The GPUs on which it holds no limits, as in MIG mode.
+    refuses: BTreeSet<String>,
+}
+
+/// The service's part: the goals, and whether it has looked at them before.
+#[derive(Debug, Default)]
+pub(super) struct SimKernelLimits {
+    limits: Option<KernelLimits<String>>,
+    wanted: GroupLimits<(String, u32), String>,
+}
+
+/// Whether the configuration wants the kernel to hold limits. It may change under programs.
+fn are_wanted(payload: u32) -> bool {
+    payload % 5 != 4
+}
+
+impl World {
+    fn payload_on(&self, gpu: &str) -> Option<u32> {
+        let order = self.demand.orders.iter().find(|order| order.gpus.iter().any(|one| one == gpu))?;
+        Some(order.payload)
+    }
+
+    fn memory_of(&self, (gpu, slice): &(String, u32)) -> Option<(String, u64)> {
+        let budgets = budgets_of(self.payload_on(gpu)?, false).budgets;
+        Some((gpu.clone(), budgets.get(usize::try_from(*slice).ok()?)?.memory_mib))
+    }
+
+    /// The goals that follow from the bindings and the configuration, as the service has them.
+    pub(super) fn keep_kernel_limits(&mut self) {
+        let Some(service) = &self.service else { return };
+        let is_first = service.kernel_limits.limits.is_none();
+        let wanted = match service.ending {
+            Some(Ending::ForGood) => GroupLimits::new(),
+            _ => limits(self.bindings.registry(), |slice| self.memory_of(slice)),
+        };
+        let goal = |(place, mib): (&SimPlace, u64)| {
+            let is_wanted = self.payload_on(&place.gpu).is_some_and(are_wanted);
+            match (is_wanted, is_first) {
+                (true, _) => Some((place.clone(), LimitGoal::Hold(mib))),
+                (false, true) => Some((place.clone(), LimitGoal::Lift([mib].into()))),
+                (false, false) => None,
+            }
+        };
+        let goals = wanted.iter().filter_map(|(place, limit)| goal((place, limit.mib))).collect();
+        let now = self.now;
+        let Some(service) = &mut self.service else { return };
+        service.kernel_limits.limits.get_or_insert_default().pursue(&goals, now);
+        service.kernel_limits.wanted = wanted;
+    }
+
+    fn next_limit(&self) -> Option<(SimPlace, LimitGoal)> {
+        self.service.as_ref()?.kernel_limits.limits.as_ref()?.next(self.now)
+    }
+
+    pub(super) fn kernel_limits_come_on(&self) -> bool {
+        self.next_limit().is_some()
+    }
+
+    pub(super) fn kernel_limits_wait_until(&self) -> Option<std::time::Duration> {
+        self.service.as_ref()?.kernel_limits.limits.as_ref()?.due()
+    }
+
+    /// The memory of all programs in a control group on a GPU.
+    fn used_by(&self, place: &SimPlace) -> u64 {
+        let programs = self.programs_on(&place.gpu);
+        programs.iter().filter(|one| is_in(one.group, &place.group.path)).map(|one| one.mib).sum()
+    }
+
+    /// The service acts on a limit, and looks at the result.
+    pub(super) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
+        let Some((place, goal)) = self.next_limit() else { return };
+        let is_lost = self.goes_wrong(dice);
+        let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));
+        let kernel = &mut self.kernel;
+        kernel.changed.remove(&place);
+        let refused = |why: &str| LimitOutcome::Refused(why.to_owned());
+        let outcome = match &goal {
+            _ if !is_there => match goal {
+                LimitGoal::Lift(_) => LimitOutcome::Reached,
+                LimitGoal::Hold(_) => refused("there is no such control group"),
+            },
+            _ if kernel.refuses.contains(&place.gpu) => refused("not on this GPU"),
+            LimitGoal::Hold(mib) if kernel.limits.get(&place) != Some(mib) && used > *mib => {
+                refused("more is in use")
+            }
+            LimitGoal::Hold(mib) => {
+                kernel.limits.insert(place.clone(), *mib);
+                kernel.of_others.remove(&place);
+                LimitOutcome::Reached
+            }
+            LimitGoal::Lift(ours) => {
+                if kernel.limits.get(&place).is_some_and(|mib| ours.contains(mib)) {
+                    kernel.limits.remove(&place);
+                    kernel.of_others.remove(&place);
+                }
+                LimitOutcome::Reached
+            }
+        };
+        // An answer can get lost behind the act.
+        let outcome = if is_lost { refused("no answer") } else { outcome };
+        self.add_to_story(|| format!("limit of {place:?}: {goal:?} {outcome:?}"));
+        let now = self.now;
+        let Some(service) = &mut self.service else { return };
+        service.kernel_limits.limits.get_or_insert_default().has_acted(&place, &goal, outcome, now);
+    }
+
+    /// The next service finds the limits of this one, and knows only what follows from the state file and the configuration.
+    pub(super) fn limits_are_left(&mut self) {
+        self.kernel.of_others.extend(self.kernel.limits.keys().cloned());
+    }
+
+    /// The kernel holds limits on every GPU again.
+    pub(super) fn kernel_limits_calm_down(&mut self) {
+        self.kernel.refuses.clear();
+    }
+
+    /// A GPU goes into a mode without limits or leaves it, or somebody else sets or lifts a limit.
+    pub(super) fn kernel_limits_change(&mut self, dice: &mut Dice) {
+        let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
+        if dice.one_in(3) {
+            if !self.kernel.refuses.remove(&gpu) {
+                self.kernel.refuses.insert(gpu.clone());
+            }
+            self.add_to_story(|| format!("the kernel changes its mind about limits on {gpu}"));
+            return;
+        }
+        let place = LimitedGroup { gpu, group: self.bindings.any_group(dice) };
+        match dice.below(3) {
+            0 => _ = self.kernel.limits.remove(&place),
+            // No slice has so little.
+            _ => _ = self.kernel.limits.insert(place.clone(), 7),
+        }
+        self.add_to_story(|| format!("somebody else changes the limit of {place:?}"));
+        self.kernel.of_others.insert(place.clone());
+        self.kernel.changed.insert(place);
+    }
+
+    /// The control groups that have gone take their limits with them.
+    pub(super) fn limits_of_gone_groups_end(&mut self) {
+        let is_there = |group: &ControlGroup| self.bindings.is_there(group);
+        self.kernel.limits.retain(|place, _| is_there(&place.group));
+        self.kernel.changed.retain(|place| is_there(&place.group));
+        self.kernel.of_others.retain(|place| is_there(&place.group));
+    }
+
+    /// A limit that is shown is held: where a slice is shown as limited by the kernel, the one control group that has it can
+    /// have the memory of the slice and no more.
+    pub(super) fn check_limits_are_held(&self) {
+        let Some(service) = &self.service else { return };
+        let Some(known) = &service.kernel_limits.limits else { return };
+        let registry = self.bindings.registry();
+        let held: BTreeSet<&SimPlace> = known
+            .outcomes()
+            .filter(|(_, outcome)| **outcome == LimitOutcome::Reached)
+            .map(|(place, _)| place)
+            .collect();
+        for gpu in GPUS {
+            for slice in (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice)) {
+                let place = limited_to(&slice, &slice.0, registry, &service.kernel_limits.wanted);
+                let Some(place) = place.filter(|place| held.contains(place)) else { continue };
+                if self.kernel.changed.contains(&place) || !self.bindings.is_there(&place.group) {
+                    continue;
+                }
+                let mib = self.memory_of(&slice).map(|(_, mib)| mib);
+                let has = self.kernel.limits.get(&place).copied();
+                assert!(
+                    has == mib,
+                    "a-shown-limit-is-held: {slice:?} has {mib:?} MiB, and {place:?} may have {has:?}"
+                );
+            }
+        }
+    }
+
+    /// Limits go with their bindings: in the end the kernel holds each limit that it does not refuse, and no other of ours.
+    pub(super) fn check_limits_go_with_bindings(&self) {
+        let wanted = limits(self.bindings.registry(), |slice| self.memory_of(slice));
+        for (place, limit) in &wanted {
+            let refuses = self.kernel.refuses.contains(&place.gpu)
+                || self.used_by(place) > limit.mib
+                || !self.bindings.is_there(&place.group)
+                || !self.payload_on(&place.gpu).is_some_and(are_wanted);
+            let has = self.kernel.limits.get(place);
+            assert!(
+                refuses || has == Some(&limit.mib),
+                "limits-go-with-bindings: {place:?} may have {has:?}, and its slices have {limit:?}"
+            );
+        }
+        for (place, has) in &self.kernel.limits {
+            let is_wanted = wanted.contains_key(place) && self.payload_on(&place.gpu).is_some_and(are_wanted);
+            let is_ours = !self.kernel.of_others.contains(place) && !self.kernel.refuses.contains(&place.gpu);
+            assert!(
+                is_wanted || !is_ours,
+                "limits-go-with-bindings: {place:?} has no slice, and may have {has} MiB"
+            );
+        }
+    }
+}

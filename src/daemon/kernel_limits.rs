@@ -1,0 +1,74 @@
+//! The memory limits that the kernel holds for control groups that are bound to slices: which they are, and what is published
+//! of them.
+
+use std::collections::BTreeMap;
+
+use super::{Daemon, Ending};
+use crate::tenants::limit_keeper::{LimitGoals, LimitKeeper};
+use common::bindings::SliceBindings;
+use common::config::MemoryLimit;
+use common::host::device_name::SliceId;
+use common::plan::Plan;
+use mps_core::GpuUuid;
+use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, limits};
+
+impl Daemon {
+    /// Has the kernel hold what follows from this plan and the bindings.
+    pub(super) fn keep_kernel_limits(&self, plan: &Plan) {
+        let wanted = match self.ending {
+            // What was done to the host is taken back.
+            Some(Ending::ForGood) => GroupLimits::new(),
+            _ => group_limits(plan, self.state_file.lock().bindings()),
+        };
+        let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
+        let goals: LimitGoals = match self.settings.memory_limit {
+            MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
+            // A service that has ended may have set them.
+            MemoryLimit::Watch if self.limit_keeper.is_new() => {
+                goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
+            }
+            MemoryLimit::Watch => LimitGoals::new(),
+        };
+        self.limit_keeper.pursue(goals);
+    }
+
+    /// Lifts them before the service ends for good.
+    pub(super) async fn lift_kernel_limits(&self) {
+        self.keep_kernel_limits(&Plan::default());
+        self.limit_keeper.tried().await;
+    }
+}
+
+/// The limits of all control groups that are bound to slices of this plan.
+fn group_limits(plan: &Plan, bindings: &SliceBindings) -> GroupLimits<SliceId, GpuUuid> {
+    let memory_of = |slice: &SliceId| {
+        let gpu = plan.gpus.iter().find(|gpu| gpu.gpu.id() == slice.gpu)?;
+        let is_known = slice.ordinal < gpu.slices();
+        is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
+    };
+    limits(bindings, memory_of)
+}
+
+/// The slices of one control group each for which the kernel was to hold the memory: whether it does, or why not.
+pub(super) fn kernel_limits(
+    plan: &Plan,
+    bindings: &SliceBindings,
+    keeper: &LimitKeeper,
+) -> BTreeMap<SliceId, Result<(), String>> {
+    let outcomes = keeper.outcomes();
+    if outcomes.values().all(|outcome| *outcome == LimitOutcome::NotOffered) {
+        return BTreeMap::new();
+    }
+    let wanted = group_limits(plan, bindings);
+    let outcome = |(slice, uuid): (SliceId, &str)| {
+        let place = limited_to(&slice, &uuid.to_owned(), bindings, &wanted)?;
+        match outcomes.get(&place)? {
+            LimitOutcome::Reached => Some((slice, Ok(()))),
+            LimitOutcome::Refused(reason) => Some((slice, Err(reason.clone()))),
+            LimitOutcome::NotOffered => None,
+        }
+    };
+    let slices = plan.gpus.iter().filter_map(|gpu| Some((gpu, gpu.gpu.uuid()?)));
+    let slices = slices.flat_map(|(gpu, uuid)| (0..gpu.slices()).map(move |one| (gpu.slice(one), uuid)));
+    slices.filter_map(outcome).collect()
+}

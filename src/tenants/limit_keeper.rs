@@ -1,0 +1,130 @@
+//! Has the kernel hold the memory limits of control groups that are bound to slices. A task of its own carries the acts out,
+//! one after another, so that the loop waits for no driver.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::supervisor::compute_modes::ComputeModes;
+use mps_core::GpuUuid;
+use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
+
+/// The time for which whoever binds waits for the kernel. NVML answers within a millisecond.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
+
+/// The outcome for each limit that the kernel is to hold.
+pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
+
+/// The memory limits that the kernel is to hold. The task ends with this value.
+#[derive(Debug)]
+pub(crate) struct LimitKeeper {
+    /// The goals, and their number.
+    goals: watch::Sender<(u64, LimitGoals)>,
+    /// The number of the last goals that have all been tried.
+    tried: watch::Receiver<u64>,
+    outcomes: watch::Receiver<LimitOutcomes>,
+}
+
+impl LimitKeeper {
+    /// Wakes the loop up with `changed` when an outcome is new.
+    pub(crate) fn new(nvml: ComputeModes, changed: Arc<Notify>) -> Self {
+        let (goals, wanted) = watch::channel((0, LimitGoals::new()));
+        let (tried, tried_seen) = watch::channel(0);
+        let (outcomes, outcomes_seen) = watch::channel(LimitOutcomes::new());
+        let task = Acts { nvml, changed, begun: Instant::now(), limits: KernelLimits::default(), outcomes };
+        tokio::spawn(task.run(wanted, tried));
+        Self { goals, tried: tried_seen, outcomes: outcomes_seen }
+    }
+
+    /// Whether it has no goals yet.
+    pub(crate) fn is_new(&self) -> bool {
+        self.goals.borrow().0 == 0
+    }
+
+    /// Takes these for its goals from now on. A limit that is no goal any more is lifted, and a refused one tried again.
+    pub(crate) fn pursue(&self, goals: LimitGoals) {
+        self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
+    }
+
+    /// Waits until each goal of now was tried, but not for long.
+    pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
+        let (number, mut tried) = (self.goals.borrow().0, self.tried.clone());
+        async move {
+            let _ = timeout(PATIENCE, tried.wait_for(|tried| *tried >= number)).await;
+        }
+    }
+
+    pub(crate) fn outcomes(&self) -> LimitOutcomes {
+        self.outcomes.borrow().clone()
+    }
+}
+
+/// The task.
+#[derive(Debug)]
+struct Acts {
+    nvml: ComputeModes,
+    changed: Arc<Notify>,
+    begun: Instant,
+    limits: KernelLimits<GpuUuid>,
+    outcomes: watch::Sender<LimitOutcomes>,
+}
+
+impl Acts {
+    async fn run(mut self, mut goals: watch::Receiver<(u64, LimitGoals)>, tried: watch::Sender<u64>) {
+        let mut number = 0;
+        loop {
+            if goals.has_changed().unwrap_or(false) {
+                let (newest, wanted) = goals.borrow_and_update().clone();
+                number = newest;
+                self.limits.pursue(&wanted, self.begun.elapsed());
+                self.publish();
+            }
+            if let Some((place, goal)) = self.limits.next(self.begun.elapsed()) {
+                self.act(&place, &goal).await;
+                continue;
+            }
+            tried.send_replace(number);
+            let due = self.limits.due().map(|due| self.begun + due);
+            tokio::select! {
+                changed = goals.changed() => match changed {
+                    Ok(()) => goals.mark_changed(),
+                    Err(_) => return,
+                },
+                () = until(due) => {}
+            }
+        }
+    }
+
+    async fn act(&mut self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal) {
+        let outcome = self.nvml.pursue_memory_limit(place, goal).await;
+        let is_new = self.outcomes.borrow().get(place) != Some(&outcome);
+        if let LimitOutcome::Refused(reason) = &outcome
+            && is_new
+        {
+            let (uuid, path) = (&place.gpu, &place.group.path);
+            tracing::info!(gpu_uuid = uuid, "the kernel's memory limit of {path} on {uuid}: {reason}");
+        }
+        self.limits.has_acted(place, goal, outcome, self.begun.elapsed());
+        self.publish();
+    }
+
+    fn publish(&self) {
+        let outcomes: LimitOutcomes =
+            self.limits.outcomes().map(|(place, outcome)| (place.clone(), outcome.clone())).collect();
+        if self.outcomes.send_if_modified(|before| std::mem::replace(before, outcomes.clone()) != outcomes) {
+            self.changed.notify_one();
+        }
+    }
+}
+
+async fn until(due: Option<Instant>) {
+    match due {
+        Some(due) => sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,181 @@
+//! The memory limits that the kernel holds for bound control groups, with a simulated driver that has them.
+
+use std::fs;
+use std::process::Stdio;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::bindings::{bind, client, path, with_containers};
+use crate::support::container::ContainerGroup;
+use crate::support::host::{Host, succeeded, text};
+use crate::support::wait::wait_for;
+
+/// A slice of the board `h200`, its memory in MiB, and another slice.
+const OWN: &str = "00:06.0-1";
+const MEMORY: u64 = 35942;
+const NEIGHBOURS: &str = "00:06.0-2";
+
+/// A host that serves with driver 615, and the control groups of two containers.
+fn with_driver_615(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
+    let (host, groups) = with_containers(test, lines)?;
+    host.plant("driver", "615.71.09\n");
+    host.plant("gpus/0/memory_accounting", "");
+    Some((host, groups))
+}
+
+/// The hard limit of a control group in MiB, as the driver has it. None without a limit.
+fn limit(host: &Host, group: &ContainerGroup) -> Option<u64> {
+    let name = group.directory.to_str().unwrap().replace('/', "%");
+    let text = fs::read_to_string(host.path("gpus/0/memory_limits").join(name)).ok()?;
+    let (soft, hard) = text.trim().split_once(' ').unwrap();
+    assert_eq!(soft, "0", "a soft limit would stay with the control groups above");
+    let bytes: u64 = hard.parse().unwrap();
+    (bytes != u64::MAX).then_some(bytes >> 20)
+}
+
+fn device(host: &Host, slice: &str) -> Value {
+    host.list().into_iter().find(|device| device["addr"] == slice).unwrap()
+}
+
+fn enforced_by(host: &Host, slice: &str, word: &str) {
+    wait_for(&format!("the word {word} for {slice}"), || {
+        (device(host, slice)["memory_enforced_by"] == word).then_some(())
+    });
+}
+
+fn limited(host: &Host, group: &ContainerGroup, wanted: Option<u64>) {
+    wait_for(&format!("the limit {wanted:?}"), || (limit(host, group) == wanted).then_some(()));
+}
+
+/// Whether a program of the control group gets so much memory.
+fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
+    let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client alloc \"$1\"";
+    let mut command = host.command("sh");
+    command.args(["-c", enter]).arg(&group.directory).arg(mib.to_string()).stdout(Stdio::null());
+    command.env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe"));
+    command.status().unwrap().success()
+}
+
+/// At the answer to Bind the kernel holds the limit, for all programs of the control group together, and for nobody else.
+#[test]
+fn the_kernel_holds_the_memory_of_a_bound_control_group() {
+    let test = "the_kernel_holds_the_memory_of_a_bound_control_group";
+    let Some((mut host, [group, other])) = with_driver_615(test, "") else { return };
+    succeeded(&bind(&host, OWN, &group, &["--label", "train-1"]));
+    assert_eq!((limit(&host, &group), limit(&host, &other)), (Some(MEMORY), None));
+    enforced_by(&host, OWN, "kernel");
+    assert_eq!(device(&host, NEIGHBOURS)["memory_enforced_by"], "watch");
+
+    let first = client(&host, &group.directory, &["hold", "600", "--mib", "30000"], "");
+    assert!(!can_have(&host, &group, 10_000) && can_have(&host, &other, 10_000));
+    // A service that is killed leaves the limit, and the next one knows it.
+    host.signal(Signal::KILL);
+    host.ended();
+    assert_eq!(limit(&host, &group), Some(MEMORY));
+    host.start();
+    host.wait_for_state("ready");
+    enforced_by(&host, OWN, "kernel");
+    first.end();
+
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
+    limited(&host, &group, None);
+    enforced_by(&host, OWN, "watch");
+}
+
+/// A limit that the kernel does not hold is never shown as one that it holds.
+#[test]
+fn a_refused_limit_leaves_the_watch_and_says_why() {
+    let test = "a_refused_limit_leaves_the_watch_and_says_why";
+    let Some((host, [group, other])) = with_driver_615(test, "") else { return };
+    host.clear("gpus/0/memory_accounting");
+    succeeded(&bind(&host, OWN, &group, &["--label", "train-1"]));
+    let refused = |slice: &str| device(&host, slice)["kernel_limit_refused"].as_str().map(str::to_owned);
+    let why = wait_for("the reason", || refused(OWN));
+    assert!(why.contains("cgroup v2"), "{why}");
+    assert_eq!(device(&host, OWN)["memory_enforced_by"], "watch");
+    let advice = text(&host.mpsctl(&["doctor"]));
+    assert!(
+        advice.contains("kernel-limit-refused: 00:06.0-1\n") && advice.contains("for train-1:"),
+        "{advice}"
+    );
+
+    // The reason is gone, and a reload tries again.
+    host.plant("gpus/0/memory_accounting", "");
+    host.reload();
+    enforced_by(&host, OWN, "kernel");
+    assert_eq!(refused(OWN), None);
+
+    // Programs that have more than the slice keep their memory, and the limit is refused.
+    let greedy = client(&host, &other.directory, &["hold", "600", "--mib", "40000"], "");
+    succeeded(&bind(&host, NEIGHBOURS, &other, &[]));
+    let why = wait_for("the reason", || refused(NEIGHBOURS));
+    assert!(why.contains("have more"), "{why}");
+    assert_eq!(
+        (limit(&host, &other), &device(&host, NEIGHBOURS)["memory_enforced_by"]),
+        (None, &json!("watch"))
+    );
+    assert!(crate::support::host::alive(greedy.id()));
+}
+
+/// Without the kernel's controller dmem, the driver does not count memory from before the limit.
+#[test]
+fn memory_from_before_the_limit_is_no_limit() {
+    let test = "memory_from_before_the_limit_is_no_limit";
+    let Some((host, [group, _other])) = with_driver_615(test, "") else { return };
+    let first = client(&host, &group.directory, &["hold", "600", "--mib", "5000"], "");
+    host.plant("gpus/0/memory_uncounted_mib", "4000");
+    succeeded(&bind(&host, OWN, &group, &[]));
+    let why =
+        wait_for("the reason", || device(&host, OWN)["kernel_limit_refused"].as_str().map(str::to_owned));
+    assert!(why.contains("memory from before the limit does not count"), "{why}");
+    assert_eq!(device(&host, OWN)["memory_enforced_by"], "watch");
+    first.end();
+    host.clear("gpus/0/memory_uncounted_mib");
+    host.reload();
+    enforced_by(&host, OWN, "kernel");
+}
+
+/// A limit follows the size of its slice and the configuration, and goes with a stop for good.
+#[test]
+fn a_limit_follows_the_configuration() {
+    let test = "a_limit_follows_the_configuration";
+    let Some((mut host, [group, shared])) = with_driver_615(test, "") else { return };
+    succeeded(&bind(&host, OWN, &group, &[]));
+    let sized = |memory: u64| {
+        host.devices(&[&format!(
+            "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4, memory: {memory}"
+        )]);
+        host.reload();
+        limited(&host, &group, Some(memory));
+        enforced_by(&host, OWN, "kernel");
+    };
+    sized(20_000);
+    sized(30_000);
+    // Two control groups with one slice may have it twice, so it is not enforced.
+    succeeded(&bind(&host, OWN, &shared, &["--share"]));
+    enforced_by(&host, OWN, "watch");
+    assert_eq!((limit(&host, &group), limit(&host, &shared)), (Some(30_000), Some(30_000)));
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&shared)]));
+    limited(&host, &shared, None);
+
+    host.configure("cuda_mps_memory_limit: watch");
+    host.reload();
+    limited(&host, &group, None);
+    enforced_by(&host, OWN, "watch");
+    host.configure("cuda_mps_memory_limit: auto");
+    host.reload();
+    limited(&host, &group, Some(30_000));
+    host.configure("cuda_mps_memory_limit: watch");
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_state("ready");
+    limited(&host, &group, None);
+
+    host.configure("cuda_mps_memory_limit: auto");
+    host.reload();
+    limited(&host, &group, Some(30_000));
+    assert!(host.stop().success());
+    assert_eq!(limit(&host, &group), None);
+}
