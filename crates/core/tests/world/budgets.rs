@@ -12,7 +12,7 @@ use mps_core::tenants::{BudgetWatch, Enforced, Enforcer, OverBudget, SliceBudget
 use super::bindings::{group_of, seen};
 use super::enforcing::{Facts, SimEnforcement, SimHeld};
 use super::mps::OLD_GPU;
-use super::serving::mib_of;
+use super::serving::size_of;
 use super::ways::SLICES;
 use super::{Dice, GPUS, World};
 
@@ -116,9 +116,8 @@ impl SimWatch {
 
 /// The budgets that an order with this payload gives the slices of its GPUs.
 pub(super) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
-    // With some payloads the slices have different sizes.
     let budget = |slice: u32| Budget {
-        memory_mib: mib_of(payload) + u64::from(slice * (payload % 2)),
+        memory_mib: size_of(payload, slice),
         max_clients: 1 + (payload + 1 + slice * (payload % 2)) % 3,
     };
     SliceBudgets {
@@ -289,7 +288,10 @@ impl World {
         match dice.below(4) {
             0 => program.is_held = !program.is_held,
             1 => program.connection += 1,
-            _ => program.mib = 100 * (1 + dice.below(20) as u64),
+            _ => {
+                drop(mps);
+                return self.program_takes(dice);
+            }
         }
         let program = program.clone();
         drop(mps);

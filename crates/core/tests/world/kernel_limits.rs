@@ -39,8 +39,17 @@ fn are_wanted(payload: u32) -> bool {
     payload % 5 != 4
 }
 
+/// The most memory that a program, which has some, can have by the limits of the control groups around it.
+pub(super) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) -> u64 {
+    let around = world.kernel.limits.iter().filter(|(place, _)| {
+        place.gpu == gpu && is_in(group, &place.group.path) && world.bindings.is_there(&place.group)
+    });
+    let room = |(place, mib): (&SimPlace, &u64)| mib.saturating_sub(world.used_by(place).saturating_sub(has));
+    around.map(room).min().unwrap_or(u64::MAX)
+}
+
 impl World {
-    fn payload_on(&self, gpu: &str) -> Option<u32> {
+    pub(super) fn payload_on(&self, gpu: &str) -> Option<u32> {
         let order = self.demand.orders.iter().find(|order| order.gpus.iter().any(|one| one == gpu))?;
         Some(order.payload)
     }

@@ -10,6 +10,7 @@ mod edge;
 mod ending;
 mod enforcing;
 mod kernel_limits;
+mod memory;
 mod mps;
 mod nvml;
 mod reader;

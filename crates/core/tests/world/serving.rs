@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted, WantedGpu};
-use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, RunUse, Tenure, WhyFailed};
+use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, Order, RunUse, Tenure, WhyFailed};
 
 use super::edge::SimShell;
 use super::mps::{CAPACITY, Mps, OLD_GPU, Setting};
@@ -70,16 +70,29 @@ pub(super) fn percentage_of(payload: u32) -> u8 {
     u8::try_from(10 + payload % 80).unwrap()
 }
 
-pub(super) fn mib_of(payload: u32) -> u64 {
-    1024 * u64::from(1 + payload % 7)
+const LARGEST: u32 = 1;
+
+/// The memory of a slice. With some payloads the slices of a GPU have different sizes.
+pub(super) fn size_of(payload: u32, slice: u32) -> u64 {
+    1024 * u64::from(1 + payload % 7) - 256 * u64::from((LARGEST - slice) * (payload % 2))
+}
+
+/// The slice of a control daemon that has only one.
+pub(super) fn only_slice(id: &str) -> Option<u32> {
+    id.rsplit_once('-')?.1.parse().ok()
+}
+
+/// The memory limit that a control daemon has to have for an order: that of its largest slice.
+fn mib_of(order: &Order<u32>) -> u64 {
+    size_of(order.payload, only_slice(&order.id).unwrap_or(LARGEST))
 }
 
 /// The limits that a control daemon with these GPUs has to have for an order.
-pub(super) fn setting_of(payload: u32, wanted: &[String], gpus: &[String]) -> Setting {
-    let mut setting = Setting { percentage: percentage_of(payload), mib: [0; 3] };
+pub(super) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
+    let mut setting = Setting { percentage: percentage_of(order.payload), mib: [0; 3] };
     for (mib, gpu) in setting.mib.iter_mut().zip(gpus) {
-        if wanted.contains(gpu) {
-            *mib = mib_of(payload);
+        if order.gpus.contains(gpu) {
+            *mib = mib_of(order);
         }
     }
     setting
@@ -98,7 +111,7 @@ pub(super) fn wanted(task: &Task) -> Wanted {
     let gpu = |uuid: &String| WantedGpu {
         uuid: uuid.clone(),
         name: uuid.clone(),
-        memory_limit_mib: mib_of(payload),
+        memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
         // Nobody can tell to which of several control daemons a client belongs.
@@ -227,7 +240,7 @@ impl World {
             mps: Arc::clone(&watched.mps),
             id: id.to_owned(),
             gpus: task.order.gpus.clone(),
-            setting: setting_of(task.order.payload, &task.order.gpus, &gpus),
+            setting: setting_of(&task.order, &gpus),
             admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);

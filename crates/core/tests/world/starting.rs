@@ -116,7 +116,7 @@ impl World {
         mps.refuses_multiuser = self.refuses_multiuser;
         let mps = Arc::new(Mutex::new(mps));
         let gpus = task.order.gpus.clone();
-        let setting = setting_of(task.order.payload, &gpus, &gpus);
+        let setting = setting_of(&mps_core::Order { gpus: gpus.clone(), ..task.order.clone() }, &gpus);
         let shell = SimShell { mps: Arc::clone(&mps), id: id.to_owned(), gpus, setting, admission };
         let Some(service) = &mut self.service else { return };
         service.starting.insert(id.to_owned(), mps);

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use mps_core::Order;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::Requested;
 
@@ -174,11 +175,12 @@ impl World {
     }
 
     /// Whether the control daemon with this PID takes a client with these limits, by its own word and in truth.
-    pub(super) fn serves(&self, pid: u32, payload: u32, gpus: &[String]) -> bool {
+    pub(super) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
+        let gpus = order.gpus.as_slice();
         self.lead_here(pid, gpus)
             && self.daemons.get(&pid).is_some_and(|one| {
                 let mps = one.lock();
-                let setting = super::serving::setting_of(payload, gpus, &mps.gpus);
+                let setting = super::serving::setting_of(order, &mps.gpus);
                 let is_well = |server: &super::mps::SimServer| {
                     server.status == ServerStatus::Active && !server.is_stopped
                 };

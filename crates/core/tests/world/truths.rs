@@ -272,7 +272,7 @@ impl World {
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&String, &super::Task)| {
-            let serves = |pid| self.serves(pid, task.order.payload, &task.order.gpus);
+            let serves = |pid| self.serves(pid, &task.order);
             task.act == DaemonAct::Serve
                 && !task.is_interrupted
                 && !task.retiring

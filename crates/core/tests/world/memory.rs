@@ -1,0 +1,102 @@
+//! The memory that programs take: no more than the limits that hold for them, and than the GPU has left. The slices of a GPU
+//! may have more together than the GPU (overcommit).
+
+use super::kernel_limits::room_in_groups;
+use super::serving::{only_slice, size_of};
+use super::tenants::SliceKnownBy;
+use super::{Dice, World};
+
+/// The memory of a GPU.
+const GPU_MIB: u64 = 6 * 1024;
+
+/// Somebody's memory on one GPU.
+struct Place {
+    gpu: String,
+    /// The limit of the server, unless the GPU has none.
+    of_server: Option<u64>,
+    /// The limit in the environment of the program, which is that of its slice.
+    own: Option<u64>,
+}
+
+impl Place {
+    fn limit(&self) -> u64 {
+        [self.of_server, self.own].into_iter().flatten().min().unwrap_or(u64::MAX)
+    }
+}
+
+impl World {
+    /// A program asks for so much memory in all.
+    pub(super) fn program_takes(&mut self, dice: &mut Dice) {
+        let daemons: Vec<u32> = self.daemons.keys().copied().collect();
+        let Some(daemon) = dice.pick(&daemons).copied() else { return };
+        let clients: Vec<u32> = self.daemons[&daemon].lock().clients.keys().copied().collect();
+        let Some(client) = dice.pick(&clients).copied() else { return };
+        let wanted = 100 * (1 + dice.below(80) as u64);
+        let (places, has) = self.places(daemon, client);
+        let room = places.iter().map(|place| self.room(place, client, has)).min().unwrap_or_default();
+        // Memory that a program has stays, however small its limits become.
+        let granted = wanted.min(room.max(has.min(wanted)));
+        if let Some(client) = self.daemons[&daemon].lock().clients.get_mut(&client) {
+            client.program.mib = granted;
+        }
+        self.add_to_story(|| format!("{client} asks for {wanted} MiB, and has {granted}"));
+        self.check_published_limits(daemon, &places);
+        self.budgets_hear_of_clients();
+    }
+
+    /// Where a client has memory, and how much in each place.
+    fn places(&self, daemon: u32, client: u32) -> (Vec<Place>, u64) {
+        let mps = self.daemons[&daemon].lock();
+        let Some(client) = mps.clients.get(&client) else { return (Vec::new(), 0) };
+        let server = mps.servers.get(&client.server).map(|server| server.setting);
+        let place = |ordinal: &usize| {
+            let gpu = mps.gpus.get(*ordinal)?.clone();
+            let is_enforced = mps.is_enforced(*ordinal);
+            let of_server = server.and_then(|setting| setting.mib.get(*ordinal).copied());
+            let slice =
+                client.program.slice.filter(|_| client.tenant.slice_known_by != SliceKnownBy::Nothing);
+            let own = slice.zip(self.payload_on(&gpu)).map(|(slice, payload)| size_of(payload, slice));
+            Some(Place {
+                gpu,
+                of_server: of_server.filter(|_| is_enforced),
+                own: own.filter(|_| is_enforced),
+            })
+        };
+        (client.ordinals.iter().filter_map(place).collect(), client.program.mib)
+    }
+
+    /// The most memory that a client can have in a place.
+    fn room(&self, place: &Place, client: u32, has: u64) -> u64 {
+        let programs = self.programs_on(&place.gpu);
+        let used: u64 = programs.iter().map(|program| program.mib).sum();
+        let left = GPU_MIB.saturating_sub(used - has.min(used));
+        let group =
+            programs.iter().find(|program| program.process.pid == client).map(|program| program.group);
+        let of_groups = group.map_or(u64::MAX, |group| room_in_groups(self, &place.gpu, group, has));
+        place.limit().min(left).min(of_groups)
+    }
+
+    /// A published limit is enforced: whoever has the environment of a slice can have the memory of the slice and no more,
+    /// and nobody's limit is below it.
+    fn check_published_limits(&self, daemon: u32, places: &[Place]) {
+        for order in &self.demand.orders {
+            let is_its = self.living(&order.id).is_some_and(|(pid, _)| pid == daemon);
+            if !is_its || !self.serves(daemon, order) {
+                continue;
+            }
+            let served = places.iter().filter(|place| place.of_server.is_some());
+            for place in served.filter(|place| order.gpus.contains(&place.gpu)) {
+                let of_server = place.of_server.unwrap_or(u64::MAX);
+                let slices = only_slice(&order.id).map_or(0..=1, |slice| slice..=slice);
+                for published in slices.map(|slice| size_of(order.payload, slice)) {
+                    assert!(
+                        of_server.min(published) == published,
+                        "a-published-limit-is-enforced: a slice of {} on {} has {published} MiB, and its server gives {of_server}",
+                        order.id,
+                        place.gpu
+                    );
+                }
+            }
+        }
+    }
+}
