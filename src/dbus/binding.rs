@@ -8,8 +8,8 @@ use super::request::{Result, WantedBinding, bounded_names};
 use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
 
-/// The most bytes of a label.
-const LABEL: usize = 128;
+/// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381.
+const LABEL: usize = 384;
 
 /// The longest path of a control group, in bytes: the kernel knows no longer one.
 const PATH: usize = 4096;

@@ -277,8 +277,15 @@ impl Waits {
 
     /// Starts a hook as a runtime does.
     fn start(&self, hook: &mut Command, id: &str) -> Child {
+        let (namespace, pod) = id.split_once('/').unwrap_or_default();
+        let annotations = json!({
+            "io.kubernetes.cri.sandbox-namespace": namespace, "io.kubernetes.cri.sandbox-name": pod,
+            "io.kubernetes.cri.container-name": "main",
+        });
+        let annotations = if pod.is_empty() { json!({}) } else { annotations };
         let state = json!({
             "ociVersion": "1.0.2", "id": id, "status": "creating", "pid": self.0.id(), "bundle": "/b",
+            "annotations": annotations,
         });
         hook.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut hook = hook.spawn().unwrap();
@@ -312,6 +319,11 @@ fn a_runtime_binds_by_its_hook() {
     succeeded(&run(&group, "c-1"));
     assert_eq!(bound_to(&host, OWN), "c-1");
     refused(&run(&other, "c-2"), &format!("{OWN} is taken by c-1"));
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
+    // The names of Kubernetes are as long as they may be.
+    let pod = format!("{}/{}", "n".repeat(63), "p".repeat(253));
+    succeeded(&run(&group, &pod));
+    assert_eq!(bound_to(&host, OWN), format!("{pod}/main"));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
     succeeded(&host.mpsctl(&["drain", OWN]));
     refused(&run(&other, "c-2"), &format!("{OWN} is drained"));

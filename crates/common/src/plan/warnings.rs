@@ -91,8 +91,9 @@ pub(super) fn loose(
     NamedProblem::new(
         "default-limits-loose",
         format!("{holder}'s default is {default} {unit}, so only clients that set {variable} keep to {own}"),
-        "cut the GPUs into slices of the same memory and thread_percentage, or give clients the environment that \
-         yunion-mpsctl env NAME prints",
+        "cut the GPUs into slices of the same memory and thread_percentage, give clients the environment that \
+         yunion-mpsctl env NAME prints, or write isolation: slice for the GPU: then each slice has its own limits, and the \
+         slices take turns",
     )
 }
 

@@ -1,6 +1,7 @@
 //! `yunion-mpsctl bind` and `unbind`: the slices of a control group. A container runtime calls `bind --oci` as a hook, before
 //! the program of a container runs.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::time::{Duration, Instant};
@@ -82,6 +83,30 @@ pub(crate) struct Unbind {
 struct ContainerState {
     id: String,
     pid: u32,
+    #[serde(default)]
+    annotations: BTreeMap<String, String>,
+}
+
+/// The annotations by which containerd and CRI-O name a container of Kubernetes: the namespace, the pod, the container.
+const KUBERNETES: [[&str; 3]; 2] = [
+    [
+        "io.kubernetes.cri.sandbox-namespace",
+        "io.kubernetes.cri.sandbox-name",
+        "io.kubernetes.cri.container-name",
+    ],
+    ["io.kubernetes.pod.namespace", "io.kubernetes.pod.name", "io.kubernetes.container.name"],
+];
+
+impl ContainerState {
+    /// Its name for people: `namespace/pod/container` in Kubernetes, otherwise its id.
+    fn label(self) -> String {
+        let name = |keys: &[&str; 3]| {
+            let names: Vec<&str> =
+                keys.iter().map_while(|key| self.annotations.get(*key)).map(String::as_str).collect();
+            (names.len() == keys.len()).then(|| names.join("/"))
+        };
+        KUBERNETES.iter().find_map(name).unwrap_or(self.id)
+    }
 }
 
 pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
@@ -141,8 +166,8 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
         say("note: only root may bind slices; the container of this user is known by its environment");
         return Ok(None);
     }
-    let ContainerState { id, pid } = container_state(io::stdin()).map_err(Error::Failed)?;
-    Ok(Some(ToBind { devices, group: GroupOf::Process(pid), label: id }))
+    let state = container_state(io::stdin()).map_err(Error::Failed)?;
+    Ok(Some(ToBind { devices, group: GroupOf::Process(state.pid), label: state.label() }))
 }
 
 pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut dyn Write) -> Result<()> {
@@ -205,10 +230,28 @@ mod tests {
         let state =
             r#"{"ociVersion": "1.0.2", "id": "c1", "status": "creating", "pid": 4711, "bundle": "/b"}"#;
         let state = container_state(state.as_bytes()).unwrap();
-        assert_eq!((state.id.as_str(), state.pid), ("c1", 4711));
+        assert_eq!((state.pid, state.label().as_str()), (4711, "c1"));
         for bad in ["", "{}", r#"{"id": "c1", "pid": 0}"#, r#"{"id": "c1", "pid": -1}"#, "[1]"] {
             container_state(bad.as_bytes()).unwrap_err();
         }
+    }
+
+    #[test]
+    fn a_container_of_kubernetes_is_named_by_its_pod() {
+        let label = |annotations: &str| {
+            let state = format!(r#"{{"id": "c1", "pid": 7, "annotations": {annotations}}}"#);
+            container_state(state.as_bytes()).unwrap().label()
+        };
+        let containerd = r#"{"io.kubernetes.cri.sandbox-namespace": "ml", "io.kubernetes.cri.sandbox-name": "train-0",
+                             "io.kubernetes.cri.container-name": "main", "other": "x"}"#;
+        let crio = r#"{"io.kubernetes.pod.namespace": "ml", "io.kubernetes.pod.name": "train-0",
+                       "io.kubernetes.container.name": "main"}"#;
+        assert_eq!(
+            (label(containerd), label(crio)),
+            ("ml/train-0/main".to_owned(), "ml/train-0/main".to_owned())
+        );
+        assert_eq!(label(r#"{"io.kubernetes.pod.name": "train-0"}"#), "c1");
+        assert_eq!(label("{}"), "c1");
     }
 
     #[test]
