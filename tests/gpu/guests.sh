@@ -117,6 +117,14 @@ say "the same with a control group that is bound, whatever the records say"
 path=/cloudpods/$own
 result "the slice that is bound" "$(yunion-mpsctl bind "$slice" --control-group "$path" --label job-17)" "$slice"
 result "a slice that is taken" "$(yunion-mpsctl bind "$slice" --control-group "/cloudpods/$other" 2>&1 | grep -c "taken by job-17")" 1
+# From driver 615 on the kernel can hold the memory of a bound control group.
+enforces() { yunion-mpsctl list --json | python3 -c 'import json,sys; print({one["addr"]: (one["memory_enforced_by"], one.get("kernel_limit_refused", "")) for one in json.load(sys.stdin)}[sys.argv[1]])' "$slice"; }
+series=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -1 | cut -d. -f1)
+if [ "$series" -lt 615 ]; then
+    result "who enforces the memory of the bound slice" "$(enforces)" "('watch', '')"
+else
+    show enforces
+fi
 record train-1 "$own" "$neighbours"
 keep_three 12
 result "a client by its control group" "$(yunion-mpsctl clients --json | grep -q '"known_by": "bound"' && echo yes)" yes

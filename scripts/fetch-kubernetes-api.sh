@@ -1,0 +1,42 @@
+#!/bin/bash
+# Fetches the two interfaces of Kubernetes' kubelet into DIR (.cache/kubernetes-api unless given), as its own developers publish
+# them: deviceplugin.proto, the kubelet's side of device plugins, and runtime.proto, by which it speaks to a container runtime
+# (CRI). They are for the tests; Debian 14 has them. The options for Go's generator are left out, since protoc does not know them.
+set -euo pipefail
+umask 022
+# shellcheck source=scripts/debian-packages.sh
+. "$(dirname "$0")/debian-packages.sh"
+
+SUITE=forky
+
+fail() {
+    echo "fetch-kubernetes-api: $*" >&2
+    exit 1
+}
+
+plain() { # API.PROTO
+    sed -e '/gogoproto/d' -e 's/ *\[debug_redact = true\]//' "$1"
+}
+
+fetch() { # MIRROR
+    local work="$scratch/work" source
+    rm -rf "$work"
+    unpack_packages "$1" "$SUITE" main "$work" golang-github-kubernetes-kubelet-dev golang-k8s-cri-api-dev || return 1
+    source=$work/tree/usr/share/gocode/src/k8s.io
+    rm -rf "$dir" "$dir.new" && mkdir -p "$dir.new" || return 1
+    plain "$source/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto" >"$dir.new/deviceplugin.proto" || return 1
+    plain "$source/cri-api/pkg/apis/runtime/v1/api.proto" >"$dir.new/runtime.proto" || return 1
+    # Into place in one step: what has its final name is complete.
+    mv -T "$dir.new" "$dir" || return 1
+    echo "fetch-kubernetes-api: $(cd "$work/deb" && echo *.deb) in $dir" >&2
+}
+
+dir=${1:-.cache/kubernetes-api}
+[ ! -f "$dir/runtime.proto" ] || exit 0
+for program in apt-get dpkg-deb; do
+    command -v "$program" >/dev/null || fail "needs $program"
+done
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+chmod 755 "$scratch" # for apt's own user
+from_a_mirror || fail "can't get the packages of Debian $SUITE; try again, or put deviceplugin.proto and runtime.proto into $dir"
