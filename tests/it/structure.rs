@@ -9,10 +9,11 @@ use std::path::Path;
 use regex::Regex;
 
 /// The crates of the product, by the folders of their sources. Cargo holds that none uses one that comes after it.
-const CRATES: [&str; 4] = ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src"];
+const CRATES: [&str; 5] =
+    ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src", "crates/device-plugin/src"];
 
 /// Words that stand in the code of few files only, with the beginnings of these files' paths.
-const HOMES: [(&str, &[&str]); 19] = [
+const HOMES: [(&str, &[&str]); 21] = [
     ("nvml_wrapper", &["crates/common/src/host/nvml/"]),
     ("serde_yaml", &["crates/common/src/config/"]),
     ("tempfile", &["crates/common/src/whole_file.rs"]),
@@ -25,13 +26,22 @@ const HOMES: [(&str, &[&str]); 19] = [
             "crates/common/src/host/variant.rs",
         ],
     ),
-    ("sd_notify", &["src/daemon/service_manager.rs", "crates/common/src/host/systemd.rs"]),
+    (
+        "sd_notify",
+        &[
+            "src/daemon/service_manager.rs",
+            "crates/common/src/host/systemd.rs",
+            "crates/device-plugin/src/plugin.rs",
+        ],
+    ),
     ("cudarc", &["crates/mpsctl/src/cuda/"]),
     ("clap_complete", &["crates/mpsctl/src/complete.rs"]),
     ("comfy_table", &["crates/mpsctl/src/show/table.rs"]),
     ("ratatui", &["crates/mpsctl/src/watch/top/"]),
     ("crossterm", &["crates/mpsctl/src/watch/top/"]),
-    ("tracing_journald", &["src/daemon/logging.rs"]),
+    ("tracing_journald", &["src/daemon/logging.rs", "crates/device-plugin/src/logging.rs"]),
+    ("tonic::", &["crates/device-plugin/src/kubelet.rs", "crates/device-plugin/src/resource.rs"]),
+    ("prost", &["crates/device-plugin/src/"]),
     ("message_id", &["src/message.rs", "src/daemon/logging.rs"]),
     ("/proc/", &["crates/common/src/host/proc.rs"]),
     ("(7, 0)", &["crates/common/src/host/driver.rs"]),
@@ -90,7 +100,7 @@ impl Crate {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
         let mut sources = Vec::new();
         collect(folder, &root, &root, &mut sources);
-        let least = if folder == "crates/core/src" { 5 } else { 20 };
+        let least = if ["crates/core/src", "crates/device-plugin/src"].contains(&folder) { 5 } else { 20 };
         assert!(sources.len() > least, "{} sources in {folder}", sources.len());
         Self::new(sources)
     }

@@ -1,0 +1,240 @@
+//! The settings of a container that the kubelet gives slices to, or the reason why it does not get them. Pure.
+
+use std::collections::BTreeSet;
+
+use common::bus::proxy::ContainerAnswer;
+
+use crate::api::{CdiDevice, ContainerDeviceNode, ContainerMount, ContainerSettings};
+use crate::offers::{Offered, Unusable};
+use crate::preference::gpu;
+use crate::slice::NodeSlice;
+
+/// A refusal, with the device and what to do about it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum RefusedAllocation {
+    #[error("the kubelet asked for a container without a device; ask for 1 of {resource}")]
+    Nothing { resource: String },
+    #[error("{device} is no device of {resource}; yunion-mpsctl list shows the slices of this node")]
+    Unknown { device: String, resource: String },
+    #[error("{device}: {why}")]
+    Unusable { device: String, why: Unusable },
+    #[error(
+        "{first} and {second} are slices of one GPU, and one container can't join them; ask for one slice of a larger size"
+    )]
+    OneGpu { first: String, second: String },
+    #[error("{device}: the driver does not say the UUID of its GPU; look at nvidia-smi -L")]
+    NoUuid { device: String },
+}
+
+/// The slices behind the names that a container shall get. `offered` is what the kubelet was told, and `now` all slices by the
+/// service's word of this moment.
+pub(crate) fn slices_for(
+    resource: &str,
+    names: &[String],
+    offered: &[Offered],
+    now: &[NodeSlice],
+) -> Result<Vec<NodeSlice>, RefusedAllocation> {
+    if names.is_empty() {
+        return Err(RefusedAllocation::Nothing { resource: resource.to_owned() });
+    }
+    one_of_each_gpu(names)?;
+    names.iter().map(|name| slice_for(resource, name, offered, now)).collect()
+}
+
+fn slice_for(
+    resource: &str,
+    name: &str,
+    offered: &[Offered],
+    now: &[NodeSlice],
+) -> Result<NodeSlice, RefusedAllocation> {
+    let device = || name.to_owned();
+    let unknown = || RefusedAllocation::Unknown { device: device(), resource: resource.to_owned() };
+    let told = offered.iter().find(|told| told.name == name).ok_or_else(unknown)?;
+    let slice = now.iter().find(|slice| slice.name == name).ok_or_else(unknown)?;
+    if !slice.healthy {
+        let why = Unusable::Unhealthy(slice.reason.clone());
+        return Err(RefusedAllocation::Unusable { device: device(), why });
+    }
+    // A slice that was taken meanwhile is refused to the container by the hook of its CDI device.
+    match &told.unusable {
+        Some(why @ Unusable::Taken(by)) if *by == slice.bound_to => {
+            Err(RefusedAllocation::Unusable { device: device(), why: why.clone() })
+        }
+        _ => Ok(slice.clone()),
+    }
+}
+
+fn one_of_each_gpu(names: &[String]) -> Result<(), RefusedAllocation> {
+    let mut seen: BTreeSet<&str> = BTreeSet::new();
+    for name in names {
+        if !seen.insert(gpu(name)) {
+            let first = names.iter().find(|first| gpu(first) == gpu(name)).unwrap_or(name);
+            return Err(RefusedAllocation::OneGpu { first: first.clone(), second: name.clone() });
+        }
+    }
+    Ok(())
+}
+
+/// The CDI devices of one slice: NVIDIA's of the GPU, and the service's of the slice, with a hook that binds the container.
+pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllocation> {
+    let own = CdiDevice { name: format!("yunion.io/mps={}", slice.name) };
+    Ok(ContainerSettings { cdi_devices: vec![cdi_of_gpu(slice)?, own], ..ContainerSettings::default() })
+}
+
+/// The same for slices of several GPUs. The service's CDI devices would overwrite each other's limits, so the settings are
+/// the settings of all slices together, and the service knows the slices of the container by its mounts.
+pub(crate) fn by_cdi_of_gpus(
+    slices: &[NodeSlice],
+    config: ContainerAnswer,
+) -> Result<ContainerSettings, RefusedAllocation> {
+    let cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<_, _>>()?;
+    let mut settings = settings(config);
+    // They are for NVIDIA's runtime, which would add the GPUs a second time.
+    settings.environment.retain(|name, _| !name.starts_with("NVIDIA_"));
+    Ok(ContainerSettings { cdi_devices, ..settings })
+}
+
+/// Environment, mounts and device nodes, for an engine with NVIDIA's runtime.
+pub(crate) fn without_cdi(slices: &[NodeSlice], config: ContainerAnswer) -> ContainerSettings {
+    let mut device_nodes = vec![node("/dev/nvidiactl".to_owned()), node("/dev/nvidia-uvm".to_owned())];
+    let minors: BTreeSet<u32> = slices.iter().filter_map(|slice| slice.minor).collect();
+    device_nodes.extend(minors.iter().map(|minor| node(format!("/dev/nvidia{minor}"))));
+    ContainerSettings { device_nodes, ..settings(config) }
+}
+
+fn cdi_of_gpu(slice: &NodeSlice) -> Result<CdiDevice, RefusedAllocation> {
+    let unknown = || RefusedAllocation::NoUuid { device: slice.name.clone() };
+    let uuid = slice.uuid.as_ref().ok_or_else(unknown)?;
+    Ok(CdiDevice { name: format!("nvidia.com/gpu={uuid}") })
+}
+
+fn settings(config: ContainerAnswer) -> ContainerSettings {
+    let mounts = config.mounts.into_iter();
+    let mounts =
+        mounts.map(|(on_host, in_container, read_only)| ContainerMount { in_container, on_host, read_only });
+    ContainerSettings {
+        environment: config.environment.into_iter().collect(),
+        mounts: mounts.collect(),
+        ..ContainerSettings::default()
+    }
+}
+
+/// systemd takes the access to a GPU from a container when it reads its units again, unless the engine has told it of the node.
+fn node(path: String) -> ContainerDeviceNode {
+    ContainerDeviceNode { in_container: path.clone(), on_host: path, permissions: "rw".to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slice::samples::slice;
+
+    const RESOURCE: &str = "yunion.io/mps-20gib";
+
+    fn offered(slices: &[NodeSlice]) -> Vec<Offered> {
+        slices
+            .iter()
+            .map(|slice| Offered { name: slice.name.clone(), numa_node: None, unusable: None })
+            .collect()
+    }
+
+    fn asked(
+        names: &[&str],
+        offered: &[Offered],
+        now: &[NodeSlice],
+    ) -> Result<Vec<NodeSlice>, RefusedAllocation> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        slices_for(RESOURCE, &names, offered, now)
+    }
+
+    #[test]
+    fn a_container_gets_the_slices_that_it_asks_for() {
+        let slices = [slice("06-0", 20480, 25), slice("07-0", 20480, 25)];
+        assert_eq!(asked(&["07-0", "06-0"], &offered(&slices), &slices).unwrap()[0].name, "07-0");
+    }
+
+    #[test]
+    fn a_refusal_names_the_device_and_what_to_do() {
+        let slices = [slice("06-0", 20480, 25), slice("06-1", 20480, 25)];
+        let complaint = |names: &[&str]| asked(names, &offered(&slices), &slices).unwrap_err().to_string();
+        assert!(
+            complaint(&["06-9"]).contains("06-9 is no device of yunion.io/mps-20gib; yunion-mpsctl list")
+        );
+        assert!(complaint(&["06-0", "06-1"]).contains("06-0 and 06-1 are slices of one GPU"));
+        assert!(complaint(&[]).contains("ask for 1 of yunion.io/mps-20gib"));
+        // Told to the kubelet, and gone since.
+        let gone = asked(&["06-1"], &offered(&slices), &slices[..1]).unwrap_err();
+        assert!(matches!(gone, RefusedAllocation::Unknown { .. }), "{gone}");
+    }
+
+    #[test]
+    fn the_word_of_this_moment_counts_for_health() {
+        let told = offered(&[slice("06-0", 20480, 25)]);
+        let sick = NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice("06-0", 20480, 25) };
+        assert_eq!(asked(&["06-0"], &told, &[sick]).unwrap_err().to_string(), "06-0: drained");
+        let mut told = told;
+        told[0].unusable = Some(Unusable::Unwatched);
+        asked(&["06-0"], &told, &[slice("06-0", 20480, 25)]).unwrap();
+    }
+
+    #[test]
+    fn a_slice_of_a_stranger_is_refused_for_as_long_as_he_has_it() {
+        let taken = NodeSlice { bound_to: "4f1c".to_owned(), ..slice("06-0", 20480, 25) };
+        let mut told = offered(std::slice::from_ref(&taken));
+        told[0].unusable = Some(Unusable::Taken("4f1c".to_owned()));
+        let refused = asked(&["06-0"], &told, &[taken]).unwrap_err().to_string();
+        assert!(refused.contains("06-0: taken by 4f1c outside Kubernetes"), "{refused}");
+        asked(&["06-0"], &told, &[slice("06-0", 20480, 25)]).unwrap();
+    }
+
+    fn config() -> ContainerAnswer {
+        let variable = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+        ContainerAnswer {
+            environment: vec![
+                variable("CUDA_MPS_PIPE_DIRECTORY", "/run/x"),
+                variable("NVIDIA_VISIBLE_DEVICES", "y"),
+            ],
+            mounts: vec![("/on/host".to_owned(), "/run/x".to_owned(), true)],
+            gpus: vec!["GPU-06".to_owned()],
+        }
+    }
+
+    fn cdi(settings: &ContainerSettings) -> Vec<&str> {
+        settings.cdi_devices.iter().map(|device| device.name.as_str()).collect()
+    }
+
+    #[test]
+    fn by_cdi_a_container_gets_the_gpu_and_the_slice_by_name() {
+        let settings = by_cdi(&slice("06-0", 20480, 25)).unwrap();
+        assert_eq!(cdi(&settings), ["nvidia.com/gpu=GPU-06", "yunion.io/mps=06-0"]);
+        assert!(settings.environment.is_empty() && settings.mounts.is_empty());
+        let unknown = NodeSlice { uuid: None, ..slice("06-0", 20480, 25) };
+        assert!(
+            by_cdi(&unknown).unwrap_err().to_string().starts_with("06-0: the driver does not say the UUID")
+        );
+    }
+
+    #[test]
+    fn slices_of_several_gpus_have_one_environment_and_the_gpus_by_name() {
+        let settings = by_cdi_of_gpus(&[slice("06-0", 1, 1), slice("07-0", 1, 1)], config()).unwrap();
+        assert_eq!(cdi(&settings), ["nvidia.com/gpu=GPU-06", "nvidia.com/gpu=GPU-07"]);
+        assert_eq!(settings.environment.keys().collect::<Vec<_>>(), ["CUDA_MPS_PIPE_DIRECTORY"]);
+        assert_eq!(settings.mounts.len(), 1);
+    }
+
+    #[test]
+    fn without_cdi_a_container_gets_variables_mounts_and_device_nodes() {
+        let settings = without_cdi(&[slice("06-0", 1, 1)], config());
+        assert!(settings.cdi_devices.is_empty() && settings.environment.len() == 2);
+        assert_eq!(
+            settings.mounts,
+            [ContainerMount {
+                in_container: "/run/x".to_owned(),
+                on_host: "/on/host".to_owned(),
+                read_only: true
+            }]
+        );
+        let nodes: Vec<&str> = settings.device_nodes.iter().map(|node| node.on_host.as_str()).collect();
+        assert_eq!(nodes, ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"]);
+    }
+}

@@ -1,0 +1,235 @@
+//! The kubelet: where its sockets are, whether it was started again, and the calls to it.
+
+use std::collections::BTreeSet;
+use std::future::pending;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use common::host::inotify::new_instance;
+use http::uri::PathAndQuery;
+use rustix::fs::inotify::{self, ReadFlags, WatchFlags};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::time::timeout;
+use tonic::client::Grpc;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Request, Status};
+use tonic_prost::ProstCodec;
+
+use crate::api::{self, Nothing, PluginOptions, PodList, RegisterRequest};
+
+/// The time for one call. The kubelet connects to us before it answers a registration.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// The largest list of pods that is read.
+const LARGEST_LIST: usize = 16 * 1024 * 1024;
+
+/// A socket by its file: another one has another identity, although it may get the inode of the former one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SocketFile {
+    device: u64,
+    inode: u64,
+    changed: (i64, i64),
+}
+
+impl SocketFile {
+    /// None where no socket is.
+    pub(crate) fn at(path: &Path) -> Option<Self> {
+        let found = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket())?;
+        let changed = (found.ctime(), found.ctime_nsec());
+        Some(Self { device: found.dev(), inode: found.ino(), changed })
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Kubelet {
+    directory: PathBuf,
+}
+
+impl Kubelet {
+    pub(crate) fn new(directory: PathBuf) -> Self {
+        Self { directory }
+    }
+
+    /// Where device plugins have their sockets.
+    pub(crate) fn plugins(&self) -> PathBuf {
+        self.directory.join("device-plugins")
+    }
+
+    fn own_socket(&self) -> PathBuf {
+        self.plugins().join("kubelet.sock")
+    }
+
+    /// Its socket for registrations, if it is there.
+    pub(crate) fn socket(&self) -> Option<SocketFile> {
+        SocketFile::at(&self.own_socket())
+    }
+
+    /// Tells it of a resource, which is served at this socket beside its own.
+    pub(crate) async fn register(&self, resource: &str, endpoint: String) -> Result<(), Status> {
+        let request = RegisterRequest {
+            version: api::VERSION.to_owned(),
+            endpoint,
+            resource_name: resource.to_owned(),
+            options: Some(options()),
+        };
+        call::<_, Nothing>(&self.own_socket(), api::REGISTER, request).await.map(drop)
+    }
+
+    /// The devices that it has given to pods, of the resources that `is_ours` knows.
+    pub(crate) async fn given_to_pods(
+        &self,
+        is_ours: impl Fn(&str) -> bool,
+    ) -> Result<BTreeSet<String>, Status> {
+        let socket = self.directory.join("pod-resources/kubelet.sock");
+        let list: PodList = call(&socket, api::LIST_PODS, Nothing {}).await?;
+        let containers = list.pods.into_iter().flat_map(|pod| pod.containers);
+        let given = containers.flat_map(|container| container.devices);
+        Ok(given.filter(|given| is_ours(&given.resource)).flat_map(|given| given.devices).collect())
+    }
+}
+
+/// The calls of ours that the kubelet shall make.
+pub(crate) fn options() -> PluginOptions {
+    PluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
+}
+
+/// Calls the kubelet at one of its sockets. An error names the socket.
+async fn call<Q, A>(socket: &Path, path: &'static str, question: Q) -> Result<A, Status>
+where
+    Q: prost::Message + Send + Sync + 'static,
+    A: prost::Message + Default + Send + Sync + 'static,
+{
+    let place = socket.display();
+    let asked = async {
+        let endpoint = Endpoint::from_shared(format!("unix://{place}"));
+        let channel: Channel = endpoint
+            .map_err(|error| unreachable(&error))?
+            .connect()
+            .await
+            .map_err(|error| unreachable(&error))?;
+        let mut grpc = Grpc::new(channel).max_decoding_message_size(LARGEST_LIST);
+        grpc.ready().await.map_err(|error| unreachable(&error))?;
+        let codec = ProstCodec::<Q, A>::default();
+        grpc.unary(Request::new(question), PathAndQuery::from_static(path), codec).await
+    };
+    let silent = |_| Status::deadline_exceeded(format!("no answer in {} s", DEADLINE.as_secs()));
+    let answer = timeout(DEADLINE, asked).await.map_err(silent).and_then(|answer| answer);
+    answer
+        .map(tonic::Response::into_inner)
+        .map_err(|status| Status::new(status.code(), format!("{place}: {}", status.message())))
+}
+
+fn unreachable(error: &tonic::transport::Error) -> Status {
+    // The error itself is only "transport error".
+    let cause = std::error::Error::source(error).map(ToString::to_string);
+    Status::unavailable(cause.unwrap_or_else(|| error.to_string()))
+}
+
+/// Tells when a socket comes or goes in the directory of device plugins. Without it, the next look is a few seconds later.
+#[derive(Debug, Default)]
+pub(crate) struct DirectoryChanges(Option<AsyncFd<OwnedFd>>);
+
+impl DirectoryChanges {
+    /// Watches the directory, which has to be there.
+    pub(crate) fn of(directory: &Path) -> io::Result<Self> {
+        let queue = new_instance()?;
+        let flags = WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_TO | WatchFlags::DELETE_SELF;
+        inotify::add_watch(&queue, directory, flags | WatchFlags::ONLYDIR)?;
+        // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and offers
+        // an unsafe function instead. An OwnedFd always returns the same descriptor.
+        #[expect(deprecated, reason = "sound for OwnedFd")]
+        AsyncFd::with_interest(queue, Interest::READABLE).map(|queue| Self(Some(queue)))
+    }
+
+    pub(crate) fn is_watching(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Returns after changes. It watches no more if the directory itself has gone.
+    pub(crate) async fn next(&mut self) {
+        let Some(queue) = &self.0 else { return pending().await };
+        let goes_on = match queue.readable().await {
+            Ok(mut ready) => match ready.try_io(|queue| drained(queue.as_fd())) {
+                Ok(read) => read.unwrap_or(false),
+                Err(_nothing_there) => true,
+            },
+            Err(_) => false,
+        };
+        if !goes_on {
+            self.0 = None;
+        }
+    }
+}
+
+/// Reads all that is there. False: the directory has gone.
+fn drained(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
+    let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
+    let mut reader = inotify::Reader::new(queue, &mut buffer);
+    let mut any = false;
+    loop {
+        match reader.next() {
+            Ok(event) => {
+                any = true;
+                if event.events().intersects(ReadFlags::DELETE_SELF | ReadFlags::IGNORED) {
+                    return Ok(false);
+                }
+            }
+            // Only now is the descriptor known to be read to its end.
+            Err(rustix::io::Errno::AGAIN) if any => return Ok(true),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_that_is_made_again_is_another_one() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("kubelet.sock");
+        assert_eq!(SocketFile::at(&path), None);
+        std::fs::write(&path, "").unwrap();
+        assert_eq!(SocketFile::at(&path), None, "a file is no socket");
+        std::fs::remove_file(&path).unwrap();
+        let first = UnixListener::bind(&path).unwrap();
+        let before = SocketFile::at(&path).unwrap();
+        assert_eq!(SocketFile::at(&path), Some(before));
+        drop(first);
+        std::fs::remove_file(&path).unwrap();
+        let _second = UnixListener::bind(&path).unwrap();
+        assert_ne!(SocketFile::at(&path), Some(before));
+    }
+
+    #[tokio::test]
+    async fn a_kubelet_that_is_not_there_is_named_by_its_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let kubelet = Kubelet::new(directory.path().to_owned());
+        let refused = kubelet.register("yunion.io/mps-1gib", "x.sock".to_owned()).await.unwrap_err();
+        let text = refused.message();
+        assert!(text.contains("device-plugins/kubelet.sock: ") && !text.contains("transport"), "{text}");
+    }
+
+    #[tokio::test]
+    async fn the_directory_tells_of_sockets_and_of_its_own_end() {
+        let directory = tempfile::tempdir().unwrap();
+        let below = directory.path().join("device-plugins");
+        DirectoryChanges::of(&below).unwrap_err();
+        std::fs::create_dir(&below).unwrap();
+        let mut changes = DirectoryChanges::of(&below).unwrap();
+        std::fs::write(below.join("kubelet.sock"), "").unwrap();
+        changes.next().await;
+        assert!(changes.is_watching());
+        std::fs::remove_dir_all(&below).unwrap();
+        while changes.is_watching() {
+            changes.next().await;
+        }
+    }
+}

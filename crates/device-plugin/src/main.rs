@@ -1,0 +1,7 @@
+//! yunion-mps-device-plugin: a device plugin of Kubernetes.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    device_plugin::main()
+}

@@ -1,0 +1,234 @@
+//! The names of resources: from the sizes of all slices of the node to a name for each. Pure.
+//!
+//! The rule, as docs/kubernetes.md has it: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` below 1 GiB. Sizes
+//! of the node that would have one name so, and differ in memory, have the memory in MiB; and sizes that have one memory and
+//! differ in their threads have these behind it: `mps-20gib-25pct`. Rounded, since a slice that was cut by number has some odd
+//! number of MiB, which is another one with another driver.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::str::FromStr;
+
+use crate::slice::Share;
+
+/// The most characters of a name, without its domain, that Kubernetes takes.
+const LONGEST: usize = 63;
+
+/// A name that the administrator has given to a size: `small=20GiB`, `fast=20GiB:50`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NamedSize {
+    name: String,
+    memory: NamedMemory,
+    thread_percentage: Option<u32>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum NamedMemory {
+    /// Rounded down.
+    Gib(u32),
+    /// Exactly.
+    Mib(u32),
+}
+
+impl NamedSize {
+    fn means(&self, share: Share) -> bool {
+        let memory = match self.memory {
+            NamedMemory::Gib(gib) => share.memory_mib / 1024 == gib,
+            NamedMemory::Mib(mib) => share.memory_mib == mib,
+        };
+        memory && self.thread_percentage.is_none_or(|percentage| percentage == share.thread_percentage)
+    }
+}
+
+impl FromStr for NamedSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, size) = text.split_once('=').ok_or("write NAME=SIZE, such as small=20GiB")?;
+        is_name(name)?;
+        if name.strip_prefix("mps-").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit())) {
+            return Err(format!(
+                "{name:?} could be the name of another size; choose one without a number behind mps-"
+            ));
+        }
+        let (memory, percentage) = match size.split_once(':') {
+            Some((memory, percentage)) => (memory, Some(percentage)),
+            None => (size, None),
+        };
+        let whole = |digits: &str| digits.parse::<u32>().ok().filter(|number| *number > 0);
+        let memory = match (memory.strip_suffix("GiB"), memory.strip_suffix("MiB")) {
+            (Some(gib), _) => whole(gib).map(NamedMemory::Gib),
+            (None, Some(mib)) => whole(mib).map(NamedMemory::Mib),
+            (None, None) => None,
+        };
+        let memory =
+            memory.ok_or_else(|| format!("{size:?} is no size; write 20GiB, 20480MiB or 20GiB:25"))?;
+        let percentage = percentage.map(|percentage| {
+            whole(percentage).filter(|percentage| *percentage <= 100).ok_or_else(|| {
+                format!("{percentage:?} is no percentage of threads; write a number from 1 to 100")
+            })
+        });
+        Ok(Self { name: name.to_owned(), memory, thread_percentage: percentage.transpose()? })
+    }
+}
+
+/// Whether Kubernetes takes this as the part of a resource's name that is behind the domain.
+fn is_name(name: &str) -> Result<(), String> {
+    let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let fits = name.len() <= LONGEST && ends(name.chars().next()) && ends(name.chars().next_back());
+    if fits && name.chars().all(inner) {
+        return Ok(());
+    }
+    Err(format!(
+        "{name:?} is no name of a resource; take letters, digits and - . _ inside, {LONGEST} at most"
+    ))
+}
+
+/// Whether Kubernetes takes this as the domain in front of a resource's name.
+pub(crate) fn domain(text: &str) -> Result<String, String> {
+    let label = |label: &str| {
+        let inner = label.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
+        inner && !label.is_empty() && !label.starts_with('-') && !label.ends_with('-')
+    };
+    // Resources of these are the cluster's own, and no device plugin may register one.
+    let reserved = text == "kubernetes.io" || text.ends_with(".kubernetes.io");
+    if text.len() <= 200 && text.contains('.') && text.split('.').all(label) && !reserved {
+        return Ok(text.to_owned());
+    }
+    Err(format!("{text:?} is no domain for resources; write one such as yunion.io, and not kubernetes.io"))
+}
+
+/// The way in which sizes get their names.
+#[derive(Debug, Clone)]
+pub(crate) struct Naming {
+    pub(crate) domain: String,
+    pub(crate) named: Vec<NamedSize>,
+}
+
+impl Naming {
+    /// The full name of the resource of each size of the node.
+    pub(crate) fn names(&self, shares: &BTreeSet<Share>) -> BTreeMap<Share, String> {
+        let given = |share: Share| self.named.iter().find(|named| named.means(share));
+        let unnamed: Vec<Share> = shares.iter().copied().filter(|share| given(*share).is_none()).collect();
+        let name = |share: Share| match given(share) {
+            Some(named) => named.name.clone(),
+            None => by_rule(share, &unnamed),
+        };
+        shares.iter().map(|share| (*share, format!("{}/{}", self.domain, name(*share)))).collect()
+    }
+
+    /// Whether a resource may be one of ours, also one of an earlier configuration.
+    pub(crate) fn is_ours(&self, resource: &str) -> bool {
+        resource.strip_prefix(self.domain.as_str()).is_some_and(|rest| rest.starts_with('/'))
+    }
+}
+
+fn by_rule(share: Share, all: &[Share]) -> String {
+    let rounded = rounded(share);
+    let alike: Vec<&Share> = all.iter().filter(|other| rounded == self::rounded(**other)).collect();
+    let memory = if alike.iter().all(|other| other.memory_mib == share.memory_mib) {
+        rounded
+    } else {
+        format!("mps-{}mib", share.memory_mib)
+    };
+    let of_this_memory = alike.iter().filter(|other| other.memory_mib == share.memory_mib).count();
+    if of_this_memory > 1 { format!("{memory}-{}pct", share.thread_percentage) } else { memory }
+}
+
+fn rounded(share: Share) -> String {
+    match share.memory_mib {
+        mib @ 0..1024 => format!("mps-{mib}mib"),
+        mib => format!("mps-{}gib", mib / 1024),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn share(memory_mib: u32, thread_percentage: u32) -> Share {
+        Share { memory_mib, thread_percentage }
+    }
+
+    fn names(named: &[&str], shares: &[(u32, u32)]) -> Vec<String> {
+        let named = named.iter().map(|text| text.parse().unwrap()).collect();
+        let naming = Naming { domain: "yunion.io".to_owned(), named };
+        let shares: Vec<Share> = shares.iter().map(|(mib, percentage)| share(*mib, *percentage)).collect();
+        let names = naming.names(&shares.iter().copied().collect());
+        shares.iter().map(|share| names[share].clone()).collect()
+    }
+
+    #[test]
+    fn a_name_is_the_memory_in_whole_gib() {
+        assert_eq!(names(&[], &[(35942, 25)]), ["yunion.io/mps-35gib"]);
+        assert_eq!(names(&[], &[(20480, 25), (61440, 75)]), ["yunion.io/mps-20gib", "yunion.io/mps-60gib"]);
+        assert_eq!(names(&[], &[(512, 5), (1024, 5)]), ["yunion.io/mps-512mib", "yunion.io/mps-1gib"]);
+    }
+
+    #[test]
+    fn sizes_that_would_have_one_name_differ_in_it() {
+        assert_eq!(
+            names(&[], &[(20480, 25), (20500, 25), (10240, 25)]),
+            ["yunion.io/mps-20480mib", "yunion.io/mps-20500mib", "yunion.io/mps-10gib"]
+        );
+        assert_eq!(
+            names(&[], &[(20480, 25), (20480, 50)]),
+            ["yunion.io/mps-20gib-25pct", "yunion.io/mps-20gib-50pct"]
+        );
+        assert_eq!(
+            names(&[], &[(20480, 25), (20480, 50), (20500, 50)]),
+            ["yunion.io/mps-20480mib-25pct", "yunion.io/mps-20480mib-50pct", "yunion.io/mps-20500mib"]
+        );
+    }
+
+    #[test]
+    fn a_given_name_goes_first_and_disturbs_no_other() {
+        assert_eq!(
+            names(&["fast=20GiB:50", "tiny=512MiB"], &[(20480, 25), (20480, 50), (512, 5), (600, 5)]),
+            ["yunion.io/mps-20gib", "yunion.io/fast", "yunion.io/tiny", "yunion.io/mps-600mib"]
+        );
+    }
+
+    #[test]
+    fn a_wrong_name_or_size_is_refused_with_what_to_write() {
+        for (text, complaint) in [
+            ("small", "write NAME=SIZE"),
+            ("=20GiB", "is no name"),
+            ("-a=20GiB", "is no name"),
+            ("a b=20GiB", "is no name"),
+            ("mps-10gib=20GiB", "could be the name of another size"),
+            ("small=20", "is no size"),
+            ("small=0GiB", "is no size"),
+            ("small=20GiB:0", "is no percentage"),
+            ("small=20GiB:101", "is no percentage"),
+        ] {
+            let error = text.parse::<NamedSize>().unwrap_err();
+            assert!(error.contains(complaint), "{text}: {error}");
+        }
+        assert!(format!("{}=1GiB", "a".repeat(64)).parse::<NamedSize>().is_err());
+        assert_eq!(domain("gpu.example.com").unwrap(), "gpu.example.com");
+        for text in ["", "yunion", "Yunion.io", "a..b", "-a.b", "kubernetes.io", "x.kubernetes.io", "a/b.c"] {
+            domain(text).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn a_resource_of_another_domain_is_not_ours() {
+        let naming = Naming { domain: "yunion.io".to_owned(), named: Vec::new() };
+        assert!(naming.is_ours("yunion.io/mps-20gib"));
+        assert!(!naming.is_ours("yunion.iot/mps-20gib") && !naming.is_ours("nvidia.com/gpu"));
+    }
+
+    proptest! {
+        #[test]
+        fn two_sizes_never_have_one_name(
+            sizes in prop::collection::btree_set((1_u32..4000, 1_u32..=3), 1..12),
+        ) {
+            let sizes: Vec<(u32, u32)> = sizes.into_iter().collect();
+            let names = names(&[], &sizes);
+            prop_assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), sizes.len(), "{:?}", names);
+        }
+    }
+}

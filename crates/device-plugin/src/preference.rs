@@ -1,0 +1,94 @@
+//! The slices that a container had best get, out of all that are free. Pure.
+//!
+//! Slices of one GPU can't be joined, so a container that gets several of them gets them of different GPUs.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The GPU that a container is put on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Placement {
+    /// The GPU with the fewest free slices: other GPUs stay empty, for a job that wants one for itself
+    Pack,
+    /// The GPU with the most free slices: containers share with as few others as can be
+    Spread,
+}
+
+/// The names of `number` slices, with all of `must` among them; fewer where there are no more. The GPU of a name is all that is
+/// in front of its last "-".
+pub(crate) fn preferred(
+    available: &[String],
+    must: &[String],
+    number: usize,
+    placement: Placement,
+) -> Vec<String> {
+    let mut chosen: Vec<String> = must.to_vec();
+    let mut free: BTreeSet<&str> = available.iter().map(String::as_str).collect();
+    free.retain(|name| !must.iter().any(|taken| taken == name));
+    // Counted once: a choice does not make its GPU fuller for the rest of the same container.
+    let mut left: BTreeMap<&str, usize> = BTreeMap::new();
+    for name in &free {
+        *left.entry(gpu(name)).or_default() += 1;
+    }
+    while chosen.len() < number {
+        let best = free.iter().copied().min_by_key(|name| {
+            let has = chosen.iter().filter(|other| gpu(other) == gpu(name)).count();
+            let left = left.get(gpu(name)).copied().unwrap_or_default();
+            let order = match placement {
+                Placement::Pack => left,
+                Placement::Spread => usize::MAX - left,
+            };
+            (has, order, *name)
+        });
+        let Some(best) = best else { break };
+        free.remove(best);
+        chosen.push(best.to_owned());
+    }
+    chosen
+}
+
+/// The GPU of a slice.
+pub(crate) fn gpu(slice: &str) -> &str {
+    slice.rsplit_once('-').map_or(slice, |(gpu, _)| gpu)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(names: &[&str]) -> Vec<String> {
+        names.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    const FREE: [&str; 5] = ["06-1", "06-2", "06-3", "07-2", "07-3"];
+
+    #[test]
+    fn pack_fills_the_fullest_gpu_and_spread_the_emptiest() {
+        assert_eq!(preferred(&names(&FREE), &[], 1, Placement::Pack), ["07-2"]);
+        assert_eq!(preferred(&names(&FREE), &[], 1, Placement::Spread), ["06-1"]);
+    }
+
+    #[test]
+    fn several_slices_are_of_several_gpus_as_far_as_there_are_some() {
+        assert_eq!(preferred(&names(&FREE), &[], 2, Placement::Pack), ["07-2", "06-1"]);
+        assert_eq!(preferred(&names(&FREE), &[], 3, Placement::Spread), ["06-1", "07-2", "06-2"]);
+    }
+
+    #[test]
+    fn a_slice_that_must_be_in_it_is_and_counts_for_its_gpu() {
+        assert_eq!(preferred(&names(&FREE), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
+        // The kubelet names it among the free ones, or not.
+        assert_eq!(preferred(&names(&["06-1"]), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
+    }
+
+    #[test]
+    fn where_there_are_too_few_the_answer_has_all() {
+        assert_eq!(preferred(&names(&["06-1"]), &[], 3, Placement::Pack), ["06-1"]);
+        assert_eq!(preferred(&[], &[], 1, Placement::Pack), [""; 0]);
+    }
+
+    #[test]
+    fn the_gpu_of_a_slice_is_in_its_name() {
+        assert_eq!(gpu("0001:1a:00.0-12"), "0001:1a:00.0");
+        assert_eq!(gpu("strange"), "strange");
+    }
+}

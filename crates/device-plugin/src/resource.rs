@@ -1,0 +1,253 @@
+//! One resource: its socket, and the answers to the kubelet there.
+
+use std::convert::Infallible;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::bus::proxy::{BusError, DaemonProxy};
+use tokio::net::UnixListener;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, sleep, timeout_at};
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
+use tonic::body::Body;
+use tonic::server::Grpc;
+use tonic::transport::Server;
+use tonic::{Code, Request, Response, Status};
+use tonic_prost::ProstCodec;
+use tower::service_fn;
+
+use crate::allocation::{RefusedAllocation, by_cdi, by_cdi_of_gpus, slices_for, without_cdi};
+use crate::api::{
+    self, AllocateAnswer, AllocateRequest, ChosenForContainer, ContainerSettings, ListedDevice, Nothing,
+    NumaNode, NumaNodes, PreferredAnswer, PreferredRequest, ResourceList,
+};
+use crate::counters::Counters;
+use crate::kubelet::{SocketFile, options};
+use crate::offers::Offered;
+use crate::preference::{Placement, preferred};
+use crate::service;
+use crate::slice::NodeSlice;
+
+/// The time that a container waits for a service that is being restarted. The kubelet admits no other pod meanwhile.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The pause before another try in this time.
+const RETRY: Duration = Duration::from_millis(200);
+
+/// The most calls of the kubelet that are answered at once.
+const AT_ONCE: usize = 16;
+
+/// The bytes that the path of a Unix socket may have.
+const LONGEST_PATH: usize = 107;
+
+/// The way in which containers get their slices, the same for all resources.
+#[derive(Debug, Clone)]
+pub(crate) struct Manner {
+    pub(crate) placement: Placement,
+    pub(crate) without_cdi: bool,
+    pub(crate) counters: Counters,
+}
+
+/// The answers of a resource.
+struct ResourceAnswers {
+    name: String,
+    manner: Manner,
+    offered: watch::Receiver<Vec<Offered>>,
+}
+
+/// A resource that is served. Its end takes the socket away.
+#[derive(Debug)]
+pub(crate) struct Resource {
+    path: PathBuf,
+    file: SocketFile,
+    offered: watch::Sender<Vec<Offered>>,
+    _stop: oneshot::Sender<()>,
+    /// The kubelet's socket at the last registration, and when that was.
+    pub(crate) registered: Option<(SocketFile, Instant)>,
+}
+
+impl Resource {
+    /// Serves it at this path.
+    pub(crate) fn serve(name: &str, path: &Path, offered: Vec<Offered>, manner: Manner) -> io::Result<Self> {
+        let bytes = path.as_os_str().len();
+        if bytes > LONGEST_PATH {
+            let complaint = format!(
+                "a path of {bytes} bytes, and a socket can have {LONGEST_PATH}; choose a shorter name"
+            );
+            return Err(io::Error::other(complaint));
+        }
+        // Of an earlier run. Anything else that is there stays, and binding fails.
+        if SocketFile::at(path).is_some() {
+            std::fs::remove_file(path)?;
+        }
+        let listener = UnixListener::bind(path)?;
+        let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket went at once"))?;
+        let (sender, receiver) = watch::channel(offered);
+        let answers = Arc::new(ResourceAnswers { name: name.to_owned(), manner, offered: receiver });
+        let (stop, stopped) = oneshot::channel::<()>();
+        let answer = service_fn(move |request| {
+            let answers = answers.clone();
+            async move { Ok::<_, Infallible>(answer(answers, request).await) }
+        });
+        tokio::spawn(async move {
+            let server = Server::builder()
+                .concurrency_limit_per_connection(AT_ONCE)
+                .max_concurrent_streams(u32::try_from(AT_ONCE).ok())
+                .serve_with_incoming_shutdown(answer, UnixListenerStream::new(listener), async {
+                    let _ = stopped.await;
+                });
+            if let Err(error) = server.await {
+                tracing::error!("a resource is no longer served: {error}");
+            }
+        });
+        Ok(Self { path: path.to_owned(), file, offered: sender, _stop: stop, registered: None })
+    }
+
+    /// Whether the socket that was made is still there: a kubelet that starts removes all of them.
+    pub(crate) fn is_there(&self) -> bool {
+        SocketFile::at(&self.path) == Some(self.file)
+    }
+
+    /// Whether a kubelet listens to the list of devices.
+    pub(crate) fn has_listener(&self) -> bool {
+        // One receiver is our own.
+        self.offered.receiver_count() > 1
+    }
+
+    /// Tells the kubelet of the devices, if they are others than before.
+    pub(crate) fn offer(&self, offered: Vec<Offered>) -> bool {
+        self.offered.send_if_modified(|known| {
+            let changed = *known != offered;
+            *known = offered;
+            changed
+        })
+    }
+}
+
+impl Drop for Resource {
+    fn drop(&mut self) {
+        if self.is_there() {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+async fn answer(answers: Arc<ResourceAnswers>, request: http::Request<Body>) -> http::Response<Body> {
+    match request.uri().path() {
+        api::OPTIONS => {
+            let options =
+                service_fn(|_: Request<Nothing>| async { Ok::<_, Status>(Response::new(options())) });
+            Grpc::new(ProstCodec::default()).unary(options, request).await
+        }
+        api::LIST_AND_WATCH => {
+            let list = service_fn(|_: Request<Nothing>| {
+                let lists = WatchStream::new(answers.offered.clone());
+                async { Ok::<_, Status>(Response::new(lists.map(|offered| Ok::<_, Status>(list(&offered))))) }
+            });
+            Grpc::new(ProstCodec::default()).server_streaming(list, request).await
+        }
+        api::PREFERRED => {
+            let choose = service_fn(|request: Request<PreferredRequest>| {
+                let answer = choose(request.into_inner(), answers.manner.placement);
+                async { Ok::<_, Status>(Response::new(answer)) }
+            });
+            Grpc::new(ProstCodec::default()).unary(choose, request).await
+        }
+        api::ALLOCATE => {
+            let allocate = service_fn(|request: Request<AllocateRequest>| {
+                let answers = answers.clone();
+                async move { allocate(&answers, request.into_inner()).await.map(Response::new) }
+            });
+            Grpc::new(ProstCodec::default()).unary(allocate, request).await
+        }
+        path => Status::unimplemented(format!("{path} is no call of this program")).into_http(),
+    }
+}
+
+fn list(offered: &[Offered]) -> ResourceList {
+    let device = |device: &Offered| ListedDevice {
+        id: device.name.clone(),
+        health: if device.unusable.is_none() { api::HEALTHY } else { api::UNHEALTHY }.to_owned(),
+        topology: device.numa_node.map(|id| NumaNodes { nodes: vec![NumaNode { id }] }),
+    };
+    ResourceList { devices: offered.iter().map(device).collect() }
+}
+
+fn choose(request: PreferredRequest, placement: Placement) -> PreferredAnswer {
+    let containers = request.containers.into_iter().map(|asked| {
+        let number = usize::try_from(asked.size).unwrap_or_default();
+        ChosenForContainer { devices: preferred(&asked.available, &asked.must_include, number, placement) }
+    });
+    PreferredAnswer { containers: containers.collect() }
+}
+
+async fn allocate(answers: &ResourceAnswers, request: AllocateRequest) -> Result<AllocateAnswer, Status> {
+    let resource = &answers.name;
+    let mut containers = Vec::new();
+    for asked in request.containers {
+        let names = asked.devices.join(", ");
+        match settings(answers, &asked.devices).await {
+            Ok(settings) => {
+                tracing::info!("{resource}: gave {names} to a container");
+                answers.manner.counters.allocated(resource);
+                containers.push(settings);
+            }
+            Err(refused) => {
+                tracing::warn!("{resource}: refused {names} to a container: {}", refused.message());
+                answers.manner.counters.refused(resource);
+                return Err(refused);
+            }
+        }
+    }
+    Ok(AllocateAnswer { containers })
+}
+
+/// The settings of one container, by the service's word of this moment.
+async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<ContainerSettings, Status> {
+    let (service, now) = ask_service(names).await?;
+    let offered = answers.offered.borrow().clone();
+    let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
+    let config = async || service.container_config(names).await.map_err(|error| no_answer(names, &error));
+    match &slices[..] {
+        slices if answers.manner.without_cdi => Ok(without_cdi(slices, config().await?)),
+        [slice] => by_cdi(slice).map_err(|refusal| status(&refusal)),
+        slices => by_cdi_of_gpus(slices, config().await?).map_err(|refusal| status(&refusal)),
+    }
+}
+
+/// The service and all of its slices, after a short restart of it too.
+async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), Status> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let asked = async {
+            let service = DaemonProxy::connect().await?;
+            let slices = service::slices(&service).await?;
+            Ok((service, slices))
+        };
+        let error = match timeout_at(until, asked).await {
+            Ok(Ok(answer)) => return Ok(answer),
+            Ok(Err(error)) => error,
+            Err(_late) => BusError::Silent,
+        };
+        if Instant::now() + RETRY >= until {
+            return Err(no_answer(names, &error));
+        }
+        sleep(RETRY).await;
+    }
+}
+
+fn no_answer(names: &[String], error: &BusError) -> Status {
+    Status::unavailable(format!("{}: {error}", names.join(", ")))
+}
+
+fn status(refusal: &RefusedAllocation) -> Status {
+    let code = match refusal {
+        RefusedAllocation::Nothing { .. } | RefusedAllocation::OneGpu { .. } => Code::InvalidArgument,
+        RefusedAllocation::Unknown { .. } => Code::NotFound,
+        RefusedAllocation::Unusable { .. } | RefusedAllocation::NoUuid { .. } => Code::FailedPrecondition,
+    };
+    Status::new(code, refusal.to_string())
+}

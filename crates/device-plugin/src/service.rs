@@ -1,0 +1,101 @@
+//! yunion-mps-daemon, as this program sees it: the slices by its last answer, and since when it has given none.
+
+use std::time::{Duration, Instant};
+
+use common::bus::proxy::{BusError, DaemonProxy, Listed};
+use common::bus::rows::Device;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
+
+use crate::slice::NodeSlice;
+
+/// The pause before another question to a service that does not answer.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// The time after which it is asked again without a signal of it.
+const REFRESH: Duration = Duration::from_secs(30);
+
+/// The time that a list may take.
+const ANSWER: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Clone)]
+pub(crate) struct ServiceView {
+    /// By its last answer; None until there was one.
+    pub(crate) slices: Option<Vec<NodeSlice>>,
+    /// Since when it has not answered.
+    pub(crate) away_since: Option<Instant>,
+}
+
+impl ServiceView {
+    /// Nothing is known yet.
+    pub(crate) fn unknown() -> Self {
+        Self { slices: None, away_since: Some(Instant::now()) }
+    }
+
+    /// Whether it has been away for this long.
+    pub(crate) fn is_away_for(&self, time: Duration) -> bool {
+        self.away_since.is_some_and(|since| since.elapsed() >= time)
+    }
+}
+
+/// Follows the service across its restarts, and across restarts of the bus, until nobody reads the view.
+pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
+    while !view.is_closed() {
+        if let Err(error) = follow_bus(&view).await {
+            gone(&view, &error);
+        }
+        sleep(RETRY).await;
+    }
+}
+
+/// The same until the bus breaks off.
+async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), BusError> {
+    let service = DaemonProxy::connect().await?;
+    let mut changes = service.changes().await?;
+    while !view.is_closed() {
+        let pause = match slices(&service).await {
+            Ok(slices) => {
+                answered(view, slices);
+                REFRESH
+            }
+            Err(error) => {
+                gone(view, &error);
+                RETRY
+            }
+        };
+        if let Ok(false) = timeout(pause, changes.next()).await {
+            return Err(BusError::NotRunning);
+        }
+    }
+    Ok(())
+}
+
+fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
+    view.send_if_modified(|view| {
+        let came = view.away_since.take().is_some();
+        if came {
+            tracing::info!("yunion-mps-daemon answers: {} slices", slices.len());
+        }
+        let changed = came || view.slices.as_ref() != Some(&slices);
+        view.slices = Some(slices);
+        changed
+    });
+}
+
+fn gone(view: &watch::Sender<ServiceView>, error: &BusError) {
+    view.send_if_modified(|view| {
+        let went = view.away_since.is_none();
+        if went {
+            view.away_since = Some(Instant::now());
+            tracing::warn!("yunion-mps-daemon does not answer: {error}");
+        }
+        went
+    });
+}
+
+/// All slices at this moment.
+pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, BusError> {
+    let rows: Vec<Listed<Device>> =
+        timeout(ANSWER, service.devices()).await.map_err(|_| BusError::Silent)??;
+    Ok(rows.iter().map(|row| NodeSlice::from(&**row)).collect())
+}
