@@ -121,6 +121,10 @@ look_tests() {
     /usr/bin/python3 -c 'import prometheus_client.openmetrics.parser' >/dev/null 2>&1 ||
         lacks 'python module prometheus_client' python3-prometheus-client
     needs promtool prometheus
+    # The kubelet that the device plugin is tried with.
+    needs protoc protobuf-compiler
+    /usr/bin/python3 -c 'import google.protobuf' >/dev/null 2>&1 || lacks 'python module google.protobuf' python3-protobuf
+    /usr/bin/python3 -c 'import grpc' >/dev/null 2>&1 || lacks 'python module grpc' python3-grpcio
     /usr/bin/python3 -c 'import gi' >/dev/null 2>&1 || lacks 'python module gi' python3-gi
     /usr/bin/python3 -c 'import yaml' >/dev/null 2>&1 || lacks 'python module yaml' python3-yaml
     /usr/bin/python3 -c 'import jsonschema' >/dev/null 2>&1 || lacks 'python module jsonschema' python3-jsonschema

@@ -45,6 +45,7 @@ mod isolation;
 mod journal;
 mod json;
 mod kernel_limits;
+mod kubernetes;
 mod make_bench;
 mod matrix;
 mod membership;

@@ -28,9 +28,9 @@ pub(crate) enum Unusable {
 impl fmt::Display for Unusable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unwatched => {
-                f.write_str("yunion-mps-daemon is not running; look at systemctl status yunion-mps-daemon")
-            }
+            Self::Unwatched => f.write_str(
+                "yunion-mps-daemon has not answered for a while; see systemctl status yunion-mps-daemon",
+            ),
             Self::Unhealthy(reason) if reason.is_empty() => {
                 f.write_str("not healthy; see yunion-mpsctl status")
             }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::bus::proxy::{BusError, DaemonProxy};
+use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy};
 use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout_at};
@@ -28,7 +28,7 @@ use crate::counters::Counters;
 use crate::kubelet::{SocketFile, options};
 use crate::offers::Offered;
 use crate::preference::{Placement, preferred};
-use crate::service;
+use crate::service::{self, NoAnswer};
 use crate::slice::NodeSlice;
 
 /// The time that a container waits for a service that is being restarted. The kubelet admits no other pod meanwhile.
@@ -210,7 +210,9 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     let (service, now) = ask_service(names).await?;
     let offered = answers.offered.borrow().clone();
     let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
-    let config = async || service.container_config(names).await.map_err(|error| no_answer(names, &error));
+    let config = async || -> Result<ContainerAnswer, Status> {
+        service.container_config(names).await.map_err(|error| no_answer(names, &error.into()))
+    };
     match &slices[..] {
         slices if answers.manner.without_cdi => Ok(without_cdi(slices, config().await?)),
         [slice] => by_cdi(slice).map_err(|refusal| status(&refusal)),
@@ -225,12 +227,12 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
         let asked = async {
             let service = DaemonProxy::connect().await?;
             let slices = service::slices(&service).await?;
-            Ok((service, slices))
+            Ok::<_, NoAnswer>((service, slices))
         };
         let error = match timeout_at(until, asked).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => error,
-            Err(_late) => BusError::Silent,
+            Err(_late) => BusError::Silent.into(),
         };
         if Instant::now() + RETRY >= until {
             return Err(no_answer(names, &error));
@@ -239,7 +241,7 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
     }
 }
 
-fn no_answer(names: &[String], error: &BusError) -> Status {
+fn no_answer(names: &[String], error: &NoAnswer) -> Status {
     Status::unavailable(format!("{}: {error}", names.join(", ")))
 }
 

@@ -18,6 +18,15 @@ const REFRESH: Duration = Duration::from_secs(30);
 /// The time that a list may take.
 const ANSWER: Duration = Duration::from_secs(10);
 
+/// The reason why the service can't be asked for its slices.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NoAnswer {
+    #[error(transparent)]
+    Bus(#[from] BusError),
+    #[error("yunion-mps-daemon is starting; it looks at the GPUs first")]
+    Starting,
+}
+
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceView {
     /// By its last answer; None until there was one.
@@ -49,7 +58,7 @@ pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
 }
 
 /// The same until the bus breaks off.
-async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), BusError> {
+async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
     let service = DaemonProxy::connect().await?;
     let mut changes = service.changes().await?;
     while !view.is_closed() {
@@ -64,7 +73,7 @@ async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), BusError> {
             }
         };
         if let Ok(false) = timeout(pause, changes.next()).await {
-            return Err(BusError::NotRunning);
+            return Err(BusError::NotRunning.into());
         }
     }
     Ok(())
@@ -82,20 +91,25 @@ fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
     });
 }
 
-fn gone(view: &watch::Sender<ServiceView>, error: &BusError) {
+fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
     view.send_if_modified(|view| {
         let went = view.away_since.is_none();
         if went {
             view.away_since = Some(Instant::now());
-            tracing::warn!("yunion-mps-daemon does not answer: {error}");
+            tracing::warn!("the slices are as they were last known: {error}");
         }
         went
     });
 }
 
-/// All slices at this moment.
-pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, BusError> {
-    let rows: Vec<Listed<Device>> =
-        timeout(ANSWER, service.devices()).await.map_err(|_| BusError::Silent)??;
+/// All slices at this moment. A service that starts has no answer yet: it looks at each control daemon that it finds, and the
+/// slices are unhealthy until it has done so, though nothing has happened to their clients.
+pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
+    let asked = async {
+        // First: a list that is asked for afterwards is no older than the state.
+        let state = service.service().await?.state.clone();
+        if state == "starting" { Err(NoAnswer::Starting) } else { Ok(service.devices().await?) }
+    };
+    let rows: Vec<Listed<Device>> = timeout(ANSWER, asked).await.map_err(|_| BusError::Silent)??;
     Ok(rows.iter().map(|row| NodeSlice::from(&**row)).collect())
 }

@@ -1,0 +1,458 @@
+//! The device plugin between the real service on a simulated host and a kubelet that shares no code with it:
+//! `tests/kubernetes/kubelet.py`, on gRPC's own C library, with the kubelet's messages compiled by protoc.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{LazyLock, mpsc};
+use std::thread;
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::support::client::Client;
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
+use crate::support::host::{Host, binaries, control_pid, signal_pid, succeeded, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::{DEADLINE, wait_for};
+
+const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
+
+/// The size of the four slices of the board `h200`.
+const QUARTER: &str = "yunion.io/mps-35gib";
+
+/// The Python that protoc makes of the messages.
+fn messages() -> &'static Path {
+    static MADE: LazyLock<PathBuf> = LazyLock::new(|| {
+        let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kubelet-messages");
+        fs::create_dir_all(&directory).unwrap();
+        let mut protoc = Command::new("protoc");
+        protoc.arg(format!("--proto_path={SOURCES}")).arg("--python_out").arg(&directory);
+        let made = protoc.arg("kubelet.proto").output();
+        succeeded(&made.unwrap_or_else(|error| panic!("protoc: {error}; scripts/deps.sh installs it")));
+        directory
+    });
+    &MADE
+}
+
+/// A kubelet, with all that has happened to it.
+struct FakeKubelet {
+    process: Client,
+    lines: Receiver<Value>,
+    /// The lines that are still of interest to a test, and all lines.
+    events: Vec<Value>,
+    heard: Vec<Value>,
+}
+
+impl FakeKubelet {
+    /// Starts it, as after a boot or after an end of another one.
+    fn start(host: &Host) -> Self {
+        let mut command = Command::new("/usr/bin/python3");
+        command.arg(Path::new(SOURCES).join("kubelet.py")).arg(messages()).arg(host.path("kubelet"));
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = Client::start(&mut command);
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let (tell, lines): (mpsc::Sender<Value>, _) = channel();
+        thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                if tell.send(serde_json::from_str(&line).unwrap()).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut kubelet = Self { process, lines, events: Vec::new(), heard: Vec::new() };
+        kubelet.wait("the kubelet", |event| event["event"] == "started");
+        kubelet
+    }
+
+    /// Waits for a line that says this, or finds it among earlier lines, and returns it.
+    #[track_caller]
+    fn wait(&mut self, what: &str, says: impl Fn(&Value) -> bool) -> Value {
+        if let Some(found) = self.events.iter().rev().find(|event| says(event)) {
+            return found.clone();
+        }
+        loop {
+            let Ok(line) = self.lines.recv_timeout(DEADLINE) else {
+                panic!("waited in vain for {what}: {:#?}", self.events);
+            };
+            self.events.push(line.clone());
+            self.heard.push(line.clone());
+            if says(&line) {
+                return line;
+            }
+        }
+    }
+
+    /// Waits until the last list of a resource has this many devices, of which these are unhealthy.
+    #[track_caller]
+    fn wait_for_devices(&mut self, resource: &str, number: usize, unhealthy: &[&str]) -> Vec<Value> {
+        loop {
+            let lists = |event: &Value| event["event"] == "devices" && event["resource"] == resource;
+            let list = self.wait(resource, lists)["devices"].as_array().unwrap().clone();
+            if list.len() == number && self::unhealthy(&list) == unhealthy {
+                return list;
+            }
+            // An older list is no answer any more.
+            self.events.retain(|event| !lists(event));
+        }
+    }
+
+    /// Waits for a registration that comes after this call.
+    #[track_caller]
+    fn wait_for_registration(&mut self, resource: &str) -> Value {
+        let registered = |event: &Value| event["event"] == "registered" && event["resource"] == resource;
+        let found = self.wait(resource, registered);
+        self.events.retain(|event| !registered(event));
+        found
+    }
+
+    /// The answer to a call, or the error.
+    #[track_caller]
+    fn call(&mut self, call: &Value) -> Value {
+        let is_answer = |event: &Value| event.get("answer").is_some() || event.get("error").is_some();
+        writeln!(self.process.stdin.as_mut().unwrap(), "{call}").unwrap();
+        let answer = self.wait("an answer", is_answer);
+        self.events.retain(|event| !is_answer(event));
+        answer
+    }
+
+    fn allocate(&mut self, resource: &str, names: &[&str]) -> Value {
+        self.call(&json!({"call": "allocate", "resource": resource, "containers": [names]}))
+    }
+
+    /// The settings of a container.
+    #[track_caller]
+    fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
+        let answer = self.allocate(resource, names);
+        assert!(answer.get("error").is_none(), "{answer}");
+        answer["answer"][0].clone()
+    }
+
+    /// Code and text of a refusal.
+    #[track_caller]
+    fn refused(&mut self, resource: &str, names: &[&str]) -> (String, String) {
+        let answer = self.allocate(resource, names);
+        let error = answer.get("error").unwrap_or_else(|| panic!("{answer}"));
+        (error["code"].as_str().unwrap().to_owned(), error["text"].as_str().unwrap().to_owned())
+    }
+
+    /// From now on pods have these devices of `QUARTER`.
+    fn give_to_pods(&mut self, names: &[&str]) {
+        self.call(&json!({"call": "pods", "given": {QUARTER: names}}));
+    }
+}
+
+/// The program, with its log.
+struct Plugin {
+    process: Client,
+    log: PathBuf,
+}
+
+impl Plugin {
+    fn start(host: &Host, more: &[&str]) -> Self {
+        let log = host.path("plugin.log");
+        let file = File::options().create(true).append(true).open(&log).unwrap();
+        let mut command = host.command(binaries().join("yunion-mps-device-plugin"));
+        command.arg("--kubelet-directory").arg(host.path("kubelet")).args(more).stderr(file);
+        Self { process: Client::start(&mut command), log }
+    }
+
+    fn said(&self) -> String {
+        fs::read_to_string(&self.log).unwrap()
+    }
+
+    #[track_caller]
+    fn wait_until_it_says(&self, text: &str) {
+        wait_for(text, || self.said().contains(text).then_some(()));
+    }
+}
+
+impl Drop for Plugin {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let _ = writeln!(std::io::stderr(), "--- the plugin's log\n{}", self.said());
+        }
+    }
+}
+
+/// A host that serves, with a kubelet and the plugin.
+fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
+    let mut host = Host::new(board);
+    host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
+    host.start();
+    host.wait_for_state("ready");
+    let kubelet = FakeKubelet::start(&host);
+    let plugin = Plugin::start(&host, more);
+    (host, kubelet, plugin)
+}
+
+fn unhealthy(devices: &[Value]) -> Vec<&str> {
+    let sick = devices.iter().filter(|device| device["health"] != "Healthy");
+    sick.map(|device| device["id"].as_str().unwrap()).collect()
+}
+
+fn ids(devices: &[Value]) -> Vec<&str> {
+    devices.iter().map(|device| device["id"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn a_size_is_registered_with_all_slices_and_their_numa_node() {
+    let (host, mut kubelet, plugin) = node("h200x8", &[]);
+    let registered = kubelet.wait_for_registration(QUARTER);
+    assert_eq!(registered["endpoint"], "yunion-mps-35gib.sock");
+    let wanted = json!({"preferred": true, "pre_start": false});
+    assert_eq!((&registered["told"], &registered["options"]), (&wanted, &wanted));
+    let devices = kubelet.wait_for_devices(QUARTER, 32, &[]);
+    for (listed, device) in host.list().iter().zip(&devices) {
+        assert_eq!(device["id"], listed["addr"]);
+        assert_eq!(device["numa"], json!([listed["numa_node"]]));
+    }
+    let none =
+        kubelet.call(&json!({"call": "path", "resource": QUARTER, "path": "/v1beta1.DevicePlugin/Sing"}));
+    assert_eq!(none["error"]["code"], "UNIMPLEMENTED", "{none}");
+    assert!(plugin.said().contains("yunion.io/mps-35gib: registered with the kubelet"), "{}", plugin.said());
+}
+
+#[test]
+fn drains_and_faults_reach_the_kubelet_and_nobody_is_given_such_a_slice() {
+    let (host, mut kubelet, _plugin) = node("h200", &[]);
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    succeeded(&host.mpsctl(&["drain", "00:06.0-1"]));
+    kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
+    let (code, why) = kubelet.refused(QUARTER, &["00:06.0-1"]);
+    assert_eq!(code, "FAILED_PRECONDITION");
+    assert!(why.contains("00:06.0-1: drained for new clients; yunion-mpsctl undrain 00:06.0-1"), "{why}");
+    succeeded(&host.mpsctl(&["undrain", "00:06.0-1"]));
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    kubelet.allocated(QUARTER, &["00:06.0-1"]);
+
+    // A control daemon that does not come back by itself.
+    host.plant("mps/fault/start-exits", "");
+    signal_pid(control_pid(&host.wait_for_state("ready")), Signal::KILL);
+    let all = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+    kubelet.wait_for_devices(QUARTER, 4, &all);
+}
+
+#[test]
+fn containers_get_cdi_devices_or_refusals_with_a_reason() {
+    let (host, mut kubelet, plugin) = node("h200x8", &[]);
+    let devices = kubelet.wait_for_devices(QUARTER, 32, &[]);
+    let own = ids(&devices)[5];
+    let settings = kubelet.allocated(QUARTER, &[own]);
+    let names = succeeded(&host.mpsctl(&["env", own, "--format", "cdi"]));
+    let names: Vec<&str> = names.lines().collect();
+    assert_eq!(settings, json!({"environment": {}, "mounts": [], "nodes": [], "cdi": names}));
+    plugin.wait_until_it_says(&format!("gave {own} to a container"));
+
+    // Slices of two GPUs: one environment for both, and NVIDIA's devices.
+    let (first, second) = (ids(&devices)[0], ids(&devices)[4]);
+    let settings = kubelet.allocated(QUARTER, &[first, second]);
+    assert_eq!(settings["environment"]["YUNION_MPS_DEVICE"], format!("{first},{second}"));
+    assert!(settings["environment"].get("NVIDIA_VISIBLE_DEVICES").is_none(), "{settings}");
+    let cdi: Vec<&str> =
+        settings["cdi"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
+    assert!(cdi.len() == 2 && cdi.iter().all(|name| name.starts_with("nvidia.com/gpu=GPU-")), "{settings}");
+    assert_ne!(settings["mounts"], json!([]));
+
+    let (code, why) = kubelet.refused(QUARTER, &[first, ids(&devices)[1]]);
+    assert!(code == "INVALID_ARGUMENT" && why.contains("are slices of one GPU"), "{code}: {why}");
+    let (code, why) = kubelet.refused(QUARTER, &["00:99.0-0"]);
+    assert!(
+        code == "NOT_FOUND" && why.contains("00:99.0-0 is no device of yunion.io/mps-35gib"),
+        "{code}: {why}"
+    );
+}
+
+#[test]
+fn without_cdi_containers_get_all_that_the_service_says() {
+    let (host, mut kubelet, _plugin) = node("tesla-p40", &["--without-cdi"]);
+    kubelet.wait_for_devices("yunion.io/mps-5gib", 4, &[]);
+    let settings = kubelet.allocated("yunion.io/mps-5gib", &["00:06.0-2"]);
+    let said = host.container_of("00:06.0-2");
+    assert_eq!(settings["environment"], said["environment"]);
+    assert_eq!(settings["mounts"], said["mounts"]);
+    let nodes = settings["nodes"].as_array().unwrap().iter().map(|node| node["host"].as_str().unwrap());
+    assert_eq!(nodes.collect::<Vec<_>>(), ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"]);
+    assert_eq!(settings["cdi"], json!([]));
+}
+
+#[test]
+fn the_kubelet_is_told_which_slice_to_prefer() {
+    for (placement, chosen) in [("pack", "1b:00.0-3"), ("spread", "2d:00.0-0")] {
+        let (_host, mut kubelet, _plugin) = node("h200x8", &["--preferred", placement]);
+        kubelet.wait_for_devices(QUARTER, 32, &[]);
+        let free = ["1b:00.0-3", "2d:00.0-0", "2d:00.0-1"];
+        let mut preferred = |must: &[&str], size: u32| {
+            let wish = json!({
+                "call": "preferred", "resource": QUARTER, "available": free, "must": must, "size": size,
+            });
+            kubelet.call(&wish)["answer"][0].clone()
+        };
+        assert_eq!(preferred(&[], 1), json!([chosen]), "{placement}");
+        assert_eq!(preferred(&["2d:00.0-1"], 2), json!(["2d:00.0-1", "1b:00.0-3"]), "{placement}");
+    }
+}
+
+#[test]
+fn a_kubelet_that_restarts_is_registered_with_again() {
+    let (host, mut first, _plugin) = node("h200", &[]);
+    first.wait_for_devices(QUARTER, 4, &[]);
+    for _ in 0..3 {
+        // It leaves its sockets behind, and the next one removes all that are there.
+        drop(first);
+        first = FakeKubelet::start(&host);
+        first.wait_for_registration(QUARTER);
+        first.wait_for_devices(QUARTER, 4, &[]);
+        first.allocated(QUARTER, &["00:06.0-0"]);
+    }
+}
+
+#[test]
+fn the_plugin_waits_for_a_kubelet_that_comes_later() {
+    let mut host = Host::new("h200");
+    let plugin = Plugin::start(&host, &[]);
+    host.start();
+    host.wait_for_state("ready");
+    plugin.wait_until_it_says("waiting for the kubelet");
+    let mut kubelet = FakeKubelet::start(&host);
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    // A plugin that stops takes its socket away, and the next one begins again.
+    signal_pid(plugin.process.id(), Signal::TERM);
+    kubelet.wait("the end of the list", |event| event["event"] == "gone");
+    let socket = host.path("kubelet/device-plugins/yunion-mps-35gib.sock");
+    wait_for("no socket", || (!socket.exists()).then_some(()));
+    kubelet.events.clear();
+    let killed = Plugin::start(&host, &[]);
+    kubelet.wait_for_registration(QUARTER);
+    signal_pid(killed.process.id(), Signal::KILL);
+    drop(killed);
+    assert!(socket.exists());
+    let _plugin = Plugin::start(&host, &[]);
+    kubelet.wait_for_registration(QUARTER);
+}
+
+#[test]
+fn devices_outlast_a_restart_of_the_service() {
+    let (mut host, mut kubelet, plugin) = node("h200", &["--grace", "600"]);
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    host.signal(Signal::KILL);
+    host.ended();
+    plugin.wait_until_it_says("the slices are as they were last known: yunion-mps-daemon is not running");
+    // A container that is made meanwhile waits for the service.
+    let wish = json!({"call": "allocate", "resource": QUARTER, "containers": [["00:06.0-3"]]});
+    writeln!(kubelet.process.stdin.as_mut().unwrap(), "{wish}").unwrap();
+    host.start();
+    let answer = kubelet.wait("the answer", |event| event.get("answer").is_some());
+    assert_eq!(answer["answer"][0]["cdi"].as_array().unwrap().len(), 2, "{answer}");
+    wait_for("the service", || {
+        (plugin.said().matches("yunion-mps-daemon answers: 4 slices").count() == 2).then_some(())
+    });
+    // Behind every list that the restart could have caused.
+    succeeded(&host.mpsctl(&["drain", "00:06.0-1"]));
+    kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
+    let lists = kubelet.heard.iter().filter(|event| event["event"] == "devices");
+    let mut lists: Vec<Vec<&str>> =
+        lists.map(|list| unhealthy(list["devices"].as_array().unwrap())).collect();
+    lists.dedup();
+    assert_eq!(lists, [vec![], vec!["00:06.0-1"]]);
+}
+
+#[test]
+fn devices_of_a_service_that_stays_away_are_unhealthy() {
+    let (mut host, mut kubelet, _plugin) = node("h200", &["--grace", "1"]);
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    assert_eq!(host.stop().code(), Some(0));
+    let all = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+    kubelet.wait_for_devices(QUARTER, 4, &all);
+    let (code, why) = kubelet.refused(QUARTER, &["00:06.0-3"]);
+    assert!(
+        code == "UNAVAILABLE" && why.contains("00:06.0-3: yunion-mps-daemon is not running"),
+        "{code}: {why}"
+    );
+    host.start();
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    kubelet.allocated(QUARTER, &["00:06.0-3"]);
+}
+
+#[test]
+fn resources_come_and_go_with_the_configuration() {
+    let metrics = tempfile::tempdir().unwrap();
+    let metrics = metrics.path().join("plugin.prom");
+    let (host, mut kubelet, _plugin) = node(
+        "h200",
+        &["--metrics", metrics.to_str().unwrap(), "--domain", "gpu.example.com", "--resource", "large=60GiB"],
+    );
+    kubelet.wait_for_devices("gpu.example.com/mps-35gib", 4, &[]);
+    host.devices(&[
+        "path: /dev/dri/renderD128, type: NVIDIA_MPS, slices: [{memory: 20GiB}, {memory: 20GiB}, {memory: 60GiB}]",
+    ]);
+    host.reload();
+    kubelet.wait_for_devices("gpu.example.com/mps-20gib", 2, &[]);
+    let large = kubelet.wait_for_devices("gpu.example.com/large", 1, &[]);
+    assert_eq!(ids(&large), ["00:06.0-2"]);
+    // First none of its devices are there, then the list ends.
+    kubelet.wait_for_devices("gpu.example.com/mps-35gib", 0, &[]);
+    let gone = |event: &Value| event["event"] == "gone" && event["resource"] == "gpu.example.com/mps-35gib";
+    assert_eq!(kubelet.wait("the end of the list", gone)["code"], "OK");
+    assert!(!host.path("kubelet/device-plugins/yunion-mps-35gib.sock").exists());
+    let series =
+        "yunion_mps_device_plugin_devices{resource=\"gpu.example.com/mps-20gib\",health=\"healthy\"} 2";
+    wait_for("the metrics", || fs::read_to_string(&metrics).ok()?.contains(series).then_some(()));
+    let read = "import sys; from prometheus_client.parser import text_string_to_metric_families as read
+print(sorted(family.name for family in read(open(sys.argv[1]).read())))";
+    let families = Command::new("/usr/bin/python3").args(["-c", read]).arg(&metrics).output().unwrap();
+    let families = succeeded(&families);
+    assert!(families.contains("yunion_mps_device_plugin_registrations"), "{families}");
+}
+
+#[test]
+fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_does_not() {
+    let test = "a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_does_not";
+    if !root_or_skip(test) {
+        return;
+    }
+    let (Some(pod), Some(stranger)) = (ContainerGroup::new(), ContainerGroup::new()) else {
+        return skip(test, NO_CONTAINER_GROUP);
+    };
+    let (host, mut kubelet, _plugin) = node("h200", &[]);
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    kubelet.give_to_pods(&["00:06.0-0"]);
+    let start = |group: &ContainerGroup, name: &str| {
+        let first = Client::start(host.command("sleep").arg("600"));
+        group.take(first.id(), "");
+        succeeded(&host.mpsctl(&["bind", name, "--pid", &first.id().to_string(), "--label", &group.id]));
+        first
+    };
+    let of_pod = start(&pod, "00:06.0-0");
+    let of_stranger = start(&stranger, "00:06.0-1");
+    kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
+    let (code, why) = kubelet.refused(QUARTER, &["00:06.0-1"]);
+    assert!(code == "FAILED_PRECONDITION" && why.contains("outside Kubernetes"), "{code}: {why}");
+    // The next container of the pod, or the next pod.
+    kubelet.allocated(QUARTER, &["00:06.0-0"]);
+    of_stranger.end();
+    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&stranger)]));
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    of_pod.end();
+}
+
+/// The path of a control group, as the kernel has it.
+fn path(group: &ContainerGroup) -> String {
+    let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
+    let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
+    format!("/{}", below.display())
+}
+
+#[test]
+fn a_wrong_command_line_says_what_to_write() {
+    for (words, complaint) in [
+        (["--domain", "kubernetes.io"], "no domain for resources"),
+        (["--resource", "small=20"], "write 20GiB, 20480MiB or 20GiB:25"),
+        (["--grace", "4000"], "0..=3600"),
+    ] {
+        let refused = Command::new(binaries().join("yunion-mps-device-plugin")).args(words).output().unwrap();
+        assert!(refused.status.code() == Some(2) && text(&refused).contains(complaint), "{}", text(&refused));
+    }
+}

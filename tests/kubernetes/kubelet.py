@@ -1,0 +1,172 @@
+#!/usr/bin/python3
+"""Plays the kubelet for a device plugin: kubelet.py MESSAGES DIRECTORY
+
+With gRPC's own C library and Google's protobuf, which share no code with the plugin's. MESSAGES is the folder with what protoc
+has made of kubelet.proto, DIRECTORY stands for /var/lib/kubelet.
+
+Each line on standard output is a JSON object about something that has happened, or the answer to a line on standard input:
+  {"call": "allocate", "resource": R, "containers": [[NAME, ...], ...]}
+  {"call": "preferred", "resource": R, "available": [...], "must": [...], "size": N}
+  {"call": "pods", "given": {R: [NAME, ...]}}   from now on pods have these devices
+  {"call": "path", "resource": R, "path": P}    a call with an empty message
+It ends with its standard input.
+"""
+
+import json
+import os
+import pathlib
+import sys
+import threading
+from concurrent import futures
+
+messages, directory = (pathlib.Path(word) for word in sys.argv[1:])
+sys.path.insert(0, str(messages))
+
+import grpc  # noqa: E402
+import kubelet_pb2 as message  # noqa: E402
+
+PLUGINS = directory / "device-plugins"
+PODS = directory / "pod-resources"
+PLUGIN = "/v1beta1.DevicePlugin/"
+DEADLINE = 30
+
+lock = threading.Lock()
+channels = {}
+given = {}
+
+
+def say(**what):
+    with lock:
+        print(json.dumps(what), flush=True)
+
+
+def handler(kind, called):
+    return grpc.unary_unary_rpc_method_handler(
+        called, request_deserializer=kind.FromString, response_serializer=lambda answer: answer.SerializeToString()
+    )
+
+
+def serve(socket, name, handlers):
+    socket.parent.mkdir(parents=True, exist_ok=True)
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    server.add_insecure_port(f"unix:{socket}")
+    server.start()
+    return server
+
+
+def unary(channel, path, question, answer):
+    call = channel.unary_unary(
+        path, request_serializer=lambda sent: sent.SerializeToString(), response_deserializer=answer.FromString
+    )
+    return call(question, timeout=DEADLINE)
+
+
+def register(request, context):
+    """As the kubelet does: it connects before it answers."""
+    if request.version != "v1beta1":
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"version {request.version!r}")
+    socket = PLUGINS / request.endpoint
+    # The kubelet gives this authority since 1.26.
+    channel = grpc.insecure_channel(f"unix:{socket}", options=[("grpc.default_authority", "localhost")])
+    grpc.channel_ready_future(channel).result(DEADLINE)
+    options = unary(channel, PLUGIN + "GetDevicePluginOptions", message.Nothing(), message.Options)
+    say(
+        event="registered",
+        resource=request.resource,
+        endpoint=request.endpoint,
+        told={"preferred": request.options.preferred, "pre_start": request.options.pre_start},
+        options={"preferred": options.preferred, "pre_start": options.pre_start},
+    )
+    channels[request.resource] = channel
+    threading.Thread(target=watch, args=(request.resource, channel), daemon=True).start()
+    return message.Nothing()
+
+
+def watch(resource, channel):
+    listed = channel.unary_stream(
+        PLUGIN + "ListAndWatch",
+        request_serializer=lambda sent: sent.SerializeToString(),
+        response_deserializer=message.Devices.FromString,
+    )
+    try:
+        for devices in listed(message.Nothing()):
+            rows = [
+                {"id": one.id, "health": one.health, "numa": [node.id for node in one.place.nodes]}
+                for one in devices.devices
+            ]
+            say(event="devices", resource=resource, devices=rows)
+        say(event="gone", resource=resource, code="OK")
+    except grpc.RpcError as error:
+        say(event="gone", resource=resource, code=error.code().name)
+
+
+def pods(_request, _context):
+    containers = [
+        message.Container(name="main", given=[message.Given(resource=resource, devices=names)])
+        for resource, names in given.items()
+    ]
+    say(event="asked for pods")
+    return message.Pods(pods=[message.Pod(name="job", namespace="default", containers=containers)])
+
+
+def allocate(channel, line):
+    question = message.NamesOfContainers(containers=[message.Names(names=names) for names in line["containers"]])
+    answer = unary(channel, PLUGIN + "Allocate", question, message.SettingsOfContainers)
+    return [
+        {
+            "environment": dict(one.environment),
+            "mounts": [{"container": m.container, "host": m.host, "read_only": m.read_only} for m in one.mounts],
+            "nodes": [{"container": n.container, "host": n.host, "permissions": n.permissions} for n in one.nodes],
+            "cdi": [device.name for device in one.cdi],
+        }
+        for one in answer.containers
+    ]
+
+
+def preferred(channel, line):
+    wish = message.Wish(available=line["available"], must_include=line["must"], size=line["size"])
+    answer = unary(
+        channel, PLUGIN + "GetPreferredAllocation", message.Wishes(containers=[wish]), message.NamesOfContainers
+    )
+    return [list(one.names) for one in answer.containers]
+
+
+def path(channel, line):
+    unary(channel, line["path"], message.Nothing(), message.Nothing)
+    return None
+
+
+CALLS = {"allocate": allocate, "preferred": preferred, "path": path}
+
+
+def obey(line):
+    if line["call"] == "pods":
+        given.clear()
+        given.update(line["given"])
+        return say(answer=None)
+    try:
+        say(answer=CALLS[line["call"]](channels[line["resource"]], line))
+    except grpc.RpcError as error:
+        say(error={"code": error.code().name, "text": error.details()})
+
+
+def main():
+    PLUGINS.mkdir(parents=True, exist_ok=True)
+    # A kubelet that starts removes the sockets of all plugins.
+    for left in PLUGINS.iterdir():
+        left.unlink()
+    (PODS / "kubelet.sock").unlink(missing_ok=True)
+    servers = [
+        serve(PODS / "kubelet.sock", "v1.PodResourcesLister", {"List": handler(message.Nothing, pods)}),
+        serve(PLUGINS / "kubelet.sock", "v1beta1.Registration", {"Register": handler(message.Registration, register)}),
+    ]
+    say(event="started")
+    for line in sys.stdin:
+        obey(json.loads(line))
+    del servers
+    # As a kubelet that is killed: nothing is closed, and nothing removed.
+    os._exit(0)
+
+
+main()
