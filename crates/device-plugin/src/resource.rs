@@ -223,19 +223,21 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
 /// The service and all of its slices, after a short restart of it too.
 async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), Status> {
     let until = Instant::now() + PATIENCE;
+    let mut last = NoAnswer::from(BusError::Silent);
     loop {
         let asked = async {
             let service = DaemonProxy::connect().await?;
             let slices = service::slices(&service).await?;
             Ok::<_, NoAnswer>((service, slices))
         };
-        let error = match timeout_at(until, asked).await {
+        match timeout_at(until, asked).await {
             Ok(Ok(answer)) => return Ok(answer),
-            Ok(Err(error)) => error,
-            Err(_late) => BusError::Silent.into(),
-        };
+            Ok(Err(error)) => last = error,
+            // The time is over in the middle of a try, and the try before it says why.
+            Err(_late) => {}
+        }
         if Instant::now() + RETRY >= until {
-            return Err(no_answer(names, &error));
+            return Err(no_answer(names, &last));
         }
         sleep(RETRY).await;
     }
