@@ -445,6 +445,39 @@ fn path(group: &ContainerGroup) -> String {
     format!("/{}", below.display())
 }
 
+/// systemd finds nothing wrong with the unit, and the manifests are YAML that asks for a resource of the rule.
+#[test]
+fn the_unit_and_the_manifests_are_well_formed() {
+    let source = |path: &str| Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    let unit = fs::read_to_string(source("systemd/yunion-mps-device-plugin.service")).unwrap();
+    let program = binaries().join("yunion-mps-device-plugin");
+    let unit = unit.replace("=/usr/bin/yunion-mps-device-plugin\n", &format!("=\"{}\"\n", program.display()));
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("yunion-mps-device-plugin.service");
+    fs::write(&path, unit).unwrap();
+    let verified = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output().unwrap();
+    let complaints = text(&verified);
+    let complaints: Vec<&str> =
+        complaints.lines().filter(|line| line.contains("yunion-mps-device-plugin")).collect();
+    assert_eq!(complaints, Vec::<&str>::new());
+
+    let read =
+        "import json, sys, yaml; print(json.dumps([yaml.safe_load(open(one)) for one in sys.argv[1:]]))";
+    let mut python = Command::new("/usr/bin/python3");
+    python.args(["-c", read]);
+    python.args(["daemonset", "pod", "vllm"].map(|name| source(&format!("docs/kubernetes/{name}.yaml"))));
+    let read: Value = serde_json::from_str(&succeeded(&python.output().unwrap())).unwrap();
+    let [daemon_set, pod, vllm] = &read.as_array().unwrap()[..] else { panic!("{read}") };
+    for container in [&pod["spec"]["containers"][0], &vllm["spec"]["template"]["spec"]["containers"][0]] {
+        assert_eq!(container["resources"]["limits"], json!({QUARTER: 1}));
+    }
+    let container = &daemon_set["spec"]["template"]["spec"]["containers"][0];
+    let places =
+        container["volumeMounts"].as_array().unwrap().iter().map(|one| one["mountPath"].as_str().unwrap());
+    let places: Vec<&str> = places.collect();
+    assert_eq!(places, ["/run/dbus", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources"]);
+}
+
 #[test]
 fn a_wrong_command_line_says_what_to_write() {
     for (words, complaint) in [
