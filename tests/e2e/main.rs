@@ -24,6 +24,7 @@
 mod adoption;
 mod asker;
 mod containers;
+mod kubernetes;
 mod machine;
 mod package;
 mod readme;
@@ -121,6 +122,14 @@ const GROUPS: &[Group] = &[
         stage: package::stage,
         prepare: containers::installed_legacy,
         checks: containers::CHECKS_LEGACY,
+    },
+    // A kubelet on that host.
+    Group {
+        name: "kubernetes",
+        hierarchy: Hierarchy::Unified,
+        stage: kubernetes::stage,
+        prepare: package::installed,
+        checks: kubernetes::CHECKS,
     },
     // A cluster of one node on that host.
     Group {

@@ -16,13 +16,13 @@ use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Request, Status};
+use tonic::{Code, Request, Status};
 use tonic_prost::ProstCodec;
 
 use crate::api::{self, Nothing, PluginOptions, PodList, RegisterRequest};
 
 /// The time for one call. The kubelet connects to us before it answers a registration.
-const DEADLINE: Duration = Duration::from_secs(10);
+const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The largest list of pods that is read.
 const LARGEST_LIST: usize = 16 * 1024 * 1024;
@@ -95,6 +95,11 @@ impl Kubelet {
 /// The calls of ours that the kubelet shall make.
 pub(crate) fn options() -> PluginOptions {
     PluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
+}
+
+/// Whether there was no answer at all, so that another question would have none either.
+pub(crate) fn is_silence(error: &Status) -> bool {
+    matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded)
 }
 
 /// Calls the kubelet at one of its sockets. An error names the socket.

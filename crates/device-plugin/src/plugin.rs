@@ -12,7 +12,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 
-use crate::kubelet::{DirectoryChanges, Kubelet};
+use crate::kubelet::{DirectoryChanges, Kubelet, is_silence};
 use crate::names::Naming;
 use crate::offers::{GivenToPods, Offers, Remembered};
 use crate::resource::{Manner, Resource};
@@ -46,6 +46,8 @@ struct Plugin {
     resources: BTreeMap<String, Resource>,
     /// The metrics as they were written last.
     written: String,
+    /// The status line of the unit, as systemd has it.
+    status: Option<String>,
     /// The last complaint of each kind: one that goes on is said once.
     said: BTreeMap<&'static str, String>,
 }
@@ -63,18 +65,17 @@ pub(crate) async fn run(choices: Choices) -> io::Result<()> {
         remembered: Remembered::default(),
         resources: BTreeMap::new(),
         written: String::new(),
+        status: None,
         said: BTreeMap::new(),
     };
     let mut directory = DirectoryChanges::default();
-    let mut ready = false;
     loop {
         if !directory.is_watching() {
             directory = plugin.watch_directory();
         }
         let service = view.borrow_and_update().clone();
         let pause = plugin.look(&service).await;
-        plugin.tell_systemd(!ready);
-        ready = true;
+        plugin.tell_systemd();
         tokio::select! {
             changed = view.changed() => changed.map_err(io::Error::other)?,
             () = directory.next() => {}
@@ -189,6 +190,10 @@ impl Plugin {
                 }
                 Err(error) => {
                     complaint = Some(format!("{name} is not registered: {}; trying again", error.message()));
+                    // The changes of devices must not wait for a kubelet that hangs.
+                    if is_silence(&error) {
+                        break;
+                    }
                 }
             }
         }
@@ -213,15 +218,18 @@ impl Plugin {
     }
 
     /// The first time it is the word that the program has started.
-    fn tell_systemd(&self, first: bool) {
+    fn tell_systemd(&mut self) {
         let registered = self.resources.values().filter(|resource| resource.registered.is_some()).count();
         let status = format!("{registered} of {} resources registered", self.resources.len());
         let mut states = vec![NotifyState::Status(&status)];
-        if first {
-            states.push(NotifyState::Ready);
+        match &self.status {
+            Some(told) if *told == status => return,
+            Some(_) => {}
+            None => states.push(NotifyState::Ready),
         }
         // Without systemd there is nobody to tell.
         let _ = sd_notify::notify(&states);
+        self.status = Some(status);
     }
 
     fn say(&mut self, kind: &'static str, complaint: Option<String>) {

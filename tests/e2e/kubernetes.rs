@@ -1,0 +1,86 @@
+//! The device plugin's unit: in its sandbox, with the policy of the bus, and with a kubelet of another make.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::machine::{Machine, Stage};
+use crate::wait::wait_for;
+use crate::{Check, package, service};
+
+pub(crate) const CHECKS: &[Check] = &[
+    ("the_device_plugin_is_up_before_the_kubelet", up_before_the_kubelet),
+    ("the_device_plugin_registers_and_allocates_in_its_sandbox", in_its_sandbox),
+    ("a_restarted_device_plugin_registers_again", restarted),
+];
+
+const UNIT: &str = "yunion-mps-device-plugin";
+
+/// The kubelet writes here what happens to it, and reads its calls there.
+const SAID: &str = "/var/tmp/kubelet.said";
+const CALLS: &str = "/var/tmp/kubelet.calls";
+
+/// The slices of the simulated host.
+const RESOURCE: &str = "yunion.io/mps-35gib";
+
+/// The package's machine, with the plugin, which is in no package, and the kubelet.
+pub(crate) fn stage() -> Stage {
+    let stage = package::stage();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"));
+    stage.install(&service::built(UNIT), &format!("/usr/bin/{UNIT}"));
+    stage.put(
+        &source.join(format!("systemd/{UNIT}.service")),
+        &format!("/usr/lib/systemd/system/{UNIT}.service"),
+    );
+    stage.put(&source.join("tests/kubernetes/kubelet.py"), "/var/tmp/kubelet.py");
+    let messages = tempfile::tempdir().unwrap();
+    let proto = source.join("tests/kubernetes");
+    let made = Command::new("protoc")
+        .arg(format!("--proto_path={}", proto.display()))
+        .arg(format!("--python_out={}", messages.path().display()))
+        .arg("kubelet.proto")
+        .status();
+    assert!(made.is_ok_and(|status| status.success()), "protoc; scripts/deps.sh installs it");
+    stage.put(&messages.path().join("kubelet_pb2.py"), "/var/tmp/kubelet_pb2.py");
+    stage
+}
+
+fn said(machine: &Machine, text: &str) -> usize {
+    machine.sh(&format!("cat {SAID} 2>/dev/null || :")).matches(text).count()
+}
+
+fn up_before_the_kubelet(machine: &mut Machine) {
+    service::serving(machine);
+    machine.sh(&format!("systemctl start {UNIT}"));
+    assert_eq!(machine.property(UNIT, "ActiveState"), "active");
+    wait_for("the word about the kubelet", || {
+        machine
+            .sh(&format!("journalctl -u {UNIT} --output=cat"))
+            .contains("waiting for the kubelet")
+            .then_some(())
+    });
+    assert_eq!(machine.property(UNIT, "StatusText"), "0 of 1 resources registered");
+}
+
+fn in_its_sandbox(machine: &mut Machine) {
+    // Open for writing as well, so that the kubelet does not see the end of its calls.
+    machine.sh(&format!(
+        "mkfifo {CALLS}; systemd-run --quiet --unit=fake-kubelet sh -c \
+         'exec /usr/bin/python3 /var/tmp/kubelet.py /var/tmp /var/lib/kubelet <>{CALLS} >{SAID}'"
+    ));
+    let healthy = r#""health": "Healthy""#;
+    wait_for("four devices", || (said(machine, healthy) == 4).then_some(()));
+    wait_for("the status line", || {
+        (machine.property(UNIT, "StatusText") == "1 of 1 resources registered").then_some(())
+    });
+    let call = format!(r#"{{"call": "allocate", "resource": "{RESOURCE}", "containers": [["00:06.0-2"]]}}"#);
+    machine.sh(&format!("echo '{call}' >{CALLS}"));
+    wait_for("the slice", || (said(machine, r#""yunion.io/mps=00:06.0-2""#) == 1).then_some(()));
+}
+
+fn restarted(machine: &mut Machine) {
+    let before = said(machine, r#""event": "registered""#);
+    machine.sh(&format!("systemctl restart {UNIT}"));
+    wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));
+    machine.sh(&format!("systemctl stop {UNIT} fake-kubelet"));
+    assert_eq!(machine.property(UNIT, "Result"), "success");
+}
