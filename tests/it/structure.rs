@@ -40,7 +40,14 @@ const HOMES: [(&str, &[&str]); 21] = [
     ("ratatui", &["crates/mpsctl/src/watch/top/"]),
     ("crossterm", &["crates/mpsctl/src/watch/top/"]),
     ("tracing_journald", &["src/daemon/logging.rs", "crates/device-plugin/src/logging.rs"]),
-    ("tonic::", &["crates/device-plugin/src/kubelet.rs", "crates/device-plugin/src/resource.rs"]),
+    (
+        "tonic::",
+        &[
+            "crates/device-plugin/src/codec.rs",
+            "crates/device-plugin/src/kubelet.rs",
+            "crates/device-plugin/src/resource.rs",
+        ],
+    ),
     ("prost", &["crates/device-plugin/src/"]),
     ("message_id", &["src/message.rs", "src/daemon/logging.rs"]),
     ("/proc/", &["crates/common/src/host/proc.rs"]),

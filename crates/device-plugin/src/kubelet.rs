@@ -17,9 +17,9 @@ use tokio::time::timeout;
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
-use tonic_prost::ProstCodec;
 
 use crate::api::{self, Nothing, PluginOptions, PodList, RegisterRequest};
+use crate::codec::Protobuf;
 
 /// The time for one call. The kubelet connects to us before it answers a registration.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -118,7 +118,7 @@ where
             .map_err(|error| unreachable(&error))?;
         let mut grpc = Grpc::new(channel).max_decoding_message_size(LARGEST_LIST);
         grpc.ready().await.map_err(|error| unreachable(&error))?;
-        let codec = ProstCodec::<Q, A>::default();
+        let codec = Protobuf::<Q, A>::default();
         grpc.unary(Request::new(question), PathAndQuery::from_static(path), codec).await
     };
     let silent = |_| Status::deadline_exceeded(format!("no answer in {} s", DEADLINE.as_secs()));

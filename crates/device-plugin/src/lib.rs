@@ -13,13 +13,14 @@
 //! | 3 | `allocation` | the settings of a container; pure |
 //! | 2 | `offers` | the resources and their devices, healthy or not; pure |
 //! | 1 | `names`, `preference` | the name of a size; the slice that a container had best get; pure |
-//! | 0 | `slice`, `api`, `logging` | a slice; the kubelet's messages; the log |
+//! | 0 | `slice`, `api`, `codec`, `logging` | a slice; the kubelet's messages, and how they are written; the log |
 
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "nobody outside this workspace uses it")]
 
 mod allocation;
 mod api;
+mod codec;
 mod counters;
 mod kubelet;
 mod logging;

@@ -16,7 +16,6 @@ use tonic::body::Body;
 use tonic::server::Grpc;
 use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
-use tonic_prost::ProstCodec;
 use tower::service_fn;
 
 use crate::allocation::{RefusedAllocation, by_cdi, by_cdi_of_gpus, slices_for, without_cdi};
@@ -24,6 +23,7 @@ use crate::api::{
     self, AllocateAnswer, AllocateRequest, ChosenForContainer, ContainerSettings, ListedDevice, Nothing,
     NumaNode, NumaNodes, PreferredAnswer, PreferredRequest, ResourceList,
 };
+use crate::codec::Protobuf;
 use crate::counters::Counters;
 use crate::kubelet::{SocketFile, options};
 use crate::offers::Offered;
@@ -140,28 +140,28 @@ async fn answer(answers: Arc<ResourceAnswers>, request: http::Request<Body>) -> 
         api::OPTIONS => {
             let options =
                 service_fn(|_: Request<Nothing>| async { Ok::<_, Status>(Response::new(options())) });
-            Grpc::new(ProstCodec::default()).unary(options, request).await
+            Grpc::new(Protobuf::default()).unary(options, request).await
         }
         api::LIST_AND_WATCH => {
             let list = service_fn(|_: Request<Nothing>| {
                 let lists = WatchStream::new(answers.offered.clone());
                 async { Ok::<_, Status>(Response::new(lists.map(|offered| Ok::<_, Status>(list(&offered))))) }
             });
-            Grpc::new(ProstCodec::default()).server_streaming(list, request).await
+            Grpc::new(Protobuf::default()).server_streaming(list, request).await
         }
         api::PREFERRED => {
             let choose = service_fn(|request: Request<PreferredRequest>| {
                 let answer = choose(request.into_inner(), answers.manner.placement);
                 async { Ok::<_, Status>(Response::new(answer)) }
             });
-            Grpc::new(ProstCodec::default()).unary(choose, request).await
+            Grpc::new(Protobuf::default()).unary(choose, request).await
         }
         api::ALLOCATE => {
             let allocate = service_fn(|request: Request<AllocateRequest>| {
                 let answers = answers.clone();
                 async move { allocate(&answers, request.into_inner()).await.map(Response::new) }
             });
-            Grpc::new(ProstCodec::default()).unary(allocate, request).await
+            Grpc::new(Protobuf::default()).unary(allocate, request).await
         }
         path => Status::unimplemented(format!("{path} is no call of this program")).into_http(),
     }
