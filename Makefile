@@ -19,10 +19,10 @@ install: ## what make build has built, on this host: make install, or with PREFI
 
 packages: deb rpm ## both
 
-deb: target/packaged ## the Debian package, in dist, for every distribution from Debian 10 and Ubuntu 20.04 on
+deb: target/packaged ## the Debian packages, in dist, for every distribution from Debian 10 and Ubuntu 20.04 on
 	packaging/deb/build.sh
 
-rpm: target/packaged ## the rpm, in dist, for RHEL 8 and 9, openEuler 20.03 and newer, Fedora
+rpm: target/packaged ## the rpms, in dist, for RHEL 8 and 9, openEuler 20.03 and newer, Fedora
 	packaging/rpm/build.sh
 
 # cargo knows what is up to date.

@@ -11,8 +11,8 @@ import re
 import subprocess
 import sys
 
-# The crates of the two programs, and the one that both use.
-PROGRAMS = {"yunion-mps-daemon", "yunion-mpsctl"}
+# The crates of the programs, and the crate that all of them use.
+PROGRAMS = {"yunion-mps-daemon", "yunion-mpsctl", "yunion-mps-device-plugin"}
 OURS = PROGRAMS | {"yunion-mps-common"}
 APACHE = "Apache-2.0"
 

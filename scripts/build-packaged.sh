@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds what the packages hold: the two programs, against the C library of an old distribution, in target/packaged; the
+# Builds what the packages hold: the programs, against the C library of an old distribution, in target/packaged; the
 # manual pages, completions and the copyright file in target/pages. Nothing that is up to date is built again.
 # zig is the linker: it brings the symbols of every version of the C library.
 set -euo pipefail
@@ -25,9 +25,9 @@ tools=$(scripts/fetch-zig.sh)
 CARGO_ZIGBUILD_ZIG_PATH=$tools/ziglang/zig CARGO_ZIGBUILD_CACHE_DIR=$PWD/target/zig \
     ZIG_GLOBAL_CACHE_DIR=$PWD/target/zig/cache ZIG_LOCAL_CACHE_DIR=$PWD/target/zig/cache \
     "$tools/bin/cargo-zigbuild" zigbuild --release --locked --bins --package yunion-mps-daemon --package yunion-mpsctl \
-    --target "$host.$GLIBC"
+    --package yunion-mps-device-plugin --target "$host.$GLIBC"
 mkdir -p target/packaged
-for program in yunion-mps-daemon yunion-mpsctl; do
+for program in yunion-mps-daemon yunion-mpsctl yunion-mps-device-plugin; do
     built=target/$host/release/$program
     newest=$(objdump -T "$built" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1)
     [ "$(printf '%s\n' "$newest" "GLIBC_$GLIBC" | sort -V | tail -n 1)" = "GLIBC_$GLIBC" ] ||

@@ -3,5 +3,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 
-cargo build --release --locked --bins --package yunion-mps-daemon --package yunion-mpsctl --package yunion-mps-pages
+cargo build --release --locked --bins --package yunion-mps-daemon --package yunion-mpsctl \
+    --package yunion-mps-device-plugin --package yunion-mps-pages
 scripts/pages.sh target/release/yunion-mps-pages

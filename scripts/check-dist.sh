@@ -11,9 +11,12 @@ PACKAGES=build-essential,cargo,rustc,python3,debhelper,rpm,xz-utils
 
 version=$(packaging/version.sh)
 source=dist/yunion-mps-daemon-$version.tar.xz
-deb=dist/yunion-mps-daemon_${version}_$(dpkg --print-architecture).deb
-rpm=dist/yunion-mps-daemon-$version-1.$(uname -m).rpm
-for file in "$source" "$deb" "$rpm"; do
+debs=() rpms=()
+for name in yunion-mps-daemon yunion-mps-device-plugin; do
+    debs+=("dist/${name}_${version}_$(dpkg --print-architecture).deb")
+    rpms+=("dist/$name-$version-1.$(uname -m).rpm")
+done
+for file in "$source" "${debs[@]}" "${rpms[@]}"; do
     [ -f "$file" ] || {
         echo "check-dist: $file is missing: make dist deb rpm" >&2
         exit 1
@@ -66,7 +69,11 @@ files_of_deb() {
 files_of_rpm() {
     rpm -qp --qf '[%{FILEMODES:perms} %{FILEUSERNAME}/%{FILEGROUPNAME} %{FILENAMES} %{FILELINKTOS}\n]' "$1" | sort
 }
-diff <(files_of_deb "$deb") <(files_of_deb "$root/build/${deb#dist/}")
-diff <(files_of_rpm "$rpm") <(files_of_rpm "$root/build/rpmbuild/RPMS/$(uname -m)/${rpm#dist/}")
-echo "the deb and the rpm from $source have the files of the others: $(files_of_deb "$deb" | wc -l), \
-$(files_of_rpm "$rpm" | wc -l)"
+for deb in "${debs[@]}"; do
+    diff <(files_of_deb "$deb") <(files_of_deb "$root/build/${deb#dist/}")
+    echo "$deb: the same files from $source, $(files_of_deb "$deb" | wc -l)"
+done
+for rpm in "${rpms[@]}"; do
+    diff <(files_of_rpm "$rpm") <(files_of_rpm "$root/build/rpmbuild/RPMS/$(uname -m)/${rpm#dist/}")
+    echo "$rpm: the same files from $source, $(files_of_rpm "$rpm" | wc -l)"
+done

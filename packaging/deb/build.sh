@@ -1,5 +1,5 @@
 #!/bin/bash
-# Builds dist/yunion-mps-daemon_<version>_<architecture>.deb from what scripts/build-packaged.sh has built, and checks it.
+# Builds the debs of yunion-mps-daemon and yunion-mps-device-plugin in dist from what scripts/build-packaged.sh has built, and checks them.
 #   packaging/deb/build.sh [PROGRAMS DIRECTORY SUFFIX]   for scripts/build-under-test.sh: other programs, another place, and
 #                                                        a word behind the file's name
 set -euo pipefail
@@ -22,8 +22,10 @@ export GLIBC BIN=$PWD/$programs PAGES=$PWD/target/pages
     cat target/deb/log >&2
     exit 1
 }
-package=yunion-mps-daemon_${version}_$(dpkg --print-architecture).deb
-lintian --allow-root --fail-on error,warning "target/deb/$package"
-built=$directory/${package%.deb}$suffix.deb
-mv "target/deb/$package" "$built"
-echo "$built: $(stat -c %s "$built") bytes"
+for name in yunion-mps-daemon yunion-mps-device-plugin; do
+    package=${name}_${version}_$(dpkg --print-architecture).deb
+    lintian --allow-root --fail-on error,warning "target/deb/$package"
+    built=$directory/${package%.deb}$suffix.deb
+    mv "target/deb/$package" "$built"
+    echo "$built: $(stat -c %s "$built") bytes"
+done

@@ -6,7 +6,7 @@ target=$(realpath "$1")/debian
 cd "$(dirname "$0")/../.."
 
 mkdir "$target" "$target/source"
-for file in lintian-overrides postinst postrm prerm rules; do
+for file in lintian-overrides postinst postrm prerm rules yunion-mps-device-plugin.prerm; do
     cp -p "packaging/deb/$file" "$target/"
 done
 sed "s/@MAINTAINER@/$(packaging/maintainer.sh)/" packaging/deb/control.in >"$target/control"

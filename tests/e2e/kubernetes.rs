@@ -10,10 +10,12 @@ use crate::{Check, package, service};
 pub(crate) const CHECKS: &[Check] = &[
     ("the_device_plugin_is_up_before_the_kubelet", up_before_the_kubelet),
     ("the_device_plugin_registers_and_allocates_in_its_sandbox", in_its_sandbox),
-    ("a_restarted_device_plugin_registers_again", restarted),
+    ("a_device_plugin_that_was_restarted_or_upgraded_registers_again", restarted),
+    ("a_removed_device_plugin_leaves_the_service_alone", removed),
 ];
 
 const UNIT: &str = "yunion-mps-device-plugin";
+const DEB: &str = "/var/tmp/yunion-mps-device-plugin.deb";
 
 /// The kubelet writes here what happens to it, and reads its calls there.
 const SAID: &str = "/var/tmp/kubelet.said";
@@ -22,15 +24,11 @@ const CALLS: &str = "/var/tmp/kubelet.calls";
 /// The slices of the simulated host.
 const RESOURCE: &str = "yunion.io/mps-35gib";
 
-/// The package's machine, with the plugin, which is in no package, and the kubelet.
+/// The machine with both packages to be installed, and the kubelet.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
-    stage.install(&service::built(UNIT), &format!("/usr/bin/{UNIT}"));
-    stage.put(
-        &source.join(format!("systemd/{UNIT}.service")),
-        &format!("/usr/lib/systemd/system/{UNIT}.service"),
-    );
+    stage.put(&package::built_package(UNIT, ".deb"), DEB);
     stage.put(&source.join("tests/kubernetes/kubelet.py"), "/var/tmp/kubelet.py");
     let messages = tempfile::tempdir().unwrap();
     let proto = source.join("tests/kubernetes");
@@ -50,7 +48,10 @@ fn said(machine: &Machine, text: &str) -> usize {
 
 fn up_before_the_kubelet(machine: &mut Machine) {
     service::serving(machine);
-    machine.sh(&format!("systemctl start {UNIT}"));
+    machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
+    assert_eq!(machine.property(UNIT, "UnitFileState"), "disabled");
+    assert_eq!(machine.property(UNIT, "ActiveState"), "inactive");
+    machine.sh(&format!("systemctl enable --now {UNIT}"));
     assert_eq!(machine.property(UNIT, "ActiveState"), "active");
     wait_for("the word about the kubelet", || {
         machine
@@ -81,6 +82,16 @@ fn restarted(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
     machine.sh(&format!("systemctl restart {UNIT}"));
     wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));
-    machine.sh(&format!("systemctl stop {UNIT} fake-kubelet"));
-    assert_eq!(machine.property(UNIT, "Result"), "success");
+    let pid = machine.property(UNIT, "MainPID");
+    machine.sh(&format!("apt-get install --yes --reinstall {DEB}"));
+    wait_for("another process", || (machine.property(UNIT, "MainPID") != pid).then_some(()));
+    wait_for("a registration", || (said(machine, r#""event": "registered""#) > before + 1).then_some(()));
+}
+
+fn removed(machine: &mut Machine) {
+    machine.sh(&format!("apt-get purge --yes {UNIT}"));
+    let left = machine.sh(&format!("pgrep -x {UNIT:.15} || :; ls /var/lib/kubelet/device-plugins"));
+    assert_eq!(left.trim_end(), "kubelet.sock");
+    assert_eq!(machine.property("yunion-mps-daemon", "ActiveState"), "active");
+    machine.sh("systemctl stop fake-kubelet");
 }

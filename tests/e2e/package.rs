@@ -48,15 +48,23 @@ fn packages() -> (&'static str, &'static str, &'static str) {
     }
 }
 
-/// The one package with this ending, which was made of these very sources.
+/// The one package of the service with this ending, which was made of these very sources.
 fn built(ending: &str) -> PathBuf {
+    built_package("yunion-mps-daemon", ending)
+}
+
+/// The same of a package with this name.
+pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (directory, _, command) = packages();
     let found: Vec<PathBuf> = fs::read_dir(source.join(directory))
         .into_iter()
         .flatten()
         .map(|entry| entry.unwrap().path())
-        .filter(|path| path.to_str().is_some_and(|path| path.ends_with(ending)))
+        .filter(|path| {
+            let file = path.file_name().and_then(|file| file.to_str());
+            file.is_some_and(|file| file.starts_with(name) && file.ends_with(ending))
+        })
         .collect();
     let [package] = &found[..] else { panic!("not one *{ending} in {directory}: {found:?}; {command}") };
     let built = fs::metadata(package).unwrap().modified().unwrap();
@@ -482,10 +490,10 @@ pub(crate) fn stage_rpm() -> Stage {
     stage
 }
 
-/// The one rpm that this rpmbuild makes.
+/// The one rpm of the service that this rpmbuild makes.
 fn packed(rpmbuild: &mut Command, work: &Path, spec: &str) -> PathBuf {
     run(rpmbuild.arg("--define").arg(format!("_topdir {}", work.display())).arg(spec));
-    let made = run(Command::new("find").arg(work.join("RPMS")).args(["-name", "*.rpm"]));
+    let made = run(Command::new("find").arg(work.join("RPMS")).args(["-name", "yunion-mps-daemon-*.rpm"]));
     PathBuf::from(made.trim_end())
 }
 

@@ -47,7 +47,7 @@ pub(crate) const CHECKS: &[Check] = &[
 ];
 
 /// The binaries that cargo has built, beside this program's directory.
-pub(crate) fn built(name: &str) -> PathBuf {
+fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
 }
 

@@ -142,6 +142,34 @@ fn exactly_these_files_are_installed() {
     }
 }
 
+/// The package of the device plugin, whatever the prefix.
+#[test]
+fn exactly_these_files_of_the_device_plugin_are_installed() {
+    let pages = pages_as_shipped();
+    fs::write(pages.path().join("copyright"), "").unwrap();
+    for prefix in ["/usr", "/opt/mps"] {
+        let root = tempfile::tempdir().unwrap();
+        let mut install = Command::new(source("packaging/install-device-plugin.sh"));
+        install.env("DESTDIR", root.path()).env("BIN", programs()).env("PAGES", pages.path());
+        printed(install.env("PREFIX", prefix));
+        let found =
+            printed(Command::new("find").arg(root.path()).args(["-type", "f", "-printf", "%M /%P\n"]));
+        let mut files: Vec<&str> = found.lines().collect();
+        files.sort_unstable();
+        let expected = [
+            format!("-rw-r--r-- {prefix}/lib/systemd/system/yunion-mps-device-plugin.service"),
+            format!("-rw-r--r-- {prefix}/share/doc/yunion-mps-device-plugin/copyright"),
+            format!("-rw-r--r-- {prefix}/share/man/man8/yunion-mps-device-plugin.8"),
+            format!("-rwxr-xr-x {prefix}/bin/yunion-mps-device-plugin"),
+        ];
+        assert_eq!(files, expected);
+        let unit =
+            format!("{}/lib/systemd/system/yunion-mps-device-plugin.service", prefix.trim_start_matches('/'));
+        let unit = fs::read_to_string(root.path().join(unit)).unwrap();
+        assert!(unit.contains(&format!("\nExecStart={prefix}/bin/yunion-mps-device-plugin\n")), "{unit}");
+    }
+}
+
 /// Every file in docs is named in the index, and the links of every document lead to something that is there.
 #[test]
 fn the_index_has_every_document_and_links_lead_somewhere() {
@@ -259,7 +287,7 @@ fn shown(page: &Path) -> String {
 #[test]
 fn the_manual_pages_are_well_formed() {
     let pages = pages_as_shipped();
-    for page in ["yunion-mpsctl.1", "yunion-mps-daemon.8"] {
+    for page in ["yunion-mpsctl.1", "yunion-mps-daemon.8", "yunion-mps-device-plugin.8"] {
         let page = pages.path().join(page);
         shown(&page);
         printed(Command::new("mandoc").args(["-T", "lint", "-W", "error"]).arg(&page));

@@ -1,6 +1,6 @@
 //! Writes the manual pages and shell completions that come from the command lines: `yunion-mps-pages OUT GOLDEN`.
 //!
-//! OUT gets `yunion-mps-daemon.8`, `yunion-mpsctl.1` and the completions of yunion-mps-daemon for bash, zsh and fish. GOLDEN
+//! OUT gets `yunion-mps-daemon.8`, `yunion-mps-device-plugin.8`, `yunion-mpsctl.1` and the completions of yunion-mps-daemon for bash, zsh and fish. GOLDEN
 //! has the recorded output of yunion-mpsctl's subcommands, `<subcommand>.txt` or `screens/<subcommand>.80.txt` each.
 
 mod manual;
@@ -34,6 +34,7 @@ fn write(out: &Path, golden: &Path) -> Result<(), Box<dyn Error>> {
     let daemon = common::arguments::command();
     let ctl = mpsctl::command();
     fs::write(out.join("yunion-mps-daemon.8"), manual::daemon(&daemon)?)?;
+    fs::write(out.join("yunion-mps-device-plugin.8"), manual::device_plugin(&device_plugin::command())?)?;
     fs::write(out.join("yunion-mpsctl.1"), manual::ctl(&ctl, golden)?)?;
     complete(daemon, out)?;
     Ok(())

@@ -8,6 +8,7 @@ use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, roman};
 
 const DAEMON_TAIL: &str = include_str!("../../man/yunion-mps-daemon.8.tail");
+const DEVICE_PLUGIN_TAIL: &str = include_str!("../../man/yunion-mps-device-plugin.8.tail");
 const CTL_TAIL: &str = include_str!("../../man/yunion-mpsctl.1.tail");
 
 /// Output of commands that say little on a simulated GPU that is served: from a real GPU, from a host without
@@ -33,11 +34,20 @@ const APOSTROPHE: [&str; 2] = [r".ie \n(.g .ds Aq \(aq", r".el .ds Aq '"];
 
 /// yunion-mps-daemon(8).
 pub(crate) fn daemon(command: &Command) -> io::Result<String> {
+    of_a_service(command, DAEMON_TAIL)
+}
+
+/// yunion-mps-device-plugin(8).
+pub(crate) fn device_plugin(command: &Command) -> io::Result<String> {
+    of_a_service(command, DEVICE_PLUGIN_TAIL)
+}
+
+fn of_a_service(command: &Command, tail: &str) -> io::Result<String> {
     let mut page = Page::new(command, "8", "System Administration")?;
     page.control("SH", &["OPTIONS"])?;
     page.options(command)?;
     page.after_help(command, true)?;
-    Ok(page.end(DAEMON_TAIL))
+    Ok(page.end(tail))
 }
 
 /// yunion-mpsctl(1), with a section for each subcommand.
