@@ -49,8 +49,16 @@ struct FakeKubelet {
 impl FakeKubelet {
     /// Starts it, as after a boot or after an end of another one.
     fn start(host: &Host) -> Self {
+        Self::start_with(host, &[])
+    }
+
+    fn start_with(host: &Host, words: &[&str]) -> Self {
         let mut command = Command::new("/usr/bin/python3");
-        command.arg(Path::new(SOURCES).join("kubelet.py")).arg(messages()).arg(host.path("kubelet"));
+        command
+            .arg(Path::new(SOURCES).join("kubelet.py"))
+            .arg(messages())
+            .arg(host.path("kubelet"))
+            .args(words);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = Client::start(&mut command);
         let output = BufReader::new(process.stdout.take().unwrap());
@@ -299,10 +307,10 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
 fn a_kubelet_that_restarts_is_registered_with_again() {
     let (host, mut first, _plugin) = node("h200", &[]);
     first.wait_for_devices(QUARTER, 4, &[]);
-    for _ in 0..3 {
-        // It leaves its sockets behind, and the next one removes all that are there.
+    // It leaves its own sockets behind. The next one removes all that are there, or none of the plugin's.
+    for words in [&[][..], &["leave"], &[], &["leave"]] {
         drop(first);
-        first = FakeKubelet::start(&host);
+        first = FakeKubelet::start_with(&host, words);
         first.wait_for_registration(QUARTER);
         first.wait_for_devices(QUARTER, 4, &[]);
         first.allocated(QUARTER, &["00:06.0-0"]);

@@ -1,8 +1,9 @@
 #!/usr/bin/python3
-"""Plays the kubelet for a device plugin: kubelet.py MESSAGES DIRECTORY
+"""Plays the kubelet for a device plugin: kubelet.py MESSAGES DIRECTORY [leave]
 
 With gRPC's own C library and Google's protobuf, which share no code with the plugin's. MESSAGES is the folder with what protoc
-has made of kubelet.proto, DIRECTORY stands for /var/lib/kubelet.
+has made of kubelet.proto, DIRECTORY stands for /var/lib/kubelet. With "leave" it removes no
+socket of a plugin when it starts.
 
 Each line on standard output is a JSON object about something that has happened, or the answer to a line on standard input:
   {"call": "allocate", "resource": R, "containers": [[NAME, ...], ...]}
@@ -19,7 +20,8 @@ import sys
 import threading
 from concurrent import futures
 
-messages, directory = (pathlib.Path(word) for word in sys.argv[1:])
+messages, directory = (pathlib.Path(word) for word in sys.argv[1:3])
+leave = sys.argv[3:] == ["leave"]
 sys.path.insert(0, str(messages))
 
 import grpc  # noqa: E402
@@ -155,7 +157,8 @@ def main():
     PLUGINS.mkdir(parents=True, exist_ok=True)
     # A kubelet that starts removes the sockets of all plugins.
     for left in PLUGINS.iterdir():
-        left.unlink()
+        if not leave or left.name == "kubelet.sock":
+            left.unlink()
     (PODS / "kubelet.sock").unlink(missing_ok=True)
     servers = [
         serve(PODS / "kubelet.sock", "v1.PodResourcesLister", {"List": handler(message.Nothing, pods)}),
