@@ -60,6 +60,7 @@ under-test:
 test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
+	scripts/fetch-kubernetes-api.sh .cache/kubernetes-api
 	$(if $(filter 0,$(shell id -u)),scripts/fetch-docker.sh .cache/docker)
 	cargo build --workspace --locked
 	scripts/test.sh

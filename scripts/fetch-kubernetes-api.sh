@@ -1,7 +1,8 @@
 #!/bin/bash
-# Fetches the two interfaces of Kubernetes' kubelet into DIR (.cache/kubernetes-api unless given), as its own developers publish
-# them: deviceplugin.proto, the kubelet's side of device plugins, and runtime.proto, by which it speaks to a container runtime
-# (CRI). They are for the tests; Debian 14 has them. The options for Go's generator are left out, since protoc does not know them.
+# Fetches the interfaces of Kubernetes' kubelet into DIR (.cache/kubernetes-api unless given), as its own developers publish
+# them: deviceplugin.proto and podresources.proto, for device plugins, and runtime.proto, by which the kubelet speaks to a
+# container runtime (CRI), and the Python that protoc makes of them. They are for the tests; Debian 14 has them. The options for Go's generator are left out, since protoc
+# does not know them.
 set -euo pipefail
 umask 022
 # shellcheck source=scripts/debian-packages.sh
@@ -15,7 +16,7 @@ fail() {
 }
 
 plain() { # API.PROTO
-    sed -e '/gogoproto/d' -e 's/ *\[debug_redact = true\]//' "$1"
+    sed -e '/^import .*gogoproto/d' -e '/^option (gogoproto/d' -e 's/ *\[(gogoproto[^]]*\]//' -e 's/ *\[debug_redact = true\]//' "$1"
 }
 
 fetch() { # MIRROR
@@ -25,7 +26,10 @@ fetch() { # MIRROR
     source=$work/tree/usr/share/gocode/src/k8s.io
     rm -rf "$dir" "$dir.new" && mkdir -p "$dir.new" || return 1
     plain "$source/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto" >"$dir.new/deviceplugin.proto" || return 1
+    plain "$source/kubelet/pkg/apis/podresources/v1/api.proto" >"$dir.new/podresources.proto" || return 1
     plain "$source/cri-api/pkg/apis/runtime/v1/api.proto" >"$dir.new/runtime.proto" || return 1
+    # For kubelet.py, by the machine's own protoc.
+    (cd "$dir.new" && protoc --proto_path=. --python_out=. ./*.proto) || return 1
     # Into place in one step: what has its final name is complete.
     mv -T "$dir.new" "$dir" || return 1
     echo "fetch-kubernetes-api: $(cd "$work/deb" && echo *.deb) in $dir" >&2
@@ -33,10 +37,10 @@ fetch() { # MIRROR
 
 dir=${1:-.cache/kubernetes-api}
 [ ! -f "$dir/runtime.proto" ] || exit 0
-for program in apt-get dpkg-deb; do
+for program in apt-get dpkg-deb protoc; do
     command -v "$program" >/dev/null || fail "needs $program"
 done
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 chmod 755 "$scratch" # for apt's own user
-from_a_mirror || fail "can't get the packages of Debian $SUITE; try again, or put deviceplugin.proto and runtime.proto into $dir"
+from_a_mirror || fail "can't get the packages of Debian $SUITE; try again, or put these .proto files and what protoc makes of them into $dir"

@@ -1,7 +1,6 @@
 //! The device plugin's unit: in its sandbox, with the policy of the bus, and with a kubelet of another make.
 
 use std::path::Path;
-use std::process::Command;
 
 use crate::machine::{Machine, Stage};
 use crate::wait::wait_for;
@@ -30,15 +29,15 @@ pub(crate) fn stage() -> Stage {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     stage.put(&package::built_package(UNIT, ".deb"), DEB);
     stage.put(&source.join("tests/kubernetes/kubelet.py"), "/var/tmp/kubelet.py");
-    let messages = tempfile::tempdir().unwrap();
-    let proto = source.join("tests/kubernetes");
-    let made = Command::new("protoc")
-        .arg(format!("--proto_path={}", proto.display()))
-        .arg(format!("--python_out={}", messages.path().display()))
-        .arg("kubelet.proto")
-        .status();
-    assert!(made.is_ok_and(|status| status.success()), "protoc; scripts/deps.sh installs it");
-    stage.put(&messages.path().join("kubelet_pb2.py"), "/var/tmp/kubelet_pb2.py");
+    for messages in ["deviceplugin_pb2.py", "podresources_pb2.py"] {
+        let made = source.join(".cache/kubernetes-api").join(messages);
+        assert!(
+            made.is_file(),
+            "{} is missing; make it with scripts/fetch-kubernetes-api.sh",
+            made.display()
+        );
+        stage.put(&made, &format!("/var/tmp/{messages}"));
+    }
     stage
 }
 

@@ -1,12 +1,12 @@
 //! The device plugin between the real service on a simulated host and a kubelet that shares no code with it:
-//! `tests/kubernetes/kubelet.py`, on gRPC's own C library, with the kubelet's messages compiled by protoc.
+//! `tests/kubernetes/kubelet.py`, on gRPC's own C library, with Kubernetes' own description of the messages compiled by protoc.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::mpsc;
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{LazyLock, mpsc};
 use std::thread;
 
 use rustix::process::Signal;
@@ -23,18 +23,15 @@ const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
 /// The size of the four slices of the board `h200`.
 const QUARTER: &str = "yunion.io/mps-35gib";
 
-/// The Python that protoc makes of the messages.
-fn messages() -> &'static Path {
-    static MADE: LazyLock<PathBuf> = LazyLock::new(|| {
-        let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kubelet-messages");
-        fs::create_dir_all(&directory).unwrap();
-        let mut protoc = Command::new("protoc");
-        protoc.arg(format!("--proto_path={SOURCES}")).arg("--python_out").arg(&directory);
-        let made = protoc.arg("kubelet.proto").output();
-        succeeded(&made.unwrap_or_else(|error| panic!("protoc: {error}; scripts/deps.sh installs it")));
-        directory
-    });
-    &MADE
+/// The Python that protoc makes of Kubernetes' own descriptions.
+const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
+
+/// The folder of the messages.
+pub(crate) fn messages() -> &'static Path {
+    let messages = Path::new(MESSAGES);
+    let is_there = messages.join("runtime_pb2.py").is_file();
+    assert!(is_there, "{MESSAGES} is missing; make it with scripts/fetch-kubernetes-api.sh");
+    messages
 }
 
 /// A kubelet, with all that has happened to it.

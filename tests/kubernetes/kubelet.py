@@ -2,7 +2,7 @@
 """Plays the kubelet for a device plugin: kubelet.py MESSAGES DIRECTORY [leave]
 
 With gRPC's own C library and Google's protobuf, which share no code with the plugin's. MESSAGES is the folder with what protoc
-has made of kubelet.proto, DIRECTORY stands for /var/lib/kubelet. With "leave" it removes no
+has made of Kubernetes' own descriptions, DIRECTORY stands for /var/lib/kubelet. With "leave" it removes no
 socket of a plugin when it starts.
 
 Each line on standard output is a JSON object about something that has happened, or the answer to a line on standard input:
@@ -25,7 +25,8 @@ leave = sys.argv[3:] == ["leave"]
 sys.path.insert(0, str(messages))
 
 import grpc  # noqa: E402
-import kubelet_pb2 as message  # noqa: E402
+import deviceplugin_pb2 as message  # noqa: E402
+import podresources_pb2 as pods_message  # noqa: E402
 
 PLUGINS = directory / "device-plugins"
 PODS = directory / "pod-resources"
@@ -64,6 +65,10 @@ def unary(channel, path, question, answer):
     return call(question, timeout=DEADLINE)
 
 
+def in_words(options):
+    return {"preferred": options.get_preferred_allocation_available, "pre_start": options.pre_start_required}
+
+
 def register(request, context):
     """As the kubelet does: it connects before it answers."""
     if request.version != "v1beta1":
@@ -72,29 +77,29 @@ def register(request, context):
     # The kubelet gives this authority since 1.26.
     channel = grpc.insecure_channel(f"unix:{socket}", options=[("grpc.default_authority", "localhost")])
     grpc.channel_ready_future(channel).result(DEADLINE)
-    options = unary(channel, PLUGIN + "GetDevicePluginOptions", message.Nothing(), message.Options)
+    options = unary(channel, PLUGIN + "GetDevicePluginOptions", message.Empty(), message.DevicePluginOptions)
     say(
         event="registered",
-        resource=request.resource,
+        resource=request.resource_name,
         endpoint=request.endpoint,
-        told={"preferred": request.options.preferred, "pre_start": request.options.pre_start},
-        options={"preferred": options.preferred, "pre_start": options.pre_start},
+        told=in_words(request.options),
+        options=in_words(options),
     )
-    channels[request.resource] = channel
-    threading.Thread(target=watch, args=(request.resource, channel), daemon=True).start()
-    return message.Nothing()
+    channels[request.resource_name] = channel
+    threading.Thread(target=watch, args=(request.resource_name, channel), daemon=True).start()
+    return message.Empty()
 
 
 def watch(resource, channel):
     listed = channel.unary_stream(
         PLUGIN + "ListAndWatch",
         request_serializer=lambda sent: sent.SerializeToString(),
-        response_deserializer=message.Devices.FromString,
+        response_deserializer=message.ListAndWatchResponse.FromString,
     )
     try:
-        for devices in listed(message.Nothing()):
+        for devices in listed(message.Empty()):
             rows = [
-                {"id": one.id, "health": one.health, "numa": [node.id for node in one.place.nodes]}
+                {"id": one.ID, "health": one.health, "numa": [node.ID for node in one.topology.nodes]}
                 for one in devices.devices
             ]
             say(event="devices", resource=resource, devices=rows)
@@ -105,37 +110,46 @@ def watch(resource, channel):
 
 def pods(_request, _context):
     containers = [
-        message.Container(name="main", given=[message.Given(resource=resource, devices=names)])
+        pods_message.ContainerResources(
+            name="main", devices=[pods_message.ContainerDevices(resource_name=resource, device_ids=names)]
+        )
         for resource, names in given.items()
     ]
     say(event="asked for pods")
-    return message.Pods(pods=[message.Pod(name="job", namespace="default", containers=containers)])
+    pod = pods_message.PodResources(name="job", namespace="default", containers=containers)
+    return pods_message.ListPodResourcesResponse(pod_resources=[pod])
 
 
 def allocate(channel, line):
-    question = message.NamesOfContainers(containers=[message.Names(names=names) for names in line["containers"]])
-    answer = unary(channel, PLUGIN + "Allocate", question, message.SettingsOfContainers)
+    wanted = [message.ContainerAllocateRequest(devices_ids=names) for names in line["containers"]]
+    question = message.AllocateRequest(container_requests=wanted)
+    answer = unary(channel, PLUGIN + "Allocate", question, message.AllocateResponse)
     return [
         {
-            "environment": dict(one.environment),
-            "mounts": [{"container": m.container, "host": m.host, "read_only": m.read_only} for m in one.mounts],
-            "nodes": [{"container": n.container, "host": n.host, "permissions": n.permissions} for n in one.nodes],
-            "cdi": [device.name for device in one.cdi],
+            "environment": dict(one.envs),
+            "mounts": [{"container": m.container_path, "host": m.host_path, "read_only": m.read_only} for m in one.mounts],
+            "nodes": [
+                {"container": n.container_path, "host": n.host_path, "permissions": n.permissions} for n in one.devices
+            ],
+            "cdi": [device.name for device in one.cdi_devices],
         }
-        for one in answer.containers
+        for one in answer.container_responses
     ]
 
 
 def preferred(channel, line):
-    wish = message.Wish(available=line["available"], must_include=line["must"], size=line["size"])
-    answer = unary(
-        channel, PLUGIN + "GetPreferredAllocation", message.Wishes(containers=[wish]), message.NamesOfContainers
+    wish = message.ContainerPreferredAllocationRequest(
+        available_deviceIDs=line["available"], must_include_deviceIDs=line["must"], allocation_size=line["size"]
     )
-    return [list(one.names) for one in answer.containers]
+    question = message.PreferredAllocationRequest(container_requests=[wish])
+    answer = unary(
+        channel, PLUGIN + "GetPreferredAllocation", question, message.PreferredAllocationResponse
+    )
+    return [list(one.deviceIDs) for one in answer.container_responses]
 
 
 def path(channel, line):
-    unary(channel, line["path"], message.Nothing(), message.Nothing)
+    unary(channel, line["path"], message.Empty(), message.Empty)
     return None
 
 
@@ -161,8 +175,8 @@ def main():
             left.unlink()
     (PODS / "kubelet.sock").unlink(missing_ok=True)
     servers = [
-        serve(PODS / "kubelet.sock", "v1.PodResourcesLister", {"List": handler(message.Nothing, pods)}),
-        serve(PLUGINS / "kubelet.sock", "v1beta1.Registration", {"Register": handler(message.Registration, register)}),
+        serve(PODS / "kubelet.sock", "v1.PodResourcesLister", {"List": handler(pods_message.ListPodResourcesRequest, pods)}),
+        serve(PLUGINS / "kubelet.sock", "v1beta1.Registration", {"Register": handler(message.RegisterRequest, register)}),
     ]
     say(event="started")
     for line in sys.stdin:
