@@ -1,13 +1,14 @@
 #!/bin/bash
-# Fetches a Docker that knows CDI, from 25 on, into DIR (.cache/docker unless given): dockerd, docker, containerd and the shim of
-# runc, of Debian 13. Debian 12 has Docker 20.10. Their runc is the machine's own. They are for the tests on a booted systemd.
+# Fetches a Docker and a containerd that know CDI into DIR (.cache/docker unless given): dockerd, docker, containerd with ctr,
+# and the shim of runc, of Debian 13. Debian 12 has Docker 20.10 and containerd 1.6. Their runc is the machine's own. They are
+# for the tests that root runs.
 set -euo pipefail
 umask 022
 # shellcheck source=scripts/debian-packages.sh
 . "$(dirname "$0")/debian-packages.sh"
 
 SUITE=trixie
-PROGRAMS='usr/sbin/dockerd usr/bin/docker usr/bin/containerd usr/bin/containerd-shim-runc-v2'
+PROGRAMS='usr/sbin/dockerd usr/bin/docker usr/bin/containerd usr/bin/containerd-shim-runc-v2 usr/bin/ctr'
 
 fail() {
     echo "fetch-docker: $*" >&2
@@ -28,7 +29,7 @@ fetch() { # MIRROR
 }
 
 dir=${1:-.cache/docker}
-[ ! -x "$dir/dockerd" ] || exit 0
+[ ! -x "$dir/ctr" ] || exit 0
 for program in apt-get dpkg-deb; do
     command -v "$program" >/dev/null || fail "needs $program"
 done

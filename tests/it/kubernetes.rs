@@ -18,10 +18,10 @@ use crate::support::host::{Host, binaries, control_pid, signal_pid, succeeded, t
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::{DEADLINE, wait_for};
 
-const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
+pub(crate) const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
 
 /// The size of the four slices of the board `h200`.
-const QUARTER: &str = "yunion.io/mps-35gib";
+pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
 
 /// The Python that protoc makes of Kubernetes' own descriptions.
 const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
@@ -35,7 +35,7 @@ pub(crate) fn messages() -> &'static Path {
 }
 
 /// A kubelet, with all that has happened to it.
-struct FakeKubelet {
+pub(crate) struct FakeKubelet {
     process: Client,
     lines: Receiver<Value>,
     /// The lines that are still of interest to a test, and all lines.
@@ -45,7 +45,7 @@ struct FakeKubelet {
 
 impl FakeKubelet {
     /// Starts it, as after a boot or after an end of another one.
-    fn start(host: &Host) -> Self {
+    pub(crate) fn start(host: &Host) -> Self {
         Self::start_with(host, &[])
     }
 
@@ -92,7 +92,12 @@ impl FakeKubelet {
 
     /// Waits until the last list of a resource has this many devices, of which these are unhealthy.
     #[track_caller]
-    fn wait_for_devices(&mut self, resource: &str, number: usize, unhealthy: &[&str]) -> Vec<Value> {
+    pub(crate) fn wait_for_devices(
+        &mut self,
+        resource: &str,
+        number: usize,
+        unhealthy: &[&str],
+    ) -> Vec<Value> {
         loop {
             let lists = |event: &Value| event["event"] == "devices" && event["resource"] == resource;
             let list = self.wait(resource, lists)["devices"].as_array().unwrap().clone();
@@ -129,7 +134,7 @@ impl FakeKubelet {
 
     /// The settings of a container.
     #[track_caller]
-    fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
+    pub(crate) fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
         let answer = self.allocate(resource, names);
         assert!(answer.get("error").is_none(), "{answer}");
         answer["answer"][0].clone()
@@ -144,19 +149,19 @@ impl FakeKubelet {
     }
 
     /// From now on pods have these devices of `QUARTER`.
-    fn give_to_pods(&mut self, names: &[&str]) {
+    pub(crate) fn give_to_pods(&mut self, names: &[&str]) {
         self.call(&json!({"call": "pods", "given": {QUARTER: names}}));
     }
 }
 
 /// The program, with its log.
-struct Plugin {
-    process: Client,
+pub(crate) struct Plugin {
+    pub(crate) process: Client,
     log: PathBuf,
 }
 
 impl Plugin {
-    fn start(host: &Host, more: &[&str]) -> Self {
+    pub(crate) fn start(host: &Host, more: &[&str]) -> Self {
         let log = host.path("plugin.log");
         let file = File::options().create(true).append(true).open(&log).unwrap();
         let mut command = host.command(binaries().join("yunion-mps-device-plugin"));
@@ -183,7 +188,7 @@ impl Drop for Plugin {
 }
 
 /// A host that serves, with a kubelet and the plugin.
-fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
+pub(crate) fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
     let mut host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
     host.start();
@@ -448,6 +453,23 @@ fn path(group: &ContainerGroup) -> String {
     let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
     let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
     format!("/{}", below.display())
+}
+
+/// Kubernetes' own types know every key of the manifests, and a wrong key is noticed.
+#[test]
+fn the_manifests_are_objects_of_kubernetes() {
+    let read = |files: &[PathBuf]| {
+        let mut python = Command::new("/usr/bin/python3");
+        python.arg(Path::new(SOURCES).join("manifests.py")).args(files).output().unwrap()
+    };
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kubernetes");
+    let files = ["daemonset.yaml", "pod.yaml", "vllm.yaml"].map(|name| folder.join(name));
+    assert_eq!(succeeded(&read(&files)), "DaemonSet\nPod\nDeployment\n");
+    let directory = tempfile::tempdir().unwrap();
+    let wrong = directory.path().join("wrong.yaml");
+    fs::write(&wrong, fs::read_to_string(&files[1]).unwrap().replace("resources:", "resource:")).unwrap();
+    let said = read(&[wrong]);
+    assert!(!said.status.success() && text(&said).contains("V1Container has no resource"), "{}", text(&said));
 }
 
 /// systemd finds nothing wrong with the unit, and the manifests are YAML that asks for a resource of the rule.

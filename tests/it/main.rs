@@ -51,6 +51,7 @@ mod matrix;
 mod membership;
 mod monitoring;
 mod packaging;
+mod pods;
 mod probe;
 mod real_control_daemons;
 mod release;

@@ -1,0 +1,379 @@
+//! Pods on a node: the kubelet's calls to the device plugin and to a real containerd, whose containers are clients of the slices
+//! that they were given.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::kubernetes::{FakeKubelet, Plugin, QUARTER, SOURCES, messages, node};
+use crate::support::client::Client;
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
+use crate::support::host::{Host, alive, binaries, control_pid, process_state, signal_pid, succeeded};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
+
+const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+
+/// A containerd, in mounts of its own, where the bus of the host is the system's.
+struct Containerd {
+    folder: PathBuf,
+    /// A process that has these mounts as long as the test runs.
+    mounts: Client,
+    process: Client,
+    /// The control group above all pods.
+    parent: String,
+}
+
+fn program(name: &str) -> PathBuf {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/docker").join(name);
+    assert!(program.is_file(), "{} is missing; fetch it with scripts/fetch-docker.sh", program.display());
+    program
+}
+
+impl Containerd {
+    fn start(host: &Host) -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let folder = host.path("containerd");
+        fs::create_dir_all(host.path("run/cdi")).unwrap();
+        fs::create_dir(&folder).unwrap();
+        let of_gpu = json!({
+            "cdiVersion": "0.5.0", "kind": "nvidia.com/gpu",
+            "devices": [{"name": uuid(host), "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}}],
+        });
+        fs::write(host.path("run/cdi/nvidia.json"), of_gpu.to_string()).unwrap();
+        let place = folder.display();
+        let config = format!(
+            "version = 2\nroot = \"{place}/lib\"\nstate = \"{place}/run\"\n[grpc]\naddress = \"{place}/sock\"\n\
+             [plugins.\"io.containerd.grpc.v1.cri\"]\nsandbox_image = \"docker.io/library/job:1\"\nenable_cdi = true\n\
+             cdi_spec_dirs = [\"{}\"]\nrestrict_oom_score_adj = true\n\
+             [plugins.\"io.containerd.grpc.v1.cri\".containerd]\nsnapshotter = \"native\"\n",
+            host.path("run/cdi").display()
+        );
+        fs::write(folder.join("config.toml"), config).unwrap();
+        let bus = host.bus_address();
+        let script = "mount -t tmpfs tmpfs /run && mkdir /run/dbus && touch /run/dbus/system_bus_socket \
+                      && mount --bind \"$1\" /run/dbus/system_bus_socket && touch \"$2/mounted\" && exec sleep 3600";
+        let mut unshare = host.command("unshare");
+        unshare.args(["--mount", "--propagation", "private", "sh", "-c", script, "sh"]);
+        unshare.arg(bus.strip_prefix("unix:path=").unwrap().split(',').next().unwrap()).arg(&folder);
+        let mounts = Client::start(&mut unshare);
+        wait_for("the mounts", || folder.join("mounted").exists().then_some(()));
+        let process = Self::again(host, &folder, &mounts);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let parent = format!("/kubepods-{}-{number}", std::process::id());
+        let containerd = Self { folder, mounts, process, parent };
+        let image = containerd.folder.join("job.tar");
+        let image_py = Path::new(SOURCES).join("image.py");
+        let mut make = Command::new("/usr/bin/python3");
+        succeeded(&make.arg(image_py).arg("docker.io/library/job:1").arg(&image).output().unwrap());
+        let imported = || {
+            let mut ctr = containerd.inside(host, &program("ctr"));
+            ctr.arg("-a").arg(containerd.folder.join("sock")).args(["-n", "k8s.io", "images", "import"]);
+            ctr.arg(&image).output().unwrap().status.success().then_some(())
+        };
+        wait_for("the image", imported);
+        containerd
+    }
+
+    fn inside(&self, host: &Host, program: &Path) -> Command {
+        inside(host, &self.mounts, program)
+    }
+
+    fn again(host: &Host, folder: &Path, mounts: &Client) -> Client {
+        let log = fs::File::options().create(true).append(true).open(folder.join("log")).unwrap();
+        let mut command = inside(host, mounts, &program("containerd"));
+        command.arg("-c").arg(folder.join("config.toml")).stderr(log);
+        Client::start(&mut command)
+    }
+
+    /// Kills it and starts it again.
+    fn restart(&mut self, host: &Host) {
+        signal_pid(self.process.id(), Signal::KILL);
+        self.process.wait().unwrap();
+        self.process = Self::again(host, &self.folder, &self.mounts);
+    }
+
+    /// The control groups of all pods, in every hierarchy.
+    fn groups(&self) -> Vec<PathBuf> {
+        let mounts = fs::read_dir("/sys/fs/cgroup").unwrap().map(|entry| entry.unwrap().path());
+        let mounts = mounts.chain([PathBuf::from("/sys/fs/cgroup")]);
+        let groups = mounts.map(|mount| mount.join(self.parent.trim_start_matches('/')));
+        groups.filter(|group| group.is_dir()).collect()
+    }
+}
+
+/// A command with these mounts, and with containerd's own programs.
+fn inside(host: &Host, mounts: &Client, program: &Path) -> Command {
+    let mut command = host.command("nsenter");
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.env("PATH", format!("{}:{path}", program.parent().unwrap().display()));
+    command.args(["--target", &mounts.id().to_string(), "--mount"]).arg(program);
+    command
+}
+
+fn uuid(host: &Host) -> String {
+    fs::read_to_string(host.path("gpus/0/uuid")).unwrap().trim().to_owned()
+}
+
+impl Drop for Containerd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let place = self.folder.display().to_string();
+        let processes = fs::read_dir("/proc").unwrap().flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let is_shim = |pid: &u32| {
+            let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&command).contains(&format!("{place}/sock"))
+        };
+        for shim in pids.filter(is_shim) {
+            let _ = Command::new("kill").arg("-9").arg(shim.to_string()).status();
+        }
+        for group in self.groups() {
+            // A container's process has its own control group below that of its pod.
+            let kill = "for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs) 2>/dev/null; done; sleep 0.2; \
+                        find \"$0\" -depth -type d -exec rmdir {} \\; 2>/dev/null";
+            let _ = Command::new("sh").args(["-c", kill]).arg(&group).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+/// The kubelet's side of the runtime.
+struct Runtime {
+    process: Client,
+    answers: BufReader<ChildStdout>,
+}
+
+/// A pod that runs.
+#[derive(Debug, Clone)]
+struct Pod {
+    sandbox: String,
+    container: String,
+}
+
+impl Runtime {
+    fn of(containerd: &Containerd) -> Self {
+        let mut command = Command::new("/usr/bin/python3");
+        command.arg(Path::new(SOURCES).join("runtime.py")).arg(messages());
+        command.arg(containerd.folder.join("sock")).arg(&containerd.parent);
+        let mut process = Client::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()));
+        let answers = BufReader::new(process.stdout.take().unwrap());
+        Self { process, answers }
+    }
+
+    fn call(&mut self, call: &Value) -> Value {
+        writeln!(self.process.stdin.as_mut().unwrap(), "{call}").unwrap();
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{call}: {error}"))
+    }
+
+    /// Starts a pod with a program of the host's, or gives the reason why there is none.
+    fn start(&mut self, host: &Host, name: &str, settings: &Value, work: &[&str]) -> Result<Pod, String> {
+        let mounts = [host.path("").display().to_string(), binaries().display().to_string()];
+        let mounts: Vec<String> =
+            mounts.into_iter().chain(["/lib", "/lib64", "/usr/lib"].map(str::to_owned)).collect();
+        let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
+        let command = [&[client.as_str()], work].concat();
+        let said = self.call(&json!({
+            "call": "start", "pod": name, "cdi": settings["cdi"], "mounts": mounts,
+            "environment": {
+                "YUNION_MPS_SIM": host.path(""), "LD_LIBRARY_PATH": host.path("lib"),
+            },
+            "command": command,
+        }));
+        let text = |key: &str| said["answer"][key].as_str().map(str::to_owned);
+        match (text("sandbox"), text("container")) {
+            (Some(sandbox), Some(container)) => Ok(Pod { sandbox, container }),
+            _ => Err(said["error"].as_str().unwrap_or_default().to_owned()),
+        }
+    }
+
+    fn runs(&mut self, pod: &Pod) -> bool {
+        self.call(&json!({"call": "runs", "container": pod.container}))["answer"] == true
+    }
+
+    fn end(&mut self, pod: &Pod) {
+        let said = self.call(&json!({"call": "end", "sandbox": pod.sandbox}));
+        assert!(said.get("error").is_none(), "{said}");
+    }
+}
+
+/// All parts of a node.
+struct Node {
+    runtime: Runtime,
+    containerd: Containerd,
+    plugin: Plugin,
+    kubelet: FakeKubelet,
+    host: Host,
+}
+
+/// None where no container can be made.
+fn with_pods(test: &str) -> Option<Node> {
+    if !root_or_skip(test) {
+        return None;
+    }
+    if ContainerGroup::new().is_none() {
+        skip(test, NO_CONTAINER_GROUP);
+        return None;
+    }
+    let (host, mut kubelet, plugin) = node("h200", &[]);
+    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    let containerd = Containerd::start(&host);
+    let runtime = Runtime::of(&containerd);
+    Some(Node { runtime, containerd, plugin, kubelet, host })
+}
+
+impl Node {
+    /// Starts a pod on this slice as the kubelet does.
+    fn pod(&mut self, name: &str, slice: &str) -> Pod {
+        let settings = self.kubelet.allocated(QUARTER, &[slice]);
+        let started = self.runtime.start(&self.host, name, &settings, &["hold", "600"]);
+        let pod = started.unwrap_or_else(|error| panic!("{name}: {error}\n{}", self.log()));
+        wait_for("the client of the pod", || self.client(name).map(|_| ()));
+        pod
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.containerd.folder.join("log")).unwrap_or_default()
+    }
+
+    /// The client in a pod.
+    fn client(&self, pod: &str) -> Option<Value> {
+        let clients = self.host.json(&["clients"])?;
+        let label = format!("ml/{pod}/main");
+        clients.as_array()?.iter().find(|client| client["label"] == label.as_str()).cloned()
+    }
+
+    /// The pods that have slices.
+    fn owners(&self) -> Vec<String> {
+        let owner = |device: Value| device["bound_to"].as_str().unwrap_or_default().to_owned();
+        self.host.list().into_iter().map(owner).filter(|owner| !owner.is_empty()).collect()
+    }
+}
+
+#[test]
+fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
+    let test = "a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it";
+    let Some(mut node) = with_pods(test) else { return };
+    let [_, own, other, _] = SLICES;
+    let pod = node.pod("train-0", own);
+    let client = node.client("train-0").unwrap();
+    assert_eq!((&client["device"], &client["known_by"]), (&json!(own), &json!("bound")), "{client}");
+    assert_eq!(node.owners(), ["ml/train-0/main"]);
+    // Its limits are those of the slice.
+    let memory = node.host.container_of(own)["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].clone();
+    let pid = client["pid"].as_u64().unwrap();
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
+    let environment = String::from_utf8_lossy(&environment).into_owned();
+    let limit = format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={}\0", memory.as_str().unwrap());
+    assert!(environment.contains(&limit), "{environment}");
+
+    // Nobody is given a slice that a pod has, whoever asks for it.
+    node.kubelet.give_to_pods(&[own]);
+    node.kubelet.wait_for_devices(QUARTER, 4, &[]);
+    let settings = json!({"cdi": node.kubelet.allocated(QUARTER, &[own])["cdi"]});
+    let refused = node.runtime.start(&node.host, "train-1", &settings, &["hold", "600"]).unwrap_err();
+    assert!(refused.contains("is taken by ml/train-0/main"), "{refused}");
+    let settings = node.kubelet.allocated(QUARTER, &[other]);
+    succeeded(&node.host.mpsctl(&["drain", other]));
+    let refused = node.runtime.start(&node.host, "train-2", &settings, &["hold", "600"]).unwrap_err();
+    assert!(refused.contains(&format!("{other} is drained")), "{refused}");
+
+    node.runtime.end(&pod);
+    wait_for("a slice without an owner", || node.owners().is_empty().then_some(()));
+}
+
+#[test]
+fn a_hundred_pods_come_and_go() {
+    let Some(mut node) = with_pods("a_hundred_pods_come_and_go") else { return };
+    let mut running: Vec<Pod> = Vec::new();
+    for number in 0..100 {
+        let slice = SLICES[number % SLICES.len()];
+        if running.len() == SLICES.len() {
+            let oldest = running.remove(0);
+            node.runtime.end(&oldest);
+            wait_for("a free slice", || (node.owners().len() < SLICES.len()).then_some(()));
+        }
+        let name = format!("job-{number}");
+        running.push(node.pod(&name, slice));
+        assert_eq!(node.client(&name).unwrap()["device"], slice);
+    }
+    for pod in &running {
+        node.runtime.end(pod);
+    }
+    wait_for("slices without owners", || node.owners().is_empty().then_some(()));
+    node.kubelet.wait_for_devices(QUARTER, 4, &[]);
+    // The control group of a pod is the kubelet's, and the control groups in it are those of its containers.
+    let inside = |group: &PathBuf| {
+        fs::read_dir(group)
+            .unwrap()
+            .flatten()
+            .map(|entry| entry.path())
+            .filter(|path| path.is_dir())
+            .collect()
+    };
+    let pods: Vec<PathBuf> =
+        node.containerd.groups().iter().flat_map(|group| -> Vec<PathBuf> { inside(group) }).collect();
+    assert!(pods.len() >= 100, "{pods:?}");
+    let left: Vec<PathBuf> = pods.iter().flat_map(|pod| -> Vec<PathBuf> { inside(pod) }).collect();
+    assert_eq!(left, [] as [PathBuf; 0]);
+}
+
+/// Whoever is killed, a pod keeps its slice and its work, and nobody else gets the slice.
+#[test]
+fn no_kill_loses_a_pod_or_gives_its_slice_away() {
+    let Some(mut node) = with_pods("no_kill_loses_a_pod_or_gives_its_slice_away") else { return };
+    let own = SLICES[1];
+    let pod = node.pod("train-0", own);
+    let pid = u32::try_from(node.client("train-0").unwrap()["pid"].as_u64().unwrap()).unwrap();
+    node.kubelet.give_to_pods(&[own]);
+    let orders = [
+        "plugin service containerd",
+        "service plugin containerd",
+        "containerd service plugin",
+        "plugin containerd service",
+        "service containerd plugin",
+        "containerd plugin service",
+    ];
+    for order in orders {
+        for killed in order.split(' ') {
+            match killed {
+                "plugin" => {
+                    signal_pid(node.plugin.process.id(), Signal::KILL);
+                    node.plugin.process.wait().unwrap();
+                    node.plugin = Plugin::start(&node.host, &[]);
+                }
+                "service" => {
+                    node.host.signal(Signal::KILL);
+                    node.host.ended();
+                    node.host.start();
+                    node.host.wait_for_state("ready");
+                }
+                _ => node.containerd.restart(&node.host),
+            }
+        }
+        node.kubelet.wait_for_devices(QUARTER, 4, &[]);
+        assert!(alive(pid) && process_state(pid) != Some('Z'), "{order}");
+        // A containerd that has just started does not know its containers yet.
+        wait_for(&format!("the pod after {order}"), || node.runtime.runs(&pod).then_some(()));
+        assert_eq!(node.owners(), ["ml/train-0/main"], "{order}");
+        let settings = node.kubelet.allocated(QUARTER, &[own]);
+        let refused = node.runtime.start(&node.host, "train-1", &settings, &["hold", "600"]).unwrap_err();
+        assert!(refused.contains("is taken by ml/train-0/main"), "{order}: {refused}");
+    }
+    // The control daemon takes its clients with it, and its slices are served again.
+    signal_pid(control_pid(&node.host.wait_for_state("ready")), Signal::KILL);
+    wait_for("the end of the pod's program", || (!alive(pid)).then_some(()));
+    node.host.wait_for_state("ready");
+    node.kubelet.wait_for_devices(QUARTER, 4, &[]);
+    node.runtime.end(&pod);
+    wait_for("a slice without an owner", || node.owners().is_empty().then_some(()));
+    node.kubelet.give_to_pods(&[]);
+    let next = node.pod("train-2", own);
+    node.runtime.end(&next);
+}
