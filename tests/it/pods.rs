@@ -324,39 +324,61 @@ fn a_hundred_pods_come_and_go() {
     assert_eq!(left, [] as [PathBuf; 0]);
 }
 
-/// Whoever is killed, a pod keeps its slice and its work, and nobody else gets the slice.
+/// The parts of a node that are killed.
+const PARTS: [&str; 3] = ["plugin", "service", "containerd"];
+
+/// All orders of these.
+fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
+    if parts.is_empty() {
+        return vec![Vec::new()];
+    }
+    let begin_with = |first: &&'p str| {
+        let others: Vec<&'p str> = parts.iter().copied().filter(|part| part != first).collect();
+        let first = *first;
+        orders(&others).into_iter().map(move |rest| [vec![first], rest].concat())
+    };
+    parts.iter().flat_map(begin_with).collect()
+}
+
+impl Node {
+    /// Kills a part, and starts it again where nobody else does.
+    fn kill(&mut self, part: &str) {
+        match part {
+            "plugin" => {
+                signal_pid(self.plugin.process.id(), Signal::KILL);
+                self.plugin.process.wait().unwrap();
+                self.plugin = Plugin::start(&self.host, &[]);
+            }
+            "service" => {
+                self.host.signal(Signal::KILL);
+                self.host.ended();
+                self.host.start();
+            }
+            "containerd" => self.containerd.restart(&self.host),
+            "control daemon" => {
+                signal_pid(control_pid(&self.host.wait_for_state("ready")), Signal::KILL);
+            }
+            other => unreachable!("{other}"),
+        }
+    }
+
+    fn pid_in(&self, pod: &str) -> u32 {
+        u32::try_from(self.client(pod).unwrap()["pid"].as_u64().unwrap()).unwrap()
+    }
+}
+
+/// Whoever of ours is killed, a pod keeps its slice and its work, and nobody else gets the slice.
 #[test]
 fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     let Some(mut node) = with_pods("no_kill_loses_a_pod_or_gives_its_slice_away") else { return };
     let own = SLICES[1];
     let pod = node.pod("train-0", own);
-    let pid = u32::try_from(node.client("train-0").unwrap()["pid"].as_u64().unwrap()).unwrap();
+    let pid = node.pid_in("train-0");
     node.kubelet.give_to_pods(&[own]);
-    let orders = [
-        "plugin service containerd",
-        "service plugin containerd",
-        "containerd service plugin",
-        "plugin containerd service",
-        "service containerd plugin",
-        "containerd plugin service",
-    ];
-    for order in orders {
-        for killed in order.split(' ') {
-            match killed {
-                "plugin" => {
-                    signal_pid(node.plugin.process.id(), Signal::KILL);
-                    node.plugin.process.wait().unwrap();
-                    node.plugin = Plugin::start(&node.host, &[]);
-                }
-                "service" => {
-                    node.host.signal(Signal::KILL);
-                    node.host.ended();
-                    node.host.start();
-                    node.host.wait_for_state("ready");
-                }
-                _ => node.containerd.restart(&node.host),
-            }
-        }
+    for order in orders(&PARTS) {
+        let order = order.join(", ");
+        order.split(", ").for_each(|part| node.kill(part));
+        node.host.wait_for_state("ready");
         node.kubelet.wait_for_devices(QUARTER, 4, &[]);
         assert!(alive(pid) && process_state(pid) != Some('Z'), "{order}");
         // A containerd that has just started does not know its containers yet.
@@ -366,14 +388,32 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
         let refused = node.runtime.start(&node.host, "train-1", &settings, &["hold", "600"]).unwrap_err();
         assert!(refused.contains("is taken by ml/train-0/main"), "{order}: {refused}");
     }
-    // The control daemon takes its clients with it, and its slices are served again.
-    signal_pid(control_pid(&node.host.wait_for_state("ready")), Signal::KILL);
-    wait_for("the end of the pod's program", || (!alive(pid)).then_some(()));
-    node.host.wait_for_state("ready");
-    node.kubelet.wait_for_devices(QUARTER, 4, &[]);
     node.runtime.end(&pod);
     wait_for("a slice without an owner", || node.owners().is_empty().then_some(()));
-    node.kubelet.give_to_pods(&[]);
-    let next = node.pod("train-2", own);
-    node.runtime.end(&next);
+}
+
+/// A control daemon takes its clients with it, whoever else is killed. Its slices are served again, and each can be given away
+/// again with the end of its pod.
+#[test]
+fn the_slices_of_a_killed_control_daemon_are_served_again() {
+    let Some(mut node) = with_pods("the_slices_of_a_killed_control_daemon_are_served_again") else { return };
+    let own = SLICES[1];
+    for (number, order) in orders(&[&PARTS[..], &["control daemon"]].concat()).into_iter().enumerate() {
+        let name = format!("train-{number}");
+        let pod = node.pod(&name, own);
+        let pid = node.pid_in(&name);
+        for part in order {
+            let was_at_work = alive(pid);
+            node.kill(part);
+            if part == "control daemon" {
+                assert!(was_at_work);
+                wait_for("the end of the program", || (!alive(pid)).then_some(()));
+            }
+        }
+        node.host.wait_for_state("ready");
+        node.kubelet.wait_for_devices(QUARTER, 4, &[]);
+        wait_for("the end of the container", || (!node.runtime.runs(&pod)).then_some(()));
+        node.runtime.end(&pod);
+        wait_for("a slice without an owner", || node.owners().is_empty().then_some(()));
+    }
 }
