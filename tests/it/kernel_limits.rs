@@ -136,6 +136,18 @@ fn memory_from_before_the_limit_is_no_limit() {
     enforced_by(&host, OWN, "kernel");
 }
 
+/// A control group reads the limit of the one above it, which others share. That is no limit of its own.
+#[test]
+fn a_limit_above_a_control_group_is_not_its_own() {
+    let test = "a_limit_above_a_control_group_is_not_its_own";
+    let Some((host, [group, _other])) = with_driver_615(test, "") else { return };
+    let above = group.directory.parent().unwrap().to_str().unwrap().replace('/', "%");
+    host.plant(&format!("gpus/0/memory_limits/{above}"), &format!("0 {}", MEMORY << 20));
+    succeeded(&bind(&host, OWN, &group, &[]));
+    assert_eq!(limit(&host, &group), Some(MEMORY));
+    enforced_by(&host, OWN, "kernel");
+}
+
 /// A limit follows the size of its slice and the configuration, and goes with a stop for good.
 #[test]
 fn a_limit_follows_the_configuration() {

@@ -2,7 +2,7 @@
 //! its directory, all processes in it and below count together, and a limit below their use is refused.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::state::{Gpu, Host, code};
 
@@ -33,13 +33,14 @@ pub fn check(host: &Host, gpu: &Gpu, group: &str) -> Result<(), u32> {
     if fs::metadata(group).is_ok_and(|found| found.is_dir()) { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
 }
 
-/// The limits of a control group.
+/// The limits of a control group. One without limits of its own reads the limits of the nearest above it.
 pub fn limits(gpu: &Gpu, group: &str) -> Limits {
-    let numbers = gpu.text(&file(group)).and_then(|text| {
+    let own = |group: &Path| {
+        let text = gpu.text(&file(group.to_str()?))?;
         let (soft, hard) = text.split_once(' ')?;
         Some((soft.parse().ok()?, hard.parse().ok()?))
-    });
-    numbers.unwrap_or((0, NO_LIMIT))
+    };
+    Path::new(group).ancestors().find_map(own).unwrap_or((0, NO_LIMIT))
 }
 
 /// Sets the limits of a control group.

@@ -1,6 +1,6 @@
-//! The memory limits of control groups: read before each change, so that the limits of others stay, and read back after it.
+//! The memory limits of control groups: set and read back, and lifted unless somebody else has set them.
 
-use memory_limits::{FoundLimits, MemoryLimits, NO_HARD_LIMIT};
+use memory_limits::{MemoryLimits, NO_HARD_LIMIT};
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
 use nvml_wrapper::error::NvmlError;
@@ -21,7 +21,7 @@ impl Driver {
         let changed = match goal {
             LimitGoal::Hold(mib) => self.hold(uuid, group, *mib),
             LimitGoal::Lift(ours) => {
-                self.lift(uuid, group, |bytes| ours.iter().any(|mib| mib * MIB == bytes))
+                self.lift(uuid, group, |bytes| ours.iter().any(|mib| mib * MIB == bytes)).map(|()| None)
             }
         };
         match changed {
@@ -32,12 +32,20 @@ impl Driver {
         }
     }
 
-    /// None if the limit is held. Otherwise why it is not, though the driver has taken it.
+    /// None if the limit is held. Otherwise why it is not, though the driver has taken it. It is set each time, without a look: a
+    /// control group without a limit of its own reads the limit of one above it. A soft limit would stay with those above when
+    /// the control group ends.
     fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<Option<String>, NvmlError> {
+        let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
         let hard = mib.saturating_mul(MIB);
-        let wanted = |now: MemoryLimits| MemoryLimits { soft: now.soft.min(hard), hard };
-        let (now, read_back) = self.change_memory_limits(uuid, group, wanted)?;
-        Ok(read_back.or_else(|| self.uncounted(uuid, group, now.used)))
+        MemoryLimits { soft: 0, hard }.set(&device, &directory)?;
+        let now = MemoryLimits::read(&device, &directory)?;
+        let reads = |limit: &str| Some(format!("the driver has taken it, and reads {limit}"));
+        Ok(match now.limits.hard {
+            bytes if bytes == hard => self.uncounted(uuid, group, now.used),
+            NO_HARD_LIMIT => reads("no limit"),
+            bytes => reads(&format!("{} MiB", bytes / MIB)),
+        })
     }
 
     /// The memory in a control group that does not count, in words. Without the controller dmem the driver counts no memory from
@@ -59,38 +67,12 @@ impl Driver {
         })
     }
 
-    /// None if no such limit is there any more. Otherwise the limit that is there.
-    fn lift(
-        &self,
-        uuid: &str,
-        group: &ControlGroup,
-        is_ours: impl Fn(u64) -> bool,
-    ) -> Result<Option<String>, NvmlError> {
-        let lifted = |now: MemoryLimits| MemoryLimits { hard: NO_HARD_LIMIT, ..now };
-        let wanted = |now: MemoryLimits| if is_ours(now.hard) { lifted(now) } else { now };
-        Ok(self.change_memory_limits(uuid, group, wanted)?.1)
-    }
-
-    fn change_memory_limits(
-        &self,
-        uuid: &str,
-        group: &ControlGroup,
-        change: impl FnOnce(MemoryLimits) -> MemoryLimits,
-    ) -> Result<(FoundLimits, Option<String>), NvmlError> {
-        let device = self.nvml.device_by_uuid(uuid)?;
-        let directory = control_groups::directory(&group.path);
-        let before = MemoryLimits::read(&device, &directory)?;
-        let wanted = change(before.limits);
-        if wanted == before.limits {
-            return Ok((before, None));
+    fn lift(&self, uuid: &str, group: &ControlGroup, is_ours: impl Fn(u64) -> bool) -> Result<(), NvmlError> {
+        let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
+        if is_ours(MemoryLimits::read(&device, &directory)?.limits.hard) {
+            MemoryLimits { soft: 0, hard: NO_HARD_LIMIT }.set(&device, &directory)?;
         }
-        wanted.set(&device, &directory)?;
-        let now = MemoryLimits::read(&device, &directory)?;
-        let read_back = (now.limits.hard != wanted.hard).then(|| match now.limits.hard {
-            NO_HARD_LIMIT => "the driver has taken it, and reads no limit".to_owned(),
-            bytes => format!("the driver has taken it, and reads {} MiB", bytes / MIB),
-        });
-        Ok((now, read_back))
+        Ok(())
     }
 }
 
