@@ -24,10 +24,11 @@ const MOST_QUESTIONS: usize = 30;
 /// The most acts until everything is served, once nothing goes wrong any more: 25 for each of four control daemons.
 const MOST_ACTS: usize = 100;
 
-/// The most that is known of one control daemon, and of the whole host, as text with all names. Each has twice the length that
-/// 50,000 histories have reached.
+/// The most that is known of one control daemon, and of the whole host, as text with all names: twice the length that 50,000
+/// histories have reached, and 600 characters for each of the nine control daemons that three GPUs can have at once, with the ones
+/// on the way out.
 const MOST_KNOWN: usize = 3600;
-const MOST_DECIDED: usize = 3600;
+const MOST_DECIDED: usize = 9 * 600;
 
 impl World {
     /// Nothing grows: whatever happens for however long, what is known has a bounded size.
