@@ -1,6 +1,6 @@
 //! The memory limits of control groups: set and read back, and lifted unless somebody else has set them.
 
-use memory_limits::{MemoryLimits, NO_HARD_LIMIT};
+use memory_limits::{MemoryLimit, NO_LIMIT};
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
 use nvml_wrapper::error::NvmlError;
@@ -33,44 +33,46 @@ impl Driver {
     }
 
     /// None if the limit is held. Otherwise why it is not, though the driver has taken it. It is set each time, without a look: a
-    /// control group without a limit of its own reads the limit of one above it. A soft limit would stay with those above when
-    /// the control group ends.
+    /// control group without a limit of its own reads the limit of one above it.
     fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<Option<String>, NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
-        let hard = mib.saturating_mul(MIB);
-        MemoryLimits { soft: 0, hard }.set(&device, &directory)?;
-        let now = MemoryLimits::read(&device, &directory)?;
+        let wanted = mib.saturating_mul(MIB);
+        memory_limits::set(&device, &directory, wanted)?;
+        let MemoryLimit { limit, used } = memory_limits::read(&device, &directory)?;
         let reads = |limit: &str| Some(format!("the driver has taken it, and reads {limit}"));
-        Ok(match now.limits.hard {
-            bytes if bytes == hard => self.uncounted(uuid, group, now.used),
-            NO_HARD_LIMIT => reads("no limit"),
-            bytes => reads(&format!("{} MiB", bytes / MIB)),
+        Ok(match limit {
+            limit if limit == wanted => self.uncounted(uuid, group, used),
+            NO_LIMIT => reads("no limit"),
+            limit => reads(&format!("{} MiB", limit / MIB)),
         })
     }
 
-    /// The memory in a control group that does not count, in words. Without the controller dmem the driver counts no memory from
-    /// before the limit.
+    /// The memory in a control group that does not count, in words, also if nobody knows it. Without the controller dmem the
+    /// driver counts no memory from before the limit.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {
             return None;
         }
         let is_inside = |pid| control_groups::path_of(pid).is_ok_and(|path| group.has(&path));
-        let processes = self.processes(uuid).ok()?;
+        let processes = match self.processes(uuid) {
+            Ok(processes) => processes,
+            Err(error) => return Some(error),
+        };
         let inside = processes.iter().filter(|process| is_inside(process.pid));
         let has: u64 = inside.filter_map(|process| process.memory_mib).sum();
         let counted = counted.div_ceil(MIB);
         (has > counted).then(|| {
             format!(
                 "the programs there have {has} MiB, and the driver counts {counted} MiB: memory from before the limit \
-                 does not count"
+                 does not count; it does when they are started again"
             )
         })
     }
 
     fn lift(&self, uuid: &str, group: &ControlGroup, is_ours: impl Fn(u64) -> bool) -> Result<(), NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
-        if is_ours(MemoryLimits::read(&device, &directory)?.limits.hard) {
-            MemoryLimits { soft: 0, hard: NO_HARD_LIMIT }.set(&device, &directory)?;
+        if is_ours(memory_limits::read(&device, &directory)?.limit) {
+            memory_limits::set(&device, &directory, NO_LIMIT)?;
         }
         Ok(())
     }
