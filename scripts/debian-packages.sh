@@ -20,6 +20,18 @@ mirrors() {
             ($2 == codename || $2 ~ /^(oldstable|stable|testing|unstable|sid)$/) && !seen[$1]++ { print $1 }'
 }
 
+# Makes sure of the programs that fetching takes, and makes a directory for what is fetched, in the variable scratch, which goes
+# with the script. Who sources this file has a function fail.
+begin_to_fetch() { # PROGRAM...
+    local program
+    for program in apt-get dpkg-deb "$@"; do
+        command -v "$program" >/dev/null || fail "needs $program; install it"
+    done
+    scratch=$(mktemp -d)
+    trap 'rm -rf "$scratch"' EXIT
+    chmod 755 "$scratch" # for apt's own user
+}
+
 # Makes apt-get use lists, sources and caches of its own: then it neither needs root nor touches the machine's.
 write_apt_conf() { # WORK-DIRECTORY
     cat <<END

@@ -30,10 +30,5 @@ fetch() { # MIRROR
 
 dir=${1:-.cache/docker}
 [ ! -x "$dir/ctr" ] || exit 0
-for program in apt-get dpkg-deb; do
-    command -v "$program" >/dev/null || fail "needs $program"
-done
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-chmod 755 "$scratch" # for apt's own user
+begin_to_fetch
 from_a_mirror || fail "can't get Docker of Debian $SUITE; try again, or put $PROGRAMS of Docker 25 or newer into $dir"

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Fetches the interfaces of Kubernetes' kubelet into DIR (.cache/kubernetes-api unless given), as its own developers publish
 # them: deviceplugin.proto and podresources.proto, for device plugins, and runtime.proto, by which the kubelet speaks to a
-# container runtime (CRI), and the Python that protoc makes of them. They are for the tests; Debian 14 has them. The options for Go's generator are left out, since protoc
-# does not know them.
+# container runtime (CRI). Beside them is the Python that protoc makes of them. They are for the tests; Debian 14 has them. The
+# options for Go's generator are left out, since protoc does not know them.
 set -euo pipefail
 umask 022
 # shellcheck source=scripts/debian-packages.sh
@@ -37,10 +37,5 @@ fetch() { # MIRROR
 
 dir=${1:-.cache/kubernetes-api}
 [ ! -f "$dir/runtime.proto" ] || exit 0
-for program in apt-get dpkg-deb protoc; do
-    command -v "$program" >/dev/null || fail "needs $program"
-done
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-chmod 755 "$scratch" # for apt's own user
+begin_to_fetch protoc
 from_a_mirror || fail "can't get the packages of Debian $SUITE; try again, or put these .proto files and what protoc makes of them into $dir"

@@ -56,13 +56,7 @@ flock 9
 wanted=$(missing) # again: another run may have fetched them meanwhile
 by_hand="or put nvidia-cuda-mps-control and nvidia-cuda-mps-server of each series into $dir/<series>"
 
-for program in apt-get dpkg-deb; do
-    command -v "$program" >/dev/null || fail "needs $program; install it $by_hand"
-done
-
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-chmod 755 "$scratch" # for apt's own user
+begin_to_fetch
 
 for entry in $wanted; do
     series=${entry%%:*} suite=${entry#*:}

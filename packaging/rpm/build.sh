@@ -1,5 +1,6 @@
 #!/bin/bash
-# Builds the rpms of yunion-mps-daemon and yunion-mps-device-plugin in dist from what scripts/build-packaged.sh has built, and checks them.
+# Builds the rpms of yunion-mps-daemon and yunion-mps-device-plugin in dist from what scripts/build-packaged.sh has built, and
+# checks them.
 #   packaging/rpm/build.sh [PROGRAMS DIRECTORY SUFFIX]   as packaging/deb/build.sh
 set -euo pipefail
 cd "$(dirname "$0")/../.."

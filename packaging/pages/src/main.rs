@@ -1,6 +1,7 @@
 //! Writes the manual pages and shell completions that come from the command lines: `yunion-mps-pages OUT GOLDEN`.
 //!
-//! OUT gets `yunion-mps-daemon.8`, `yunion-mps-device-plugin.8`, `yunion-mpsctl.1` and the completions of yunion-mps-daemon for bash, zsh and fish. GOLDEN
+//! OUT gets `yunion-mps-daemon.8`, `yunion-mps-device-plugin.8`, `yunion-mpsctl.1` and the completions of yunion-mps-daemon
+//! for bash, zsh and fish. GOLDEN
 //! has the recorded output of yunion-mpsctl's subcommands, `<subcommand>.txt` or `screens/<subcommand>.80.txt` each.
 
 mod manual;
