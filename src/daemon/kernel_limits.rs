@@ -16,7 +16,7 @@ impl Daemon {
     /// Has the kernel hold what follows from this plan and the bindings.
     pub(super) fn keep_kernel_limits(&self, plan: &Plan) {
         let wanted = match self.ending {
-            // What was done to the host is taken back.
+            // The service takes back its changes to the host.
             Some(Ending::ForGood) => GroupLimits::new(),
             _ => group_limits(plan, self.state_file.lock().bindings()),
         };

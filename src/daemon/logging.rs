@@ -1,8 +1,7 @@
 //! Messages go to the journal with their fields if standard error is the journal, and are plain lines otherwise.
 
 use std::fmt;
-use std::io::{IsTerminal, Write};
-use std::os::fd::AsFd;
+use std::io::Write;
 
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
@@ -15,6 +14,7 @@ use tracing_subscriber::reload;
 use tracing_subscriber::util::SubscriberInitExt;
 
 use common::config::LogLevel;
+use common::host::standard_error;
 
 /// Changes the level while the program runs.
 #[derive(Debug, Clone)]
@@ -41,12 +41,12 @@ fn filter(level: LogLevel) -> LevelFilter {
 pub(super) fn init() -> Level {
     let (level, handle) = reload::Layer::new(filter(LogLevel::default()));
     let registry = Registry::default().with(level);
-    let journal = if stderr_is_journal() { tracing_journald::layer().ok() } else { None };
+    let journal = if standard_error::is_journal() { tracing_journald::layer().ok() } else { None };
     match journal {
         Some(journal) => registry.with(journal.with_field_prefix(None)).init(),
         None => {
-            let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-            let plain = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(colours);
+            let plain = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+            let plain = plain.with_ansi(standard_error::takes_colours());
             let plain = plain.fmt_fields(OneLine(DefaultFields::new()));
             registry.with(plain.with_target(false).boxed()).init();
         }
@@ -57,7 +57,7 @@ pub(super) fn init() -> Level {
 /// Says why the program ends, right before the end. This message goes to the journal by way of standard error, which knows
 /// its unit. For a message with fields the journal looks up the process, which is gone by then.
 pub(super) fn last_words(reason: &str) {
-    if stderr_is_journal() {
+    if standard_error::is_journal() {
         for line in reason.lines() {
             let _ = writeln!(std::io::stderr(), "<3>{line}");
         }
@@ -100,14 +100,6 @@ impl Visit for SkipId<'_> {
             self.0.record_str(field, value);
         }
     }
-}
-
-/// systemd says in `JOURNAL_STREAM` which device and inode its socket has; a redirected standard error has others.
-fn stderr_is_journal() -> bool {
-    let said = std::env::var("JOURNAL_STREAM").unwrap_or_default();
-    let Some((device, inode)) = said.split_once(':') else { return false };
-    let Ok(stat) = rustix::fs::fstat(std::io::stderr().as_fd()) else { return false };
-    device.parse() == Ok(stat.st_dev) && inode.parse() == Ok(stat.st_ino)
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 //! question that they are asked, and these lines would wake the service one by one while it waits for the answer.
 
 use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
+use common::host::readable::Readable;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -20,7 +21,6 @@ use rustix::fs::inotify::{self, ReadFlags, WatchFlags};
 use rustix::io::Errno;
 use tokio::sync::Notify;
 
-use super::readable::Readable;
 use common::host::proc;
 
 /// The time between two looks at something that can't be watched.

@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use super::readable::Readable;
 use common::host::identity::Identity;
 use common::host::proc;
+use common::host::readable::Readable;
 
 /// The pause between two looks at a process without a pidfd.
 const PAUSE: Duration = Duration::from_millis(100);

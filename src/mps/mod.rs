@@ -11,4 +11,3 @@ pub(crate) mod launch;
 pub(crate) mod links;
 pub(crate) mod log;
 pub(crate) mod process;
-mod readable;

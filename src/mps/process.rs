@@ -16,9 +16,9 @@ use tokio::process::Child;
 use super::cgroup_freezer::{self, Thawed};
 use super::control::{Control, ControlError};
 use super::hold::{Hold, unless_gone};
-use super::readable::Readable;
 use common::host::identity::Identity;
 use common::host::proc;
+use common::host::readable::Readable;
 
 /// A held process: a signal can't hit another process that got its PID.
 #[derive(Debug)]

@@ -3,16 +3,14 @@
 use std::collections::BTreeSet;
 use std::future::pending;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::host::inotify::new_instance;
+use common::host::readable::Readable;
 use http::uri::PathAndQuery;
 use rustix::fs::inotify::{self, ReadFlags, WatchFlags};
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
@@ -136,18 +134,15 @@ fn unreachable(error: &tonic::transport::Error) -> Status {
 
 /// Tells when a socket comes or goes in the directory of device plugins. Without it, the next look is a few seconds later.
 #[derive(Debug, Default)]
-pub(crate) struct DirectoryChanges(Option<AsyncFd<OwnedFd>>);
+pub(crate) struct DirectoryChanges(Option<Readable>);
 
 impl DirectoryChanges {
     /// Watches the directory, which has to be there.
-    pub(crate) fn of(directory: &Path) -> io::Result<Self> {
+    pub(crate) fn watch(directory: &Path) -> io::Result<Self> {
         let queue = new_instance()?;
         let flags = WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_TO | WatchFlags::DELETE_SELF;
         inotify::add_watch(&queue, directory, flags | WatchFlags::ONLYDIR)?;
-        // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and offers
-        // an unsafe function instead. An OwnedFd always returns the same descriptor.
-        #[expect(deprecated, reason = "sound for OwnedFd")]
-        AsyncFd::with_interest(queue, Interest::READABLE).map(|queue| Self(Some(queue)))
+        Readable::new(queue).map(|queue| Self(Some(queue)))
     }
 
     pub(crate) fn is_watching(&self) -> bool {
@@ -157,21 +152,14 @@ impl DirectoryChanges {
     /// Returns after changes. It watches no more if the directory itself has gone.
     pub(crate) async fn next(&mut self) {
         let Some(queue) = &self.0 else { return pending().await };
-        let goes_on = match queue.readable().await {
-            Ok(mut ready) => match ready.try_io(|queue| drained(queue.as_fd())) {
-                Ok(read) => read.unwrap_or(false),
-                Err(_nothing_there) => true,
-            },
-            Err(_) => false,
-        };
-        if !goes_on {
+        if !queue.until(is_still_there).await.unwrap_or(false) {
             self.0 = None;
         }
     }
 }
 
 /// Reads all that is there. False: the directory has gone.
-fn drained(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
+fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
     let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(queue, &mut buffer);
     let mut any = false;
@@ -226,9 +214,9 @@ mod tests {
     async fn the_directory_tells_of_sockets_and_of_its_own_end() {
         let directory = tempfile::tempdir().unwrap();
         let below = directory.path().join("device-plugins");
-        DirectoryChanges::of(&below).unwrap_err();
+        DirectoryChanges::watch(&below).unwrap_err();
         std::fs::create_dir(&below).unwrap();
-        let mut changes = DirectoryChanges::of(&below).unwrap();
+        let mut changes = DirectoryChanges::watch(&below).unwrap();
         std::fs::write(below.join("kubelet.sock"), "").unwrap();
         changes.next().await;
         assert!(changes.is_watching());

@@ -88,7 +88,7 @@ impl Remembered {
         given: &GivenToPods,
         unwatched: bool,
     ) -> Offers {
-        self.look(slices, given);
+        self.remember(slices, given);
         let names = naming.names(&self.shares.values().copied().collect());
         let mut offers = Offers::new();
         for slice in slices {
@@ -108,7 +108,7 @@ impl Remembered {
         offers
     }
 
-    fn look(&mut self, slices: &[NodeSlice], given: &GivenToPods) {
+    fn remember(&mut self, slices: &[NodeSlice], given: &GivenToPods) {
         let is_there = |name: &String| slices.iter().any(|slice| slice.name == *name);
         self.shares.retain(|name, _| is_there(name));
         self.owners

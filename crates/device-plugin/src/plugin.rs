@@ -74,7 +74,7 @@ pub(crate) async fn run(choices: Choices) -> io::Result<()> {
             directory = plugin.watch_directory();
         }
         let service = view.borrow_and_update().clone();
-        let pause = plugin.look(&service).await;
+        let pause = plugin.bring_up_to_date(&service).await;
         plugin.tell_systemd();
         tokio::select! {
             changed = view.changed() => changed.map_err(io::Error::other)?,
@@ -89,7 +89,7 @@ pub(crate) async fn run(choices: Choices) -> io::Result<()> {
 impl Plugin {
     fn watch_directory(&mut self) -> DirectoryChanges {
         let directory = self.kubelet.plugins();
-        let watched = DirectoryChanges::of(&directory);
+        let watched = DirectoryChanges::watch(&directory);
         let complaint = watched.as_ref().err().map(|error| {
             format!("{}: {error}; waiting for the kubelet, which makes this directory", directory.display())
         });
@@ -98,7 +98,7 @@ impl Plugin {
     }
 
     /// Makes everything as it has to be, and returns the time to the next look.
-    async fn look(&mut self, service: &ServiceView) -> Duration {
+    async fn bring_up_to_date(&mut self, service: &ServiceView) -> Duration {
         let Some(slices) = &service.slices else { return SOON };
         let given = self.given_to_pods(slices).await;
         let unwatched = service.is_away_for(self.choices.grace);
@@ -146,14 +146,14 @@ impl Plugin {
         for (name, offered) in offers {
             if let Some(resource) = self.resources.get(name) {
                 if resource.offer(offered.clone()) {
-                    tracing::info!("{name}: {}", in_words(offers, name));
+                    tracing::info!("{name}: {}", devices_in_words(offers, name));
                 }
                 continue;
             }
             let path = self.kubelet.plugins().join(socket_name(name));
             match Resource::serve(name, &path, offered.clone(), self.choices.manner.clone()) {
                 Ok(resource) => {
-                    tracing::info!("{name}: {}", in_words(offers, name));
+                    tracing::info!("{name}: {}", devices_in_words(offers, name));
                     self.resources.insert(name.clone(), resource);
                 }
                 Err(error) => complaint = Some(format!("{}: {error}", path.display())),
@@ -245,7 +245,7 @@ impl Plugin {
 }
 
 /// The devices of a resource, for the log.
-fn in_words(offers: &Offers, name: &str) -> String {
+fn devices_in_words(offers: &Offers, name: &str) -> String {
     let devices = offers.get(name).map(Vec::as_slice).unwrap_or_default();
     let unusable = devices.iter().filter_map(|device| {
         device.unusable.as_ref().map(|why| format!("{} is unhealthy ({why})", device.name))

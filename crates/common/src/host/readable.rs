@@ -8,11 +8,11 @@ use tokio::io::unix::AsyncFd;
 
 /// Waits on the runtime's own poll, so no timer is needed.
 #[derive(Debug)]
-pub(super) struct Readable(AsyncFd<OwnedFd>);
+pub struct Readable(AsyncFd<OwnedFd>);
 
 impl Readable {
     /// Registers the descriptor with the running runtime.
-    pub(super) fn new(fd: OwnedFd) -> io::Result<Self> {
+    pub fn new(fd: OwnedFd) -> io::Result<Self> {
         // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and
         // offers an unsafe function instead. An OwnedFd always returns the same descriptor.
         #[expect(deprecated, reason = "sound for OwnedFd")]
@@ -20,10 +20,7 @@ impl Readable {
     }
 
     /// Waits until `read` finds something to read.
-    pub(super) async fn until<T>(
-        &self,
-        mut read: impl FnMut(BorrowedFd<'_>) -> io::Result<T>,
-    ) -> io::Result<T> {
+    pub async fn until<T>(&self, mut read: impl FnMut(BorrowedFd<'_>) -> io::Result<T>) -> io::Result<T> {
         loop {
             let mut ready = self.0.readable().await?;
             match ready.try_io(|inner| read(inner.as_fd())) {

@@ -1,0 +1,16 @@
+//! Standard error: whether it is the journal, and whether a person sees colours there.
+
+use std::io::IsTerminal;
+use std::os::fd::AsFd;
+
+/// systemd says in `JOURNAL_STREAM` which device and inode its socket has; a redirected standard error has others.
+pub fn is_journal() -> bool {
+    let said = std::env::var("JOURNAL_STREAM").unwrap_or_default();
+    let Some((device, inode)) = said.split_once(':') else { return false };
+    let Ok(stat) = rustix::fs::fstat(std::io::stderr().as_fd()) else { return false };
+    device.parse() == Ok(stat.st_dev) && inode.parse() == Ok(stat.st_ino)
+}
+
+pub fn takes_colours() -> bool {
+    std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none()
+}
