@@ -1,5 +1,5 @@
-//! Pods on a node: the kubelet's calls to the device plugin and to a real containerd, whose containers are clients of the slices
-//! that they were given.
+//! Pods on a node. The kubelet asks the device plugin for the settings of a container, and gives them to a real containerd. The
+//! container is then a client of the slice that the kubelet has chosen.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -135,8 +135,12 @@ impl Drop for Containerd {
         }
         for group in self.groups() {
             // A container's process has its own control group below that of its pod.
-            let kill = "for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs) 2>/dev/null; done; sleep 0.2; \
-                        find \"$0\" -depth -type d -exec rmdir {} \\; 2>/dev/null";
+            let kill = "for try in $(seq 100); do
+                            for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs); done
+                            find \"$0\" -depth -type d -exec rmdir {} \\;
+                            [ -d \"$0\" ] || exit 0
+                            sleep 0.05
+                        done";
             let _ = Command::new("sh").args(["-c", kill]).arg(&group).stderr(Stdio::null()).status();
         }
     }
@@ -156,7 +160,7 @@ struct Pod {
 }
 
 impl Runtime {
-    fn of(containerd: &Containerd) -> Self {
+    fn beside(containerd: &Containerd) -> Self {
         let mut command = Command::new("/usr/bin/python3");
         command.arg(Path::new(SOURCES).join("runtime.py")).arg(messages());
         command.arg(containerd.folder.join("sock")).arg(&containerd.parent);
@@ -224,7 +228,7 @@ fn with_pods(test: &str) -> Option<Node> {
     let (host, mut kubelet, plugin) = node("h200", &[]);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     let containerd = Containerd::start(&host);
-    let runtime = Runtime::of(&containerd);
+    let runtime = Runtime::beside(&containerd);
     Some(Node { runtime, containerd, plugin, kubelet, host })
 }
 

@@ -113,8 +113,8 @@ impl<G> Default for KernelLimits<G> {
 }
 
 impl<G: Ord + Clone> KernelLimits<G> {
-    /// Takes these for its goals. A limit that is no goal any more is lifted. What was refused is tried again: who has changed
-    /// the goals may also have removed the reason.
+    /// Takes these for its goals. A limit that is no goal any more is lifted. A refused limit is tried again, since a change of
+    /// the goals often comes with the end of the reason.
     pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) {
         for (place, pursued) in &mut self.0 {
             let goal = goals.get(place).cloned().unwrap_or_else(|| LimitGoal::Lift(pursued.ours.clone()));

@@ -49,7 +49,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     for (of_groups, wanted) in [
         (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
         (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
-        // What is inside counts, what begins alike does not, and a slice counts once.
+        // The control groups inside count, a path that begins alike does not, and a slice counts once.
         (
             &[
                 ("/a", &[("A", 0)]),
