@@ -102,14 +102,19 @@ impl Acts {
 
     async fn act(&mut self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal) {
         let outcome = self.nvml.pursue_memory_limit(place, goal).await;
-        let is_new = self.outcomes.borrow().get(place) != Some(&outcome);
-        if let LimitOutcome::Refused(reason) = &outcome
-            && is_new
+        if self.limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed())
+            && let LimitOutcome::Refused(reason) = outcome
         {
             let (uuid, path) = (&place.gpu, &place.group.path);
-            tracing::info!(gpu_uuid = uuid, "the kernel's memory limit of {path} on {uuid}: {reason}");
+            let what = match goal {
+                LimitGoal::Hold(_) => "is not held by the kernel, so the service alone watches",
+                LimitGoal::Lift(_) => "can't be lifted",
+            };
+            tracing::info!(
+                gpu_uuid = uuid,
+                "the memory limit of {path} on {uuid} {what}, and is tried again each minute: {reason}"
+            );
         }
-        self.limits.has_acted(place, goal, outcome, self.begun.elapsed());
         self.publish();
     }
 

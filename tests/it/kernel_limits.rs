@@ -94,6 +94,8 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
     let why = wait_for("the reason", || refused(OWN));
     assert!(why.contains("cgroup v2"), "{why}");
     assert_eq!(device(&host, OWN)["memory_enforced_by"], "watch");
+    let told = host.log().matches("is not held by the kernel, so the service alone watches").count();
+    assert_eq!(told, 1, "{}", host.log());
     let advice = text(&host.mpsctl(&["doctor"]));
     assert!(
         advice.contains("kernel-limit-refused: 00:06.0-1\n") && advice.contains("for train-1:"),

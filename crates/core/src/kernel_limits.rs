@@ -142,25 +142,29 @@ impl<G: Ord + Clone> KernelLimits<G> {
         self.0.values().map(|pursued| pursued.due).min()
     }
 
-    /// Takes note of the end of an act.
+    /// Takes note of the end of an act. Whether the end is another one than the last for this goal.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup<G>,
         goal: &LimitGoal,
         outcome: LimitOutcome,
         now: CoreTime,
-    ) {
-        let Some(pursued) = self.0.get_mut(place).filter(|pursued| pursued.goal == *goal) else { return };
+    ) -> bool {
+        let Some(pursued) = self.0.get_mut(place).filter(|pursued| pursued.goal == *goal) else {
+            return false;
+        };
+        let is_new = pursued.outcome.as_ref() != Some(&outcome);
         match (goal, &outcome) {
             (LimitGoal::Lift(_), LimitOutcome::Reached | LimitOutcome::NotOffered) => {
                 self.0.remove(place);
-                return;
+                return is_new;
             }
             (LimitGoal::Hold(_), LimitOutcome::Reached) => pursued.ours = goal.mib(),
             _ => {}
         }
         pursued.outcome = Some(outcome);
         pursued.due = now.saturating_add(CHECK);
+        is_new
     }
 
     /// The outcome of the last act for each limit that the kernel is to hold.
