@@ -49,7 +49,7 @@ demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h20
 
 # Only root can boot a systemd, which is where the packages are tried. With RELEASE=1 they are those of make deb rpm, which
 # have to be built before. Otherwise they hold the programs of the tests, which takes some minutes less.
-export RELEASE
+export RELEASE STRESS
 PACKAGES_TO_TEST = $(if $(RELEASE),,$(if $(filter 0,$(shell id -u)),under-test))
 
 .PHONY: under-test
@@ -57,13 +57,14 @@ under-test:
 	scripts/deps.sh packages
 	scripts/build-under-test.sh
 
-test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end
+test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end; STRESS=2 for two busy loops on each core beside them
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	scripts/fetch-kubernetes-api.sh .cache/kubernetes-api
-	$(if $(filter 0,$(shell id -u)),scripts/fetch-docker.sh .cache/docker)
+	scripts/fetch-programs.sh .cache/programs
+	$(if $(filter 0,$(shell id -u)),scripts/machine-root.sh .cache/machine)
 	cargo build --workspace --locked
-	scripts/test.sh
+	scripts/test.py
 
 check: ## format, lints, links of the documentation, licences and sources of the dependencies
 	scripts/deps.sh

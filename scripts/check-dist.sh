@@ -46,6 +46,8 @@ cat >"$root/build/run" <<END
 set -eux
 export HOME=/build LC_ALL=C.UTF-8 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_OPT_LEVEL=0
 export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
+# The second package finds what the first one has compiled.
+export CARGO_BUILD_BUILD_DIR=/build/compiled
 cargo --version
 cd /build
 tar xf yunion-mps-daemon-$version.tar.xz

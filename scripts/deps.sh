@@ -8,6 +8,7 @@
 #   dist        the programs that `make dist` needs
 #   clean_root  the programs that `make check-dist` needs
 #   bench       the programs that `make bench` needs
+#   machines    the programs that the tests need on the machines that they boot (scripts/machine-root.sh)
 set -eu
 
 missing=''  # what to tell the user
@@ -78,27 +79,13 @@ look_tests() {
     needs script bsdutils
     needs diff diffutils
     needs flock util-linux
-    # Tests that boot a systemd, which only root can.
+    # Machines that boot a systemd, which only root can have.
     if [ "$(id -u)" -eq 0 ]; then
         needs systemd-nspawn systemd-container
         needs nsenter util-linux
         needs ps procps
-        # The engines that make containers of slices in there.
-        needs podman podman
-        needs newuidmap uidmap
-        needs runc runc
-        needs dockerd docker.io
-        needs docker-compose docker-compose
+        # All that is in the image of the tests' pods.
         needs busybox busybox-static
-        needs prometheus-node-exporter prometheus-node-exporter
-        # A cluster of one node.
-        needs munged munge
-        needs slurmctld slurmctld
-        needs slurmd slurmd
-        needs srun slurm-client
-        needs ip iproute2
-        [ -e /usr/lib/systemd/system/dbus.service ] || [ -e /lib/systemd/system/dbus.service ] ||
-            lacks 'a system bus' dbus
     fi
     needs dpkg-deb dpkg
     # Whether the manual pages are well-formed.
@@ -120,7 +107,6 @@ look_tests() {
     /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus
     /usr/bin/python3 -c 'import prometheus_client.openmetrics.parser' >/dev/null 2>&1 ||
         lacks 'python module prometheus_client' python3-prometheus-client
-    needs promtool prometheus
     # The kubelet that the device plugin is tried with.
     needs protoc protobuf-compiler
     /usr/bin/python3 -c 'import google.protobuf' >/dev/null 2>&1 || lacks 'python module google.protobuf' python3-protobuf
@@ -132,25 +118,39 @@ look_tests() {
     /usr/bin/python3 -c 'import jsonschema' >/dev/null 2>&1 || lacks 'python module jsonschema' python3-jsonschema
 }
 
-# The toolchain is the one thing that nobody wants from this script.
-if ! command -v cargo >/dev/null 2>&1; then
+look_machines() {
+    # The engines that make containers of slices.
+    needs podman podman
+    needs newuidmap uidmap
+    needs runc runc
+    needs dockerd docker.io
+    needs docker-compose docker-compose
+    needs prometheus-node-exporter prometheus-node-exporter
+    # A cluster of one node.
+    needs munged munge
+    needs slurmctld slurmctld
+    needs slurmd slurmd
+    needs srun slurm-client
+    needs ip iproute2
+    [ -e /usr/lib/systemd/system/dbus.service ] || [ -e /lib/systemd/system/dbus.service ] ||
+        lacks 'a system bus' dbus
+}
+
+what=${1:-tests}
+# This script installs no toolchain, and the machines need none.
+if [ "$what" != machines ] && ! command -v cargo >/dev/null 2>&1; then
     echo "missing: cargo (a Rust toolchain, 1.89 or newer)" >&2
     exit 1
 fi
 
-what=${1:-tests}
 look
 [ -n "$missing" ] || exit 0
 
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing:$packages" >&2
     export DEBIAN_FRONTEND=noninteractive
-    # Tests start these themselves. Their packages would have them run on this machine, now and after each boot.
-    services=''
-    for service in docker.service docker.socket containerd.service munge.service prometheus.service \
-        prometheus-node-exporter.service slurmctld.service slurmd.service; do
-        [ -e "/lib/systemd/system/$service" ] || services="$services $service"
-    done
+    # Tests start what they need. A package would have its services run on this machine, now and after each boot.
+    begun=$(mktemp)
     if [ ! -e /usr/sbin/policy-rc.d ]; then
         printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
         chmod 755 /usr/sbin/policy-rc.d
@@ -164,9 +164,8 @@ if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
             >&2 </dev/null && break
         sleep "$pause"
     done
-    for service in $services; do
-        [ ! -e "/lib/systemd/system/$service" ] || systemctl --quiet disable "$service" >&2 || :
-    done
+    [ ! -d /etc/systemd/system ] || find /etc/systemd/system -type l -newer "$begun" -delete
+    rm -f "$begun"
     look
     [ -n "$missing" ] || exit 0
 fi

@@ -6,6 +6,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::task::JoinSet;
+
 use common::host::blocking::Blocking;
 use common::host::identity::Identity;
 use common::host::proc;
@@ -78,38 +80,43 @@ impl KnownClients {
     }
 
     async fn learn(self, pids: Vec<u32>, slices: Slices) {
-        let found = self.kernel.ask(PATIENCE, move || {
-            let (users, mounts) = (users(), SliceMounts::find(&slices));
-            let known = |pid| {
-                let process = Identity::read(pid).ok()?;
-                let (whose, command) = (whose(pid, &mounts, &users), proc::name(pid)?);
-                Some(KnownClient { process, whose, command })
-            };
-            (pids.into_iter().filter_map(known).collect::<Vec<_>>(), Arc::new(mounts))
-        });
-        let Some((found, mounts)) = found.await else { return };
-        for client in &found {
-            self.keep(client.clone());
+        let looked = self.kernel.ask(PATIENCE, move || Arc::new((users(), SliceMounts::find(&slices))));
+        let Some(host) = looked.await else { return };
+        // One question for each client: a client that holds up the question hides nobody else.
+        let mut asked = JoinSet::new();
+        for pid in pids {
+            let (known, host) = (self.clone(), Arc::clone(&host));
+            asked.spawn(async move {
+                let kernel = known.kernel.clone();
+                kernel.ask(PATIENCE, move || known.learn_one(pid, &host.1, &host.0)).await;
+            });
         }
-        for mut client in found.into_iter().filter(|client| client.whose.slices.is_none()) {
-            let (mounts, pid) = (Arc::clone(&mounts), client.process.pid);
-            if let Some(Ok(Some(membership))) = self.kernel.ask(PATIENCE, move || mounts.slices_of(pid)).await
-            {
-                client.whose.slices = Some(membership.slices);
-                self.keep(client);
-            }
-        }
+        while asked.join_next().await.is_some() {}
     }
 
-    /// Keeps a client, unless it has ended while it was looked at: another process may have its PID.
+    /// Looks at a client. Its memory comes last, since that look can be held up.
+    fn learn_one(&self, pid: u32, mounts: &SliceMounts, users: &str) {
+        let (Ok(process), Some(command)) = (Identity::read(pid), proc::name(pid)) else { return };
+        let mut client = KnownClient { process, whose: whose(pid, mounts, users), command };
+        self.keep(client.clone());
+        if client.whose.slices.is_none()
+            && let Ok(Some(membership)) = mounts.slices_of(pid)
+        {
+            client.whose.slices = Some(membership.slices);
+            self.keep(client.clone());
+        }
+        tracing::debug!("client {client}");
+    }
+
+    /// Keeps a client, unless another process has its PID by now.
     fn keep(&self, client: KnownClient) {
-        let is_there = |client: &KnownClient| Identity::read(client.process.pid).ok() == Some(client.process);
-        if !is_there(&client) {
+        let now = |client: &KnownClient| Identity::read(client.process.pid).ok();
+        if now(&client).is_some_and(|now| now != client.process) {
             return;
         }
         self.with(|known| {
             if known.len() >= KEPT {
-                known.retain(|_, client| is_there(client));
+                known.retain(|_, client| now(client) == Some(client.process));
             }
             if known.len() < KEPT {
                 known.insert(client.process.pid, client);

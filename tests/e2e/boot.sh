@@ -9,6 +9,8 @@ name=$2      # the machine's, and its control group's
 unified=$3   # 1: the unified control group hierarchy, 0: the legacy one
 # Another distribution's files instead, below a directory; its C library must be at least as new as this host's.
 base=${E2E_ROOT:-/}
+# What scripts/machine-root.sh has installed on top of this host's files.
+installed=$(dirname "$0")/../../.cache/machine
 
 fail() {
     echo "boot.sh: $*" >&2
@@ -26,8 +28,9 @@ done
 mnt=$directory/mnt
 root=$mnt/root
 mount -t tmpfs -o mode=755,size=2g tmpfs "$mnt"
-mkdir "$mnt/upper" "$mnt/work" "$root"
-mount -t overlay -o "lowerdir=$base,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
+mkdir "$mnt/upper" "$mnt/work" "$mnt/installed" "$root"
+[ -n "${E2E_ROOT:-}" ] || mount --bind "$installed" "$mnt/installed"
+mount -t overlay -o "lowerdir=$mnt/installed:$base,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
 # The traces that systemd-nspawn leaves in /run are ours too.
 mount -t tmpfs -o mode=755 tmpfs /run
 

@@ -8,6 +8,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::Check;
+use crate::fetched::fetched;
 use crate::machine::{Machine, Stage};
 use crate::package;
 use crate::readme::lines;
@@ -98,11 +99,8 @@ const SHOW: &str =
 /// The service, and a Docker that knows CDI.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
-    let docker = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/docker");
     for program in ["dockerd", "docker", "containerd", "containerd-shim-runc-v2"] {
-        let file = docker.join(program);
-        assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-docker.sh", file.display());
-        stage.put(&file, &format!("{DOCKER_WITH_CDI}/{program}"));
+        stage.put(&fetched(program), &format!("{DOCKER_WITH_CDI}/{program}"));
     }
     stage
 }

@@ -24,6 +24,8 @@
 mod adoption;
 mod asker;
 mod containers;
+#[path = "../support/fetched.rs"]
+mod fetched;
 mod kubernetes;
 mod machine;
 mod package;

@@ -238,10 +238,12 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
 
 /// Those who were hit have ended when somebody reads of them, so the messages name their owners.
 fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
-    let host = Host::serving_as(topology, "h200");
+    let mut host = Host::with_topology(topology, "h200");
+    host.configure("log_level: debug");
+    host.start();
     host.wait_for_state("ready");
     let listener = Listener::start(&host);
-    let hit = host.served(&mut host.program_of("00:06.0-0", &["hold", "600"]));
+    let hit = host.known(&mut host.program_of("00:06.0-0", &["hold", "600"]));
     let pid = hit.id();
     host.fault();
     assert_eq!(exit_code(hit), Some(4));
@@ -260,12 +262,14 @@ fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
 /// A client that came before the service is named too.
 fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
-    host.configure("cuda_mps_fault_grace: 600");
+    host.configure("cuda_mps_fault_grace: 600\nlog_level: debug");
     host.start();
     host.wait_for_state("ready");
-    let hit = host.served(&mut host.program_of("00:06.0-0", &["hold", "600", "--stay"]));
+    let hit = host.known(&mut host.program_of("00:06.0-0", &["hold", "600", "--stay"]));
+    let known = format!(" client PID {} of ", hit.id());
+    let before = host.log().len();
     restart(&mut host);
-    host.wait_for_state("ready");
+    wait_for("the next service to know the client", || host.log()[before..].contains(&known).then_some(()));
     let listener = Listener::start(&host);
     host.fault();
     let owner = format!("PID {} of user {}, slice 00:06.0-0", hit.id(), own_user());

@@ -12,6 +12,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::exposition::samples_of;
+use crate::support::fetched::fetched;
 use crate::support::host::{Host, binaries, process_state, text};
 use crate::support::wait::wait_for;
 
@@ -35,7 +36,7 @@ fn judged(command: &mut Command, input: &str) -> (bool, String) {
 
 /// The remarks of promtool about metrics.
 fn remarks(metrics: &str) -> String {
-    let (accepted, said) = judged(Command::new("promtool").args(["check", "metrics"]), metrics);
+    let (accepted, said) = judged(Command::new(fetched("promtool")).args(["check", "metrics"]), metrics);
     if accepted { said } else { format!("refused: {said}") }
 }
 
@@ -125,7 +126,8 @@ fn assert_known(text: &str) {
 }
 
 fn promtool(arguments: &[&str], directory: &Path) {
-    let (accepted, said) = judged(Command::new("promtool").args(arguments).current_dir(directory), "");
+    let (accepted, said) =
+        judged(Command::new(fetched("promtool")).args(arguments).current_dir(directory), "");
     assert!(accepted, "promtool {arguments:?}: {said}");
 }
 

@@ -224,15 +224,15 @@ fn the_copyright_file_is_the_same_each_time() {
 fn the_tests_ignore_no_signal_whoever_starts_them() {
     let directory = tempfile::tempdir().unwrap();
     let cargo = directory.path().join("cargo");
-    fs::write(&cargo, "#!/bin/sh\ngrep SigIgn: /proc/self/status\nexit 3\n").unwrap();
+    fs::write(&cargo, "#!/bin/sh\ngrep SigIgn: /proc/self/status >&2\nexit 3\n").unwrap();
     fs::set_permissions(&cargo, fs::Permissions::from_mode(0o755)).unwrap();
     let path = format!("{}:{}", directory.path().display(), std::env::var("PATH").unwrap());
     for ignored in [&[][..], &["HUP"], &["INT", "QUIT"], &["HUP", "INT", "QUIT"]] {
         let mut tests = Command::new("env");
         tests.args(["--default-signal=HUP", "--default-signal=INT", "--default-signal=QUIT", "env"]);
         tests.args(ignored.iter().map(|signal| format!("--ignore-signal={signal}")));
-        let output = run(tests.arg(source("scripts/test.sh")).env("PATH", &path));
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let output = run(tests.arg(source("scripts/test.py")).env("PATH", &path));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(3), "{said}");
         let mask = said.lines().find_map(|line| line.strip_prefix("SigIgn:\t")).expect(&said);
         assert_eq!(u64::from_str_radix(mask, 16).unwrap() & 7, 0, "{ignored:?}: {mask}");

@@ -145,6 +145,14 @@ impl Host {
         client
     }
 
+    /// The same, once a service with `log_level: debug` knows whose client it is. It can name the client after its end then.
+    pub(crate) fn known(&self, command: &mut Command) -> Client {
+        let client = self.served(command);
+        let words = format!(" client PID {} of ", client.id());
+        wait_for("the client's owner", || self.log().contains(&words).then_some(()));
+        client
+    }
+
     /// A client that computes until it is ended, once the driver knows its memory too, which is a moment after its control
     /// daemon knows it. There must be no other one.
     pub(crate) fn only_client(&self) -> Client {

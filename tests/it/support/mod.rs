@@ -6,6 +6,8 @@ pub(crate) mod bystander;
 pub(crate) mod client;
 pub(crate) mod container;
 pub(crate) mod exposition;
+#[path = "../../support/fetched.rs"]
+pub(crate) mod fetched;
 pub(crate) mod host;
 pub(crate) mod listener;
 pub(crate) mod mount;

@@ -1,0 +1,132 @@
+#!/usr/bin/python3
+"""Runs every test, and names in the end what failed and why, and what was left out and why: make test.
+
+Tests wait for other programs most of the time. So the tests on simulated hosts (it), the tests on booted machines (e2e) and all
+others run side by side, and more of `it` at a time than there are cores (RUST_TEST_THREADS says how many).
+STRESS=2 has two busy loops for each core beside them.
+Where YUNION_MPS_SKIP_NOTHING is set, what is left out is a failure, but for the reasons that tests/support/skip.rs has.
+"""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+THREADS_FOR_EACH_CORE = 3
+# Programs with a lane of their own; the others run one after another beside them.
+LANES = ["e2e", "it"]
+
+
+class Program:
+    """A program with tests, and what came of it."""
+
+    def __init__(self, name, words, directory):
+        self.name, self.words, self.directory = name, words, directory
+        self.lines, self.status, self.seconds = [], None, 0.0
+
+    def run(self, own_session):
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            self.words,
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=own_session,
+        )
+        for line in process.stdout:
+            self.lines.append(line)
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        self.status = process.wait()
+        self.seconds = time.monotonic() - begun
+
+    def failures(self):
+        """What the program said after its tests had ended, if some failed, and why they did."""
+        lines = [line.decode(errors="replace").rstrip("\n") for line in self.lines]
+        why = [
+            "\n".join(lines[number : number + 3]) for number, line in enumerate(lines) if " panicked at " in line
+        ]
+        return f"{self.name}: exit status {self.status}\n" + "\n".join(why or lines[-20:])
+
+
+def built():
+    """Builds all tests, and returns their programs."""
+    command = ["cargo", "test", "--workspace", "--locked", "--no-run", "--message-format=json-render-diagnostics"]
+    build = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False)
+    if build.returncode != 0:
+        sys.exit(build.returncode)
+    programs = []
+    for message in map(json.loads, build.stdout.splitlines()):
+        if message.get("executable") and message["profile"]["test"]:
+            directory = pathlib.Path(message["manifest_path"]).parent
+            programs.append(Program(message["target"]["name"], [message["executable"]], directory))
+    programs.append(Program("examples in documentation", ["cargo", "test", "--workspace", "--locked", "--doc"], ROOT))
+    return programs
+
+
+def leave_alone_by_the_terminal():
+    """Returns whether a signal of the terminal is ignored, as nohup and a shell in the background have it. The tests send these
+    signals to programs that would ignore them too: the programs get them as usual, and a session of their own."""
+    names = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
+    ignored = [name for name in names if signal.getsignal(name) == signal.SIG_IGN]
+    for name in ignored:
+        # A program does not inherit a handler.
+        signal.signal(name, lambda *_: None)
+    return bool(ignored)
+
+
+def busy_loops(number):
+    """Load beside the tests, which ends with this process."""
+    loop = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", "while :; do :; done"]
+    return [subprocess.Popen(loop, stdin=subprocess.DEVNULL) for _ in range(number)]
+
+
+def run(programs, own_session):
+    lanes = [[program for program in programs if program.name == name] for name in LANES]
+    lanes.append([program for program in programs if program.name not in LANES])
+    threads = [
+        threading.Thread(target=lambda lane=lane: [program.run(own_session) for program in lane], daemon=True)
+        for lane in lanes
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main():
+    own_session = leave_alone_by_the_terminal()
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("RUST_TEST_THREADS", str(THREADS_FOR_EACH_CORE * cores))
+    programs = built()
+    with tempfile.TemporaryDirectory() as directory:
+        skipped = pathlib.Path(directory, "skipped")
+        skipped.touch()
+        os.environ["YUNION_MPS_SKIPPED"] = str(skipped)
+        loops = busy_loops(int(os.environ.get("STRESS") or 0) * cores)
+        try:
+            run(programs, own_session)
+        finally:
+            for loop in loops:
+                loop.kill()
+        left_out = sorted(skipped.read_text().splitlines())
+    # A test that fails says why long before the end, and hundreds of lines may follow.
+    failed = [program for program in programs if program.status != 0]
+    print()
+    for program in failed:
+        print(program.failures())
+    slow = sorted(programs, key=lambda program: program.seconds, reverse=True)
+    print("seconds: " + ", ".join(f"{one.name} {one.seconds:.0f}" for one in slow if one.seconds >= 1))
+    print(f"skipped: {len(left_out)}", *left_out, sep="\n")
+    sys.exit(1 if failed else 0)
+
+
+main()
