@@ -29,7 +29,7 @@ unshare --mount --propagation private sh -eu -c '
     esac
     chroot /mnt/root sh -s machines <"$1"
     umount /mnt/root/tmp /mnt/root/run /mnt/root/dev /mnt/root/proc
-    rm -rf /mnt/upper/var/cache/apt /mnt/upper/var/lib/apt/lists /mnt/upper/var/log
+    rm -rf /mnt/upper/var/cache/apt /mnt/upper/var/lib/apt/lists
     # With the marks for what is removed.
     cp -a /mnt/upper/. "$2/"
 ' sh scripts/deps.sh "$dir"

@@ -27,9 +27,10 @@ done
 # What changes stays in memory: that works where / is itself an overlay, on which another can't write.
 mnt=$directory/mnt
 root=$mnt/root
-mount -t tmpfs -o mode=755,size=2g tmpfs "$mnt"
+mount -t tmpfs -o mode=755,size=3g tmpfs "$mnt"
 mkdir "$mnt/upper" "$mnt/work" "$mnt/installed" "$root"
-[ -n "${E2E_ROOT:-}" ] || mount --bind "$installed" "$mnt/installed"
+# A copy: no layer of an overlay may lie within another one.
+[ -n "${E2E_ROOT:-}" ] || cp -a "$installed/." "$mnt/installed"
 mount -t overlay -o "lowerdir=$mnt/installed:$base,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
 # The traces that systemd-nspawn leaves in /run are ours too.
 mount -t tmpfs -o mode=755 tmpfs /run
