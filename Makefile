@@ -1,5 +1,5 @@
 # Everything a person types. Each target does its own set-up: what is missing is installed (as root) or named.
-BOARD ?= tesla-p40
+BOARD ?= h200
 
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
@@ -44,7 +44,7 @@ fetch: ## all that make deb rpm takes from the network, which it needs no more t
 	scripts/fetch-zig.sh
 	cargo fetch --locked
 
-demo: ## the whole way once, on a simulated host: make demo BOARD=tesla-p40, h200x8 or mixed (RELEASE=1 as in make test)
+demo: ## what the service is for, on one screen, on a simulated host: make demo BOARD=h200, h200x8, mixed or tesla-p40 (RELEASE=1 as in make test)
 	scripts/demo.sh $(BOARD)
 
 # Only root can boot a systemd, which is where the packages are tried. With RELEASE=1 they are those of make deb rpm, which

@@ -1,56 +1,43 @@
 #!/bin/bash
-# The whole way once, on a simulated host: the programs, a real dbus-daemon, a board of the simulator's. With RELEASE=1 the
-# programs are those in the packages of `make deb rpm`, which has built them before; otherwise they are those of the tests.
-# Shows what an administrator would see and checks it; exit status 0 means that every check held.
+# The service's purpose on one screen of 80 columns and 40 rows: a simulated host, a real dbus-daemon, and the programs of the
+# tests; with RELEASE=1 those in the packages of `make deb rpm`, built before. Every step is checked as well as shown, and
+# exit status 0 means that every check held. BINARIES names a directory of programs that are built already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-board=${1:-tesla-p40}
-python=/usr/bin/python3
-query=(nvidia-smi "--query-gpu=gpu_uuid,gpu_name,gpu_bus_id,memory.total,compute_mode" --format=csv)
-manager=(io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Manager)
+board=${1:-h200}
 dir=''
 daemon=''
+runs=()
 
 fail() {
     echo "demo: FAILED: $*" >&2
     exit 1
 }
 
-# The PIDs of everything that was started for this demo, however far down: they all inherit the mark. (A process
-# without an environment, such as one that has ended and is not yet collected, doesn't count.)
-marked() {
-    local environ pid
-    for environ in /proc/[0-9]*/environ; do
-        if grep -qzxF "YUNION_MPS_DEMO=$dir" "$environ" 2>/dev/null; then
-            pid=${environ#/proc/}
-            echo "${pid%/environ}"
-        fi
-    done
+# A step's heading, bold on a terminal.
+step() { # WORDS
+    if [ -t 1 ]; then printf '\033[1m%s\033[0m\n' "$*"; else echo "$*"; fi
 }
 
-only_the_bus_marked() {
-    [ -z "$(marked | grep -vx "$bus")" ]
+# Shows a command with its standard output.
+show() { # COMMAND...
+    echo "\$ $*"
+    "$@" 2>"$dir/errors" || fail "$*: exit status $?: $(cat "$dir/errors")"
 }
 
-none_marked() {
-    [ -z "$(marked)" ]
+# Shows a command that must fail, with its standard output.
+show_failing() { # COMMAND...
+    echo "\$ $*"
+    if "$@" 2>"$dir/errors"; then fail "$*: exit status 0"; fi
 }
 
-names() { # PID...
-    local pid
-    for pid in "$@"; do
-        echo "$pid ($(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null))"
-    done
-}
-
-# Waits until a command succeeds; polls, with a deadline.
-wait_for() { # SECONDS COMMAND...
-    local deadline=$((SECONDS + $1))
+wait_for() { # WORDS COMMAND...
+    local words=$1 deadline=$((SECONDS + 60))
     shift
     until "$@"; do
-        [ "$SECONDS" -lt "$deadline" ] || return 1
-        sleep 0.1
+        [ "$SECONDS" -lt "$deadline" ] || fail "waited in vain for $words"
+        sleep 0.05
     done
 }
 
@@ -58,58 +45,266 @@ is_gone() { # PID
     ! kill -0 "$1" 2>/dev/null
 }
 
+# The PIDs of everything that was started for this demo, however far down: all inherit the mark.
+marked() {
+    grep -lszxF "YUNION_MPS_DEMO=$dir" /proc/[0-9]*/environ | tr -dc '0-9\n'
+}
+
+only_the_bus_runs() {
+    [ "$(marked)" = "$bus" ]
+}
+
+nothing_runs() {
+    [ -z "$(marked)" ]
+}
+
 cleanup() {
     local status=$? pids
+    trap '' HUP INT PIPE TERM
     set +e
     [ -n "$dir" ] || exit "$status"
-    if [ "$status" -ne 0 ] && [ -s "$dir/daemon.log" ]; then
-        echo "--- the end of the daemon's log" >&2
+    # A signal is no failure of the service.
+    if [ "$status" -ne 0 ] && [ "$status" -lt 128 ] && [ -s "$dir/daemon.log" ]; then
+        echo "--- the end of the service's log" >&2
         tail -n 30 "$dir/daemon.log" >&2
     fi
-    # The daemon first: it ends what it started.
+    # The service takes the immutable flag from its directories when it stops.
     if [ -n "$daemon" ] && kill -TERM "$daemon" 2>/dev/null; then
-        wait_for 20 is_gone "$daemon"
+        (wait_for "the service's end" is_gone "$daemon")
     fi
     mapfile -t pids < <(marked)
-    [ ${#pids[@]} -eq 0 ] || kill -TERM "${pids[@]}" 2>/dev/null
-    wait_for 5 none_marked
-    mapfile -t pids < <(marked)
+    # A shell tells of the end of its own jobs only.
+    disown -a
     [ ${#pids[@]} -eq 0 ] || kill -KILL "${pids[@]}" 2>/dev/null
-    chattr -R -f -i "$dir" 2>/dev/null || :
+    (wait_for 'the end of all processes' nothing_runs)
+    chattr -R -f -i "$dir" 2>/dev/null
     rm -rf "$dir"
     exit "$status"
 }
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
 
-show() { # COMMAND...
-    echo
-    echo "\$ $*"
-    "$@"
+# The first value of a key in a file of JSON.
+value() { # KEY FILE
+    sed -n "/^ *\"$1\": /{s///; s/,\$//; s/^\"\(.*\)\"\$/\1/; p; q}" "$2"
 }
 
-check() { # ARGUMENT...
-    "$python" scripts/demo-check.py "$@" || fail "see the line above"
+modes() {
+    nvidia-smi --query-gpu=gpu_uuid,compute_mode --format=csv,noheader
 }
 
-scripts/deps.sh
-cargo build --workspace --locked
-target=$(cargo metadata --format-version 1 --no-deps --locked |
-    "$python" -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')
-programs=$target/debug
+# The compute mode of the GPU of the first slice.
+mode() {
+    nvidia-smi -i "$uuid" --query-gpu=compute_mode --format=csv,noheader
+}
+
+expect_mode() { # MODE
+    [ "$(mode)" = "$1" ] || fail "the compute mode of $uuid is $(mode), not $1"
+}
+
+start() {
+    env YUNION_MPS_DEMO="$dir" yunion-mps-daemon --sysroot "$host/sysroot" >>"$dir/daemon.log" 2>&1 &
+    daemon=$!
+}
+
+# Every GPU is served, but for the GPU of a board that is in MIG mode on purpose.
+serves() {
+    is_gone "$daemon" && fail "the service ended before it served"
+    yunion-mpsctl list --gpus --json >"$dir/gpus" 2>/dev/null || return 1
+    [ "$(grep -c '"healthy": false' "$dir/gpus")" -eq "$(grep -c '"reason": "MIG is on' "$dir/gpus")" ]
+}
+
+# The PIDs of the control daemons.
+control_daemons() {
+    yunion-mpsctl status --json | sed -n '/"control_daemons"/,/"events"/s/ *"pid": //p'
+}
+
+has_seen_fault() {
+    yunion-mpsctl status --json | grep -q '"faults": [1-9]'
+}
+
+listed() { # SLICE
+    pid=$(sed -n 's/^hold pid \([0-9]*\) begins with MPS$/\1/p' "$dir/$1")
+    [ -n "$pid" ] && yunion-mpsctl clients | grep -q "^ *$pid .* $1 "
+}
+
+# Starts a program in a slice that computes until it is ended or meets an error. Its PID is in pid, once the service lists it.
+client() { # SLICE
+    env YUNION_MPS_DEMO="$dir" yunion-mpsctl run "$1" -- cuda-client hold 600 --tell >"$dir/$1" 2>"$dir/errors" &
+    runs+=($!)
+    wait_for "a client of $1" listed "$1"
+}
+
+clients() {
+    client "$first"
+    one=$pid
+    client "$second"
+    two=$pid
+}
+
+compute() { # PID...
+    local pid
+    for pid in "$@"; do
+        if is_gone "$pid"; then fail "client $pid was lost: $(grep -hs "$pid" "$dir/$first" "$dir/$second")"; fi
+    done
+}
+
+no_client() {
+    [ "$(yunion-mpsctl clients --json)" = '[]' ]
+}
+
+end_clients() {
+    kill "${runs[@]}" 2>/dev/null || :
+    wait "${runs[@]}" || :
+    runs=()
+    wait_for 'the end of the clients' no_client
+}
+
+reload() {
+    yunion-mpsctl reload >"$dir/reload" 2>&1 || fail "reload: $(cat "$dir/reload")"
+    wait_for 'the service after a reload' serves
+}
+
+configure() {
+    step '1. host.conf says enable_cuda_mps: true, host_container_device.yml has the GPUs:'
+    grep -qx 'enable_cuda_mps: true' "$etc/host.conf" || fail "MPS is not enabled in host.conf"
+    head -n 4 "$etc/host_container_device.yml"
+}
+
+serve() {
+    modes >"$dir/before"
+    start
+    wait_for 'the service' serves
+    yunion-mpsctl list --json >"$dir/slices"
+    yunion-mpsctl list --names >"$dir/names"
+    { read -r first; read -r second; } <"$dir/names"
+    uuid=$(value device_path "$dir/slices")
+    expect_mode Exclusive_Process
+    [ "$(modes | grep -c Exclusive_Process)" -eq "$(grep -c '"healthy": true' "$dir/gpus")" ] ||
+        fail "not every GPU that is served has its compute mode: $(modes)"
+    step "2. Compute mode of ${first%-*}: $(sed -n "s/^$uuid, //p" "$dir/before") -> $(mode). The service's list:"
+    # A screen has no room for the 32 slices of a host with eight GPUs.
+    echo "\$ yunion-mpsctl list | head -n 5     # of $(wc -l <"$dir/names") slices"
+    yunion-mpsctl list >"$dir/list"
+    head -n 5 "$dir/list"
+}
+
+share_memory() {
+    local limit got
+    limit=$(value mps_memory_limit "$dir/slices")
+    if [ "$enforced" = true ]; then
+        step "3. A program gets the memory of its slice, $limit MiB, and no more:"
+        show_failing yunion-mpsctl run "$first" -- cuda-client alloc "$((2 * limit))" | tee "$dir/alloc"
+        got=$(sed -n 's/^alloc stopped at \([0-9]*\) MiB: out of memory$/\1/p' "$dir/alloc")
+        [ "$got" -le "$limit" ] && [ "$got" -ge "$((limit * 9 / 10))" ] || fail "a program got $got of $limit MiB"
+    else
+        step "3. MPS holds programs to the memory of their slice from Volta on, but not here:"
+        show yunion-mpsctl run "$first" -- cuda-client alloc "$((2 * limit))"
+    fi
+}
+
+contain_fault() {
+    if [ "$enforced" = true ]; then
+        step '4. With "isolation: slice" in the device file, a fault stays in its slice:'
+        cp "$etc/host_container_device.yml" "$dir/devices"
+        sed -i '4s/$/\n  isolation: slice/' "$etc/host_container_device.yml"
+        reload
+        expect_mode Default
+    else
+        step '4. One fault ends all programs of a GPU before Volta. The service heals it:'
+    fi
+    clients
+    show_failing yunion-mpsctl run "$second" -- cuda-client fault
+    wait_for "the end of the client of $second" is_gone "$two"
+    if [ "$enforced" = true ]; then
+        compute "$one"
+        echo "Client $two in this slice is lost; client $one in $first computes on."
+        end_clients
+        cp "$dir/devices" "$etc/host_container_device.yml"
+        reload
+        expect_mode Exclusive_Process
+    else
+        wait_for "the end of the client of $first" is_gone "$one"
+        wait_for 'the fault' has_seen_fault
+        end_clients
+        wait_for 'the healed service' serves
+        echo "Clients $one and $two are lost; the service takes new ones."
+    fi
+}
+
+survive_kill() {
+    local before
+    clients
+    before=$(control_daemons)
+    step '5. kill -9 of the service loses no client: the next service takes over.'
+    echo "\$ kill -9 $daemon; yunion-mps-daemon &     # while clients $one and $two compute"
+    kill -KILL "$daemon"
+    { wait "$daemon" || :; } 2>/dev/null
+    compute "$one" "$two"
+    start
+    wait_for 'the next service' serves
+    wait_for "the client of $first" listed "$first"
+    wait_for "the client of $second" listed "$second"
+    compute "$one" "$two"
+    [ "$(control_daemons)" = "$before" ] || fail "the control daemons were $before, and are $(control_daemons)"
+    show yunion-mpsctl clients
+}
+
+drain() {
+    step "6. A drained slice takes no new program, and its clients finish:"
+    # The path of a client depends on this checkout's.
+    show yunion-mpsctl drain "$second" | sed "s|$BINARIES/||"
+    show_failing yunion-mpsctl run "$second" -- cuda-client props
+    grep -q 'is drained' "$dir/errors" || fail "$second was refused for another reason: $(cat "$dir/errors")"
+    cat "$dir/errors"
+    compute "$one" "$two"
+    end_clients
+}
+
+stop() {
+    local status=0
+    kill -TERM "$daemon"
+    wait_for "the service's end" is_gone "$daemon"
+    wait "$daemon" || status=$?
+    daemon=''
+    [ "$status" -eq 0 ] || fail "the service ended with exit status $status"
+    # shellcheck disable=SC2046 # PIDs
+    wait_for "the end of all that the service started" only_the_bus_runs
+    modes >"$dir/after"
+    cmp -s "$dir/before" "$dir/after" || fail "the compute modes are not those from before: $(cat "$dir/after")"
+    kill -TERM "$bus"
+    wait "$bus" || :
+    nothing_runs || fail "processes are left: $(marked)"
+    step "7. The service has stopped: compute mode $(mode) again, and no process is left."
+}
+
+if [ -z "${BINARIES:-}" ]; then
+    scripts/deps.sh demo
+    cargo build --workspace --locked
+    target=$(cargo metadata --format-version 1 --no-deps --locked | sed 's/.*"target_directory":"\([^"]*\)".*/\1/')
+    BINARIES=$target/debug
+fi
+SECONDS=0
+programs=$BINARIES
 [ -z "${RELEASE:-}" ] || programs=$PWD/target/packaged
 [ -x "$programs/yunion-mps-daemon" ] || fail "there is no $programs/yunion-mps-daemon; make deb rpm builds it"
 # The simulator is in none of the packages.
-export PATH="$programs:$target/debug:$PATH"
+export PATH="$programs:$BINARIES:$PATH" COLUMNS=80
+echo "Board $board is simulated; the service, its commands and the bus are real."
 
+trap cleanup EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 141' PIPE
+trap 'exit 143' TERM
 # Short: the path of a socket below it must fit in 107 bytes.
 dir=$(mktemp -d /tmp/mps-demo.XXXXXX)
 chmod 755 "$dir"
-
 host=$dir/host
+etc=$host/sysroot/etc/yunion
 exports=$(yunion-mps-sim create "$board" "$host") || fail "no simulated host of board $board"
 eval "$exports"
+# Nothing here reports to a systemd that may have started us.
+unset NOTIFY_SOCKET JOURNAL_STREAM WATCHDOG_USEC WATCHDOG_PID
+export RUNTIME_DIRECTORY=$dir/run
 
 # A bus as closed as the system's.
 scripts/bus-conf.sh "$dir"
@@ -117,61 +312,15 @@ env YUNION_MPS_DEMO="$dir" dbus-daemon --config-file="$dir/bus.conf" --nofork --
     >"$dir/bus.address" 2>"$dir/bus.log" &
 bus=$!
 # It prints its address once it listens.
-wait_for 10 test -s "$dir/bus.address" || fail "dbus-daemon did not start: $(cat "$dir/bus.log")"
+wait_for 'dbus-daemon' test -s "$dir/bus.address"
 export DBUS_SYSTEM_BUS_ADDRESS="unix:path=$dir/socket"
-# Nothing here reports to a systemd that may have started us.
-unset NOTIFY_SOCKET JOURNAL_STREAM WATCHDOG_USEC WATCHDOG_PID
 
-"${query[@]}" >"$dir/before.csv" || fail "the simulated nvidia-smi does not answer"
-
-echo
-echo "\$ yunion-mps-daemon --sysroot $host/sysroot &"
-env YUNION_MPS_DEMO="$dir" yunion-mps-daemon --sysroot "$host/sysroot" >"$dir/daemon.log" 2>&1 &
-daemon=$!
-
-list_json() { # METHOD FILE
-    busctl call --json=short "${manager[@]}" "$1" >"$2" 2>"$dir/busctl.log"
-}
-
-# The state alone may be true too early on a board with a GPU that can't be served: wait for the others as well.
-settled() {
-    is_gone "$daemon" && fail "the daemon ended before it was ready"
-    yunion-mpsctl status --json >"$dir/status.json" 2>"$dir/status.log" &&
-        list_json ListDevices "$dir/devices.json" && list_json ListGpus "$dir/gpus.json" &&
-        "$python" scripts/demo-check.py settled "$board" "$dir" >"$dir/settled.log" 2>&1
-}
-wait_for 60 settled || fail "not ready after 60 s: $(cat "$dir"/{settled,status,busctl}.log 2>/dev/null)"
-
-show "${query[@]}" | tee "$dir/serving.csv.shown"
-sed 1,2d "$dir/serving.csv.shown" >"$dir/serving.csv"
-show yunion-mpsctl list
-show yunion-mpsctl list --platform | tee "$dir/table.shown"
-sed 1,2d "$dir/table.shown" >"$dir/table.txt"
-echo
-echo "\$ busctl call ${manager[*]} ListDevices"
-busctl call "${manager[@]}" ListDevices >"$dir/devices.text"
-echo "$(head -c 400 "$dir/devices.text")... ($(wc -c <"$dir/devices.text") bytes)"
-check serving "$board" "$dir"
-
-echo
-echo "\$ kill -TERM <yunion-mps-daemon>"
-kill -TERM "$daemon"
-wait_for 60 is_gone "$daemon" || fail "the daemon runs on, 60 s after SIGTERM"
-status=0
-wait "$daemon" || status=$?
-daemon=''
-[ "$status" -eq 0 ] || fail "the daemon ended with exit status $status"
-# shellcheck disable=SC2046 # PIDs
-wait_for 10 only_the_bus_marked || fail "left running by the daemon: $(names $(marked | grep -vx "$bus"))"
-
-show "${query[@]}" | tee "$dir/stopped.csv.shown"
-sed 1,2d "$dir/stopped.csv.shown" >"$dir/stopped.csv"
-check stopped "$board" "$dir"
-
-kill -TERM "$bus"
-wait_for 10 is_gone "$bus" || fail "dbus-daemon runs on"
-# shellcheck disable=SC2046 # PIDs
-wait_for 10 none_marked || fail "left running: $(names $(marked))"
-
-echo
-echo "demo: $board: every check held"
+configure
+serve
+enforced=$(value limits_enforced "$dir/slices")
+share_memory
+contain_fault
+survive_kill
+drain
+stop
+echo "demo: $board: every check held, in $SECONDS s"

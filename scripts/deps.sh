@@ -3,6 +3,7 @@
 # As root on a machine with apt-get the missing ones are installed; otherwise one line names them all and the exit
 # status is 1. Programs are looked for, not packages: any other way to have them is as good.
 # An argument asks for less:
+#   demo        the programs that `make demo` needs
 #   packages    the programs that build and check the packages
 #   build       the programs that `make build` needs, on every distribution
 #   dist        the programs that `make dist` needs
@@ -29,9 +30,18 @@ look() {
     "look_$what"
 }
 
-look_build() {
+look_linker() {
     # Rust links with cc, and that needs the C library's start-up files, which Debian's gcc only recommends.
     echo 'int main(void) { return 0; }' | cc -x c -o /dev/null - >/dev/null 2>&1 || lacks 'cc that links' 'gcc libc6-dev'
+}
+
+look_demo() {
+    look_linker
+    needs dbus-daemon dbus
+}
+
+look_build() {
+    look_linker
     needs make make
     [ -x /usr/bin/python3 ] || lacks /usr/bin/python3 python3
 }

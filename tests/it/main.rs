@@ -32,6 +32,7 @@ mod cpus;
 mod ctl;
 mod dbus;
 mod dbus_page;
+mod demo;
 mod doctor;
 mod drain;
 mod example;

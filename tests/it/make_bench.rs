@@ -3,12 +3,12 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
 
-use crate::support::host::{binaries, text};
+use crate::support::host::{binaries, programs_with, text};
 
 const GROUPS: [&str; 7] = ["start", "death", "stop", "reload", "calls", "commands", "idle"];
 
@@ -85,21 +85,6 @@ fn commands_are_measured() {
 #[test]
 fn idling_is_measured() {
     every_row_of("idle");
-}
-
-/// The programs of the simulated host, one of them replaced by this script.
-fn programs_with(out: &Path, name: &str, script: &str) -> PathBuf {
-    let programs = out.join("programs");
-    fs::create_dir(&programs).unwrap();
-    for entry in fs::read_dir(binaries()).unwrap().map(Result::unwrap) {
-        let is_program = entry.file_type().unwrap().is_file();
-        if is_program && entry.file_name() != name {
-            fs::hard_link(entry.path(), programs.join(entry.file_name())).unwrap();
-        }
-    }
-    fs::write(programs.join(name), script).unwrap();
-    fs::set_permissions(programs.join(name), fs::Permissions::from_mode(0o755)).unwrap();
-    programs
 }
 
 /// The result of a benchmark of the groups that fails, with everything that it said.

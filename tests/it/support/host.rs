@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -12,6 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::bus::{AS_MEMBER, PrivateBus};
+use super::processes::processes_with;
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
 /// The directory of the binaries under test, the simulator's among them.
@@ -23,6 +25,21 @@ pub(crate) fn binaries() -> PathBuf {
         "the other programs aren't built: cargo build --workspace"
     );
     directory
+}
+
+/// The programs of the simulated host, one of them replaced by this script.
+pub(crate) fn programs_with(out: &Path, name: &str, script: &str) -> PathBuf {
+    let programs = out.join("programs");
+    fs::create_dir(&programs).unwrap();
+    for entry in fs::read_dir(binaries()).unwrap().map(Result::unwrap) {
+        let is_program = entry.file_type().unwrap().is_file();
+        if is_program && entry.file_name() != name {
+            fs::hard_link(entry.path(), programs.join(entry.file_name())).unwrap();
+        }
+    }
+    fs::write(programs.join(name), script).unwrap();
+    fs::set_permissions(programs.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+    programs
 }
 
 /// The program yunion-mpsctl.
@@ -52,7 +69,7 @@ impl Host {
     pub(crate) fn new(board: &str) -> Self {
         // Short: the path of a socket below it must fit in 107 bytes.
         let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
-        fs::set_permissions(directory.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let root = directory.path().join("h");
         let made = Command::new(binaries().join("yunion-mps-sim"))
             .arg("create")
@@ -434,13 +451,7 @@ impl Host {
     /// The PIDs of all processes of this host, by the variable that they inherit; the daemon included.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
-        let entries = fs::read_dir("/proc").unwrap().flatten();
-        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        pids.filter(|pid| {
-            let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-            environment.split(|byte| *byte == 0).any(|variable| variable == mark.as_bytes())
-        })
-        .collect()
+        processes_with(&mark)
     }
 }
 

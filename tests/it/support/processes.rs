@@ -31,3 +31,14 @@ fn with_arguments(host: &Host, wanted: impl Fn(&[String]) -> bool) -> Vec<u32> {
     };
     host.processes().into_iter().filter(|pid| wanted(&arguments(*pid))).collect()
 }
+
+/// The PIDs of all processes that have this variable, `NAME=VALUE`, from their start on.
+pub(crate) fn processes_with(variable: &str) -> Vec<u32> {
+    let entries = fs::read_dir("/proc").unwrap().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|pid| {
+        let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|byte| *byte == 0).any(|one| one == variable.as_bytes())
+    })
+    .collect()
+}
