@@ -194,7 +194,7 @@ share_memory() {
         step "3. A program gets the memory of its slice, $limit MiB, and no more:"
         show_failing yunion-mpsctl run "$first" -- cuda-client alloc "$((2 * limit))" | tee "$dir/alloc"
         got=$(sed -n 's/^alloc stopped at \([0-9]*\) MiB: out of memory$/\1/p' "$dir/alloc")
-        [ "$got" -le "$limit" ] && [ "$got" -ge "$((limit * 9 / 10))" ] || fail "a program got $got of $limit MiB"
+        ((got <= limit && got >= limit * 9 / 10)) || fail "a program got $got of $limit MiB"
     else
         step "3. MPS holds programs to the memory of their slice from Volta on, but not here:"
         show yunion-mpsctl run "$first" -- cuda-client alloc "$((2 * limit))"
@@ -266,7 +266,6 @@ stop() {
     wait "$daemon" || status=$?
     daemon=''
     [ "$status" -eq 0 ] || fail "the service ended with exit status $status"
-    # shellcheck disable=SC2046 # PIDs
     wait_for "the end of all that the service started" only_the_bus_runs
     modes >"$dir/after"
     cmp -s "$dir/before" "$dir/after" || fail "the compute modes are not those from before: $(cat "$dir/after")"
