@@ -254,7 +254,8 @@ drain() {
     show yunion-mpsctl drain "$second" | sed "s|$BINARIES/||"
     show_failing yunion-mpsctl run "$second" -- cuda-client props
     grep -q 'is drained' "$dir/errors" || fail "$second was refused for another reason: $(cat "$dir/errors")"
-    cat "$dir/errors"
+    # Root's run on a booted host notes that this bus has no systemd.
+    grep -v ': note: ' "$dir/errors"
     compute "$one" "$two"
     end_clients
 }
