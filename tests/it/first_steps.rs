@@ -12,6 +12,7 @@ use rustix::process::geteuid;
 use serde_json::Value;
 
 use crate::support::client::Client;
+use crate::support::golden;
 use crate::support::host::{Host, text};
 use crate::support::wait::wait_for;
 
@@ -220,7 +221,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     // The manual shows it.
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/man/examples/setup.txt");
     let shown = format!("Output with --yes, on a host with one Tesla P40 and without configuration:\n{said}");
-    if std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty()) {
+    if golden::is_update() {
         fs::write(&example, &shown).unwrap();
     }
     assert_eq!(

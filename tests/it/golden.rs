@@ -1,10 +1,10 @@
-//! The output of every command on every simulated board, held byte for byte against the files in tests/golden.
+//! The outputs of every command on every simulated board, held against the files in tests/golden (`support/golden.rs`).
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it golden:: && UPDATE_GOLDEN=1 cargo test --test it screens::
 //!
 //! writes the files again. Another subcommand is one more line in `CASES`. `tests/golden/BOARD/broken` has the same host
-//! after its first GPU has fallen off the bus. Texts are recorded for 80 and 120 columns. The tables of `screens.rs` are
-//! made from the JSON that is recorded here, since their widths depend on PIDs.
+//! after its first GPU has fallen off the bus. The tables of `screens.rs` are made from the JSON that is recorded here,
+//! since their widths depend on PIDs.
 //!
 //! A value that differs from run to run is replaced by one that reads well, since the manual shows these files; all of it
 //! is in `Normal`:
@@ -19,16 +19,15 @@
 //!
 //! JSON must be printed one value a line, keys sorted.
 
-use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use regex::{Captures, Regex};
 use rustix::process::Signal;
 use serde_json::Value;
 
+use crate::support::golden::{Golden, is_update, unknown_directories};
 use crate::support::host::{Host, binaries, signal_pid, text};
 use crate::support::wait::wait_for;
 
@@ -91,9 +90,6 @@ const BROKEN: &[(&str, &[&str])] = &[
     ("bench", &["yunion-mpsctl", "bench", "--device", "DEVICE"]),
 ];
 
-/// The widths for which texts are recorded, with the ends of the files' names.
-const WIDTHS: [(&str, &str); 2] = [("80", "txt"), ("120", "120.txt")];
-
 const RUN: &str = "env | grep -E '^(CUDA|NVIDIA|YUNION)_' | LC_ALL=C sort | grep -v YUNION_MPS_SIM";
 
 #[test]
@@ -116,6 +112,16 @@ fn mixed() {
     board("mixed");
 }
 
+#[test]
+fn no_directory_is_left_over() {
+    let unknown = unknown_directories();
+    if is_update() {
+        unknown.iter().for_each(|directory| fs::remove_dir_all(directory).unwrap());
+    } else {
+        assert!(unknown.is_empty(), "no test reads {unknown:?}");
+    }
+}
+
 fn board(name: &str) {
     let mut host = Host::new(name);
     host.set("TZ", "UTC");
@@ -133,7 +139,7 @@ fn board(name: &str) {
     let mut client = None;
     let mut golden = Golden::new(name);
     for (file, command) in CASES {
-        golden.compare(&host, file, command, |columns| printed(&host, command, columns, &mut client));
+        hold(&mut golden, &host, (file, command), |columns| printed(&host, command, columns, &mut client));
     }
     let mut broken = Golden::new(&format!("{name}/broken"));
     let lost = host.list()[1]["pci_bdf"].clone();
@@ -148,7 +154,7 @@ fn board(name: &str) {
             && status["control_daemons"][0]["state"] == "waiting"
     });
     for (file, command) in BROKEN {
-        broken.compare(&host, file, command, |columns| said(&host, command, columns));
+        hold(&mut broken, &host, (file, command), |columns| said(&host, command, columns));
     }
     end(&mut client);
     host.clear("gpus/0/lost");
@@ -160,58 +166,21 @@ fn board(name: &str) {
     );
 }
 
-/// The files of a directory, and what is wrong with them.
-struct Golden {
-    directory: PathBuf,
-    update: bool,
-    files: BTreeSet<PathBuf>,
-    complaints: String,
-}
-
-impl Golden {
-    fn new(below: &str) -> Self {
-        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below);
-        let update = std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty());
-        Self { directory, update, files: BTreeSet::new(), complaints: String::new() }
+/// Runs a command, at both widths if both are recorded, and holds its output.
+fn hold(
+    golden: &mut Golden,
+    host: &Host,
+    (file, command): (&str, &[&str]),
+    mut print: impl FnMut(&str) -> String,
+) {
+    let normal = || Normal::new(host);
+    let narrow = print("80");
+    if command.contains(&"--json") || command.contains(&"json") {
+        return golden.hold(&format!("{file}.json"), command, &normal().json(&narrow));
     }
-
-    fn compare(&mut self, host: &Host, file: &str, command: &[&str], mut print: impl FnMut(&str) -> String) {
-        let normal = || Normal::new(host);
-        if command.contains(&"--json") || command.contains(&"json") {
-            self.hold(&format!("{file}.json"), command, &normal().json(&print("80")));
-        } else {
-            for (columns, end) in WIDTHS {
-                self.hold(&format!("{file}.{end}"), command, &normal().text(&print(columns)));
-            }
-        }
-    }
-
-    fn hold(&mut self, file: &str, command: &[&str], output: &str) {
-        let file = self.directory.join(file);
-        assert!(self.files.insert(file.clone()), "two cases for {}", file.display());
-        if self.update {
-            fs::create_dir_all(&self.directory).unwrap();
-            fs::write(&file, output).unwrap();
-        } else if fs::read_to_string(&file).unwrap_or_default() != output {
-            let difference = diff(&file, output);
-            writeln!(self.complaints, "{} prints something else:\n{difference}", command.join(" ")).unwrap();
-        }
-    }
-
-    fn finish(mut self) -> String {
-        for entry in fs::read_dir(&self.directory).unwrap() {
-            let file = entry.unwrap().path();
-            if self.files.contains(&file) || file.is_dir() {
-                continue;
-            }
-            if self.update {
-                fs::remove_file(&file).unwrap();
-            } else {
-                writeln!(self.complaints, "{}: no case prints this", file.display()).unwrap();
-            }
-        }
-        self.complaints
-    }
+    let narrow = normal().text(&narrow);
+    let wide = if golden.is_whole() { normal().text(&print("120")) } else { narrow.clone() };
+    golden.hold_both(file, command, &narrow, &wide);
 }
 
 /// Runs a command, which has to succeed without a complaint.
@@ -320,19 +289,6 @@ fn end(client: &mut Option<Child>) {
         signal_pid(client.id(), Signal::TERM);
         client.wait().unwrap();
     }
-}
-
-fn diff(file: &Path, output: &str) -> String {
-    let new = tempfile::NamedTempFile::new().unwrap();
-    fs::write(new.path(), output).unwrap();
-    let old = if file.exists() { file.to_owned() } else { PathBuf::from("/dev/null") };
-    let label = file.file_name().unwrap().to_string_lossy().into_owned();
-    let output = Command::new("diff")
-        .args(["-u", "--label", &format!("golden {label}"), "--label", "printed now"])
-        .args([&old, new.path()])
-        .output()
-        .unwrap();
-    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 /// Replaces what differs from run to run in one output.

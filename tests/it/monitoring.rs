@@ -40,13 +40,14 @@ fn remarks(metrics: &str) -> String {
     if accepted { said } else { format!("refused: {said}") }
 }
 
-/// The recorded metrics of every board, healthy and with a lost GPU, in this format.
+/// The recorded metrics of boards, healthy and with a lost GPU, in this format.
 fn recorded(file: &str) -> Vec<(PathBuf, String)> {
-    let boards = fs::read_dir(source("tests/golden")).unwrap().map(|entry| entry.unwrap().path());
+    let outputs = fs::read_dir(source("tests/golden")).unwrap().map(|entry| entry.unwrap().path());
+    let boards = outputs.filter(|path| !path.ends_with("help"));
     let directories = boards.flat_map(|board| [board.join("broken"), board]);
     let files: Vec<PathBuf> =
         directories.map(|board| board.join(file)).filter(|file| file.exists()).collect();
-    assert!(files.len() >= 8, "{files:?}");
+    assert!(files.len() >= 4, "{files:?}");
     files.into_iter().map(|file| (file.clone(), fs::read_to_string(file).unwrap())).collect()
 }
 
@@ -225,7 +226,7 @@ fn prometheus_answers_every_query_of_the_dashboard() {
     let rules = serde_json::json!({"groups": [{"name": "dashboard", "rules": rules}]});
     let series = [
         input_series("tests/golden/mixed/metrics-prometheus.txt", "gpu1"),
-        input_series("tests/golden/h200/broken/metrics-prometheus.txt", "gpu2"),
+        input_series("tests/golden/h200x8/broken/metrics-prometheus.txt", "gpu2"),
     ];
     let test = serde_json::json!({
         "rule_files": ["dashboard.yml"],

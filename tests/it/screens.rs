@@ -1,13 +1,13 @@
-//! The screens of yunion-mpsctl at 80 and 120 columns, held byte for byte against the files in tests/golden. A host's
-//! recorded answers (`golden.rs`) are played back on a bus, so that PIDs and times have the same widths each time.
+//! The screens of yunion-mpsctl at 80 and 120 columns, held against the files in tests/golden
+//! (`support/golden.rs`). A host's recorded answers (`golden.rs`) are played back on a bus, so that PIDs and times have
+//! the same widths each time.
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it screens::
 
 use crate::support::host::mpsctl;
 use std::collections::HashMap;
-use std::fmt::Write as _;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use regex::Regex;
@@ -16,6 +16,7 @@ use zbus::connection::Builder;
 use zbus::{OwnedVariant, Variant, interface};
 
 use crate::support::bus::{PrivateBus, output};
+use crate::support::golden::{Golden, directory};
 
 /// The name of a file without its end, and the command.
 const SCREENS: &[(&str, &[&str])] = &[
@@ -32,8 +33,6 @@ const SCREENS: &[(&str, &[&str])] = &[
     ("clients", &["clients"]),
     ("clients-wide", &["clients", "-o", "wide"]),
 ];
-
-const WIDTHS: [usize; 2] = [80, 120];
 
 /// The moment at which the answers were recorded, and the time that has gone by since.
 const RECORDED: i64 = 1_795_264_496;
@@ -165,22 +164,22 @@ impl Played {
 
 #[tokio::test]
 async fn tesla_p40() {
-    board("tesla-p40").await;
+    board("tesla-p40", &[""]).await;
 }
 
 #[tokio::test]
 async fn h200() {
-    board("h200").await;
+    board("h200", &["", "/broken"]).await;
 }
 
 #[tokio::test]
 async fn h200x8() {
-    board("h200x8").await;
+    board("h200x8", &["", "/broken"]).await;
 }
 
 #[tokio::test]
 async fn mixed() {
-    board("mixed").await;
+    board("mixed", &["", "/broken"]).await;
 }
 
 /// The screens in the README are recorded ones, in both languages.
@@ -188,7 +187,7 @@ async fn mixed() {
 fn the_readme_shows_recorded_screens() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let recorded = [("list", "h200"), ("status", "mixed"), ("clients", "h200")].map(|(command, board)| {
-        let screen = root.join("tests/golden").join(board).join(format!("screens/{command}.80.txt"));
+        let screen = root.join("tests/golden").join(board).join(format!("screens/{command}.txt"));
         let version = concat!("Version:         ", env!("CARGO_PKG_VERSION"));
         let screen = fs::read_to_string(screen).unwrap().replace("Version:         1.0.0", version);
         format!("text\n$ yunion-mpsctl {command}\n{screen}")
@@ -200,104 +199,61 @@ fn the_readme_shows_recorded_screens() {
     }
 }
 
-/// Every subcommand's help.
+/// Every subcommand's help, which is recorded for 80 columns.
 #[tokio::test]
 async fn help() {
     let bus = PrivateBus::start();
     let mut golden = Golden::new("help");
     let top = mpsctl::command();
-    let subcommands: Vec<String> = top.get_subcommands().map(|one| one.get_name().to_owned()).collect();
-    golden.hold(&bus, "yunion-mpsctl", &["--help"]).await;
-    for name in subcommands.iter().filter(|name| *name != "help") {
-        golden.hold(&bus, name, &[name, "--help"]).await;
+    let subcommands = top.get_subcommands().map(clap::Command::get_name).filter(|name| *name != "help");
+    for name in std::iter::once("yunion-mpsctl").chain(subcommands) {
+        let command = if name == "yunion-mpsctl" { &["--help"][..] } else { &[name, "--help"] };
+        golden.hold(&format!("{name}.txt"), command, &screen(&bus, command, 80).await);
+        screen(&bus, command, 120).await;
     }
-    golden.finish();
+    finish(golden);
 }
 
-async fn board(name: &str) {
-    for name in [name.to_owned(), format!("{name}/broken")] {
-        let mut golden = Golden::new(&format!("{name}/screens"));
+async fn board(name: &str, hosts: &[&str]) {
+    for host in hosts {
+        let answers = format!("{name}{host}");
+        let mut golden = Golden::new(&format!("{answers}/screens"));
         let bus = PrivateBus::start();
-        let recorded = Golden::new(&name).directory;
         let address: zbus::Address = bus.address().as_str().try_into().unwrap();
         let service = Builder::address(address)
-            .serve_at("/io/yunion/Mps1/Manager", Played::read(&recorded))
+            .serve_at("/io/yunion/Mps1/Manager", Played::read(&directory(&answers)))
             .name("io.yunion.Mps1")
             .build()
             .await
             .unwrap();
         for (file, command) in SCREENS {
-            golden.hold(&bus, file, command).await;
+            let (narrow, wide) = (screen(&bus, command, 80).await, screen(&bus, command, 120).await);
+            golden.hold_both(file, command, &narrow, &wide);
         }
         drop(service);
-        golden.finish();
+        finish(golden);
     }
 }
 
-struct Golden {
-    directory: PathBuf,
-    files: Vec<PathBuf>,
-    complaints: String,
+/// The output of a command, which has to fit.
+async fn screen(bus: &PrivateBus, arguments: &[&str], columns: usize) -> String {
+    let times = Regex::new(r"(?-u:\b)2[0-9]{3}-[0-9]{2}-[0-9]{2}(\s+)[0-9]{2}:[0-9]{2}:[0-9]{2}").unwrap();
+    let mut command = bus.command(mpsctl());
+    command.args(arguments).env("COLUMNS", columns.to_string()).env("TZ", "UTC");
+    let output = output(&mut command).await;
+    assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let platforms = arguments.contains(&"--platform");
+    for line in text.lines().filter(|_| !platforms) {
+        assert!(line.chars().count() <= columns, "{arguments:?} at {columns} columns:\n{line}");
+    }
+    times.replace_all(&text, "2026-11-21${1}12:34:56").into_owned()
 }
 
-impl Golden {
-    fn new(below: &str) -> Self {
-        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below);
-        Self { directory, files: Vec::new(), complaints: String::new() }
-    }
-
-    /// Runs a command at each width.
-    async fn hold(&mut self, bus: &PrivateBus, file: &str, arguments: &[&str]) {
-        let times =
-            Regex::new(r"(?-u:\b)2[0-9]{3}-[0-9]{2}-[0-9]{2}(\s+)[0-9]{2}:[0-9]{2}:[0-9]{2}").unwrap();
-        for columns in WIDTHS {
-            let mut command = bus.command(mpsctl());
-            command.args(arguments).env("COLUMNS", columns.to_string()).env("TZ", "UTC");
-            let output = output(&mut command).await;
-            assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {output:?}");
-            let text = String::from_utf8(output.stdout).unwrap();
-            let platforms = arguments.contains(&"--platform");
-            for line in text.lines().filter(|_| !platforms) {
-                assert!(line.chars().count() <= columns, "{arguments:?} at {columns} columns:\n{line}");
-            }
-            let text = times.replace_all(&text, "2026-11-21${1}12:34:56").into_owned();
-            self.compare(&format!("{file}.{columns}.txt"), &text);
-        }
-    }
-
-    fn compare(&mut self, file: &str, text: &str) {
-        let file = self.directory.join(file);
-        if is_update() {
-            fs::create_dir_all(&self.directory).unwrap();
-            fs::write(&file, text).unwrap();
-        }
-        let golden = fs::read_to_string(&file).unwrap_or_default();
-        if golden != text {
-            let _ = writeln!(self.complaints, "{}:\n--- golden\n{golden}\n--- now\n{text}", file.display());
-        }
-        self.files.push(file);
-    }
-
-    fn finish(self) {
-        let mut complaints = self.complaints;
-        for entry in fs::read_dir(&self.directory).unwrap() {
-            let file = entry.unwrap().path();
-            if self.files.contains(&file) || file.is_dir() {
-                continue;
-            }
-            if is_update() {
-                fs::remove_file(&file).unwrap();
-            } else {
-                let _ = writeln!(complaints, "{}: no screen is this one", file.display());
-            }
-        }
-        assert!(
-            complaints.is_empty(),
-            "{complaints}If this is as it should be: UPDATE_GOLDEN=1 cargo test --test it screens::"
-        );
-    }
-}
-
-fn is_update() -> bool {
-    std::env::var_os("UPDATE_GOLDEN").is_some_and(|value| !value.is_empty())
+fn finish(golden: Golden) {
+    let complaints = golden.finish();
+    assert!(
+        complaints.is_empty(),
+        "{complaints}If this is as it should be: UPDATE_GOLDEN=1 cargo test --test it screens::"
+    );
 }

@@ -73,7 +73,7 @@ pub(crate) fn ctl(command: &Command, golden: &Path) -> io::Result<String> {
             // Tables are recorded apart from the other texts.
             None => {
                 page.printed(&golden.join(format!("{name}.txt")))?;
-                page.printed(&golden.join(format!("screens/{name}.80.txt")))?;
+                page.printed(&golden.join(format!("screens/{name}.txt")))?;
             }
         }
     }

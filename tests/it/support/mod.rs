@@ -8,6 +8,7 @@ pub(crate) mod container;
 pub(crate) mod exposition;
 #[path = "../../support/fetched.rs"]
 pub(crate) mod fetched;
+pub(crate) mod golden;
 pub(crate) mod host;
 pub(crate) mod listener;
 pub(crate) mod mount;
