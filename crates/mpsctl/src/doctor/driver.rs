@@ -144,7 +144,10 @@ fn nodes(facts: &Facts) -> Outcome {
 }
 
 /// The kernel counts instances by user, so only root's are the service's.
-fn inotify(_: &Facts) -> Outcome {
+fn inotify(facts: &Facts) -> Outcome {
+    if !facts.own_processes() {
+        return Err("the processes of this machine are not the host's".to_owned());
+    }
     let shortage = inotify::none_left().filter(|_| rustix::process::geteuid().is_root());
     each(shortage, |Problem { found, remedy }| {
         let effect = "the logs of control daemons may be looked at only once a second";
