@@ -79,10 +79,10 @@ model: ## histories of the core in a world in memory, for five minutes (or MODEL
 mutants: ## changes the core in one place after another, and names the changes that no test notices: hours (MUTANTS= for options)
 	scripts/mutants.sh
 
-soak: ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost
+soak: $(PACKAGES_TO_TEST) ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost; and the tests that make test leaves to it
 	scripts/deps.sh
 	cargo build --workspace --locked
-	cargo test --locked --test it -- --ignored --nocapture soak::
+	cargo test --locked --test it --test e2e -- --ignored --nocapture soak::
 
 bench: ## the service's own times, memory and wake-ups, as one table (N= runs, BASE=REV or PEER=PROGRAM to compare with)
 	scripts/deps.sh bench

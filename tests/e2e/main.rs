@@ -141,6 +141,13 @@ const GROUPS: &[Group] = &[
         prepare: slurm::prepared,
         checks: slurm::CHECKS,
     },
+    Group {
+        name: "soak",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage,
+        prepare: slurm::prepared,
+        checks: slurm::SOAK_CHECKS,
+    },
 ];
 
 fn main() -> ExitCode {
@@ -148,10 +155,12 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
         return asker::run();
     }
-    // As with libtest: words select checks by a part of their name, and options are not for us.
+    // As with libtest: words select checks by a part of their name, and options are not for us. What is for `make soak` has to
+    // be selected.
     let wanted = |name: &str| {
         let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
-        words.peek().is_none() || words.any(|word| name.contains(word.as_str()))
+        words.peek().is_none() && !name.starts_with("soak::")
+            || words.any(|word| name.contains(word.as_str()))
     };
     let selected: Vec<(&Group, Vec<(String, Check)>)> = GROUPS
         .iter()
@@ -184,7 +193,7 @@ fn main() -> ExitCode {
             skip::skip(group.name, reason);
             continue;
         }
-        if group.name == "slurm" && !machine::has("/usr/sbin/slurmctld") {
+        if ["slurm", "soak"].contains(&group.name) && !machine::has("/usr/sbin/slurmctld") {
             skip::skip(group.name, "the machine has no Slurm");
             continue;
         }

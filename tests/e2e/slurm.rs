@@ -18,7 +18,14 @@ pub(crate) const CHECKS: &[Check] = &[
     ("without_srun_in_a_batch_script_the_neighbour_ends_as_the_guide_warns", unprotected),
     ("a_user_ends_no_work_of_another", of_another),
     ("a_prolog_in_the_job_binds_the_job", prolog),
+    ("the_cluster_stops", stop),
+];
+
+/// Slurm's time limits are whole minutes.
+pub(crate) const SOAK_CHECKS: &[Check] = &[
+    ("the_guide_makes_slices_gpus_of_slurm", guide),
     ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
+    ("the_cluster_stops", stop),
 ];
 
 /// The lines of the guide that stand there for somebody else than us.
@@ -251,7 +258,10 @@ fn beyond_time_limit(machine: &mut Machine) {
     alice(machine, "scancel --name=neighbour");
     at_work(machine, 0);
     assert_eq!(state(machine), "ready");
-    // The machine waits for processes of jobs before it powers off.
+}
+
+/// The machine waits for processes of jobs before it powers off.
+fn stop(machine: &mut Machine) {
     wait_for("the end of every job", || machine.sh("squeue --noheader").is_empty().then_some(()));
     machine.sh("systemctl stop slurmd; systemctl stop slurmctld");
 }

@@ -337,31 +337,6 @@ fn a_restart_of_the_service_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// While a server handles a fault, its clients are lost or not, and nobody is touched.
-#[test]
-fn nobody_is_ended_under_a_fault() {
-    if !root_or_skip("nobody_is_ended_under_a_fault") {
-        return;
-    }
-    let mut host = serving("cuda_mps_overuse: terminate\ncuda_mps_fault_grace: 3600");
-    let container = Container::new(&host, SLICE);
-    let stays = [(); 2].map(|()| container.holding(&host, 600, &["--stay"]));
-    wait_for_device(&host, SLICE, "both clients", |device| device["clients"] == 2);
-    host.fault();
-    host.wait_for_status("the fault", |status| status["control_daemons"][0]["state"] == "faulted");
-    for client in &stays {
-        let (pid, since) = (client.id(), start_time(client.id()));
-        host.plant(&format!("gpus/0/processes/{pid}"), &format!("client 20000 {since}\n"));
-    }
-    wait_for_event(&host, "over its budget");
-    wait_for("an attempt", || host.log().contains("handles a fault").then_some(()));
-    assert!(!host.log().contains("GPU work ended"), "{}", host.log());
-    assert!(stays.iter().all(|client| alive(client.id())));
-    drop(stays);
-    host.wait_for_state("ready");
-    assert_eq!(host.stop().code(), Some(0));
-}
-
 /// A client that can't be ended is tried again after longer and longer pauses, and the next newest goes in its place.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {

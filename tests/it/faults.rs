@@ -27,6 +27,12 @@ use crate::support::wait::{DEADLINE, wait_for};
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
 
 in_both_topologies! {
+    no_room_for_the_state_file,
+    a_state_file_lost_while_down_costs_no_client,
+    a_removed_pipe_directory_is_made_again,
+    users_that_were_kept_out_are_let_in_again,
+    a_socket_of_another_user_is_not_healthy;
+    soak:
     stopped_processes_are_continued,
     a_stopped_server_is_continued_when_its_control_daemon_has_ended,
     a_server_that_keeps_dying_is_not_started_in_a_loop,
@@ -34,13 +40,9 @@ in_both_topologies! {
     a_fault_names_the_owners_of_those_hit,
     a_fault_after_a_restart_names_the_owners_of_those_hit,
     a_fault_that_ends_the_control_daemon_is_told,
-    a_fault_whose_client_stays_is_healed_after_the_grace,
     no_room_for_the_log,
-    no_room_for_the_state_file,
     the_bus_restarts_while_clients_run,
     what_others_break_is_repaired,
-    a_state_file_lost_while_down_costs_no_client,
-    a_removed_pipe_directory_is_made_again,
     the_log_is_rotated_under_load,
     a_gpu_that_is_lost_and_back,
     critical_errors_are_told_after_a_failed_wait,
@@ -52,10 +54,6 @@ in_both_topologies! {
     the_end_of_a_control_daemon_tells_how_many_lines_were_left_out,
     only_a_file_of_ours_is_the_log,
     a_rotated_log_empties_no_other_file,
-    limits_changed_by_others_are_set_again,
-    users_that_were_kept_out_are_let_in_again,
-    a_socket_of_another_user_is_not_healthy,
-    a_control_daemon_that_hangs_is_not_healthy_for_long,
     the_name_of_a_process_makes_no_line_of_the_log,
 }
 
@@ -304,15 +302,6 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     read_up_to(host, log.rfind("to be torn down").unwrap());
     host.configure(next_grace);
     restart(host);
-}
-
-/// A client that stays after a fatal GPU error keeps everybody out: after the grace its server is ended and the next one
-/// started.
-fn a_fault_whose_client_stays_is_healed_after_the_grace(topology: Topology) {
-    is_healed_after_the_grace(topology, |host| {
-        host.configure("cuda_mps_fault_grace: 1");
-        host.signal(Signal::HUP);
-    });
 }
 
 /// The same though the daemon dies in between, having read of the fault already. Of several control daemons on a GPU nobody
@@ -1007,58 +996,6 @@ fn event_texts(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// Root with the control daemon's own directory can change every limit. They are set again, it is told, and what is
-/// published is what is in force.
-fn limits_changed_by_others_are_set_again(topology: Topology) {
-    let mut host = Host::serving_as(topology, "h200");
-    let status = host.wait_for_state("ready");
-    let server = server(&status);
-    let percentage = &status["gpus"][0]["confirmed_thread_percentage"];
-    let answer = format!("{percentage}.0\n");
-    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
-    let asked = [
-        ("get_default_active_thread_percentage".to_owned(), answer.as_str()),
-        ("get_default_device_pinned_mem_limit 0".to_owned(), "35G\n"),
-        (format!("get_active_thread_percentage {server}"), &answer),
-        (format!("get_device_pinned_mem_limit {server} 0"), "35G\n"),
-    ];
-    let as_ordered =
-        || asked.iter().all(|(command, answer)| host.front_end(&host.private(), command) == *answer);
-    for command in [
-        "set_default_active_thread_percentage 7".to_owned(),
-        "set_default_device_pinned_mem_limit 0 1G".to_owned(),
-        // One that the control daemon takes for none at all.
-        "set_default_device_pinned_mem_limit 0 nothing".to_owned(),
-        format!("set_active_thread_percentage {server} 60"),
-        format!("set_device_pinned_mem_limit {server} 0 100G"),
-    ] {
-        assert!(as_ordered(), "before {command}");
-        let told = host.log().matches("were changed by others").count();
-        host.front_end(&host.private(), &command);
-        host.reload();
-        wait_for("limits as ordered", || as_ordered().then_some(()));
-        wait_for("words about it", || {
-            (host.log().matches("were changed by others").count() > told).then_some(())
-        });
-        host.wait_for_status("limits that are confirmed", |status| {
-            let gpu = &status["gpus"][0];
-            gpu["healthy"] == true
-                && gpu["confirmed_thread_percentage"] == *percentage
-                && gpu["confirmed_memory_limit"] == 35942
-        });
-    }
-    let status = host.wait_for_state("ready");
-    let changed = format!(
-        "limits of server {server} were changed by others: active thread percentage 60.0 instead of {percentage}"
-    );
-    let events = event_texts(&status);
-    assert!(events.iter().any(|event| event.starts_with(&changed)), "{events:#?}");
-    assert_eq!(self::server(&status), server, "nobody had to go for it");
-    bystander.check();
-    drop(bystander);
-    assert_eq!(host.stop().code(), Some(0));
-}
-
 /// Modes that let no user in: put right at a look and when a control daemon is taken over, and said.
 fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
@@ -1171,43 +1108,6 @@ fn a_full_gpu_stays_healthy_and_says_so() {
     });
     clients.push(host.client());
     clients.into_iter().for_each(Client::end);
-    assert_eq!(host.stop().code(), Some(0));
-}
-
-/// A control daemon that hangs, for a client that is stopped while its work is to end: one look without an answer, and
-/// nothing is called healthy any more. Nobody is harmed, and all is well once it answers.
-fn a_control_daemon_that_hangs_is_not_healthy_for_long(topology: Topology) {
-    let mut host = Host::serving_as(topology, "h200");
-    let before = host.wait_for_state("ready");
-    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
-    let victim = host.client();
-    signal_pid(victim.id(), Signal::STOP);
-    wait_for("a stopped client", || stopped(victim.id()).then_some(()));
-    let mut terminate = host
-        .command("nvidia-cuda-mps-control")
-        .env("CUDA_MPS_PIPE_DIRECTORY", host.pipe())
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    let hung = Instant::now();
-    writeln!(terminate.stdin.take().unwrap(), "terminate_client {} {}", server(&before), victim.id())
-        .unwrap();
-    host.wait_for_status("not healthy", |status| {
-        let reason = control_daemon(status)["reason"].as_str().unwrap();
-        host.its_slices().iter().all(is_unhealthy) && reason.contains("did not answer")
-    });
-    let noticed = hung.elapsed();
-    let _ = writeln!(std::io::stderr(), "a control daemon that hangs is not healthy after {noticed:?}");
-    signal_pid(victim.id(), Signal::CONT);
-    let went_on = Instant::now();
-    let after = recovered(&host, 4);
-    let _ = writeln!(std::io::stderr(), "and healthy again {:?} after it answers", went_on.elapsed());
-    assert_eq!((control_pid(&after), server(&after)), (control_pid(&before), server(&before)));
-    terminate.wait().unwrap();
-    bystander.check();
-    drop(bystander);
-    victim.end();
     assert_eq!(host.stop().code(), Some(0));
 }
 

@@ -639,41 +639,6 @@ fn gpu_of<'s>(status: &'s Value, gpu: (&str, &str)) -> &'s Value {
     gpus.iter().find(|one| one["addr"] == gpu.0).unwrap_or_else(|| panic!("no {} in {status:#}", gpu.0))
 }
 
-fn pids(status: &Value) -> Vec<&Value> {
-    status["control_daemons"].as_array().unwrap().iter().map(|one| &one["pid"]).collect()
-}
-
-/// A GPU joins whose former control daemon still has a client. The control daemon that serves the other GPU serves on
-/// without it, and takes it in when it is free.
-#[test]
-fn a_gpu_that_another_control_daemon_has_joins_later() {
-    let mut host = serving("per_gpu", &[A, B]);
-    let mut client = client_of(&host, B);
-    reload(&host, "shared", &[A]);
-    let alone = host.wait_for_state("ready");
-    let shared = |status: &Value| {
-        let all = status["control_daemons"].as_array().unwrap();
-        all.iter().find(|one| one["id"] == "shared").unwrap()["pid"].clone()
-    };
-    reload(&host, "shared", &[A, B]);
-    let status = host.wait_for_state("degraded");
-    assert_eq!(shared(&status), shared(&alone));
-    assert_eq!(gpu_of(&status, A)["healthy"], true, "{status:#}");
-    let reason = gpu_of(&status, B)["reason"].as_str().unwrap();
-    assert!(reason.contains("still has it: it is not needed any more and ends when its clients"), "{reason}");
-    let screen = text(&host.mpsctl(&["status"]));
-    assert!(screen.contains("it waits since ") && !screen.contains("and has 0 clients"), "{screen}");
-    host.call("Control.Reload");
-    nobody_bypasses(&host, &mut client);
-    assert_eq!(shared(&host.json(&["status"]).unwrap()), shared(&alone));
-    client.end();
-    let after = host.wait_for_state("ready");
-    assert_ne!(shared(&after), shared(&alone));
-    assert_eq!(pids(&after).len(), 1, "{after:#}");
-    assert_eq!(host.stop().code(), Some(0));
-    host.nothing_runs();
-}
-
 /// One control daemon for all GPUs waits for the client of one of them, then it starts once, with all. If it started without
 /// that GPU, later clients could keep it from the GPU for ever.
 #[test]

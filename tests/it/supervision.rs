@@ -24,19 +24,20 @@ use crate::support::topology::{Topology, in_both_topologies};
 use crate::support::wait::{DEADLINE, wait_for};
 
 in_both_topologies! {
-    without_inotify_the_service_looks_once_a_second,
     a_zombie_is_not_taken_over,
-    a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon,
     a_foreign_control_daemon_with_a_client_is_left_alone,
     an_idle_foreign_control_daemon_is_replaced,
     a_stop_spares_a_foreign_control_daemon,
-    a_control_daemon_that_does_not_quit_is_terminated,
-    a_stopped_control_daemon_is_continued_to_quit,
     a_control_daemon_whose_place_was_taken_is_left_to_its_clients,
     an_idle_control_daemon_without_its_directory_is_replaced_with_a_word,
-    a_control_daemon_that_is_not_understood_is_not_restarted,
     another_control_daemon_in_the_pipe_directory_takes_no_clients,
-    a_second_daemon_by_hand_ends_nobody_s_work,
+    a_second_daemon_by_hand_ends_nobody_s_work;
+    soak:
+    without_inotify_the_service_looks_once_a_second,
+    a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon,
+    a_control_daemon_that_does_not_quit_is_terminated,
+    a_stopped_control_daemon_is_continued_to_quit,
+    a_control_daemon_that_is_not_understood_is_not_restarted,
     one_nvml_error_at_a_restart_ends_nothing,
     an_nvml_error_that_lasts_opens_no_gpu,
     a_status_is_of_one_moment,

@@ -15,15 +15,23 @@ pub(crate) enum Topology {
     PerSlice,
 }
 
-/// Each of these functions as a test in both topologies.
+/// Each of these functions as a test in both topologies. Those behind `soak` are tried with one control daemon for each slice
+/// by `make soak` alone: tenure and directories are not their subject.
 macro_rules! in_both_topologies {
-    ($($test:ident),* $(,)?) => {
+    ($($test:ident),* $(,)? $(; soak: $($in_soak:ident),* $(,)?)?) => {
         mod shared {
-            $(#[test] fn $test() { super::$test($crate::support::topology::Topology::Shared) })*
+            use $crate::support::topology::Topology::Shared;
+            $(#[test] fn $test() { super::$test(Shared) })*
+            $($(#[test] fn $in_soak() { super::$in_soak(Shared) })*)?
         }
         mod per_slice {
-            $(#[test] fn $test() { super::$test($crate::support::topology::Topology::PerSlice) })*
+            use $crate::support::topology::Topology::PerSlice;
+            $(#[test] fn $test() { super::$test(PerSlice) })*
         }
+        $(mod soak {
+            use $crate::support::topology::Topology::PerSlice;
+            $(#[test] #[ignore = "the other topology: make soak"] fn $in_soak() { super::$in_soak(PerSlice) })*
+        })?
     };
 }
 pub(crate) use in_both_topologies;
