@@ -23,7 +23,7 @@ pub(crate) const CHECKS: &[Check] = &[
 
 /// Slurm's time limits are whole minutes.
 pub(crate) const SOAK_CHECKS: &[Check] = &[
-    ("the_guide_makes_slices_gpus_of_slurm", guide),
+    ("the_cluster_starts", guide),
     ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
     ("the_cluster_stops", stop),
 ];
