@@ -1,4 +1,4 @@
-//! The world of the core's tests against the truth: the same deeds are done in the world (`crates/core/tests/world/scripted.rs`)
+//! The world of the core's tests against the truth: the same deeds are done in the world (`crates/core-world/src/scripted.rs`)
 //! and on a simulated host with the shipped programs, or with NVIDIA's own control daemons. After each deed both show the same.
 //!
 //! `HOST_HISTORIES` says how many are tried, `HISTORY_SEED` where they begin, and `HISTORY_STEPS` how many deeds each has.
@@ -19,12 +19,7 @@ use crate::support::client::Client;
 use crate::support::host::{Host, alive, signal_pid, succeeded, text};
 use crate::support::slice::inode;
 use crate::support::wait::wait_for;
-use world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
-
-// Most of it is for the core's own histories.
-#[allow(dead_code)]
-#[path = "../../crates/core/tests/world/mod.rs"]
-mod world;
+use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
 
 /// The histories of `make test` with each of NVIDIA's control daemons.
 const WITH_NVIDIAS: u64 = 3;

@@ -582,16 +582,39 @@ pub(crate) fn is_put_back(name: &str) -> bool {
 }
 "#;
 
-/// A copy of the crate, which is no member of a workspace, with all defects.
+/// The settings of the copies. The crates are no members of a workspace of before, and need nothing but each other.
+const CORE: &str = r#"
+[workspace]
+[package]
+name = "yunion-mps-core"
+edition = "2024"
+[lib]
+name = "mps_core"
+[dev-dependencies]
+yunion-mps-core-world = { path = "world" }
+[profile.dev]
+opt-level = 1
+debug = false
+"#;
+const WORLD: &str = r#"
+[package]
+name = "yunion-mps-core-world"
+edition = "2024"
+[lib]
+name = "core_world"
+[dependencies]
+yunion-mps-core = { path = ".." }
+"#;
+
+/// A copy of the core with all defects, and of its world.
 fn copy(to: &Path) {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
-    for folder in ["src", "tests/world"] {
-        copy_folder(&own.join(folder), &to.join(folder));
-    }
+    copy_folder(&own.join("src"), &to.join("src"));
+    copy_folder(&own.join("../core-world/src"), &to.join("world/src"));
+    fs::create_dir_all(to.join("tests")).unwrap();
     fs::copy(own.join("tests/histories.rs"), to.join("tests/histories.rs")).unwrap();
-    let manifest = "[workspace]\n[package]\nname = \"yunion-mps-core\"\nedition = \"2024\"\n[lib]\nname = \"mps_core\"\n\
-                    [profile.dev]\nopt-level = 1\ndebug = false\n";
-    fs::write(to.join("Cargo.toml"), manifest).unwrap();
+    fs::write(to.join("Cargo.toml"), CORE).unwrap();
+    fs::write(to.join("world/Cargo.toml"), WORLD).unwrap();
     for (name, file, today, defect, _) in DEFECTS {
         let path = to.join("src").join(file);
         let text = fs::read_to_string(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Histories of a host, by seeds: whatever happens, in whatever order, what must hold holds (`world/truths.rs`).
+//! Histories of a host, by seeds: whatever happens, in whatever order, what must hold holds (`truths.rs` of the world).
 //!
 //! `HISTORIES` says how many are tried, `MODEL_SEED` where they begin, and `MODEL_SECONDS` for how long it goes on instead.
 //! A failure prints its seed, and the shortest history that still fails, as a story.
@@ -12,8 +12,6 @@
     clippy::print_stdout
 )]
 
-mod world;
-
 use std::any::Any;
 use std::collections::BTreeSet;
 use std::num::NonZero;
@@ -23,8 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use world::scripted::{DEEDS, SCRIPTS, Script};
-use world::{Mood, World, mixed};
+use core_world::scripted::{DEEDS, SCRIPTS, Script};
+use core_world::{Mood, World, mixed};
 
 /// The histories of `make test`.
 const HISTORIES: u64 = 50_000;

@@ -12,7 +12,7 @@ use super::{Dice, World};
 
 impl World {
     /// Some trouble for some control daemon that runs.
-    pub(super) fn trouble(&mut self, dice: &mut Dice) {
+    pub(crate) fn trouble(&mut self, dice: &mut Dice) {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
         let Some(pid) = dice.pick(&running).copied() else { return };
@@ -122,7 +122,7 @@ impl World {
     }
 
     /// An administrator asks for something.
-    pub(super) fn request(&mut self, dice: &mut Dice) {
+    pub(crate) fn request(&mut self, dice: &mut Dice) {
         let requests = [
             Requested::Apply { force: false },
             Requested::Apply { force: true },
@@ -143,7 +143,7 @@ impl World {
     }
 
     /// An administrator forces a change where the service says that nobody else can: it does not know the clients.
-    pub(super) fn force_if_clients_are_unknown(&mut self) {
+    pub(crate) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
             let (now, reader) = (mps.now, &mut mps.reader);
@@ -156,7 +156,7 @@ impl World {
     }
 
     /// All troubles are over, and all clients gone.
-    pub(super) fn troubles_end(&mut self) {
+    pub(crate) fn troubles_end(&mut self) {
         let starting = self.service.iter().flat_map(|service| service.starting.values());
         for mps in self.daemons.values().map(|one| &one.mps).chain(starting) {
             let mut mps = mps.lock().unwrap();
@@ -175,7 +175,7 @@ impl World {
     }
 
     /// Whether the control daemon with this PID takes a client with these limits, by its own word and in truth.
-    pub(super) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
+    pub(crate) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
         let gpus = order.gpus.as_slice();
         self.lead_here(pid, gpus)
             && self.daemons.get(&pid).is_some_and(|one| {

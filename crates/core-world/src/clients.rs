@@ -13,32 +13,32 @@ use super::tenants::Tenant;
 const RECOVERY: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Clone)]
-pub(super) struct SimClient {
-    pub(super) server: u32,
+pub(crate) struct SimClient {
+    pub(crate) server: u32,
     /// The GPUs that it uses.
-    pub(super) ordinals: BTreeSet<usize>,
+    pub(crate) ordinals: BTreeSet<usize>,
     /// It has lost its work to a fatal GPU error, on all of its GPUs.
-    pub(super) is_hit: bool,
-    pub(super) program: Program,
-    pub(super) tenant: Tenant,
+    pub(crate) is_hit: bool,
+    pub(crate) program: Program,
+    pub(crate) tenant: Tenant,
 }
 
 impl SimClient {
     /// Whether it has work that it can lose.
-    pub(super) fn is_at_work(&self) -> bool {
+    pub(crate) fn is_at_work(&self) -> bool {
         self.tenant.has_work && !self.is_hit
     }
 }
 
 impl Mps {
     /// A client comes to some GPUs. Returns its PID, unless it has to wait.
-    pub(super) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
+    pub(crate) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
         let pid = if self.goes_wrong(6) { self.free_pid.take() } else { None };
         self.client_comes_with(ordinals, pid)
     }
 
     /// A client leaves, and the next one gets its PID.
-    pub(super) fn is_succeeded(&mut self, pid: u32) {
+    pub(crate) fn is_succeeded(&mut self, pid: u32) {
         let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
         self.client_leaves(pid);
         if let Some(pid) = self.free_pid.take_if(|free| *free == pid) {
@@ -90,7 +90,7 @@ impl Mps {
         Some(pid)
     }
 
-    pub(super) fn client_leaves(&mut self, pid: u32) {
+    pub(crate) fn client_leaves(&mut self, pid: u32) {
         let Some(client) = self.clients.remove(&pid) else { return };
         if !self.hits.iter().any(|(.., hit)| *hit == pid) {
             self.free_pid = Some(pid);
@@ -104,7 +104,7 @@ impl Mps {
     }
 
     /// A client is to lose its work. Whether it is there. Half of the programs end then.
-    pub(super) fn loses_work(&mut self, process: SimProcess) -> bool {
+    pub(crate) fn loses_work(&mut self, process: SimProcess) -> bool {
         let is_it = |client: &SimClient| client.program.process == process;
         let is_there = self.clients.get(&process.pid).is_some_and(is_it);
         if is_there && self.dice.one_in(2) {
@@ -114,7 +114,7 @@ impl Mps {
     }
 
     /// A client meets a fatal GPU error, which hits every client on its GPU, and no other.
-    pub(super) fn fault(&mut self, pid: u32) {
+    pub(crate) fn fault(&mut self, pid: u32) {
         let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;
         };

@@ -20,8 +20,8 @@ use super::ways::tenure_of;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
 /// A control daemon with a process that a supervisor holds.
-pub(super) struct Watched {
-    pub(super) mps: Arc<Mutex<Mps>>,
+pub(crate) struct Watched {
+    pub(crate) mps: Arc<Mutex<Mps>>,
     known: Rc<RefCell<Known>>,
 }
 
@@ -33,7 +33,7 @@ impl fmt::Debug for Watched {
 
 impl Watched {
     /// The control daemon has ended. The service says all that it still has to say of it.
-    pub(super) fn end(self) {
+    pub(crate) fn end(self) {
         let hit = self.known.borrow_mut().take_hit();
         if let Some((server, hit)) = hit {
             for (ordinal, clients) in hit {
@@ -50,10 +50,10 @@ impl Watched {
 }
 
 /// An act under way. It ends with its outcome, and whether the control daemon has ended.
-pub(super) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
+pub(crate) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
 
 impl ControlDaemon {
-    pub(super) fn lock(&self) -> MutexGuard<'_, Mps> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Mps> {
         self.mps.lock().unwrap()
     }
 }
@@ -66,19 +66,19 @@ impl fmt::Debug for ControlDaemon {
 }
 
 /// The limits of an order with this payload.
-pub(super) fn percentage_of(payload: u32) -> u8 {
+pub(crate) fn percentage_of(payload: u32) -> u8 {
     u8::try_from(10 + payload % 80).unwrap()
 }
 
 const LARGEST: u32 = 1;
 
 /// The memory of a slice. With some payloads the slices of a GPU have different sizes.
-pub(super) fn size_of(payload: u32, slice: u32) -> u64 {
+pub(crate) fn size_of(payload: u32, slice: u32) -> u64 {
     1024 * u64::from(1 + payload % 7) - 256 * u64::from((LARGEST - slice) * (payload % 2))
 }
 
 /// The slice of a control daemon that has only one.
-pub(super) fn only_slice(id: &str) -> Option<u32> {
+pub(crate) fn only_slice(id: &str) -> Option<u32> {
     id.rsplit_once('-')?.1.parse().ok()
 }
 
@@ -88,7 +88,7 @@ fn mib_of(order: &Order<u32>) -> u64 {
 }
 
 /// The limits that a control daemon with these GPUs has to have for an order.
-pub(super) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
+pub(crate) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
     let mut setting = Setting { percentage: percentage_of(order.payload), mib: [0; 3] };
     for (mib, gpu) in setting.mib.iter_mut().zip(gpus) {
         if order.gpus.contains(gpu) {
@@ -99,14 +99,14 @@ pub(super) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
 }
 
 /// The compute mode of the GPUs of a control daemon.
-pub(super) fn mode_of(tenure: Tenure) -> Mode {
+pub(crate) fn mode_of(tenure: Tenure) -> Mode {
     match tenure {
         Tenure::Alone => Mode::Exclusive,
         Tenure::InTurns => Mode::Default,
     }
 }
 
-pub(super) fn wanted(task: &Task) -> Wanted {
+pub(crate) fn wanted(task: &Task) -> Wanted {
     let payload = task.order.payload;
     let gpu = |uuid: &String| WantedGpu {
         uuid: uuid.clone(),
@@ -130,7 +130,7 @@ pub(super) fn wanted(task: &Task) -> Wanted {
     }
 }
 
-pub(super) fn failed(failure: &Failure) -> (ActOutcome, bool) {
+pub(crate) fn failed(failure: &Failure) -> (ActOutcome, bool) {
     match failure {
         Failure::Ended { .. } => (ActOutcome::Failed(WhyFailed::Gone), true),
         Failure::NotUnderstood(_) => (ActOutcome::Failed(WhyFailed::NotUnderstood), false),
@@ -164,7 +164,7 @@ async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOu
 
 impl World {
     /// A supervisor holds the process from now on, which has just started or was there before.
-    pub(super) fn watch(&mut self, id: &str, pid: u32, has_just_started: bool) {
+    pub(crate) fn watch(&mut self, id: &str, pid: u32, has_just_started: bool) {
         let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
         let mps = Arc::clone(&one.mps);
         let (gpus, multiuser) = {
@@ -177,7 +177,7 @@ impl World {
     }
 
     /// Lets the act about this control daemon come on by a turn, and returns its outcome once it has one.
-    pub(super) fn drive(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
+    pub(crate) fn drive(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let is_under_way = self.service.as_ref()?.acts.contains_key(id);
         if !is_under_way && task.act == DaemonAct::Start {
             self.begin_start(id, task, dice);
@@ -262,7 +262,7 @@ impl World {
     }
 
     /// Changes the compute modes that the act has asked for.
-    pub(super) fn change_modes(&mut self, id: &str) {
+    pub(crate) fn change_modes(&mut self, id: &str) {
         let Some(mps) = self.mps_of(id) else { return };
         let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
         for (gpu, half) in steps {
@@ -302,12 +302,12 @@ impl World {
     }
 
     /// Control daemons that have ended are nowhere any more.
-    pub(super) fn bury(&mut self) {
+    pub(crate) fn bury(&mut self) {
         self.daemons.retain(|_, one| one.lock().is_alive);
     }
 
     /// Lets time pass for everybody.
-    pub(super) fn advance(&mut self, now: Duration) {
+    pub(crate) fn advance(&mut self, now: Duration) {
         self.now = now;
         for one in self.daemons.values() {
             one.lock().advance(now);
@@ -322,7 +322,7 @@ impl World {
     }
 
     /// The next moment when something is to be done, or happens by itself.
-    pub(super) fn next_moment(&self) -> Option<Duration> {
+    pub(crate) fn next_moment(&self) -> Option<Duration> {
         let of_core = self.service.as_ref().and_then(|service| service.core.due());
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
         let watched = self.service.iter().flat_map(|service| service.watched.values());
@@ -340,7 +340,7 @@ impl World {
     }
 
     /// Whether the act about this control daemon can come on at this moment.
-    pub(super) fn can_come_on(&self, id: &str) -> bool {
+    pub(crate) fn can_come_on(&self, id: &str) -> bool {
         let Some(service) = &self.service else { return false };
         let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();
         let is_interrupted = service.tasks.get(id).is_some_and(|task| task.is_interrupted);
@@ -351,4 +351,4 @@ impl World {
     }
 }
 
-pub(super) type Reaches = BTreeMap<String, Rc<RefCell<mps_core::serve::GpuReach>>>;
+pub(crate) type Reaches = BTreeMap<String, Rc<RefCell<mps_core::serve::GpuReach>>>;

@@ -9,14 +9,14 @@ use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 use super::mps::{Hit, Mps};
 
 /// The time after which whoever asks for something is told that there was no answer.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The most that is asked and waited for in one moment, without anything from outside.
 const MOST_IN_A_MOMENT: usize = 400;
 
 /// The reason why the act under way waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Waits {
+pub(crate) enum Waits {
     #[default]
     Nothing,
     /// For the world, which lets it go on. It has waited since this moment.
@@ -28,68 +28,68 @@ pub(super) enum Waits {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Reader {
+pub(crate) struct Reader {
     /// The lines of the log that were read.
-    pub(super) position: usize,
+    pub(crate) position: usize,
     /// The lines that an earlier service has taken note of.
-    pub(super) quiet_until: usize,
+    pub(crate) quiet_until: usize,
     /// The servers that are watched for their end.
-    pub(super) watched: BTreeSet<u32>,
-    pub(super) ended: VecDeque<u32>,
+    pub(crate) watched: BTreeSet<u32>,
+    pub(crate) ended: VecDeque<u32>,
     /// The requests that wait, each with the moment when it was made.
-    pub(super) requests: VecDeque<(Duration, Requested)>,
+    pub(crate) requests: VecDeque<(Duration, Requested)>,
     /// The moment of the request that was taken last, until it is answered.
-    pub(super) asked_at: Option<Duration>,
+    pub(crate) asked_at: Option<Duration>,
     /// The moment of the decision to end the control daemon with its clients.
-    pub(super) end_begun: Duration,
+    pub(crate) end_begun: Duration,
     /// The request that was taken last was to make a change by force.
-    pub(super) is_forced: bool,
-    pub(super) waits: Waits,
-    pub(super) state: Option<ShownState>,
-    pub(super) ends_when_idle: bool,
-    pub(super) servers: Vec<u32>,
-    pub(super) gpus: BTreeMap<String, ShownGpu>,
+    pub(crate) is_forced: bool,
+    pub(crate) waits: Waits,
+    pub(crate) state: Option<ShownState>,
+    pub(crate) ends_when_idle: bool,
+    pub(crate) servers: Vec<u32>,
+    pub(crate) gpus: BTreeMap<String, ShownGpu>,
     /// The thread percentage that is shown as in force.
-    pub(super) in_force: Option<u8>,
+    pub(crate) in_force: Option<u8>,
     /// The GPUs that are shown as left out.
-    pub(super) left_out: BTreeSet<String>,
+    pub(crate) left_out: BTreeSet<String>,
     /// The number of times that something new was told or shown.
-    pub(super) news: usize,
+    pub(crate) news: usize,
     /// The words that were told, for the story.
-    pub(super) words: Vec<String>,
+    pub(crate) words: Vec<String>,
     /// The clients that the log has named as news, and the clients that were told.
-    pub(super) read: BTreeSet<Hit>,
-    pub(super) told: BTreeSet<Hit>,
+    pub(crate) read: BTreeSet<Hit>,
+    pub(crate) told: BTreeSet<Hit>,
     /// The clients of them with a fault that is shown as over.
     over: BTreeSet<Hit>,
     /// The clients that were told before the state file was written.
     written: BTreeSet<Hit>,
     /// The disk has had no room for the state file at some time since clients were told.
-    pub(super) disk_was_full: bool,
+    pub(crate) disk_was_full: bool,
     /// The questions to the control daemon.
-    pub(super) questions: Vec<&'static str>,
+    pub(crate) questions: Vec<&'static str>,
     /// The steps in this moment.
-    pub(super) in_a_moment: usize,
-    pub(super) moment: Duration,
+    pub(crate) in_a_moment: usize,
+    pub(crate) moment: Duration,
     /// The starts of servers in this act.
-    pub(super) starts: Vec<Duration>,
+    pub(crate) starts: Vec<Duration>,
     /// The halves of setting compute modes that are to be carried out, each with its GPU.
-    pub(super) mode_steps: Vec<(String, usize)>,
+    pub(crate) mode_steps: Vec<(String, usize)>,
 }
 
 impl Reader {
-    pub(super) fn new(quiet_until: usize) -> Self {
+    pub(crate) fn new(quiet_until: usize) -> Self {
         Self { quiet_until, ..Self::default() }
     }
 
-    pub(super) fn is_ready(&self) -> bool {
+    pub(crate) fn is_ready(&self) -> bool {
         self.state.as_ref().is_some_and(|state| state.state == ShownAs::Ready && state.serving)
     }
 }
 
 impl Mps {
     /// Whether the act under way can come on.
-    pub(super) fn is_awake(&self) -> bool {
+    pub(crate) fn is_awake(&self) -> bool {
         match self.reader.waits {
             Waits::Nothing | Waits::Turn(_) => true,
             Waits::Until(at) => self.now >= at,
@@ -104,7 +104,7 @@ impl Mps {
     }
 
     /// Who was hit is told: each once, and nobody else.
-    pub(super) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
+    pub(crate) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
         self.reader.disk_was_full = self.disk_is_full;
         for client in clients {
             let hit = (server, ordinal, *client);
@@ -116,24 +116,24 @@ impl Mps {
     }
 
     /// The moment that the act under way waits for.
-    pub(super) fn waits_until(&self) -> Option<Duration> {
+    pub(crate) fn waits_until(&self) -> Option<Duration> {
         match self.reader.waits {
             Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
             Waits::Nothing | Waits::Turn(_) => None,
         }
     }
 
-    pub(super) fn begins_to_end(&mut self) {
+    pub(crate) fn begins_to_end(&mut self) {
         self.reader.end_begun = self.now;
     }
 
     /// Whether whoever has asked for the request that was taken last still waits.
-    pub(super) fn is_awaited(&self) -> bool {
+    pub(crate) fn is_awaited(&self) -> bool {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }
 
     /// The state file is written, if the disk has room for it: no other service tells who was hit, so they are told before.
-    pub(super) fn keep_state_file(&mut self) {
+    pub(crate) fn keep_state_file(&mut self) {
         let untold = self.reader.read.difference(&self.reader.told).next();
         assert!(
             untold.is_none(),
@@ -146,7 +146,7 @@ impl Mps {
     }
 
     /// No fault is shown any more: the next service does not tell who was hit, if the state file could be written.
-    pub(super) fn fault_is_over(&mut self) {
+    pub(crate) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
         let can_be_written = !self.reader.disk_was_full;
         self.over.extend(new.iter().filter(|hit| can_be_written || self.reader.written.contains(hit)));
@@ -154,7 +154,7 @@ impl Mps {
     }
 
     /// Nothing spins: whatever happens in a moment comes to an end.
-    pub(super) fn count_step(&mut self) {
+    pub(crate) fn count_step(&mut self) {
         let reader = &mut self.reader;
         if reader.moment != self.now {
             (reader.moment, reader.in_a_moment) = (self.now, 0);
@@ -165,7 +165,7 @@ impl Mps {
     }
 
     /// Nothing spins: between two starts of servers that fail is a pause.
-    pub(super) fn count_start(&mut self) {
+    pub(crate) fn count_start(&mut self) {
         let starts = &mut self.reader.starts;
         starts.push(self.now);
         if let Some(before) = starts.len().checked_sub(8).and_then(|first| starts.get(first)) {

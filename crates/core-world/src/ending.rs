@@ -34,9 +34,9 @@ const MOST_IN_A_MOMENT: usize = 400;
 
 /// A client as people know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SimOwner {
-    pub(super) pid: u32,
-    pub(super) process: Option<u32>,
+pub(crate) struct SimOwner {
+    pub(crate) pid: u32,
+    pub(crate) process: Option<u32>,
 }
 
 impl fmt::Display for SimOwner {
@@ -45,43 +45,43 @@ impl fmt::Display for SimOwner {
     }
 }
 
-pub(super) type Answer = (Vec<SimOwner>, Result<(), TerminationError<SimOwner>>);
+pub(crate) type Answer = (Vec<SimOwner>, Result<(), TerminationError<SimOwner>>);
 
 /// A process, by its PID and its own number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct SimProcess {
-    pub(super) pid: u32,
-    pub(super) process: u32,
+pub(crate) struct SimProcess {
+    pub(crate) pid: u32,
+    pub(crate) process: u32,
 }
 
 /// A request under way, and the truth about it.
 #[derive(Debug)]
-pub(super) struct RequestState {
-    pub(super) now: Duration,
-    pub(super) begun: Duration,
-    pub(super) waits: Waits,
-    pub(super) dice: Dice,
-    pub(super) is_calm: bool,
-    pub(super) target: Target<SimSlice>,
+pub(crate) struct RequestState {
+    pub(crate) now: Duration,
+    pub(crate) begun: Duration,
+    pub(crate) waits: Waits,
+    pub(crate) dice: Dice,
+    pub(crate) is_calm: bool,
+    pub(crate) target: Target<SimSlice>,
     /// The control groups that were bound when it began.
-    pub(super) bindings: BoundGroups,
+    pub(crate) bindings: BoundGroups,
     /// The process with the wanted PID when it began.
-    pub(super) named: Option<u32>,
+    pub(crate) named: Option<u32>,
     /// The clients that it meant, and were at work when it began.
-    pub(super) wanted: BTreeSet<SimProcess>,
+    pub(crate) wanted: BTreeSet<SimProcess>,
     /// These clients as far as they were at work when their control daemon was listed last.
-    pub(super) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
+    pub(crate) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
     /// The control daemons with a list that has just left somebody out.
-    pub(super) has_left_out: BTreeSet<u32>,
+    pub(crate) has_left_out: BTreeSet<u32>,
     /// The clients that it has found at work.
-    pub(super) found: BTreeSet<SimProcess>,
+    pub(crate) found: BTreeSet<SimProcess>,
     /// The clients that it has ended, and was told so.
-    pub(super) ended: BTreeSet<SimProcess>,
+    pub(crate) ended: BTreeSet<SimProcess>,
     /// The clients that may have ended, since an answer got lost.
-    pub(super) lost: BTreeSet<SimProcess>,
+    pub(crate) lost: BTreeSet<SimProcess>,
     /// The number of faults of each control daemon when a status was answered last.
-    pub(super) faults: BTreeMap<u32, usize>,
-    pub(super) steps: usize,
+    pub(crate) faults: BTreeMap<u32, usize>,
+    pub(crate) steps: usize,
 }
 
 impl RequestState {
@@ -89,18 +89,18 @@ impl RequestState {
         !self.is_calm && self.dice.one_in(most)
     }
 
-    pub(super) fn is_awake(&self) -> bool {
+    pub(crate) fn is_awake(&self) -> bool {
         match self.waits {
             Waits::Until(at) | Waits::Event { until: at, .. } => self.now >= at,
             Waits::Nothing | Waits::Turn(_) => true,
         }
     }
 
-    pub(super) fn deadline(&self) -> Duration {
+    pub(crate) fn deadline(&self) -> Duration {
         self.begun + TERMINATION_TIMEOUT
     }
 
-    pub(super) fn is_out_of_time(&self) -> bool {
+    pub(crate) fn is_out_of_time(&self) -> bool {
         self.now >= self.deadline()
     }
 
@@ -111,22 +111,22 @@ impl RequestState {
 
 /// A control daemon as a request reaches it.
 #[derive(Clone)]
-pub(super) struct Reached {
-    pub(super) pid: u32,
-    pub(super) mps: Arc<Mutex<Mps>>,
+pub(crate) struct Reached {
+    pub(crate) pid: u32,
+    pub(crate) mps: Arc<Mutex<Mps>>,
     /// None: the service does not know them.
-    pub(super) gpus: Option<Vec<String>>,
+    pub(crate) gpus: Option<Vec<String>>,
 }
 
 /// All that a request asks.
 #[derive(Clone)]
-pub(super) struct SimEnding {
-    pub(super) state: Arc<Mutex<RequestState>>,
-    pub(super) daemons: Vec<Reached>,
+pub(crate) struct SimEnding {
+    pub(crate) state: Arc<Mutex<RequestState>>,
+    pub(crate) daemons: Vec<Reached>,
 }
 
 /// A client that is continued for as long as its control daemon waits for it.
-pub(super) struct SimGoingOn(SimProcess);
+pub(crate) struct SimGoingOn(SimProcess);
 
 /// The servers that say that they handle a fatal GPU error.
 fn faulted(one: &Reached) -> BTreeSet<u32> {
@@ -136,7 +136,7 @@ fn faulted(one: &Reached) -> BTreeSet<u32> {
 }
 
 impl SimEnding {
-    pub(super) fn state(&self) -> MutexGuard<'_, RequestState> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, RequestState> {
         self.state.lock().unwrap()
     }
 

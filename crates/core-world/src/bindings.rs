@@ -21,11 +21,11 @@ const RECORDED: &str = "/b";
 /// The slice of a GPU.
 type BoundSlice = (String, u32);
 
-pub(super) type BoundGroups = Bindings<BoundSlice>;
+pub(crate) type BoundGroups = Bindings<BoundSlice>;
 
 /// The registry, and the inode of each control group.
 #[derive(Debug, Default)]
-pub(super) struct SimBindings {
+pub(crate) struct SimBindings {
     registry: Bindings<BoundSlice>,
     inodes: [u64; GROUPS.len()],
     /// The slices that somebody has shared on purpose.
@@ -33,7 +33,7 @@ pub(super) struct SimBindings {
 }
 
 /// The control group of a process.
-pub(super) fn group_of(dice: &mut Dice) -> &'static str {
+pub(crate) fn group_of(dice: &mut Dice) -> &'static str {
     dice.pick(&GROUPS).copied().unwrap_or_default()
 }
 
@@ -41,13 +41,13 @@ fn number(group: &str) -> usize {
     GROUPS.iter().position(|one| *one == group).unwrap()
 }
 
-pub(super) fn is_in(path: &str, above: &str) -> bool {
+pub(crate) fn is_in(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
 }
 
 /// A program as the service sees it on a GPU: the slice of its control group, or else its own, unless it claims one that
 /// somebody has.
-pub(super) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program) -> Program {
+pub(crate) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program) -> Program {
     let bound = bindings.nearest(program.group).map(|one| one.slices.iter().find(|(its, _)| its == gpu));
     let has = |slice: &u32| bindings.with(&(gpu.to_owned(), *slice)).next().is_some();
     let (slice, only_claims) = match bound {
@@ -64,7 +64,7 @@ fn bound_slice(slice: &SimSlice) -> BoundSlice {
 
 /// The slices of a client as the service knows them for a request: the slices of its control group, or else its own, unless it
 /// claims a slice that somebody has.
-pub(super) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices<SimSlice>> {
+pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices<SimSlice>> {
     if let Some(its) = bindings.nearest(client.program.group) {
         let slice = |(gpu, slice): &BoundSlice| SimSlice { gpu: gpu.clone(), ordinal: *slice as usize };
         return Some(KnownSlices { slices: its.slices.iter().map(slice).collect(), is_certain: true });
@@ -86,7 +86,7 @@ fn nearest_in_truth<'b>(bindings: &'b BoundGroups, path: &str) -> Option<&'b Bin
 }
 
 /// Whether a client has one of these slices, in truth.
-pub(super) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SimSlice]) -> bool {
+pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SimSlice]) -> bool {
     let slice = &client.tenant.slice;
     let is_anothers = || bindings.iter().any(|one| one.slices.contains(&bound_slice(slice)));
     match nearest_in_truth(bindings, client.program.group) {
@@ -98,19 +98,19 @@ pub(super) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[S
 
 impl SimBindings {
     /// The bindings of the control groups that there are.
-    pub(super) fn living(&self) -> Bindings<BoundSlice> {
+    pub(crate) fn living(&self) -> Bindings<BoundSlice> {
         self.registry.iter().filter(|one| self.group(&one.group.path) == one.group).cloned().collect()
     }
 
-    pub(super) fn registry(&self) -> &BoundGroups {
+    pub(crate) fn registry(&self) -> &BoundGroups {
         &self.registry
     }
 
-    pub(super) fn is_there(&self, group: &ControlGroup) -> bool {
+    pub(crate) fn is_there(&self, group: &ControlGroup) -> bool {
         self.group(&group.path) == *group
     }
 
-    pub(super) fn any_group(&self, dice: &mut Dice) -> ControlGroup {
+    pub(crate) fn any_group(&self, dice: &mut Dice) -> ControlGroup {
         self.group(group_of(dice))
     }
 
@@ -222,7 +222,7 @@ impl World {
     }
 
     /// Root, or the hook of a runtime, binds or unbinds a control group, or an empty one is made again.
-    pub(super) fn bindings_change(&mut self, dice: &mut Dice) {
+    pub(crate) fn bindings_change(&mut self, dice: &mut Dice) {
         let group = group_of(dice);
         match dice.below(6) {
             0 if !self.used_groups().contains(group) => {
@@ -248,7 +248,7 @@ impl World {
     }
 
     /// The records name this GPU for a container and no slice: its first client gets the container the lowest that is free.
-    pub(super) fn bind_recorded(&mut self, gpu: &str) {
+    pub(crate) fn bind_recorded(&mut self, gpu: &str) {
         let is_there = self.programs_on(gpu).iter().any(|program| is_in(program.group, RECORDED));
         let has_slice = |its: &Binding<BoundSlice>| its.slices.iter().any(|(of, _)| of == gpu);
         let living = self.bindings.living();

@@ -26,7 +26,7 @@ impl Place {
 
 impl World {
     /// A program asks for so much memory in all.
-    pub(super) fn program_takes(&mut self, dice: &mut Dice) {
+    pub(crate) fn program_takes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(daemon) = dice.pick(&daemons).copied() else { return };
         let clients: Vec<u32> = self.daemons[&daemon].lock().clients.keys().copied().collect();

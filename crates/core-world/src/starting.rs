@@ -13,7 +13,7 @@ use super::{ControlDaemon, Dice, Task, World};
 
 /// A wish of a start. The world fulfils it before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Spawning {
+pub(crate) enum Spawning {
     /// Write the process down, which waits for the word.
     WriteDown(Vec<String>),
     /// Give it the word.
@@ -108,7 +108,7 @@ impl Starter for SimStarter {
 
 impl World {
     /// A start begins, with a process that is not there yet.
-    pub(super) fn begin_start(&mut self, id: &str, task: &Task, dice: &mut Dice) {
+    pub(crate) fn begin_start(&mut self, id: &str, task: &Task, dice: &mut Dice) {
         let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
         self.next_pid += 1;
         let mut mps = Mps::new(self.next_pid, Vec::new(), dice.one_in(3), self.now);
@@ -133,7 +133,7 @@ impl World {
     }
 
     /// Does what a start has asked for.
-    pub(super) fn spawn(&mut self, id: &str, task: &Task) {
+    pub(crate) fn spawn(&mut self, id: &str, task: &Task) {
         let Some(mps) = self.service.as_ref().and_then(|service| service.starting.get(id)).cloned() else {
             return;
         };

@@ -10,7 +10,7 @@ use super::mps::Mps;
 use super::{Dice, World};
 
 /// The slices of each GPU.
-pub(super) const SLICES: usize = 2;
+pub(crate) const SLICES: usize = 2;
 
 /// The place of the directories. There is one alone.
 const PLACE: u8 = 0;
@@ -19,10 +19,10 @@ const PLACE: u8 = 0;
 const OBSTACLE: u32 = 0;
 
 /// The directories, each with the control daemon that it leads to, or an obstacle.
-pub(super) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
+pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
 #[derive(Debug, Clone, Default)]
-pub(super) struct SimDrained(BTreeSet<String>);
+pub(crate) struct SimDrained(BTreeSet<String>);
 
 impl DrainedSlices for SimDrained {
     fn is_all(&self) -> bool {
@@ -36,7 +36,7 @@ impl DrainedSlices for SimDrained {
 
 /// The links to one control daemon, in the hands of everybody who changes them.
 #[derive(Clone)]
-pub(super) struct SimAdmission {
+pub(crate) struct SimAdmission {
     id: String,
     links: Arc<Mutex<Links<u8>>>,
     ways: Ways,
@@ -44,12 +44,12 @@ pub(super) struct SimAdmission {
 }
 
 /// The tenure of the control daemon with this id. A control daemon with the name of a slice serves that slice alone.
-pub(super) fn tenure_of(id: &str) -> Tenure {
+pub(crate) fn tenure_of(id: &str) -> Tenure {
     if id.contains('-') { Tenure::InTurns } else { Tenure::Alone }
 }
 
 /// The slices of the control daemon with this id and these GPUs, each with its GPU.
-pub(super) fn slices(id: &str, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
+pub(crate) fn slices(id: &str, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
     let all =
         gpus.iter().flat_map(|gpu| (0..SLICES).map(move |ordinal| (format!("{gpu}-{ordinal}"), gpu.clone())));
     all.filter(move |(name, _)| tenure_of(id) == Tenure::Alone || name == id)
@@ -131,13 +131,13 @@ impl Directories<u8> for SimDirectories<'_> {
 
 impl SimAdmission {
     /// The control daemon was told its limits.
-    pub(super) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
+    pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
     }
 
     /// Makes and takes away links.
-    pub(super) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
+    pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
         let (mut socket, mut stuck) = (None, None);
         if let Some(mps) = mps {
@@ -160,7 +160,7 @@ impl SimAdmission {
     }
 
     /// The control daemon has ended.
-    pub(super) fn end(&self) {
+    pub(crate) fn end(&self) {
         let ways = self.ways.lock().unwrap();
         self.links.lock().unwrap().end(&mut SimDirectories { ways, socket: None, stuck: None });
     }
@@ -168,7 +168,7 @@ impl SimAdmission {
 
 impl World {
     /// The links of a supervisor, which has just come or was there.
-    pub(super) fn admission(&mut self, id: &str, gpus: &[String], retiring: bool) -> Option<SimAdmission> {
+    pub(crate) fn admission(&mut self, id: &str, gpus: &[String], retiring: bool) -> Option<SimAdmission> {
         let running = self.state_file.daemons.get(id).map(|running| linked(&running.gpus));
         let (ways, drained) = (Arc::clone(&self.ways), Arc::clone(&self.drained));
         let service = self.service.as_mut()?;
@@ -182,7 +182,7 @@ impl World {
     }
 
     /// Another plan is in force: links that it does not want go at once.
-    pub(super) fn follow(&mut self) {
+    pub(crate) fn follow(&mut self) {
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {
             let (Some(order), Some(goal)) = (service.core.order(id), service.core.goal(id)) else { continue };
@@ -203,7 +203,7 @@ impl World {
 
     /// An administrator drains a slice, or gives it back. At the answer its link has gone, unless the answer says that it has
     /// not.
-    pub(super) fn drain(&mut self, dice: &mut Dice) {
+    pub(crate) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = slices("all", &super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
             return self.put_obstacle(dice.pick(&all).unwrap());
@@ -224,11 +224,11 @@ impl World {
         self.add_to_story(|| format!("in the directory of {name} is an obstacle: {}", !was_there));
     }
 
-    pub(super) fn remove_obstacles(&self) {
+    pub(crate) fn remove_obstacles(&self) {
         self.ways.lock().unwrap().retain(|_, leads| *leads != OBSTACLE);
     }
 
-    pub(super) fn drain_or_give_back(&mut self, name: &str) {
+    pub(crate) fn drain_or_give_back(&mut self, name: &str) {
         let is_drained = {
             let drained = &mut self.drained.lock().unwrap().0;
             drained.insert(name.to_owned()) || !drained.remove(name)
@@ -258,7 +258,7 @@ impl World {
 
     /// Drained takes none: no directory of a drained slice leads to a control daemon. And whoever connects through the
     /// directory of a slice finds the control daemon that has its GPU.
-    pub(super) fn check_ways(&self) {
+    pub(crate) fn check_ways(&self) {
         let drained = self.drained.lock().unwrap();
         for (name, pid) in &*self.ways.lock().unwrap() {
             let Some(one) = self.daemons.get(pid) else { continue };
@@ -272,7 +272,7 @@ impl World {
     }
 
     /// Whether each slice of these GPUs that is not drained leads to this control daemon.
-    pub(super) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
+    pub(crate) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
         let Some(one) = self.daemons.get(&pid) else { return false };
         let (drained, ways) = (self.drained.lock().unwrap(), self.ways.lock().unwrap());
         slices(&one.id, gpus).all(|(name, _)| drained.0.contains(&name) || ways.get(&name) == Some(&pid))

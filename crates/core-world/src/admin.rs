@@ -26,7 +26,7 @@ fn left_order((id, one): (&String, &RunningDaemon)) -> Order<u32> {
 
 impl World {
     /// Any configuration.
-    pub(super) fn any_demand(&mut self, dice: &mut Dice) -> Demand<u32> {
+    pub(crate) fn any_demand(&mut self, dice: &mut Dice) -> Demand<u32> {
         self.version += 1;
         let sets_modes = !dice.one_in(8);
         if dice.one_in(12) {
@@ -71,7 +71,7 @@ impl World {
         Demand { orders, left: Vec::new(), mps: MpsSwitch::On, kept, closed }
     }
 
-    pub(super) fn reload(&mut self, dice: &mut Dice) {
+    pub(crate) fn reload(&mut self, dice: &mut Dice) {
         let is_ending = self.service.as_ref().is_some_and(|service| service.ending.is_some());
         if is_ending {
             return;
@@ -80,7 +80,7 @@ impl World {
         self.pursue();
     }
 
-    pub(super) fn pursue(&mut self) {
+    pub(crate) fn pursue(&mut self) {
         let demand = Demand { left: self.left(), ..self.demand.clone() };
         let Some(service) = &mut self.service else { return };
         let waits = |id: &&String| service.core.goal(id) == Some(Goal::Retire);
@@ -116,13 +116,13 @@ impl World {
     }
 
     /// Another driver may be there before the next start.
-    pub(super) fn driver_is_replaced(&mut self) {
+    pub(crate) fn driver_is_replaced(&mut self) {
         self.refuses_multiuser = !self.refuses_multiuser;
         let refuses = self.refuses_multiuser;
         self.add_to_story(|| format!("the driver refuses multi-user mode: {refuses}"));
     }
 
-    pub(super) fn kill_service(&mut self) {
+    pub(crate) fn kill_service(&mut self) {
         let Some(service) = self.service.take() else { return };
         self.add_to_story(|| "the service is killed".to_owned());
         self.limits_are_left();
@@ -130,7 +130,7 @@ impl World {
         self.daemons.retain(|_, one| !one.is_paused);
     }
 
-    pub(super) fn start_service(&mut self) {
+    pub(crate) fn start_service(&mut self) {
         if self.service.is_some() {
             return;
         }
@@ -159,7 +159,7 @@ impl World {
         self.demand_of_service(Demand { mps, left: self.left(), ..self.demand.clone() });
     }
 
-    pub(super) fn disk_is_full(&mut self, is_full: bool) {
+    pub(crate) fn disk_is_full(&mut self, is_full: bool) {
         self.add_to_story(|| {
             format!("the disk of the state file {} full", if is_full { "is" } else { "is not" })
         });
@@ -167,12 +167,12 @@ impl World {
     }
 
     /// `systemctl stop`, or `systemctl restart`.
-    pub(super) fn end_service(&mut self, dice: &mut Dice) {
+    pub(crate) fn end_service(&mut self, dice: &mut Dice) {
         let ending = if dice.one_in(2) { Ending::ForGood } else { Ending::ForRestart };
         self.end_service_for(ending);
     }
 
-    pub(super) fn end_service_for(&mut self, ending: Ending) {
+    pub(crate) fn end_service_for(&mut self, ending: Ending) {
         let Some(service) = self.service.as_mut().filter(|service| service.ending.is_none()) else { return };
         service.ending = Some(ending);
         self.add_to_story(|| format!("the service ends {ending:?}"));
@@ -189,7 +189,7 @@ impl World {
         written.map(left_order).collect()
     }
 
-    pub(super) fn client_comes(&mut self, dice: &mut Dice) {
+    pub(crate) fn client_comes(&mut self, dice: &mut Dice) {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
         let Some(one) = dice.pick(&running).and_then(|pid| self.daemons.get(pid)) else { return };
@@ -203,7 +203,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    pub(super) fn client_leaves(&mut self, dice: &mut Dice) {
+    pub(crate) fn client_leaves(&mut self, dice: &mut Dice) {
         let clients = |(pid, one): (&u32, &super::ControlDaemon)| {
             one.lock().clients.keys().map(|client| (*pid, *client)).collect::<Vec<_>>()
         };
@@ -216,7 +216,7 @@ impl World {
         self.bury();
     }
 
-    pub(super) fn daemon_dies(&mut self, dice: &mut Dice) {
+    pub(crate) fn daemon_dies(&mut self, dice: &mut Dice) {
         let pids: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(pid) = dice.pick(&pids).copied() else { return };
         self.add_to_story(|| format!("control daemon {pid} dies"));
@@ -226,7 +226,7 @@ impl World {
     }
 
     /// An administrator sets a compute mode. One that the service has to keep is set again with the next check.
-    pub(super) fn mode_is_changed(&mut self, dice: &mut Dice) {
+    pub(crate) fn mode_is_changed(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };
         self.add_to_story(|| format!("an administrator sets the compute mode of {gpu} to {mode:?}"));

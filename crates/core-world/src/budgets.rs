@@ -18,8 +18,8 @@ use super::{Dice, GPUS, World};
 
 /// A process. Another one may get its PID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct SimProcess {
-    pub(super) pid: u32,
+pub(crate) struct SimProcess {
+    pub(crate) pid: u32,
     start_time: u64,
 }
 
@@ -35,30 +35,30 @@ impl MemberProcess for SimProcess {
 
 impl SimProcess {
     /// Whoever has more is newer.
-    pub(super) fn age(self) -> (u64, u32) {
+    pub(crate) fn age(self) -> (u64, u32) {
         (self.start_time, self.pid)
     }
 }
 
 /// The program of a client.
 #[derive(Debug, Clone)]
-pub(super) struct Program {
-    pub(super) process: SimProcess,
+pub(crate) struct Program {
+    pub(crate) process: SimProcess,
     /// None if nobody knows it.
-    pub(super) slice: Option<u32>,
+    pub(crate) slice: Option<u32>,
     /// The path of its control group.
-    pub(super) group: &'static str,
-    pub(super) tenant: usize,
-    pub(super) only_claims: bool,
-    pub(super) mib: u64,
+    pub(crate) group: &'static str,
+    pub(crate) tenant: usize,
+    pub(crate) only_claims: bool,
+    pub(crate) mib: u64,
     /// The number of its connection. A program that starts over has another one.
-    pub(super) connection: u64,
+    pub(crate) connection: u64,
     /// A debugger holds it.
-    pub(super) is_held: bool,
+    pub(crate) is_held: bool,
 }
 
 impl Program {
-    pub(super) fn new(pid: u32, start_time: u64) -> Self {
+    pub(crate) fn new(pid: u32, start_time: u64) -> Self {
         let mut dice = Dice::new(start_time ^ u64::from(pid));
         Self {
             process: SimProcess { pid, start_time },
@@ -92,7 +92,7 @@ type SimEnforcer = Enforcer<SimProcess, SimHeld>;
 type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced<SimProcess>)>>>;
 
 /// The watch over one GPU.
-pub(super) struct SimWatch {
+pub(crate) struct SimWatch {
     watch: BudgetWatch<SimProcess>,
     due: Option<Duration>,
     enforcer: SimEnforcer,
@@ -115,7 +115,7 @@ impl SimWatch {
 }
 
 /// The budgets that an order with this payload gives the slices of its GPUs.
-pub(super) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
+pub(crate) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
     let budget = |slice: u32| Budget {
         memory_mib: size_of(payload, slice),
         max_clients: 1 + (payload + 1 + slice * (payload % 2)) % 3,
@@ -128,7 +128,7 @@ pub(super) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
 
 impl World {
     /// All programs that use a GPU through a control daemon, as the service sees them.
-    pub(super) fn programs_on(&self, gpu: &str) -> Vec<Program> {
+    pub(crate) fn programs_on(&self, gpu: &str) -> Vec<Program> {
         let (mut all, living) = (Vec::new(), self.bindings.living());
         for one in self.daemons.values() {
             let mps = one.lock();
@@ -140,7 +140,7 @@ impl World {
     }
 
     /// The plan's budgets are in force from now on.
-    pub(super) fn keep_budgets(&mut self) {
+    pub(crate) fn keep_budgets(&mut self) {
         // In a script overuse is told alone, as on the host that does the same.
         let may_terminate = !self.is_calm;
         let mut wanted = BTreeMap::new();
@@ -170,7 +170,7 @@ impl World {
     }
 
     /// Clients have come to some GPU, and the log says so.
-    pub(super) fn budgets_hear_of_clients(&mut self) {
+    pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {
             watched.watch.client_has_come(now);
@@ -179,18 +179,18 @@ impl World {
         }
     }
 
-    pub(super) fn budgets_come_on(&self) -> bool {
+    pub(crate) fn budgets_come_on(&self) -> bool {
         let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
         watched.any(|watched| watched.can_come_on(self.now))
     }
 
     /// Nothing is to be looked at, and nobody is about to be ended.
-    pub(super) fn budgets_are_at_rest(&self) -> bool {
+    pub(crate) fn budgets_are_at_rest(&self) -> bool {
         let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
         watched.all(|watched| watched.due.is_none() && watched.attempt.is_none())
     }
 
-    pub(super) fn budgets_wait_until(&self) -> Option<Duration> {
+    pub(crate) fn budgets_wait_until(&self) -> Option<Duration> {
         let watched = self.service.iter().flat_map(|service| service.budgets.values());
         let of = |watched: &SimWatch| {
             let waits_until = watched.facts().waits_until.filter(|_| watched.attempt.is_some());
@@ -200,7 +200,7 @@ impl World {
     }
 
     /// Some watch comes on: it looks, or its attempt goes on by a turn.
-    pub(super) fn carry_on_budgets(&mut self, dice: &mut Dice) {
+    pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };
         let ready = service.budgets.iter().filter(|(_, watched)| watched.can_come_on(now));
@@ -275,7 +275,7 @@ impl World {
     }
 
     /// Some program changes: it takes or gives back memory, starts over, or a debugger takes or leaves it.
-    pub(super) fn program_changes(&mut self, dice: &mut Dice) {
+    pub(crate) fn program_changes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(one) = dice.pick(&daemons).and_then(|pid| self.daemons.get(pid)) else { return };
         let mut mps = one.lock();
@@ -300,7 +300,7 @@ impl World {
     }
 
     /// A tenant's memory comes and goes for a minute.
-    pub(super) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
+    pub(crate) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
         let gpu = *dice.pick(&GPUS).unwrap();
         for round in 0..32 {
             let mib = if round % 2 == 0 { 100_000 } else { 1 };

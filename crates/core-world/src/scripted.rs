@@ -21,8 +21,8 @@ use super::{Dice, Ending, GpuState, Mode, Mood, World};
 const GPUS: [&str; 3] = ["A", "B", "D"];
 
 /// The scripts that are tried on a host, and the deeds of each.
-pub(crate) const SCRIPTS: u64 = 24;
-pub(crate) const DEEDS: u64 = 10;
+pub const SCRIPTS: u64 = 24;
+pub const DEEDS: u64 = 10;
 
 /// The time after each deed. Within it a fault's grace ends, and health checks are made.
 const PAUSE: Duration = Duration::from_secs(60);
@@ -34,11 +34,11 @@ const CLIENTS: usize = 2;
 const PAYLOADS: [u32; 3] = [0, 15, 40];
 
 /// A client, by the number with which it came.
-pub(crate) type ClientNumber = usize;
+pub type ClientNumber = usize;
 
 /// Something that people do, or that happens to them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Deed {
+pub enum Deed {
     Reload {
         is_shared: bool,
         gpus: Vec<&'static str>,
@@ -78,27 +78,27 @@ pub(crate) enum Deed {
 
 /// A control daemon that runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SeenDaemon {
-    pub(crate) gpus: Vec<&'static str>,
+pub struct SeenDaemon {
+    pub gpus: Vec<&'static str>,
     /// Its state, and the number of its servers, as they are published. None: nobody publishes anything.
-    pub(crate) published: Option<(String, usize)>,
+    pub published: Option<(String, usize)>,
 }
 
 /// All that a host shows when nothing happens any more.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(crate) struct Seen {
+pub struct Seen {
     /// By id.
-    pub(crate) daemons: BTreeMap<String, SeenDaemon>,
+    pub daemons: BTreeMap<String, SeenDaemon>,
     /// The GPUs that are published as served, each with the thread percentage in force.
-    pub(crate) served: BTreeMap<&'static str, u8>,
+    pub served: BTreeMap<&'static str, u8>,
     /// The slices with a directory that leads to a control daemon that runs, each with the id of that one.
-    pub(crate) ways: BTreeMap<String, String>,
+    pub ways: BTreeMap<String, String>,
     /// The clients at work, or with work that is lost to an error, each with its GPU.
-    pub(crate) clients: BTreeMap<ClientNumber, &'static str>,
+    pub clients: BTreeMap<ClientNumber, &'static str>,
     /// The clients that were ever told as hit by a fatal GPU error.
-    pub(crate) told: BTreeSet<ClientNumber>,
+    pub told: BTreeSet<ClientNumber>,
     /// The GPUs with the service's compute mode.
-    pub(crate) with_our_mode: BTreeSet<&'static str>,
+    pub with_our_mode: BTreeSet<&'static str>,
 }
 
 impl fmt::Display for Seen {
@@ -114,7 +114,7 @@ impl fmt::Display for Seen {
 }
 
 /// The GPU with this name.
-pub(crate) fn gpu(name: &str) -> &'static str {
+pub fn gpu(name: &str) -> &'static str {
     GPUS.into_iter().find(|gpu| *gpu == name).unwrap()
 }
 
@@ -126,7 +126,7 @@ struct Attendant {
 }
 
 /// A world with people who do one thing at a time.
-pub(crate) struct Script {
+pub struct Script {
     world: World,
     /// Chooses deeds.
     dice: Dice,
@@ -145,7 +145,7 @@ pub(crate) struct Script {
 }
 
 impl Script {
-    pub(crate) fn new(seed: u64, has_servers: bool) -> Self {
+    pub fn new(seed: u64, has_servers: bool) -> Self {
         let mut world = World::without_service(Mood::Everything, true);
         world.is_calm = true;
         let gpu =
@@ -164,12 +164,12 @@ impl Script {
         }
     }
 
-    pub(crate) fn story(&self) -> &str {
+    pub fn story(&self) -> &str {
         self.world.story()
     }
 
     /// Something that makes sense at this moment. It begins with a service that starts.
-    pub(crate) fn choose(&mut self) -> Deed {
+    pub fn choose(&mut self) -> Deed {
         match self.played {
             0 => return reload(&mut self.dice),
             1 => return Deed::StartService,
@@ -245,7 +245,7 @@ impl Script {
     }
 
     /// Does something, and waits until nothing comes of it any more.
-    pub(crate) fn play(&mut self, deed: &Deed) {
+    pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
         // Some of these may end, and nobody else has their last words.
         let before: Vec<Arc<Mutex<Mps>>> =
@@ -357,7 +357,7 @@ impl Script {
     }
 
     /// All that the world shows.
-    pub(crate) fn seen(&self) -> Seen {
+    pub fn seen(&self) -> Seen {
         let mut seen = self.world.seen();
         seen.clients = self.clients.iter().map(|(client, one)| (*client, one.gpu)).collect();
         seen.told.clone_from(&self.told);

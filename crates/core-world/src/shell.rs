@@ -6,7 +6,7 @@ use super::{Dice, Mode, Task, World};
 
 impl World {
     /// Some act that is under way comes on by a step.
-    pub(super) fn carry_on(&mut self, dice: &mut Dice) {
+    pub(crate) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
         let can_come_on = |(id, _): &(&String, &Task)| self.can_come_on(id);
         let tasks: Vec<(String, Task)> =
@@ -51,11 +51,11 @@ impl World {
         }
     }
 
-    pub(super) fn goes_wrong(&self, dice: &mut Dice) -> bool {
+    pub(crate) fn goes_wrong(&self, dice: &mut Dice) -> bool {
         !self.is_calm && dice.one_in(8)
     }
 
-    pub(super) fn forget(&mut self, id: &str) {
+    pub(crate) fn forget(&mut self, id: &str) {
         if let Some(service) = &mut self.service {
             if let Some(watched) = service.watched.remove(id) {
                 watched.end();
@@ -70,7 +70,7 @@ impl World {
     }
 
     /// Half of the work: first the mode of before is written down, then the service's is set.
-    pub(super) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
+    pub(crate) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
         let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != ours) else { return };
         if half == 1 && self.state_file.modes.contains_key(gpu) {
             (state.mode, state.ours) = (ours, Some(ours));

@@ -22,24 +22,24 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A control daemon, as one act sees it.
 #[derive(Clone)]
-pub(super) struct SimShell {
-    pub(super) mps: Arc<Mutex<Mps>>,
-    pub(super) id: String,
+pub(crate) struct SimShell {
+    pub(crate) mps: Arc<Mutex<Mps>>,
+    pub(crate) id: String,
     /// The GPUs of the order.
-    pub(super) gpus: Vec<String>,
+    pub(crate) gpus: Vec<String>,
     /// The limits of the order.
-    pub(super) setting: Setting,
+    pub(crate) setting: Setting,
     /// The links to it.
-    pub(super) admission: SimAdmission,
+    pub(crate) admission: SimAdmission,
 }
 
 impl SimShell {
     /// Whether NVML tells the clients of this control daemon on a GPU.
-    pub(super) fn lists_clients(&self, gpu: &str) -> bool {
+    pub(crate) fn lists_clients(&self, gpu: &str) -> bool {
         gpu != OLD_GPU && tenure_of(&self.id) == Tenure::Alone
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Mps> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Mps> {
         self.mps.lock().unwrap()
     }
 
@@ -62,7 +62,7 @@ impl SimShell {
         .await;
     }
 
-    pub(super) async fn turn(&self) {
+    pub(crate) async fn turn(&self) {
         let now = self.lock().now;
         self.wait(Waits::Turn(now)).await;
     }

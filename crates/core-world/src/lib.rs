@@ -1,6 +1,16 @@
 //! A host in memory: GPUs with compute modes, control daemons with clients, the state file, and the service's shell, which
 //! carries out what the core says, step by step as the service does. The service can be killed between any two steps.
 
+// All of this is tests.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::missing_panics_doc,
+    missing_docs
+)]
+
 mod admin;
 mod answers;
 mod bindings;
@@ -15,7 +25,7 @@ mod mps;
 mod nvml;
 mod reader;
 mod requests;
-pub(crate) mod scripted;
+pub mod scripted;
 mod serving;
 mod shell;
 mod starting;
@@ -45,7 +55,7 @@ use ways::{SimAdmission, SimDrained, Ways};
 const GPUS: [&str; 3] = ["A", "B", "C"];
 
 /// A number from a seed, by the method that is called `SplitMix64`.
-pub(crate) fn mixed(seed: u64) -> u64 {
+pub fn mixed(seed: u64) -> u64 {
     let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -161,14 +171,14 @@ enum Ending {
 
 /// The kind of thing that happens most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mood {
+pub enum Mood {
     Everything,
     Faults,
     Orders,
     Tenants,
 }
 
-pub(crate) struct World {
+pub struct World {
     mood: Mood,
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
@@ -205,7 +215,7 @@ pub(crate) struct World {
 }
 
 impl World {
-    pub(crate) fn new(mood: Mood, tells: bool) -> Self {
+    pub fn new(mood: Mood, tells: bool) -> Self {
         let mut world = Self::without_service(mood, tells);
         world.demand = world.any_demand(&mut Dice::new(1));
         world.start_service();
@@ -244,7 +254,7 @@ impl World {
         }
     }
 
-    pub(crate) fn story(&self) -> &str {
+    pub fn story(&self) -> &str {
         self.story.as_deref().unwrap_or_default()
     }
 
@@ -256,7 +266,7 @@ impl World {
     }
 
     /// One step of a history.
-    pub(crate) fn step(&mut self, draw: u64) {
+    pub fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
         let kind = dice.below(61);
         let is_of_orders = (27..37).contains(&kind) || (54..57).contains(&kind);

@@ -17,7 +17,7 @@ type SimPlace = LimitedGroup<String>;
 
 /// The limits in the kernel, in MiB.
 #[derive(Debug, Default)]
-pub(super) struct SimKernel {
+pub(crate) struct SimKernel {
     limits: BTreeMap<SimPlace, u64>,
     /// The limits that somebody else has changed, and at which the service has not looked since.
     changed: BTreeSet<SimPlace>,
@@ -29,7 +29,7 @@ pub(super) struct SimKernel {
 
 /// The service's part: the goals, and whether it has looked at them before.
 #[derive(Debug, Default)]
-pub(super) struct SimKernelLimits {
+pub(crate) struct SimKernelLimits {
     limits: Option<KernelLimits<String>>,
     wanted: GroupLimits<(String, u32), String>,
 }
@@ -40,7 +40,7 @@ fn are_wanted(payload: u32) -> bool {
 }
 
 /// The most memory that a program, which has some, can have by the limits of the control groups around it.
-pub(super) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) -> u64 {
+pub(crate) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) -> u64 {
     let around = world.kernel.limits.iter().filter(|(place, _)| {
         place.gpu == gpu && is_in(group, &place.group.path) && world.bindings.is_there(&place.group)
     });
@@ -49,7 +49,7 @@ pub(super) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) ->
 }
 
 impl World {
-    pub(super) fn payload_on(&self, gpu: &str) -> Option<u32> {
+    pub(crate) fn payload_on(&self, gpu: &str) -> Option<u32> {
         let order = self.demand.orders.iter().find(|order| order.gpus.iter().any(|one| one == gpu))?;
         Some(order.payload)
     }
@@ -60,7 +60,7 @@ impl World {
     }
 
     /// The goals that follow from the bindings and the configuration, as the service has them.
-    pub(super) fn keep_kernel_limits(&mut self) {
+    pub(crate) fn keep_kernel_limits(&mut self) {
         let Some(service) = &self.service else { return };
         let is_first = service.kernel_limits.limits.is_none();
         let wanted = match service.ending {
@@ -86,11 +86,11 @@ impl World {
         self.service.as_ref()?.kernel_limits.limits.as_ref()?.next(self.now)
     }
 
-    pub(super) fn kernel_limits_come_on(&self) -> bool {
+    pub(crate) fn kernel_limits_come_on(&self) -> bool {
         self.next_limit().is_some()
     }
 
-    pub(super) fn kernel_limits_wait_until(&self) -> Option<std::time::Duration> {
+    pub(crate) fn kernel_limits_wait_until(&self) -> Option<std::time::Duration> {
         self.service.as_ref()?.kernel_limits.limits.as_ref()?.due()
     }
 
@@ -101,7 +101,7 @@ impl World {
     }
 
     /// The service acts on a limit, and looks at the result.
-    pub(super) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
+    pub(crate) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
         let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));
@@ -139,17 +139,17 @@ impl World {
     }
 
     /// The next service finds the limits of this one, and knows only what follows from the state file and the configuration.
-    pub(super) fn limits_are_left(&mut self) {
+    pub(crate) fn limits_are_left(&mut self) {
         self.kernel.of_others.extend(self.kernel.limits.keys().cloned());
     }
 
     /// The kernel holds limits on every GPU again.
-    pub(super) fn kernel_limits_calm_down(&mut self) {
+    pub(crate) fn kernel_limits_calm_down(&mut self) {
         self.kernel.refuses.clear();
     }
 
     /// A GPU goes into a mode without limits or leaves it, or somebody else sets or lifts a limit.
-    pub(super) fn kernel_limits_change(&mut self, dice: &mut Dice) {
+    pub(crate) fn kernel_limits_change(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         if dice.one_in(3) {
             if !self.kernel.refuses.remove(&gpu) {
@@ -170,7 +170,7 @@ impl World {
     }
 
     /// The control groups that have gone take their limits with them.
-    pub(super) fn limits_of_gone_groups_end(&mut self) {
+    pub(crate) fn limits_of_gone_groups_end(&mut self) {
         let is_there = |group: &ControlGroup| self.bindings.is_there(group);
         self.kernel.limits.retain(|place, _| is_there(&place.group));
         self.kernel.changed.retain(|place| is_there(&place.group));
@@ -179,7 +179,7 @@ impl World {
 
     /// A limit that is shown is held: where a slice is shown as limited by the kernel, the one control group that has it can
     /// have the memory of the slice and no more.
-    pub(super) fn check_limits_are_held(&self) {
+    pub(crate) fn check_limits_are_held(&self) {
         let Some(service) = &self.service else { return };
         let Some(known) = &service.kernel_limits.limits else { return };
         let registry = self.bindings.registry();
@@ -206,7 +206,7 @@ impl World {
     }
 
     /// Limits go with their bindings: in the end the kernel holds each limit that it does not refuse, and no other of ours.
-    pub(super) fn check_limits_go_with_bindings(&self) {
+    pub(crate) fn check_limits_go_with_bindings(&self) {
         let wanted = limits(self.bindings.registry(), |slice| self.memory_of(slice));
         for (place, limit) in &wanted {
             let refuses = self.kernel.refuses.contains(&place.gpu)

@@ -20,9 +20,9 @@ fn any_user(dice: &mut Dice) -> u32 {
 
 /// A GPU, and the ordinal of a slice of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct SimSlice {
-    pub(super) gpu: String,
-    pub(super) ordinal: usize,
+pub(crate) struct SimSlice {
+    pub(crate) gpu: String,
+    pub(crate) ordinal: usize,
 }
 
 impl SliceName for SimSlice {
@@ -33,7 +33,7 @@ impl SliceName for SimSlice {
 
 /// The source that tells the slice of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum SliceKnownBy {
+pub(crate) enum SliceKnownBy {
     Mount,
     Environment,
     Nothing,
@@ -41,23 +41,23 @@ pub(super) enum SliceKnownBy {
 
 /// The process of a client, as the kernel knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Tenant {
+pub(crate) struct Tenant {
     /// The number that no other process has, whatever its PID.
-    pub(super) process: u32,
-    pub(super) user: u32,
+    pub(crate) process: u32,
+    pub(crate) user: u32,
     /// The user that it acts for.
-    pub(super) acts_for: u32,
-    pub(super) slice: SimSlice,
-    pub(super) slice_known_by: SliceKnownBy,
-    pub(super) connection: u64,
+    pub(crate) acts_for: u32,
+    pub(crate) slice: SimSlice,
+    pub(crate) slice_known_by: SliceKnownBy,
+    pub(crate) connection: u64,
     /// False once its work was ended on request, until it starts over.
-    pub(super) has_work: bool,
+    pub(crate) has_work: bool,
     /// A debugger holds it.
-    pub(super) is_held: bool,
+    pub(crate) is_held: bool,
 }
 
 impl Tenant {
-    pub(super) fn new(process: u32, gpus: &[String], ordinal: usize, dice: &mut Dice) -> Self {
+    pub(crate) fn new(process: u32, gpus: &[String], ordinal: usize, dice: &mut Dice) -> Self {
         let user = any_user(dice);
         let slice_known_by = match dice.below(12) {
             0 => SliceKnownBy::Nothing,
@@ -77,7 +77,7 @@ impl Tenant {
     }
 
     /// The container that it is in.
-    pub(super) fn container(&self) -> String {
+    pub(crate) fn container(&self) -> String {
         format!("c{}", self.user)
     }
 }
@@ -85,7 +85,7 @@ impl Tenant {
 impl SimClient {
     /// Whether a request means it, in truth, while these control groups are bound. `named` is the process with the wanted PID when
     /// the request began.
-    pub(super) fn is_meant(
+    pub(crate) fn is_meant(
         &self,
         pid: u32,
         target: &Target<SimSlice>,
@@ -121,7 +121,7 @@ impl Mps {
 
 impl World {
     /// A client starts over, or another one follows it, or a debugger comes or goes.
-    pub(super) fn tenant_acts(&mut self, dice: &mut Dice) {
+    pub(crate) fn tenant_acts(&mut self, dice: &mut Dice) {
         let Some((daemon, pid)) = self.any_client(dice) else { return };
         let Some(one) = self.daemons.get(&daemon) else { return };
         let mut mps = one.lock();
@@ -172,7 +172,7 @@ impl World {
     }
 
     /// Somebody asks for the end of GPU work.
-    pub(super) fn ask_to_terminate(&mut self, dice: &mut Dice) {
+    pub(crate) fn ask_to_terminate(&mut self, dice: &mut Dice) {
         let is_busy = self.service.as_ref().is_none_or(|service| service.requests.len() >= 3);
         if is_busy || self.is_calm {
             return;

@@ -7,13 +7,13 @@ use mps_core::serve::Said;
 
 use super::mps::{Mps, Setting};
 
-pub(super) fn setting(limits: &Limits) -> Setting {
+pub(crate) fn setting(limits: &Limits) -> Setting {
     let mib = [0, 1, 2].map(|ordinal| limits.memory_mib.get(&ordinal).copied().unwrap_or_default());
     Setting { percentage: limits.thread_percentage, mib }
 }
 
 /// Limits as they are read back: memory in whole GiB.
-pub(super) fn difference(found: Setting, limits: &Limits) -> Option<String> {
+pub(crate) fn difference(found: Setting, limits: &Limits) -> Option<String> {
     let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
     let wanted = setting(limits);
     let is_same =
@@ -21,7 +21,7 @@ pub(super) fn difference(found: Setting, limits: &Limits) -> Option<String> {
     (!is_same).then(|| format!("{found:?} instead of {wanted:?}"))
 }
 
-pub(super) fn read_line(mps: &mut Mps) -> Option<Said> {
+pub(crate) fn read_line(mps: &mut Mps) -> Option<Said> {
     let meaning = mps.log.get(mps.reader.position)?.clone();
     let is_news = mps.reader.position >= mps.reader.quiet_until;
     mps.reader.position += 1;
@@ -31,7 +31,7 @@ pub(super) fn read_line(mps: &mut Mps) -> Option<Said> {
     Some(Said { meaning, is_news })
 }
 
-pub(super) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection {
+pub(crate) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> Inspection {
     let status = |pid: &u32| {
         let known = mps.servers.get(pid).map_or(ServerStatus::Gone, |one| one.status);
         if mps.is_old { ServerStatus::Unsupported } else { known }
@@ -48,7 +48,7 @@ pub(super) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> 
 }
 
 /// The clients that it lists. After a fault it may list nobody.
-pub(super) fn listed(mps: &mut Mps) -> ClientPids {
+pub(crate) fn listed(mps: &mut Mps) -> ClientPids {
     let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
     for (pid, client) in &mps.clients {
         if mps.servers.get(&client.server).is_some_and(|server| server.lists)

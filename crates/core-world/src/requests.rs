@@ -33,19 +33,19 @@ async fn carry_out(target: Target<SimSlice>, mut shell: SimEnding) -> Answer {
 }
 
 /// A request under way.
-pub(super) struct SimRequest {
+pub(crate) struct SimRequest {
     state: Arc<Mutex<RequestState>>,
     future: Pin<Box<dyn Future<Output = Answer>>>,
 }
 
 impl SimRequest {
-    pub(super) fn advance(&self, now: Duration) {
+    pub(crate) fn advance(&self, now: Duration) {
         let mut state = self.state.lock().unwrap();
         (state.now, state.steps) = (now, 0);
     }
 
     /// The next moment when it comes on by itself.
-    pub(super) fn due(&self) -> Option<Duration> {
+    pub(crate) fn due(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap();
         match state.waits {
             Waits::Until(at) => Some(at.min(state.deadline())),
@@ -53,7 +53,7 @@ impl SimRequest {
         }
     }
 
-    pub(super) fn calm_down(&self) {
+    pub(crate) fn calm_down(&self) {
         self.state.lock().unwrap().is_calm = true;
     }
 
@@ -64,7 +64,7 @@ impl SimRequest {
 }
 
 impl World {
-    pub(super) fn begin_request(&mut self, target: &Target<SimSlice>, dice: &mut Dice) {
+    pub(crate) fn begin_request(&mut self, target: &Target<SimSlice>, dice: &mut Dice) {
         let bindings = self.bindings.living();
         let Some(service) = &mut self.service else { return };
         let running = self.daemons.iter().filter(|(_, one)| !one.is_paused);
@@ -124,12 +124,12 @@ impl World {
     }
 
     /// The requests that can come on at this moment.
-    pub(super) fn requests_that_come_on(&self) -> Vec<usize> {
+    pub(crate) fn requests_that_come_on(&self) -> Vec<usize> {
         let requests = self.service.iter().flat_map(|service| service.requests.iter().enumerate());
         requests.filter(|(_, request)| request.comes_on()).map(|(place, _)| place).collect()
     }
 
-    pub(super) fn carry_on_request(&mut self, place: usize) {
+    pub(crate) fn carry_on_request(&mut self, place: usize) {
         let Some(service) = &mut self.service else { return };
         let request = &mut service.requests[place];
         let polled = request.future.as_mut().poll(&mut Context::from_waker(Waker::noop()));

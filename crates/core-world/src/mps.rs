@@ -16,44 +16,44 @@ use super::starting::Spawning;
 const SERVER_COMES: Duration = Duration::from_millis(150);
 
 /// The clients that a GPU can hold.
-pub(super) const CAPACITY: usize = 3;
+pub(crate) const CAPACITY: usize = 3;
 
 /// A GPU without enforced limits, on which NVML lists no client.
-pub(super) const OLD_GPU: &str = "C";
+pub(crate) const OLD_GPU: &str = "C";
 
 /// Limits: the percentage, and the memory of each GPU by its ordinal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Setting {
-    pub(super) percentage: u8,
-    pub(super) mib: [u64; 3],
+pub(crate) struct Setting {
+    pub(crate) percentage: u8,
+    pub(crate) mib: [u64; 3],
 }
 
 /// The limits of a control daemon that was told none.
-pub(super) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
+pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 
 // Each flag is a fact of its own.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
-pub(super) struct SimServer {
-    pub(super) status: ServerStatus,
-    pub(super) setting: Setting,
+pub(crate) struct SimServer {
+    pub(crate) status: ServerStatus,
+    pub(crate) setting: Setting,
     /// Its process has ended, or is about to end.
-    pub(super) is_ending: bool,
-    pub(super) has_ended: bool,
+    pub(crate) is_ending: bool,
+    pub(crate) has_ended: bool,
     /// After a fault a control daemon may list no client of it.
-    pub(super) lists: bool,
+    pub(crate) lists: bool,
     /// Somebody has stopped it by SIGSTOP: it takes no client.
-    pub(super) is_stopped: bool,
+    pub(crate) is_stopped: bool,
     /// The line of the log that tells of its fatal GPU error.
-    pub(super) fault_line: Option<usize>,
+    pub(crate) fault_line: Option<usize>,
 }
 
 /// A client that was hit on a GPU of a server.
-pub(super) type Hit = (u32, usize, u32);
+pub(crate) type Hit = (u32, usize, u32);
 
 /// Something that follows after a while.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Later {
+pub(crate) enum Later {
     Comes(u32),
     /// A client ends, since its work was ended.
     Leaves(SimProcess),
@@ -68,76 +68,76 @@ pub(super) enum Later {
 
 /// A client that the service has ended.
 #[derive(Debug)]
-pub(super) struct Hurt {
-    pub(super) is_hit: bool,
-    pub(super) cause: Cause,
+pub(crate) struct Hurt {
+    pub(crate) is_hit: bool,
+    pub(crate) cause: Cause,
     /// An administrator has just asked for a change by force.
-    pub(super) is_forced: bool,
+    pub(crate) is_forced: bool,
     /// The asker was told before that it has failed.
-    pub(super) is_given_up: bool,
+    pub(crate) is_given_up: bool,
 }
 
 /// A control daemon with all that belongs to it.
 // Each flag is a trouble of its own.
 #[allow(clippy::struct_excessive_bools)]
-pub(super) struct Mps {
-    pub(super) pid: u32,
-    pub(super) gpus: Vec<String>,
-    pub(super) now: Duration,
-    pub(super) dice: Dice,
-    pub(super) is_calm: bool,
-    pub(super) is_alive: bool,
-    pub(super) listens_at: Duration,
-    pub(super) hangs_until: Duration,
+pub(crate) struct Mps {
+    pub(crate) pid: u32,
+    pub(crate) gpus: Vec<String>,
+    pub(crate) now: Duration,
+    pub(crate) dice: Dice,
+    pub(crate) is_calm: bool,
+    pub(crate) is_alive: bool,
+    pub(crate) listens_at: Duration,
+    pub(crate) hangs_until: Duration,
     /// Somebody has stopped it by SIGSTOP.
-    pub(super) is_stopped: bool,
-    pub(super) has_no_directory: bool,
-    pub(super) taken_by: Option<u32>,
-    pub(super) log_is_lost: bool,
+    pub(crate) is_stopped: bool,
+    pub(crate) has_no_directory: bool,
+    pub(crate) taken_by: Option<u32>,
+    pub(crate) log_is_lost: bool,
     /// Lines come late: not before this moment, and in order.
     lines_wait_until: Duration,
-    pub(super) starts_fail: bool,
-    pub(super) gpu_is_lost: bool,
+    pub(crate) starts_fail: bool,
+    pub(crate) gpu_is_lost: bool,
     /// The GPUs of the host with the service's compute mode.
-    pub(super) with_our_mode: BTreeSet<String>,
+    pub(crate) with_our_mode: BTreeSet<String>,
     /// Its driver does not know how servers are.
-    pub(super) is_old: bool,
+    pub(crate) is_old: bool,
     /// It ends where it is to serve several users at the same time.
-    pub(super) refuses_multiuser: bool,
+    pub(crate) refuses_multiuser: bool,
     /// It serves one user after the other.
-    pub(super) serves_one_user: bool,
+    pub(crate) serves_one_user: bool,
     /// It was asked to end without clients.
-    pub(super) quits_when_idle: bool,
-    pub(super) disk_is_full: bool,
-    pub(super) defaults: Setting,
-    pub(super) servers: BTreeMap<u32, SimServer>,
-    pub(super) clients: BTreeMap<u32, SimClient>,
-    pub(super) log: Vec<Meaning>,
+    pub(crate) quits_when_idle: bool,
+    pub(crate) disk_is_full: bool,
+    pub(crate) defaults: Setting,
+    pub(crate) servers: BTreeMap<u32, SimServer>,
+    pub(crate) clients: BTreeMap<u32, SimClient>,
+    pub(crate) log: Vec<Meaning>,
     /// The part of the log that the service has written down as read.
-    pub(super) read_until: usize,
-    pub(super) hits: BTreeSet<Hit>,
+    pub(crate) read_until: usize,
+    pub(crate) hits: BTreeSet<Hit>,
     /// The clients that a service has told of, if it has seen the end of their fault too.
-    pub(super) over: BTreeSet<Hit>,
+    pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
-    pub(super) came: u32,
+    pub(crate) came: u32,
     /// The PID of a client that has left, which the next one may get.
-    pub(super) free_pid: Option<u32>,
+    pub(crate) free_pid: Option<u32>,
     /// The number of fatal GPU errors so far.
-    pub(super) faults: usize,
-    pub(super) hurt: Vec<Hurt>,
+    pub(crate) faults: usize,
+    pub(crate) hurt: Vec<Hurt>,
     /// Of these targets somebody else has changed the limits, since the service has looked.
-    pub(super) foreign: BTreeSet<Option<u32>>,
+    pub(crate) foreign: BTreeSet<Option<u32>>,
     /// The service that watches it.
-    pub(super) reader: Reader,
+    pub(crate) reader: Reader,
     /// Its start asks for this, and can't have it.
-    pub(super) spawning: Option<Spawning>,
-    pub(super) can_not_spawn: bool,
+    pub(crate) spawning: Option<Spawning>,
+    pub(crate) can_not_spawn: bool,
     /// The next question is answered at once.
-    pub(super) is_quick: bool,
+    pub(crate) is_quick: bool,
 }
 
 impl Mps {
-    pub(super) fn new(pid: u32, gpus: Vec<String>, is_old: bool, now: Duration) -> Self {
+    pub(crate) fn new(pid: u32, gpus: Vec<String>, is_old: bool, now: Duration) -> Self {
         Self {
             pid,
             gpus,
@@ -181,22 +181,22 @@ impl Mps {
     }
 
     /// The next process of the same kind takes its place.
-    pub(super) fn is_another(&mut self, pid: u32, now: Duration) {
+    pub(crate) fn is_another(&mut self, pid: u32, now: Duration) {
         let next = Self::new(pid, Vec::new(), self.is_old, now);
         let (is_calm, refuses_multiuser) = (self.is_calm, self.refuses_multiuser);
         *self = Self { is_calm, refuses_multiuser, serves_one_user: true, ..next };
     }
 
-    pub(super) fn goes_wrong(&mut self, most: usize) -> bool {
+    pub(crate) fn goes_wrong(&mut self, most: usize) -> bool {
         !self.is_calm && self.dice.one_in(most)
     }
 
-    pub(super) fn is_hung(&self) -> bool {
+    pub(crate) fn is_hung(&self) -> bool {
         self.is_stopped || self.hangs_until > self.now
     }
 
     /// The process that answers in its directory.
-    pub(super) fn listener(&self) -> Option<u32> {
+    pub(crate) fn listener(&self) -> Option<u32> {
         if self.taken_by.is_some() {
             return self.taken_by;
         }
@@ -204,12 +204,12 @@ impl Mps {
     }
 
     /// The next moment when something follows.
-    pub(super) fn due(&self) -> Option<Duration> {
+    pub(crate) fn due(&self) -> Option<Duration> {
         self.later.iter().map(|(at, _)| *at).min()
     }
 
     /// Lets time pass.
-    pub(super) fn advance(&mut self, now: Duration) {
+    pub(crate) fn advance(&mut self, now: Duration) {
         while let Some(due) = self.due().filter(|due| *due <= now) {
             self.now = self.now.max(due);
             let next = self.later.iter().position(|(at, _)| *at == due).unwrap_or_default();
@@ -221,7 +221,7 @@ impl Mps {
         self.now = now;
     }
 
-    pub(super) fn after(&mut self, pause: Duration, what: Later) {
+    pub(crate) fn after(&mut self, pause: Duration, what: Later) {
         self.later.push((self.now + pause, what));
     }
 
@@ -254,7 +254,7 @@ impl Mps {
         }
     }
 
-    pub(super) fn say(&mut self, meaning: Meaning) {
+    pub(crate) fn say(&mut self, meaning: Meaning) {
         if self.now < self.lines_wait_until {
             self.later.push((self.lines_wait_until, Later::Says(meaning)));
         } else if !self.log_is_lost {
@@ -262,12 +262,12 @@ impl Mps {
         }
     }
 
-    pub(super) fn is_enforced(&self, ordinal: usize) -> bool {
+    pub(crate) fn is_enforced(&self, ordinal: usize) -> bool {
         self.gpus.get(ordinal).is_some_and(|gpu| gpu != OLD_GPU)
     }
 
     /// The server writes the memory limits that it enforces.
-    pub(super) fn say_memory(&mut self, server: u32, setting: Setting) {
+    pub(crate) fn say_memory(&mut self, server: u32, setting: Setting) {
         if self.goes_wrong(8) {
             self.lines_wait_until = self.now + Duration::from_millis(500);
         }
@@ -278,13 +278,13 @@ impl Mps {
         }
     }
 
-    pub(super) fn next_pid(&mut self) -> u32 {
+    pub(crate) fn next_pid(&mut self) -> u32 {
         self.came += 1;
         self.pid * 1000 + self.came
     }
 
     /// Starts a server, unless one is there.
-    pub(super) fn start_server(&mut self) -> u32 {
+    pub(crate) fn start_server(&mut self) -> u32 {
         if let Some(server) = self.servers.keys().next_back() {
             return *server;
         }
@@ -340,7 +340,7 @@ impl Mps {
     }
 
     /// A server ends in order, or is killed. Its clients are gone with it.
-    pub(super) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
+    pub(crate) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
         let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
         server.is_ending = true;
         if is_killed {
@@ -370,21 +370,21 @@ impl Mps {
     }
 
     /// The end of the control daemon, with all its servers. Without a cause it is an accident.
-    pub(super) fn end(&mut self, cause: Option<Cause>) {
+    pub(crate) fn end(&mut self, cause: Option<Cause>) {
         self.lose_clients(cause, |_| true);
         self.servers.clear();
         self.later.clear();
         self.is_alive = false;
     }
 
-    pub(super) fn ends_if_idle(&mut self) {
+    pub(crate) fn ends_if_idle(&mut self) {
         if self.quits_when_idle && !self.is_hung() && self.clients.is_empty() {
             self.end(None);
         }
     }
 
     /// The control daemon and these servers of it go on, if somebody has stopped them.
-    pub(super) fn go_on(&mut self, servers: &[u32]) {
+    pub(crate) fn go_on(&mut self, servers: &[u32]) {
         for server in servers {
             if let Some(server) = self.servers.get_mut(server) {
                 server.is_stopped = false;
@@ -396,7 +396,7 @@ impl Mps {
     }
 
     /// The lines that name clients that were hit come now, if they have not come yet.
-    pub(super) fn say_who_was_hit(&mut self) {
+    pub(crate) fn say_who_was_hit(&mut self) {
         let is_late = |what: &Later| matches!(what, Later::Says(Meaning::TornDown { .. }));
         let late = self.later.extract_if(.., |(_, what)| is_late(what)).map(|(_, what)| what);
         for what in late.collect::<Vec<_>>() {
@@ -405,7 +405,7 @@ impl Mps {
     }
 
     /// Somebody else changes limits: of a server, or of the servers to come.
-    pub(super) fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
+    pub(crate) fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,
             Some(Some(one)) if one.status == ServerStatus::Active && !one.is_ending => &mut one.setting,
@@ -421,7 +421,7 @@ impl Mps {
     }
 
     /// The target with limits that are not these, unless somebody else has changed them since the service has looked.
-    pub(super) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
+    pub(crate) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
         let is_excused = |target: &Option<u32>| !with_foreign && self.foreign.contains(target);
         if self.defaults != setting && !is_excused(&None) {
             return Some(format!("servers to come have {:?} instead of {setting:?}", self.defaults));

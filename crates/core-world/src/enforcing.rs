@@ -32,10 +32,10 @@ const MOST_TOLD: usize = 20;
 
 /// All that is true about the budgets of a GPU's slices.
 #[derive(Debug)]
-pub(super) struct Facts {
-    pub(super) now: Duration,
+pub(crate) struct Facts {
+    pub(crate) now: Duration,
     /// The attempt waits until then.
-    pub(super) waits_until: Option<Duration>,
+    pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
     /// Whoever was there before the service, or before the budgets became smaller.
     before: BTreeSet<SimProcess>,
@@ -84,7 +84,7 @@ impl Default for Facts {
 
 impl Facts {
     /// These budgets are in force from now on, and these programs are there.
-    pub(super) fn is_in_force(&mut self, now: &SliceBudgets, there: &[Program]) {
+    pub(crate) fn is_in_force(&mut self, now: &SliceBudgets, there: &[Program]) {
         let smaller = |before: &SliceBudgets| {
             let mut both = now.budgets.iter().zip(&before.budgets);
             both.any(|(now, before)| {
@@ -99,7 +99,7 @@ impl Facts {
     }
 
     /// NVML lists these programs.
-    pub(super) fn are_seen(&mut self, programs: &[Program], now: Duration) {
+    pub(crate) fn are_seen(&mut self, programs: &[Program], now: Duration) {
         if std::mem::take(&mut self.is_unseen) {
             self.may_be_spared.extend(programs.iter().map(|program| program.process));
         }
@@ -109,7 +109,7 @@ impl Facts {
     }
 
     /// Something is told of the overuse of this slice.
-    pub(super) fn is_told(&mut self, slice: u32, now: Duration) {
+    pub(crate) fn is_told(&mut self, slice: u32, now: Duration) {
         let told = self.told.entry(slice).or_default();
         told.push(now);
         let of_late = told.iter().filter(|at| **at + Duration::from_secs(60) > now).count();
@@ -169,15 +169,15 @@ impl Facts {
 
 /// A process that is held, and the control daemon that it is a client of.
 #[derive(Clone)]
-pub(super) struct SimHeld {
+pub(crate) struct SimHeld {
     mps: Arc<Mutex<Mps>>,
     process: SimProcess,
 }
 
 /// Ends clients of these control daemons.
-pub(super) struct SimEnforcement {
-    pub(super) daemons: Vec<Arc<Mutex<Mps>>>,
-    pub(super) facts: Arc<Mutex<Facts>>,
+pub(crate) struct SimEnforcement {
+    pub(crate) daemons: Vec<Arc<Mutex<Mps>>>,
+    pub(crate) facts: Arc<Mutex<Facts>>,
 }
 
 fn lock(mps: &Mutex<Mps>) -> MutexGuard<'_, Mps> {

@@ -32,7 +32,7 @@ const MOST_DECIDED: usize = 9 * 600;
 
 impl World {
     /// Nothing grows: whatever happens for however long, what is known has a bounded size.
-    pub(super) fn check_nothing_grows(&self, id: &str) {
+    pub(crate) fn check_nothing_grows(&self, id: &str) {
         // To write all of it takes its time.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
         let known = service.watched.get(id).map(|watched| format!("{watched:?}")).unwrap_or_default();
@@ -42,7 +42,7 @@ impl World {
     }
 
     /// The promises that hold after each step.
-    pub(crate) fn check(&self) {
+    pub fn check(&self) {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
         self.check_ways();
@@ -76,7 +76,7 @@ impl World {
     }
 
     /// The promises that hold for an act that is about to begin.
-    pub(super) fn check_act(&mut self, act: &Act<u32>) {
+    pub(crate) fn check_act(&mut self, act: &Act<u32>) {
         self.check_nothing_spins(act);
         self.check_work_is_safe(act);
         self.check_modes_stay(act);
@@ -143,7 +143,7 @@ impl World {
     }
 
     /// Modes come back: after a stop for good, each GPU has the mode of before.
-    pub(super) fn check_stopped(&self, not_ended: &BTreeSet<String>) {
+    pub(crate) fn check_stopped(&self, not_ended: &BTreeSet<String>) {
         let mut living = self.state_file.daemons.keys().filter(|id| self.living(id).is_some());
         let forgotten = living.find(|id| !not_ended.contains(*id));
         assert_eq!(forgotten, None, "a-stop-ends-all: nobody has tried to end it");
@@ -161,7 +161,7 @@ impl World {
 
     /// All is served in the end: from any state, once nothing goes wrong any more, everything that can be served is served,
     /// nothing else runs, and it takes a bounded number of acts.
-    pub(crate) fn check_all_is_served_in_the_end(&mut self) {
+    pub fn check_all_is_served_in_the_end(&mut self) {
         self.is_calm = true;
         self.is_disk_full = false;
         self.add_to_story(|| "from now on nothing goes wrong".to_owned());
@@ -189,7 +189,7 @@ impl World {
     }
 
     /// Whether some act can come on without time that passes.
-    pub(super) fn comes_on(&self) -> bool {
+    pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
             || self.budgets_come_on()
@@ -205,7 +205,7 @@ impl World {
     }
 
     /// Lets time pass until something is to be done, or happens by itself.
-    pub(super) fn sleep(&mut self) {
+    pub(crate) fn sleep(&mut self) {
         self.in_a_row.clear();
         let next = self.next_moment().unwrap_or(self.now + Duration::from_secs(1));
         self.advance(next.max(self.now + Duration::from_millis(1)));
