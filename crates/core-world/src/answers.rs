@@ -16,9 +16,11 @@ pub(crate) fn setting(limits: &Limits) -> Setting {
 pub(crate) fn difference(found: Setting, limits: &Limits) -> Option<String> {
     let read_back = |mib: u64| if mib < 1024 { mib } else { mib >> 10 << 10 };
     let wanted = setting(limits);
-    let is_same =
-        found.percentage == wanted.percentage && found.mib.map(read_back) == wanted.mib.map(read_back);
-    (!is_same).then(|| format!("{found:?} instead of {wanted:?}"))
+    if found.percentage != wanted.percentage {
+        return Some(format!("{} instead of {}", found.percentage, wanted.percentage));
+    }
+    let is_same = found.mib.map(read_back) == wanted.mib.map(read_back);
+    (!is_same).then(|| format!("{:?} MiB instead of {:?}", found.mib, wanted.mib))
 }
 
 pub(crate) fn read_line(mps: &mut Mps) -> Option<Said> {

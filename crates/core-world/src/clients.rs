@@ -17,6 +17,8 @@ pub(crate) struct SimClient {
     pub(crate) server: u32,
     /// The GPUs that it uses.
     pub(crate) ordinals: BTreeSet<usize>,
+    /// The number of its connections, each of which has a place on these GPUs.
+    pub(crate) connections: usize,
     /// It has lost its work to a fatal GPU error, on all of its GPUs.
     pub(crate) is_hit: bool,
     pub(crate) program: Program,
@@ -85,12 +87,13 @@ impl Mps {
         let program = Program::new(pid, start_time);
         let first = ordinals.first().copied().unwrap_or_default();
         let tenant = Tenant::new(process, &self.gpus, first, &mut self.dice);
-        self.clients.insert(pid, SimClient { server, ordinals, is_hit: false, program, tenant });
+        self.clients
+            .insert(pid, SimClient { server, ordinals, connections: 1, is_hit: false, program, tenant });
         self.say(Meaning::ClientAdmitted(pid));
         Some(pid)
     }
 
-    pub(crate) fn client_leaves(&mut self, pid: u32) {
+    pub fn client_leaves(&mut self, pid: u32) {
         let Some(client) = self.clients.remove(&pid) else { return };
         if !self.hits.iter().any(|(.., hit)| *hit == pid) {
             self.free_pid = Some(pid);

@@ -15,6 +15,7 @@ use mps_core::{CoreTime, Permit, Tenure};
 use super::answers::{difference, inspect, listed, read_line, setting};
 use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting, SimServer};
 use super::reader::Waits;
+use super::story::spaced;
 use super::ways::{SimAdmission, tenure_of};
 
 /// The deadline of one question.
@@ -22,7 +23,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A control daemon, as one act sees it.
 #[derive(Clone)]
-pub(crate) struct SimShell {
+pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,
     pub(crate) id: String,
     /// The GPUs of the order.
@@ -79,7 +80,11 @@ impl SimShell {
             self.turn().await;
         }
         let hangs_for = {
-            let mps = self.lock();
+            let mut mps = self.lock();
+            mps.turn_during(question);
+            if let Some(failure) = mps.stage.answer_to(question) {
+                return Err(failure);
+            }
             let is_asked = mps.taken_by.is_none() && mps.listener().is_some();
             (is_asked && mps.is_hung()).then(|| mps.now + ANSWER_TIMEOUT)
         };
@@ -133,22 +138,27 @@ impl SimShell {
     }
 
     /// The next thing that has happened.
-    fn happened(&self, takes_requests: bool) -> Option<Occurrence> {
+    fn happened(&self, takes_requests: bool) -> Result<Option<Occurrence>, Failure> {
         let mut mps = self.lock();
         mps.count_step();
+        if mps.stage.log_is_unreadable {
+            return Err(Failure::Failed("the log can't be read".to_owned()));
+        }
         if let Some(said) = read_line(&mut mps) {
-            return Some(Occurrence::Said(said));
+            return Ok(Some(Occurrence::Said(said)));
         }
         if !mps.is_alive {
-            return Some(Occurrence::Ended);
+            return Ok(Some(Occurrence::Ended));
         }
         if let Some(server) = mps.reader.ended.pop_front() {
-            return Some(Occurrence::ServerEnded(server));
+            return Ok(Some(Occurrence::ServerEnded(server)));
         }
-        let (asked, request) = if takes_requests { mps.reader.requests.pop_front() } else { None }?;
-        mps.reader.asked_at = Some(asked);
-        mps.reader.is_forced = request == Requested::Apply { force: true };
-        Some(Occurrence::Asked(request))
+        let asked = if takes_requests { mps.reader.requests.pop_front() } else { None };
+        Ok(asked.map(|(asked, request)| {
+            mps.reader.asked_at = Some(asked);
+            mps.reader.is_forced = request == Requested::Apply { force: true };
+            Occurrence::Asked(request)
+        }))
     }
 }
 
@@ -174,7 +184,7 @@ impl Shell for SimShell {
 
     async fn next(&mut self, until: CoreTime, takes_requests: bool) -> Result<Occurrence, Failure> {
         loop {
-            if let Some(occurrence) = self.happened(takes_requests) {
+            if let Some(occurrence) = self.happened(takes_requests)? {
                 return Ok(occurrence);
             }
             if self.lock().now >= until {
@@ -185,13 +195,16 @@ impl Shell for SimShell {
     }
 
     async fn pause(&mut self, duration: Duration) {
+        self.lock().note(format_args!("pause"));
         let until = self.lock().now + duration;
         self.wait(Waits::Until(until)).await;
     }
 
     fn end_of_log(&mut self, skips: bool) -> Option<u64> {
         let mut mps = self.lock();
+        mps.turn_during("read on");
         if skips {
+            mps.note(format_args!("skip"));
             mps.reader.position = mps.reader.position.max(mps.log.len().saturating_sub(3));
         }
         u64::try_from(mps.log.len()).ok()
@@ -208,7 +221,7 @@ impl Shell for SimShell {
     }
 
     fn words(&self) -> String {
-        String::new()
+        "; its log ends here".to_owned()
     }
 
     async fn ends_now(&mut self) -> bool {
@@ -217,7 +230,8 @@ impl Shell for SimShell {
     }
 
     fn how_it_ended(&self) -> Failure {
-        Failure::Ended { text: "it has ended".to_owned(), refuses_multiuser: false }
+        let refuses_multiuser = self.lock().refuses_multiuser;
+        Failure::Ended { text: "the control daemon ended".to_owned(), refuses_multiuser }
     }
 
     async fn inspect(&mut self, servers: &[u32], limits: Option<&Limits>) -> Result<Inspection, Failure> {
@@ -227,6 +241,8 @@ impl Shell for SimShell {
             statuses: servers.iter().map(|pid| (*pid, ServerStatus::Gone)).collect(),
             differences: differences.into_iter().collect(),
         };
+        let limited = if limits.is_some() { " with limits" } else { "" };
+        self.lock().note(format_args!("inspect{}{limited}", spaced(servers)));
         self.ask("inspect", other, |mps| Ok(inspect(mps, servers, limits))).await
     }
 
@@ -244,7 +260,9 @@ impl Shell for SimShell {
             }
             Ok(mps.servers.keys().copied().collect())
         };
-        self.command("set_limits", Vec::new(), effect).await
+        let of = server.map(|server| format!(" of {server}")).unwrap_or_default();
+        self.lock().note(format_args!("set limits{of}"));
+        self.command("set limits", Vec::new(), effect).await
     }
 
     async fn set_limits_and_start(&mut self, limits: &Limits) -> Result<Vec<u32>, Failure> {
@@ -256,7 +274,8 @@ impl Shell for SimShell {
             mps.start_server();
             Ok(before)
         };
-        self.command("set_limits_and_start", Vec::new(), effect).await
+        self.lock().note(format_args!("set limits and start"));
+        self.command("set limits", Vec::new(), effect).await
     }
 
     async fn start_server(&mut self) -> Result<(), Failure> {
@@ -265,21 +284,24 @@ impl Shell for SimShell {
             mps.start_server();
             Ok(())
         };
-        self.command("start_server", (), effect).await
+        self.lock().note(format_args!("start server"));
+        self.command("start server", (), effect).await
     }
 
     async fn client_pids(&mut self, _: &[u32]) -> Result<ClientPids, Failure> {
-        self.ask("client_pids", ClientPids::new(), |mps| Ok(listed(mps))).await
+        self.lock().note(format_args!("client PIDs"));
+        self.ask("client PIDs", ClientPids::new(), |mps| Ok(listed(mps))).await
     }
 
-    async fn clients(&mut self, _: &[u32]) -> Result<Vec<Client>, Failure> {
+    async fn clients(&mut self, expected: &[u32]) -> Result<Vec<Client>, Failure> {
         let effect = |mps: &mut Mps| {
             let listed = listed(mps);
             let pids = listed.into_values().flatten();
             let on_gpus = |pid: u32| {
                 let one = mps.clients.get(&pid).cloned().into_iter();
                 one.flat_map(move |one| {
-                    one.ordinals.into_iter().map(move |ordinal| (pid, one.server, ordinal))
+                    let places = one.ordinals.into_iter().map(move |ordinal| (pid, one.server, ordinal));
+                    places.flat_map(move |place| std::iter::repeat_n(place, one.connections))
                 })
             };
             let client = |(pid, server, ordinal): (u32, u32, usize)| {
@@ -288,17 +310,19 @@ impl Shell for SimShell {
             };
             Ok(pids.flat_map(on_gpus).filter_map(client).collect())
         };
+        self.lock().note(format_args!("clients{}", spaced(expected)));
         self.ask("clients", Vec::new(), effect).await
     }
 
     async fn shut_down_idle_server(&mut self, server: u32, may_end: Permit) -> Result<(), Failure> {
         let effect = |mps: &mut Mps| {
-            if !mps.clients.values().any(|client| client.server == server) {
+            if !mps.clients.values().any(|client| client.server == server) && !mps.stage.stays {
                 mps.end_server(server, false, Some(may_end.cause()));
             }
             Ok(())
         };
-        self.command("shut_down_idle_server", (), effect).await
+        self.lock().note(format_args!("shut down idle server {server} ({:?})", may_end.cause()));
+        self.command("shut down idle server", (), effect).await
     }
 
     async fn shut_down_server(&mut self, server: u32, may_end: Permit) -> Result<(), Failure> {
@@ -308,7 +332,8 @@ impl Shell for SimShell {
         };
         // The control daemon does it as soon as it is asked: nobody comes between the last question before and this one.
         self.lock().is_quick = true;
-        self.command("shut_down_server", (), effect).await
+        self.lock().note(format_args!("shut down server {server} ({:?})", may_end.cause()));
+        self.command("shut down server", (), effect).await
     }
 
     fn id(&self) -> String {
@@ -329,12 +354,14 @@ impl Shell for SimShell {
 
     fn has_children(&self) -> Option<bool> {
         let mut mps = self.lock();
-        let is_known = !mps.goes_wrong(20);
+        let is_known = !mps.stage.children_are_unknown && !mps.goes_wrong(20);
         is_known.then(|| !mps.servers.is_empty())
     }
 
     fn continue_if_stopped(&mut self, servers: &[u32]) {
-        self.lock().go_on(servers);
+        let mut mps = self.lock();
+        mps.note(format_args!("continue{}", spaced(servers)));
+        mps.go_on(servers);
     }
 
     async fn quit_if_idle(&mut self, may_end: Permit) -> bool {
@@ -343,6 +370,9 @@ impl Shell for SimShell {
             return false;
         }
         let effect = |mps: &mut Mps| {
+            if mps.stage.stays {
+                return Ok(());
+            }
             if mps.clients.is_empty() {
                 mps.end(Some(may_end.cause()));
             } else {
@@ -350,7 +380,8 @@ impl Shell for SimShell {
             }
             Ok(())
         };
-        let _ = self.ask("quit_if_idle", (), effect).await;
+        self.lock().note(format_args!("quit if idle ({:?})", may_end.cause()));
+        let _ = self.ask("quit if idle", (), effect).await;
         !self.lock().is_alive
     }
 
@@ -360,11 +391,12 @@ impl Shell for SimShell {
             return false;
         }
         let effect = |mps: &mut Mps| {
-            if !mps.goes_wrong(8) {
+            if !mps.stage.stays && !mps.goes_wrong(8) {
                 mps.end(Some(may_end.cause()));
             }
             Ok(())
         };
+        self.lock().note(format_args!("quit ({:?})", may_end.cause()));
         let _ = self.ask("quit", (), effect).await;
         !self.lock().is_alive
     }
@@ -372,7 +404,8 @@ impl Shell for SimShell {
     /// At once: between the last look at the clients and the signal nobody comes.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
-        if mps.goes_wrong(4) {
+        mps.note(format_args!("signal ({:?})", may_end.cause()));
+        if mps.stage.survives || mps.goes_wrong(4) {
             return false;
         }
         mps.end(Some(may_end.cause()));
@@ -380,6 +413,7 @@ impl Shell for SimShell {
     }
 
     async fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> ClientsOnGpus {
+        self.lock().note(format_args!("clients on GPUs"));
         self.turn().await;
         let mps = self.lock();
         let on = |ordinal: usize| {
@@ -395,12 +429,16 @@ impl Shell for SimShell {
             let there = there.filter(|_| !mps.gpu_is_lost);
             (gpu.clone(), there.ok_or_else(|| "NVML does not list them".to_owned()))
         };
-        mps.gpus.iter().enumerate().map(list).collect()
+        let mut listed: ClientsOnGpus = mps.gpus.iter().enumerate().map(list).collect();
+        listed.extend(mps.stage.nvml.clone());
+        listed
     }
 
-    async fn holders(&mut self, _: &[u32]) -> String {
+    async fn holders(&mut self, servers: &[u32]) -> String {
+        self.lock().note(format_args!("holders besides{}", spaced(servers)));
         self.turn().await;
-        if self.lock().goes_wrong(8) { "a program".to_owned() } else { String::new() }
+        let mut mps = self.lock();
+        if mps.goes_wrong(8) { "a program".to_owned() } else { mps.stage.holders.clone() }
     }
 
     fn runs_as(&self, _: u32, _: u32) -> bool {
@@ -408,18 +446,23 @@ impl Shell for SimShell {
     }
 
     fn command(&self, pid: u32) -> String {
-        format!("program-{pid}")
+        format!("command of {pid}")
     }
 
     fn let_users_in(&mut self) -> Vec<String> {
-        if self.lock().goes_wrong(100) {
+        let mut mps = self.lock();
+        if mps.goes_wrong(100) {
             vec!["its directory has another mode".to_owned()]
         } else {
-            Vec::new()
+            mps.stage.bad_directories.clone()
         }
     }
 
     fn lead_here(&mut self) -> Result<(), Failure> {
+        self.lock().note(format_args!("lead here"));
+        if let Some(failure) = &self.lock().stage.does_not_lead {
+            return Err(failure.clone());
+        }
         let led = self.admission.lead(&mut self.lock(), &self.gpus);
         if self.lock().goes_wrong(200) {
             Err(Failure::Waiting("no link".to_owned()))
@@ -429,30 +472,47 @@ impl Shell for SimShell {
     }
 
     fn keep_links(&mut self) -> Option<String> {
-        self.admission.apply(Some(&mut self.lock())).err()
+        let mut mps = self.lock();
+        mps.note(format_args!("keep links"));
+        let applied = self.admission.apply(Some(&mut mps));
+        applied.err().or_else(|| mps.stage.bad_links.clone())
     }
 
-    fn keep_state_file(&mut self, _: bool) {
-        self.lock().keep_state_file();
+    fn keep_state_file(&mut self, stays: bool) {
+        let mut mps = self.lock();
+        mps.note(format_args!("keep the state file, stays: {stays}"));
+        mps.keep_state_file();
     }
 
-    fn rotate_log(&mut self) {}
+    fn rotate_log(&mut self) {
+        self.lock().note(format_args!("rotate the log"));
+    }
 
     fn is_in_place(&self) -> bool {
-        true
+        !self.lock().stage.is_elsewhere
     }
 
     fn misfit(&self, reach: &GpuReach) -> Option<String> {
+        let mps = self.lock();
+        if mps.stage.is_on {
+            return mps.stage.misfit.clone();
+        }
         let wanted = self.gpus.iter().filter(|gpu| !reach.is_left_out(gpu));
-        (!wanted.eq(self.lock().gpus.iter())).then(|| "it has other GPUs".to_owned())
+        (!wanted.eq(mps.gpus.iter())).then(|| "it has other GPUs".to_owned())
     }
 
-    fn passed(&self, _: &'static str, _: &str) {}
+    fn passed(&self, step: &'static str, _: &str) {
+        self.lock().stage.steps.push(step);
+    }
 
-    fn tell(&mut self, _: News, text: String) {
+    fn tell(&mut self, news: News, text: String) {
         let mut mps = self.lock();
-        mps.reader.news += 1;
-        mps.reader.words.push(text);
+        match news {
+            News::Event => mps.tell(format_args!(""), &text),
+            News::Warning => mps.tell(format_args!("warning: "), &text),
+            News::ServerFault { server } => mps.tell(format_args!("fault of {server}: "), &text),
+            News::ServerFailed { server } => mps.tell(format_args!("failure of {server}: "), &text),
+        }
     }
 
     fn show(&mut self, shown: Showing) {
@@ -477,7 +537,10 @@ impl Shell for SimShell {
                 (reader.servers, reader.gpus) = (alive, gpus);
             }
             Showing::InForce { thread_percentage } => reader.in_force = Some(thread_percentage),
-            Showing::PutOff | Showing::WaitingClients(_) => {}
+            Showing::PutOff => mps.note(format_args!("put off")),
+            Showing::WaitingClients(waiting) => {
+                mps.stage.waiting = waiting.into_iter().map(|(pid, _)| pid).collect();
+            }
         }
     }
 
@@ -486,17 +549,25 @@ impl Shell for SimShell {
     }
 
     fn describe(&self, clients: &BTreeSet<u32>) -> String {
-        format!("{} clients", clients.len())
+        clients.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
     }
 
-    fn client_came(&mut self, _: u32) {}
+    fn client_came(&mut self, client: u32) {
+        self.lock().note(format_args!("client {client} came"));
+    }
 
-    fn remember_clients(&mut self, _: &BTreeSet<u32>) {}
+    fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
+        self.lock().note(format_args!("remember {clients:?}"));
+    }
 
-    fn checked_in_use(&mut self) {}
+    fn checked_in_use(&mut self) {
+        self.lock().note(format_args!("checked in use"));
+    }
 
     fn watch_server(&mut self, server: u32) {
         let mut mps = self.lock();
+        mps.note(format_args!("watch {server}"));
+        mps.turn_during("watch");
         if mps.servers.get(&server).is_some_and(|one| !one.has_ended) {
             mps.reader.watched.insert(server);
         } else {
@@ -508,8 +579,9 @@ impl Shell for SimShell {
         self.lock().is_awaited()
     }
 
-    fn answer(&mut self, _: Result<(), String>) {
-        let reader = &mut self.lock().reader;
-        (reader.is_forced, reader.asked_at) = (false, None);
+    fn answer(&mut self, answer: Result<(), String>) {
+        let mut mps = self.lock();
+        mps.stage.answered.push(answer);
+        (mps.reader.is_forced, mps.reader.asked_at) = (false, None);
     }
 }

@@ -29,6 +29,7 @@ pub mod scripted;
 mod serving;
 mod shell;
 mod starting;
+pub mod story;
 mod tenants;
 mod troubles;
 mod truths;

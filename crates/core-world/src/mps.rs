@@ -11,6 +11,7 @@ use super::budgets::SimProcess;
 use super::clients::SimClient;
 use super::reader::{PATIENCE, Reader};
 use super::starting::Spawning;
+use super::story::Stage;
 
 /// The time until a server that was started is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
@@ -23,9 +24,9 @@ pub(crate) const OLD_GPU: &str = "C";
 
 /// Limits: the percentage, and the memory of each GPU by its ordinal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Setting {
-    pub(crate) percentage: u8,
-    pub(crate) mib: [u64; 3],
+pub struct Setting {
+    pub percentage: u8,
+    pub mib: [u64; 3],
 }
 
 /// The limits of a control daemon that was told none.
@@ -34,9 +35,9 @@ pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 // Each flag is a fact of its own.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
-pub(crate) struct SimServer {
-    pub(crate) status: ServerStatus,
-    pub(crate) setting: Setting,
+pub struct SimServer {
+    pub status: ServerStatus,
+    pub setting: Setting,
     /// Its process has ended, or is about to end.
     pub(crate) is_ending: bool,
     pub(crate) has_ended: bool,
@@ -80,10 +81,12 @@ pub(crate) struct Hurt {
 /// A control daemon with all that belongs to it.
 // Each flag is a trouble of its own.
 #[allow(clippy::struct_excessive_bools)]
-pub(crate) struct Mps {
+pub struct Mps {
     pub(crate) pid: u32,
+    /// Its children have the PIDs after this one.
+    pub(crate) before_children: u32,
     pub(crate) gpus: Vec<String>,
-    pub(crate) now: Duration,
+    pub now: Duration,
     pub(crate) dice: Dice,
     pub(crate) is_calm: bool,
     pub(crate) is_alive: bool,
@@ -91,26 +94,28 @@ pub(crate) struct Mps {
     pub(crate) hangs_until: Duration,
     /// Somebody has stopped it by SIGSTOP.
     pub(crate) is_stopped: bool,
-    pub(crate) has_no_directory: bool,
-    pub(crate) taken_by: Option<u32>,
-    pub(crate) log_is_lost: bool,
+    pub has_no_directory: bool,
+    pub taken_by: Option<u32>,
+    pub log_is_lost: bool,
     /// Lines come late: not before this moment, and in order.
     lines_wait_until: Duration,
-    pub(crate) starts_fail: bool,
+    pub starts_fail: bool,
+    /// A server that was started is ready after this time.
+    pub server_comes_in: Duration,
     pub(crate) gpu_is_lost: bool,
     /// The GPUs of the host with the service's compute mode.
-    pub(crate) with_our_mode: BTreeSet<String>,
+    pub with_our_mode: BTreeSet<String>,
     /// Its driver does not know how servers are.
-    pub(crate) is_old: bool,
+    pub is_old: bool,
     /// It ends where it is to serve several users at the same time.
-    pub(crate) refuses_multiuser: bool,
+    pub refuses_multiuser: bool,
     /// It serves one user after the other.
     pub(crate) serves_one_user: bool,
     /// It was asked to end without clients.
     pub(crate) quits_when_idle: bool,
     pub(crate) disk_is_full: bool,
-    pub(crate) defaults: Setting,
-    pub(crate) servers: BTreeMap<u32, SimServer>,
+    pub defaults: Setting,
+    pub servers: BTreeMap<u32, SimServer>,
     pub(crate) clients: BTreeMap<u32, SimClient>,
     pub(crate) log: Vec<Meaning>,
     /// The part of the log that the service has written down as read.
@@ -128,18 +133,21 @@ pub(crate) struct Mps {
     /// Of these targets somebody else has changed the limits, since the service has looked.
     pub(crate) foreign: BTreeSet<Option<u32>>,
     /// The service that watches it.
-    pub(crate) reader: Reader,
+    pub reader: Reader,
     /// Its start asks for this, and can't have it.
     pub(crate) spawning: Option<Spawning>,
     pub(crate) can_not_spawn: bool,
     /// The next question is answered at once.
     pub(crate) is_quick: bool,
+    /// The story that is told of it.
+    pub stage: Stage,
 }
 
 impl Mps {
     pub(crate) fn new(pid: u32, gpus: Vec<String>, is_old: bool, now: Duration) -> Self {
         Self {
             pid,
+            before_children: pid * 1000,
             gpus,
             now,
             dice: Dice::new(u64::from(pid)),
@@ -153,6 +161,7 @@ impl Mps {
             log_is_lost: false,
             lines_wait_until: Duration::ZERO,
             starts_fail: false,
+            server_comes_in: SERVER_COMES,
             gpu_is_lost: false,
             with_our_mode: BTreeSet::new(),
             is_old,
@@ -177,6 +186,7 @@ impl Mps {
             spawning: None,
             can_not_spawn: false,
             is_quick: false,
+            stage: Stage::default(),
         }
     }
 
@@ -222,7 +232,7 @@ impl Mps {
     }
 
     pub(crate) fn after(&mut self, pause: Duration, what: Later) {
-        self.later.push((self.now + pause, what));
+        self.later.push((self.now.saturating_add(pause), what));
     }
 
     fn happens(&mut self, what: Later) {
@@ -280,7 +290,7 @@ impl Mps {
 
     pub(crate) fn next_pid(&mut self) -> u32 {
         self.came += 1;
-        self.pid * 1000 + self.came
+        self.before_children + self.came
     }
 
     /// Starts a server, unless one is there.
@@ -289,6 +299,17 @@ impl Mps {
             return *server;
         }
         let pid = self.next_pid();
+        self.add_server(pid);
+        if self.starts_fail || self.goes_wrong(24) {
+            self.after(Duration::from_millis(50), Later::StartFails(pid));
+        } else {
+            let pause = if self.goes_wrong(10) { SERVER_COMES * 20 } else { self.server_comes_in };
+            self.after(pause, Later::Comes(pid));
+        }
+        pid
+    }
+
+    pub(crate) fn add_server(&mut self, pid: u32) {
         let (status, setting) = (ServerStatus::Initializing, self.defaults);
         self.servers.insert(
             pid,
@@ -306,16 +327,9 @@ impl Mps {
             self.foreign.insert(Some(pid));
         }
         self.say(Meaning::ServerStarting { server: pid, uid: 0 });
-        if self.starts_fail || self.goes_wrong(24) {
-            self.after(Duration::from_millis(50), Later::StartFails(pid));
-        } else {
-            let pause = if self.goes_wrong(10) { SERVER_COMES * 20 } else { SERVER_COMES };
-            self.after(pause, Later::Comes(pid));
-        }
-        pid
     }
 
-    fn server_is_ready(&mut self, pid: u32) {
+    pub(crate) fn server_is_ready(&mut self, pid: u32) {
         let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
         server.status = ServerStatus::Active;
         let setting = server.setting;
@@ -324,7 +338,7 @@ impl Mps {
         self.say_memory(pid, setting);
     }
 
-    fn process_ends(&mut self, pid: u32) {
+    pub(crate) fn process_ends(&mut self, pid: u32) {
         if let Some(server) = self.servers.get_mut(&pid) {
             (server.is_ending, server.has_ended) = (true, true);
         }
@@ -333,7 +347,7 @@ impl Mps {
         }
     }
 
-    fn is_noted(&mut self, pid: u32, status: i32) {
+    pub(crate) fn is_noted(&mut self, pid: u32, status: i32) {
         self.servers.remove(&pid);
         self.say(Meaning::ServerExited { server: pid, status });
         self.ends_if_idle();
@@ -370,7 +384,7 @@ impl Mps {
     }
 
     /// The end of the control daemon, with all its servers. Without a cause it is an accident.
-    pub(crate) fn end(&mut self, cause: Option<Cause>) {
+    pub fn end(&mut self, cause: Option<Cause>) {
         self.lose_clients(cause, |_| true);
         self.servers.clear();
         self.later.clear();
@@ -405,7 +419,7 @@ impl Mps {
     }
 
     /// Somebody else changes limits: of a server, or of the servers to come.
-    pub(crate) fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
+    pub fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,
             Some(Some(one)) if one.status == ServerStatus::Active && !one.is_ending => &mut one.setting,

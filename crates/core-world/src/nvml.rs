@@ -2,16 +2,18 @@
 
 use std::collections::BTreeSet;
 
-use mps_core::serve::{GpuNews, GpuShell, News, ProcessId, SeenGpu, SeenGpus, SeenProcess, Shell};
-
+use mps_core::serve::{GpuNews, GpuShell, ProcessId, SeenGpu, SeenGpus, SeenProcess};
 use mps_core::tenants::budget::MemberProcess;
 
 use super::edge::SimShell;
 
 impl GpuShell for SimShell {
-    async fn read_gpus(&mut self, gpus: &[String], _: bool) -> Option<SeenGpus> {
+    async fn read_gpus(&mut self, gpus: &[String], together: bool) -> Option<SeenGpus> {
+        let way = if together { "" } else { ", each by itself" };
+        self.lock().note(format_args!("read GPUs{way}"));
         self.turn().await;
-        let mps = self.lock();
+        let mut mps = self.lock();
+        mps.turn_during("read GPUs");
         if !mps.is_alive {
             return None;
         }
@@ -19,23 +21,33 @@ impl GpuShell for SimShell {
             if mps.gpu_is_lost {
                 return Err("it fell off the bus".to_owned());
             }
+            if let Some(why) = mps.stage.lost.get(gpu) {
+                return Err(why.clone());
+            }
             let ordinal = mps.gpus.iter().position(|one| one == gpu);
             let clients = mps.clients.iter().filter(|(_, one)| {
                 self.lists_clients(gpu) && ordinal.is_some_and(|gpu| one.ordinals.contains(&gpu))
             });
-            let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && ordinal.is_some());
+            let is_there = ordinal.is_some() && !mps.stage.servers_are_kept_out;
+            let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && is_there);
             let client = |(pid, _)| SeenProcess { pid, via_mps: true };
             let server = |(pid, _)| SeenProcess { pid, via_mps: false };
             let clients = clients.map(|(pid, one)| client((*pid, one)));
-            let processes = clients.chain(servers.map(|(pid, one)| server((*pid, one)))).collect();
+            let others = mps.stage.processes.get(gpu).into_iter().flatten().copied();
+            let processes =
+                clients.chain(servers.map(|(pid, one)| server((*pid, one)))).chain(others).collect();
             Ok(SeenGpu { has_our_mode: mps.with_our_mode.contains(gpu), processes })
         };
         Some(gpus.iter().map(|gpu| (gpu.clone(), look(gpu))).collect())
     }
 
     async fn take_mode(&mut self, gpu: &String) -> Result<bool, String> {
+        self.lock().note(format_args!("take the mode of {gpu}"));
         if self.lock().goes_wrong(12) {
             return Err("no permission".to_owned());
+        }
+        if let Some(why) = self.lock().stage.refuses.get(gpu) {
+            return Err(why.clone());
         }
         let was_ours = self.lock().with_our_mode.contains(gpu);
         for half in 0..2 {
@@ -51,22 +63,33 @@ impl GpuShell for SimShell {
         if why.is_empty() {
             left_out.remove(gpu);
         } else {
-            left_out.insert(gpu.clone());
+            left_out.insert(gpu.clone(), why);
         }
     }
 
     fn start_time(&self, pid: u32) -> Option<u64> {
         let mps = self.lock();
+        if mps.stage.is_on {
+            return (!mps.stage.gone.contains(&pid)).then_some(u64::from(pid));
+        }
         let client = mps.clients.get(&pid).map(|client| client.program.process.start_time());
         client.or_else(|| mps.servers.contains_key(&pid).then_some(u64::from(pid)))
     }
 
-    /// Nobody of ours is called a bypass: nothing else runs on these GPUs.
-    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, _: bool) {
-        assert!(bypasses.is_empty(), "ours-are-no-strangers: {bypasses:?} on {gpu}");
+    /// No server and no client of ours is called a bypass.
+    fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
+        let stage = &mut self.lock().stage;
+        let is_others = |(pid, _): &ProcessId| stage.processes.values().flatten().any(|one| one.pid == *pid);
+        assert!(bypasses.iter().all(is_others), "ours-are-no-strangers: {bypasses:?} on {gpu}");
+        stage.bypasses.insert(gpu.clone(), (bypasses.clone(), server_is_kept_out));
     }
 
-    fn tell_of_gpu(&mut self, _: &String, _: GpuNews, text: String) {
-        self.tell(News::Warning, text);
+    fn tell_of_gpu(&mut self, _: &String, news: GpuNews, text: String) {
+        let kind = match news {
+            GpuNews::Event => "",
+            GpuNews::Warning => "warning: ",
+            GpuNews::Unreachable => "unreachable: ",
+        };
+        self.lock().tell(format_args!("{kind}"), &text);
     }
 }

@@ -2,6 +2,7 @@
 //! service.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fmt;
 use std::time::Duration;
 
 use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
@@ -28,7 +29,7 @@ pub(crate) enum Waits {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Reader {
+pub struct Reader {
     /// The lines of the log that were read.
     pub(crate) position: usize,
     /// The lines that an earlier service has taken note of.
@@ -45,18 +46,20 @@ pub(crate) struct Reader {
     /// The request that was taken last was to make a change by force.
     pub(crate) is_forced: bool,
     pub(crate) waits: Waits,
-    pub(crate) state: Option<ShownState>,
-    pub(crate) ends_when_idle: bool,
-    pub(crate) servers: Vec<u32>,
-    pub(crate) gpus: BTreeMap<String, ShownGpu>,
+    pub state: Option<ShownState>,
+    pub ends_when_idle: bool,
+    pub servers: Vec<u32>,
+    pub gpus: BTreeMap<String, ShownGpu>,
     /// The thread percentage that is shown as in force.
-    pub(crate) in_force: Option<u8>,
-    /// The GPUs that are shown as left out.
-    pub(crate) left_out: BTreeSet<String>,
+    pub in_force: Option<u8>,
+    /// The GPUs that are shown as left out, each with the reason.
+    pub left_out: BTreeMap<String, String>,
     /// The number of times that something new was told or shown.
     pub(crate) news: usize,
-    /// The words that were told, for the story.
-    pub(crate) words: Vec<String>,
+    /// The words that were told.
+    pub words: Vec<String>,
+    /// The clients that were told as hit: of which server, and on the GPU of which ordinal.
+    pub hit: Vec<(u32, usize, Vec<u32>)>,
     /// The clients that the log has named as news, and the clients that were told.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
@@ -111,8 +114,13 @@ impl Mps {
             assert!(self.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
             assert!(self.reader.told.insert(hit), "who-was-hit-is-told: {hit:?} is told twice");
             assert!(!self.over.contains(&hit), "who-was-hit-is-told: {hit:?} was told by the service before");
-            self.reader.words.push(format!("client {client} was hit on the GPU with number {ordinal}"));
         }
+        self.reader.hit.push((server, ordinal, clients.to_vec()));
+    }
+
+    pub(crate) fn tell(&mut self, kind: fmt::Arguments<'_>, text: &str) {
+        self.reader.news += 1;
+        self.reader.words.push(format!("{kind}{text}"));
     }
 
     /// The moment that the act under way waits for.

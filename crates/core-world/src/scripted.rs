@@ -446,7 +446,7 @@ impl World {
         let reader = &mps.reader;
         let is_well = |gpu: &&String| {
             let is_as_planned = reader.gpus.get(*gpu).is_none_or(|shown| shown.reason.is_empty());
-            !reader.left_out.contains(*gpu) && is_as_planned
+            !reader.left_out.contains_key(*gpu) && is_as_planned
         };
         let served = order.into_iter().flat_map(|order| &order.gpus).filter(is_well);
         served.filter_map(|name| Some((gpu(name), reader.in_force?))).collect()

@@ -194,7 +194,7 @@ impl World {
                     && mps.differing(setting, true).is_none()
                     && (mps.serves_one_user || !mps.servers.is_empty())
                     && mps.servers.values().all(is_well)
-                    && !gpus.iter().any(|gpu| mps.reader.left_out.contains(gpu))
+                    && !gpus.iter().any(|gpu| mps.reader.left_out.contains_key(gpu))
             })
     }
 }

@@ -130,6 +130,12 @@ impl Directories<u8> for SimDirectories<'_> {
 }
 
 impl SimAdmission {
+    /// The links to the only control daemon of a host.
+    pub(crate) fn new(id: &str, gpus: &[String]) -> Self {
+        let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, false)), None)));
+        Self { id: id.to_owned(), links, ways: Arc::default(), drained: Arc::default() }
+    }
+
     /// The control daemon was told its limits.
     pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));

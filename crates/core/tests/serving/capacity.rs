@@ -1,7 +1,7 @@
 //! Full GPUs: who counts the clients when, and what is shown and told of it.
 
 use mps_core::mps::Meaning;
-use mps_core::serve::{Ended, Failure, SeenProcess};
+use mps_core::serve::{Ended, Failure};
 
 use super::{SERVER, Story};
 
@@ -13,22 +13,17 @@ fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
         for pid in pids {
             host.client(*pid, SERVER, gpu);
             host.says(Meaning::ClientAdmitted(*pid));
-            let gpu = host.gpus.entry(gpu.to_owned()).or_default();
-            gpu.processes.push(SeenProcess { pid: *pid, via_mps: true });
         }
     });
 }
 
 /// A client has left, as the log tells.
 fn leaves(story: &Story, at: u64, pid: u32) {
-    story.host().at(at, move |host| {
-        host.clients.retain(|client| client.pid != pid);
-        host.says(Meaning::ClientLeft(pid));
-    });
+    story.host().at(at, move |host| host.client_leaves(pid));
 }
 
 fn full(story: &Story, gpu: &str) -> String {
-    story.host().shown_gpus[gpu].full.clone()
+    story.host().reader.gpus[gpu].full.clone()
 }
 
 #[test]
@@ -50,7 +45,7 @@ fn a_full_gpu_is_counted_again_until_it_has_a_place() {
     let mut story = Story::of(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     // Nobody says so.
-    story.host().at(17_000, |host| host.clients.truncate(1));
+    story.host().at(17_000, |host| host.only_stay(&[1]));
     story.served(40_000);
     let counts = story.times("clients 200");
     assert_eq!(counts[..3].iter().map(|at| at - counts[0]).collect::<Vec<_>>(), [0, 5000, 10_000]);
@@ -65,10 +60,10 @@ fn a_full_gpu_is_counted_again_after_a_question_without_an_answer() {
     story.served(13_000);
     let counted = u64::try_from(story.times("clients 200")[0]).unwrap();
     story.host().at(counted + 4000, |host| {
-        host.clients.truncate(1);
-        host.answers_to.insert("clients", Failure::Silent("no answer".to_owned()));
+        host.only_stay(&[1]);
+        host.stage.answers_to.insert("clients", Failure::Silent("no answer".to_owned()));
     });
-    story.host().at(counted + 6000, |host| host.answers_to.clear());
+    story.host().at(counted + 6000, |host| host.stage.answers_to.clear());
     assert_eq!(story.serve(counted + 8000), Some(Ok(Ended::Again)), "the next check has an answer");
     let checked = story.host().now.as_millis();
     assert_eq!(checked, u128::from(counted + 6000), "a second after the question without an answer");
@@ -96,9 +91,9 @@ fn the_end_of_a_server_has_the_clients_counted_too() {
     let mut story = Story::of(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     story.host().at(12_000, |host| {
-        host.is_mute = true;
+        host.log_is_lost = true;
         host.server_ends(SERVER, 1);
-        host.is_mute = false;
+        host.log_is_lost = false;
     });
     story.served(12_500);
     assert!(story.has_told("GPU name of A has a place for a client again"));
@@ -114,7 +109,7 @@ fn a_refusal_is_told_once_and_believed_until_somebody_leaves() {
     });
     story.served(3000);
     let told = "warning: server 200 refused a client: its limit is 48 clients";
-    assert_eq!(story.host().told.iter().filter(|text| *text == told).count(), 1);
+    assert_eq!(story.host().reader.words.iter().filter(|text| *text == told).count(), 1);
     assert!(full(&story, "A").starts_with("full: all 48 places"), "at once");
     story.served(13_500);
     assert!(story.calls("clients 200") >= 3, "it is counted meanwhile, and nobody has left");
@@ -133,7 +128,7 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
         host.client(3, SERVER, "A");
         host.says(REFUSED);
     });
-    story.host().at(3000, |host| host.clients.truncate(1));
+    story.host().at(3000, |host| host.only_stay(&[1]));
     story.served(6000);
     assert!(full(&story, "A").contains("48"));
     story.served(8000);
@@ -168,7 +163,7 @@ fn nobody_knows_on_which_of_several_gpus_a_client_was_refused() {
 fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     let mut story = Story::of(&["A", "B"]);
     story.wanted.gpus[0].clients_listed = false;
-    let unlisted = |story: &Story, gpu: &str| story.host().shown_gpus[gpu].unlisted_clients;
+    let unlisted = |story: &Story, gpu: &str| story.host().reader.gpus[gpu].unlisted_clients;
     story.served(500);
     assert_eq!(unlisted(&story, "A"), None, "nobody has counted yet");
     story.host().at(1000, |host| {
@@ -201,7 +196,7 @@ fn before_volta_whoever_leaves_is_counted_though_no_gpu_was_full() {
         host.says(Meaning::ClientAdmitted(1));
     });
     story.served(1300);
-    let unlisted = |story: &Story| story.host().shown_gpus["A"].unlisted_clients;
+    let unlisted = |story: &Story| story.host().reader.gpus["A"].unlisted_clients;
     assert_eq!((unlisted(&story), full(&story, "A").as_str()), (Some(1), ""));
     leaves(&story, 2000, 1);
     story.served(2300);
@@ -213,10 +208,10 @@ fn whoever_cannot_say_its_clients_is_the_health_checks_business() {
     let mut story = Story::of(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     let failure = Failure::NotUnderstood("other words".to_owned());
-    story.host().answers_to.insert("clients", failure);
+    story.host().stage.answers_to.insert("clients", failure);
     story.served(12_000);
     assert_eq!((full(&story, "A").as_str(), story.shown().as_str()), ("", "Ready, serving"));
-    story.host().answers_to.insert("clients", Failure::Silent("no answer".to_owned()));
+    story.host().stage.answers_to.insert("clients", Failure::Silent("no answer".to_owned()));
     assert_eq!(
         story.serve(40_000),
         Some(Ok(Ended::Again)),

@@ -1,10 +1,9 @@
 //! The health check: who answers, who can get to it, what it asks of the GPUs, and what becomes of misses.
 
 use mps_core::mps::{Meaning, ServerStatus};
-use mps_core::serve::{Ended, Failure, SeenProcess};
+use mps_core::serve::{Ended, Failure};
 
-use super::host::PID;
-use super::{SERVER, Story};
+use super::{PID, SERVER, Story};
 
 fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
@@ -22,11 +21,8 @@ fn served(gpus: &[&str]) -> Story {
 fn it_is_checked_every_30_s_and_every_10_s_with_clients() {
     let mut story = served(&["A"]);
     story.host().at(70_000, |host| host.says(Meaning::ClientAdmitted(1)));
-    story.host().at(71_000, |host| {
-        let client = SeenProcess { pid: 1, via_mps: true };
-        host.gpus.get_mut("A").unwrap().processes.push(client);
-    });
-    story.host().at(95_000, |host| host.gpus.get_mut("A").unwrap().processes.clear());
+    story.host().at(71_000, |host| host.client(1, SERVER, "A"));
+    story.host().at(95_000, |host| host.only_stay(&[]));
     story.served(160_000);
     assert_eq!(story.times("keep links"), [30_150, 60_150, 80_000, 90_000, 100_000, 130_000, 160_000]);
     assert_eq!(
@@ -44,9 +40,9 @@ fn a_check_keeps_the_links_the_state_file_and_the_log() {
     for call in
         ["continue 200", "keep links", "keep the state file, stays: true", "rotate the log", "read GPUs"]
     {
-        assert!(story.has_done(call), "{call}: {:?}", story.host().calls);
+        assert!(story.has_done(call), "{call}: {:?}", story.host().stage.calls);
     }
-    assert!(story.host().told.is_empty());
+    assert!(story.host().reader.words.is_empty());
 }
 
 #[test]
@@ -54,22 +50,21 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
     let mut story = served(&["A"]);
     story.host().at(20_000, |host| {
         host.client(1, SERVER, "A");
-        host.answers = silent();
+        host.stage.answers = silent();
     });
-    story.host().has_children = Some(true);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(30_500);
     let asked = "Waiting, not serving: no answer; it is asked repeatedly, and restarted if it stays so and has no clients";
     assert_eq!(story.shown(), asked);
-    assert_eq!(story.host().told, ["warning: no answer"]);
+    assert_eq!(story.host().reader.words, ["warning: no answer"]);
     story.served(34_500);
     let hung =
         "Waiting, not serving: no answer, 5 times in a row; it is restarted when its clients have ended";
     assert_eq!(story.shown(), hung);
     assert_eq!(story.times("read GPUs"), [30_150, 31_150, 32_150, 33_150, 34_150]);
-    assert_eq!(story.host().told, ["warning: no answer"], "once is enough");
+    assert_eq!(story.host().reader.words, ["warning: no answer"], "once is enough");
     assert!(!story.has_done("keep links"), "nothing is changed for one that does not answer");
-    story.host().at(36_000, |host| host.answers = None);
+    story.host().at(36_000, |host| host.stage.answers = None);
     assert_eq!(story.serve(40_000), Some(Ok(Ended::Again)), "it may have missed a command");
     assert!(story.has_told("the control daemon answers again"));
 }
@@ -77,9 +72,9 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
 #[test]
 fn one_that_hangs_without_clients_is_ended() {
     let mut story = served(&["A"]);
-    story.host().answers = silent();
-    story.host().stays = true;
-    story.host().has_children = Some(false);
+    story.host().stage.answers = silent();
+    story.host().stage.stays = true;
+    story.host().servers.clear();
     assert_eq!(story.serve(40_000), Some(Ok(Ended::Stopped)));
     assert_eq!(story.times("signal (Unused)"), [34_150]);
 }
@@ -88,7 +83,7 @@ fn one_that_hangs_without_clients_is_ended() {
 fn one_that_another_has_taken_the_place_of_is_told_nothing() {
     let mut story = served(&["A"]);
     story.host().client(1, SERVER, "A");
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().at(20_000, |host| host.taken_by = Some(7));
     story.served(45_000);
     let shown = "Waiting, not serving: another control daemon (PID 7) has taken its directory; it is restarted when its \
@@ -103,16 +98,16 @@ fn one_that_another_has_taken_the_place_of_is_told_nothing() {
 #[test]
 fn one_without_a_directory_is_not_told_to_have_missed() {
     let mut story = served(&["A"]);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
-    story.host().answers = Some(Failure::Unreachable("nobody listens".to_owned()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.answers = Some(Failure::Unreachable("nobody listens".to_owned()));
     story.served(31_000);
     let shown = "Waiting, not serving: its directory was removed or replaced (nobody listens); it is restarted when its \
                  clients have ended";
     assert_eq!(story.shown(), shown);
-    assert!(story.host().told.is_empty());
-    assert!(story.host().ends_when_idle);
+    assert!(story.host().reader.words.is_empty());
+    assert!(story.host().reader.ends_when_idle);
     // Silence makes that no better.
-    story.host().answers = silent();
+    story.host().stage.answers = silent();
     story.served(61_000);
     assert_eq!(story.shown(), shown);
 }
@@ -121,14 +116,14 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
 fn other_words_are_not_understood() {
     let mut story = served(&["A"]);
     let failure = Failure::NotUnderstood("other words".to_owned());
-    story.host().answers = Some(failure.clone());
+    story.host().stage.answers = Some(failure.clone());
     assert_eq!(story.serve(40_000), Some(Err(failure)));
 }
 
 #[test]
 fn a_log_that_cannot_be_read_is_a_failure() {
     let mut story = served(&["A"]);
-    story.host().at(2000, |host| host.is_log_lost = true);
+    story.host().at(2000, |host| host.stage.log_is_unreadable = true);
     let Some(Err(Failure::Failed(text))) = story.serve(40_000) else { panic!("it goes on") };
     assert_eq!(text, "the log can't be read");
 }
@@ -137,14 +132,14 @@ fn a_log_that_cannot_be_read_is_a_failure() {
 fn a_socket_that_users_cannot_get_to_is_shown_until_they_can() {
     let mut story = served(&["A"]);
     story.host().client(1, SERVER, "A");
-    story.host().bad_directories = vec!["mode 0700".to_owned()];
+    story.host().stage.bad_directories = vec!["mode 0700".to_owned()];
     story.served(31_000);
     let shown = "Waiting, not serving: mode 0700; it is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
-    story.host().default_limits.percentage = 99;
+    story.host().is_changed_by_others(None, 99, 0);
     story.served(61_000);
     assert!(!story.has_told("were changed by others"), "limits can wait");
-    story.host().bad_directories.clear();
+    story.host().stage.bad_directories.clear();
     story.served(91_000);
     assert_eq!(story.shown(), "Ready, serving");
     assert!(story.has_told("were changed by others"));
@@ -154,7 +149,7 @@ fn a_socket_that_users_cannot_get_to_is_shown_until_they_can() {
 fn a_directory_of_its_own_that_is_bad_is_shown() {
     let mut story = served(&["A"]);
     story.host().client(1, SERVER, "A");
-    story.host().bad_links = Some("its directory belongs to somebody".to_owned());
+    story.host().stage.bad_links = Some("its directory belongs to somebody".to_owned());
     story.served(31_000);
     let shown = "Waiting, not serving: its directory belongs to somebody; it is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
@@ -164,7 +159,7 @@ fn a_directory_of_its_own_that_is_bad_is_shown() {
 fn a_bad_directory_at_the_start_is_no_reason_to_say_that_it_is_ready() {
     let mut story = Story::of(&["A"]);
     story.host().client(1, SERVER, "A");
-    story.host().bad_directories = vec!["mode 0700".to_owned()];
+    story.host().stage.bad_directories = vec!["mode 0700".to_owned()];
     story.served(1000);
     assert!(!story.has_told("control daemon shared is ready"));
     assert!(story.shown().starts_with("Waiting, not serving: mode 0700"));
@@ -173,7 +168,7 @@ fn a_bad_directory_at_the_start_is_no_reason_to_say_that_it_is_ready() {
 #[test]
 fn one_in_another_pipe_directory_serves_nobody_of_this_order() {
     let mut story = Story::of(&["A"]);
-    story.host().is_elsewhere = true;
+    story.host().stage.is_elsewhere = true;
     story.served(1000);
     assert_eq!(story.shown(), "Ready, not serving");
 }
@@ -182,15 +177,15 @@ fn one_in_another_pipe_directory_serves_nobody_of_this_order() {
 fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
     let mut story = served(&["A"]);
     story.host().client(1, SERVER, "A");
-    story.host().at(20_000, |host| host.misfit = Some("it has other GPUs".to_owned()));
+    story.host().at(20_000, |host| host.stage.misfit = Some("it has other GPUs".to_owned()));
     story.served(45_000);
     let shown = "Waiting, serving: it has other GPUs, for which the control daemon has to restart when its clients have \
                  ended; `yunion-mpsctl apply --force` ends them";
     assert_eq!(story.shown(), shown);
-    assert!(story.host().ends_when_idle && story.has_done("put off"));
+    assert!(story.host().reader.ends_when_idle && story.has_done("put off"));
     assert!(story.has_done("keep the state file, stays: false"));
     // The last one ends without a word.
-    story.host().at(46_000, |host| host.clients.clear());
+    story.host().at(46_000, |host| host.only_stay(&[]));
     assert_eq!(story.serve(60_000), Some(Ok(Ended::Stopped)));
     let counts = story.times("client PIDs");
     assert_eq!(story.times("quit if idle (Unused)").len(), 1);
@@ -201,41 +196,41 @@ fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
 fn a_misfit_that_is_over_ends_nobody() {
     let mut story = served(&["A"]);
     story.host().client(1, SERVER, "A");
-    story.host().misfit = Some("it has other GPUs".to_owned());
+    story.host().stage.misfit = Some("it has other GPUs".to_owned());
     story.served(31_000);
-    story.host().misfit = None;
-    story.host().at(61_000, |host| host.clients.clear());
+    story.host().stage.misfit = None;
+    story.host().at(61_000, |host| host.only_stay(&[]));
     story.served(95_000);
     assert_eq!((story.shown().as_str(), story.calls("quit")), ("Ready, serving", 0));
-    assert!(!story.host().ends_when_idle);
+    assert!(!story.host().reader.ends_when_idle);
 }
 
 #[test]
 fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     let mut story = served(&["A"]);
-    story.host().misfit = Some("it has other GPUs".to_owned());
-    story.host().answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
-    story.host().nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
+    story.host().stage.misfit = Some("it has other GPUs".to_owned());
+    story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
+    story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(65_000);
     let told =
         "warning: the control daemon is not ended, since its clients are not known: other words; NVML hangs";
-    assert_eq!(story.host().told, [told]);
+    assert_eq!(story.host().reader.words, [told]);
     let shown = story.shown();
     let why = "its clients are not known (other words; NVML hangs), and `yunion-mpsctl apply --force` ends it with them";
     assert!(shown.ends_with(why), "{shown}");
     // It is no misfit any more.
-    story.host().misfit = None;
+    story.host().stage.misfit = None;
     story.served(95_000);
     assert_eq!(story.shown(), "Ready, serving");
-    story.host().misfit = Some("it has other GPUs".to_owned());
+    story.host().stage.misfit = Some("it has other GPUs".to_owned());
     story.served(125_000);
-    assert_eq!(story.host().told.len(), 2, "it is told again another time");
+    assert_eq!(story.host().reader.words.len(), 2, "it is told again another time");
 }
 
 #[test]
 fn a_fault_that_the_log_does_not_tell_is_seen_by_the_check() {
     let mut story = served(&["A"]);
-    story.host().at(20_000, |host| host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault));
+    story.host().at(20_000, |host| host.is_status(SERVER, ServerStatus::Fault));
     story.served(31_000);
     assert!(story.has_told("fault of 200: server 200 met a fatal GPU error"));
     assert!(story.shown().starts_with("Faulted"));
@@ -245,7 +240,7 @@ fn a_fault_that_the_log_does_not_tell_is_seen_by_the_check() {
 #[test]
 fn a_server_that_was_killed_says_fault_for_a_moment() {
     let mut story = served(&["A"]);
-    story.host().at(30_100, |host| host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault));
+    story.host().at(30_100, |host| host.is_status(SERVER, ServerStatus::Fault));
     story.host().at(30_300, |host| host.server_ends(SERVER, 9));
     story.served(40_000);
     assert!(!story.has_told("fatal GPU error"));
@@ -255,12 +250,12 @@ fn a_server_that_was_killed_says_fault_for_a_moment() {
 #[test]
 fn the_end_of_the_control_daemon_is_a_failure_with_its_words() {
     let mut story = served(&["A"]);
-    story.host().at(5000, |host| host.is_dead = true);
+    story.host().at(5000, |host| host.end(None));
     let text = "the control daemon ended".to_owned();
     assert_eq!(story.serve(6000), Some(Err(Failure::Ended { text, refuses_multiuser: false })));
     // It is noticed while the GPUs are read, too.
     let mut story = served(&["A"]);
-    story.host().during("read GPUs", |host| host.is_dead = true);
+    story.host().during("read GPUs", |host| host.end(None));
     assert!(matches!(story.serve(40_000), Some(Err(Failure::Ended { .. }))));
 }
 
@@ -269,7 +264,7 @@ fn the_next_act_reads_the_gpus_before_anything_else() {
     let mut story = served(&["A"]);
     story.break_off(|_| {});
     story.served(2000);
-    let calls: Vec<String> = story.host().calls.iter().map(|(_, call)| call.clone()).collect();
+    let calls: Vec<String> = story.host().stage.calls.iter().map(|(_, call)| call.clone()).collect();
     assert_eq!(calls[0], "read GPUs");
     let mut story = Story::of(&["A"]);
     story.served(100);
@@ -279,18 +274,23 @@ fn the_next_act_reads_the_gpus_before_anything_else() {
 #[test]
 fn a_place_that_is_taken_while_limits_are_told_is_not_ready() {
     for during in ["set limits", "inspect"] {
-        let mut story = Story::of(&["A"]);
-        story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+        let mut story = Story::of_one_user(&["A"]);
+        story.host().server_comes(9);
+        story.host().client(1, 9, "A");
         story.host().during(during, |host| host.taken_by = Some(7));
         story.served(3000);
         assert!(
             story.shown().starts_with("Waiting, not serving: another control daemon (PID 7)"),
             "{during}"
         );
-        assert!(!story.has_told("is ready") || story.host().told == ["server 200 is ready"], "{during}");
+        assert!(
+            !story.has_told("is ready") || story.host().reader.words == ["server 9 is ready"],
+            "{during}"
+        );
     }
     let mut story = Story::of(&["A"]);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.children_are_unknown = true;
     story.host().taken_by = Some(7);
     story.served(3000);
     assert_eq!(story.calls("set limits"), 0, "they would be told to somebody else");
@@ -300,8 +300,9 @@ fn a_place_that_is_taken_while_limits_are_told_is_not_ready() {
 #[test]
 fn one_that_could_not_be_reached_is_checked_at_once() {
     let mut story = Story::of(&["A"]);
-    story.host().answers = Some(Failure::Unreachable("nobody listens".to_owned()));
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.answers = Some(Failure::Unreachable("nobody listens".to_owned()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.children_are_unknown = true;
     story.served(100);
     assert!(
         story

@@ -32,9 +32,9 @@ fn unused() -> Permit {
 
 /// Asks for something, and returns how serving ended, and the answer.
 fn asked(story: &mut Story, request: Requested) -> (Option<Ended>, Vec<Result<(), String>>) {
-    story.host().requests.push_back(request);
+    story.host().asks(request);
     let ended = story.serve(20_000).map(Result::unwrap);
-    (ended, std::mem::take(&mut story.host().answered))
+    (ended, std::mem::take(&mut story.host().stage.answered))
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn clients_are_counted_by_the_control_daemon_first() {
 #[test]
 fn whoever_has_ended_is_judged_by_its_words() {
     let mut story = with_clients(&[1]);
-    story.host().is_dead = true;
+    story.host().end(None);
     assert!(matches!(judged(&mut story), Judged::Ended(Failure::Ended { .. })));
     assert_eq!(story.calls("client PIDs"), 0);
 }
@@ -55,7 +55,7 @@ fn whoever_has_ended_is_judged_by_its_words() {
 #[test]
 fn programs_that_keep_the_server_out_are_named() {
     let mut story = with_clients(&[]);
-    story.host().holders = "process 7 (python)".to_owned();
+    story.host().stage.holders = "process 7 (python)".to_owned();
     assert_eq!(judged(&mut story), Judged::KeptOut("process 7 (python)".to_owned()));
     assert!(story.has_done("holders besides 200"));
     story.wanted.tenure = Tenure::InTurns;
@@ -73,13 +73,13 @@ fn a_client_that_comes_during_the_last_question_counts() {
 fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
     let mut story = with_clients(&[]);
     story.host().taken_by = Some(7);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
     assert_eq!(story.calls("client PIDs"), 0);
     // It comes while it is asked.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
 }
 
@@ -91,10 +91,13 @@ fn whoever_has_no_servers_has_no_clients() {
         (None, Judged::Clients("left to its 2 clients".to_owned())),
     ] {
         let mut story = with_clients(&[]);
-        story.host().answers = Some(Failure::Silent("no answer".to_owned()));
-        story.host().has_children = children;
-        story.host().nvml.insert("A".to_owned(), Ok([1, 2].into()));
-        story.host().nvml.insert("B".to_owned(), Ok([2].into()));
+        story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
+        story.host().stage.children_are_unknown = children.is_none();
+        if children == Some(false) {
+            story.host().servers.clear();
+        }
+        story.host().stage.nvml.insert("A".to_owned(), Ok([1, 2].into()));
+        story.host().stage.nvml.insert("B".to_owned(), Ok([2].into()));
         assert_eq!(judged(&mut story), expected, "{children:?}");
     }
 }
@@ -104,9 +107,9 @@ fn nobody_knows_where_nvml_says_nothing() {
     let unknown = "left alone, since its clients are not known: no answer; NVML hangs";
     for (there, expected) in [(vec![], unknown), (vec![1], "left to its 1 client")] {
         let mut story = with_clients(&[]);
-        story.host().answers = Some(Failure::Silent("no answer".to_owned()));
-        story.host().nvml.insert("A".to_owned(), Ok(there.into_iter().collect()));
-        story.host().nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
+        story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
+        story.host().stage.nvml.insert("A".to_owned(), Ok(there.into_iter().collect()));
+        story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
         assert_eq!(judged(&mut story), Judged::Clients(expected.to_owned()));
     }
 }
@@ -116,25 +119,21 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
     // The log has said so, the control daemon says so, also of a server that nobody knows yet, or says nothing of it.
     for case in 0..4 {
         let mut story = with_clients(&[]);
-        story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+        story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
         match case {
             0 => story.host().says(mps_core::mps::Meaning::FaultHandling { server: SERVER }),
-            1 => story.host().servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault),
-            2 => {
-                let status = Some(ServerStatus::Fault);
-                let faulted = super::host::HostServer { status, ..Default::default() };
-                story.host().servers.insert(300, faulted);
-            }
+            1 => story.host().is_status(SERVER, ServerStatus::Fault),
+            2 => story.host().unseen_server_faults(300),
             _ => {
                 let failure = Failure::Silent("no answer".to_owned());
-                story.host().answers_to.insert("inspect", failure);
+                story.host().stage.answers_to.insert("inspect", failure);
             }
         }
         assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()), "{case}");
     }
     let mut story = with_clients(&[]);
     story.host().says(mps_core::mps::Meaning::FaultHandling { server: SERVER });
-    story.host().nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
+    story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     let why = "left alone, since its clients are not known: it lists no client, and its list is not relied on after a \
                fatal GPU error; NVML hangs";
     assert_eq!(judged(&mut story), Judged::Clients(why.to_owned()));
@@ -144,10 +143,8 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
 fn a_faulted_server_that_nobody_has_seen_come_is_asked_about_too() {
     let mut story = Story::of_one_user(&["A"]);
     story.served(1000);
-    let status = Some(ServerStatus::Fault);
-    let faulted = super::host::HostServer { status, ..Default::default() };
-    story.host().servers.insert(300, faulted);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().unseen_server_faults(300);
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
 }
 
@@ -158,18 +155,18 @@ fn an_unused_one_is_asked_to_end_before_it_gets_a_signal() {
     assert_eq!((story.calls("quit if idle (Unused)"), story.calls("signal")), (1, 0));
     assert!(story.has_done("continue 200"), "a stopped one answers nothing");
     let mut story = with_clients(&[]);
-    story.host().stays = true;
+    story.host().stage.stays = true;
     assert!(ended(&mut story, unused()));
     assert_eq!(story.calls("signal (Unused)"), 1);
     let mut story = with_clients(&[]);
-    (story.host().stays, story.host().survives) = (true, true);
+    (story.host().stage.stays, story.host().stage.survives) = (true, true);
     assert!(!ended(&mut story, unused()));
 }
 
 #[test]
 fn an_unused_one_lives_on_if_a_client_comes_in_between() {
     let mut story = with_clients(&[]);
-    story.host().during("quit", |host| host.client(1, SERVER, "A"));
+    story.host().during("quit if idle", |host| host.client(1, SERVER, "A"));
     assert!(!ended(&mut story, unused()));
     assert_eq!(story.calls("signal"), 0);
 }
@@ -181,7 +178,7 @@ fn a_stop_ends_it_with_its_clients() {
     assert!(ended(&mut story, forced));
     assert_eq!((story.calls("quit (Forced)"), story.calls("signal")), (1, 0));
     let mut story = with_clients(&[1]);
-    story.host().stays = true;
+    story.host().stage.stays = true;
     assert!(ended(&mut story, forced));
     assert_eq!((story.calls("quit (Forced)"), story.calls("signal (Forced)")), (1, 1));
     assert_eq!(forced.cause(), Cause::Forced);
@@ -199,7 +196,7 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let misfit = |clients: &[u32]| {
         let mut story = with_clients(clients);
         story.break_off(|_| {});
-        story.host().misfit = Some("it has other GPUs".to_owned());
+        story.host().stage.misfit = Some("it has other GPUs".to_owned());
         story
     };
     let mut story = misfit(&[1, 2]);
@@ -211,8 +208,8 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     assert_eq!(story.calls("quit (Forced)"), 1);
     // Nobody knows whether there are clients.
     let mut story = misfit(&[]);
-    story.host().answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
-    story.host().nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
+    story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
+    story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     let refused = "it has other GPUs: in the way: other words; NVML hangs".to_owned();
     assert_eq!(asked(&mut story, Requested::Apply { force: false }), (None, vec![Err(refused)]));
 }
@@ -222,17 +219,17 @@ fn a_change_that_a_client_has_come_in_between_of_is_refused() {
     let mut story = with_clients(&[]);
     story.served(1500);
     story.break_off(|_| {});
-    story.host().misfit = Some("it has other GPUs".to_owned());
-    story.host().during("quit", |host| host.client(1, SERVER, "A"));
-    story.host().requests.push_back(Requested::Apply { force: false });
+    story.host().stage.misfit = Some("it has other GPUs".to_owned());
+    story.host().during("quit if idle", |host| host.client(1, SERVER, "A"));
+    story.host().asks(Requested::Apply { force: false });
     story.served(1600);
-    assert_eq!(story.host().answered, [Err("a client came in between".to_owned())]);
+    assert_eq!(story.host().stage.answered, [Err("a client came in between".to_owned())]);
 }
 
 #[test]
 fn a_check_that_is_asked_for_comes_at_once() {
     let mut story = with_clients(&[]);
-    story.host().at(5000, |host| host.requests.push_back(Requested::Check));
+    story.host().at(5000, |host| host.asks(Requested::Check));
     story.served(20_000);
     assert_eq!(story.times("keep links"), [5000]);
 }
@@ -242,7 +239,7 @@ fn the_server_is_restarted_if_it_has_no_clients() {
     let mut story = with_clients(&[]);
     assert_eq!(asked(&mut story, Requested::RestartServer), (None, vec![Ok(())]));
     assert!(story.has_done("shut down idle server 200 (Unused)"));
-    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
     let mut story = with_clients(&[1]);
     let refused = vec![Err("in the way: 1 client".to_owned())];
     assert_eq!(asked(&mut story, Requested::RestartServer), (None, refused));
@@ -252,13 +249,13 @@ fn the_server_is_restarted_if_it_has_no_clients() {
 #[test]
 fn a_server_that_stays_has_a_client_that_came_in_between() {
     let mut story = with_clients(&[]);
-    story.host().stays = true;
+    story.host().stage.stays = true;
     let refused = vec![Err("in the way: a client that has come in between".to_owned())];
-    story.host().requests.push_back(Requested::RestartServer);
+    story.host().asks(Requested::RestartServer);
     story.served(4900);
-    assert!(story.host().answered.is_empty());
+    assert!(story.host().stage.answered.is_empty());
     story.served(5200);
-    assert_eq!(story.host().answered, refused);
+    assert_eq!(story.host().stage.answered, refused);
     let looks = story.times("inspect");
     assert!(looks.len() > 50, "it is looked at again and again: {looks:?}");
 }
@@ -266,7 +263,7 @@ fn a_server_that_stays_has_a_client_that_came_in_between() {
 #[test]
 fn a_restart_that_cannot_be_told_is_refused_with_the_words() {
     let mut story = with_clients(&[]);
-    story.host().answers_to.insert("shut down idle server", Failure::Failed("it says no".to_owned()));
+    story.host().stage.answers_to.insert("shut down idle server", Failure::Failed("it says no".to_owned()));
     let refused = vec![Err("it says no".to_owned())];
     assert_eq!(asked(&mut story, Requested::RestartServer), (None, refused));
 }
@@ -274,12 +271,12 @@ fn a_restart_that_cannot_be_told_is_refused_with_the_words() {
 #[test]
 fn one_that_answers_is_taken_over_with_what_its_log_says() {
     let mut story = Story::of(&["A"]);
-    story.host().default_limits.percentage = 50;
+    story.host().defaults.percentage = 50;
     story.host().server_comes(9);
     assert_eq!(story.once(async |serving| serving.take_over().await), Ok(true));
     let told = ["server 9 is ready", "control daemon shared (PID 100) taken over"];
-    assert_eq!(story.host().told, told);
-    assert_eq!(story.host().steps, ["taken-over"]);
+    assert_eq!(story.host().reader.words, told);
+    assert_eq!(story.host().stage.steps, ["taken-over"]);
     assert!(story.has_done("continue"), "somebody may have stopped it");
     story.once(async |serving| serving.leave());
     assert!(story.has_done("keep the state file, stays: true"));
@@ -293,7 +290,7 @@ fn one_in_a_place_of_another_is_not_taken_over() {
     let text = "another control daemon has taken the directory of PID 100".to_owned();
     assert_eq!(taken_over, Err(Failure::Waiting(text)));
     let mut story = Story::of(&["A"]);
-    story.host().is_dead = true;
+    story.host().end(None);
     assert_eq!(story.once(async |serving| serving.take_over().await), Ok(false));
 }
 
@@ -301,8 +298,9 @@ fn one_in_a_place_of_another_is_not_taken_over() {
 fn one_that_does_not_answer_is_taken_over_for_its_clients() {
     for failure in [Failure::Silent("no answer".to_owned()), Failure::Unreachable("no answer".to_owned())] {
         let mut story = Story::of(&["A"]);
-        story.host().answers = Some(failure);
-        story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+        story.host().stage.answers = Some(failure);
+        story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
+        story.host().stage.children_are_unknown = true;
         assert_eq!(story.once(async |serving| serving.take_over().await), Ok(true));
         story.served(10);
         assert!(story.shown().starts_with("Waiting, not serving: "), "{}", story.shown());
@@ -313,18 +311,18 @@ fn one_that_does_not_answer_is_taken_over_for_its_clients() {
 #[test]
 fn one_that_does_not_listen_yet_is_waited_for() {
     let mut story = Story::of(&["A"]);
-    story.host().is_nobody = true;
-    story.host().at(9000, |host| host.is_nobody = false);
+    story.host().has_no_directory = true;
+    story.host().at(9000, |host| host.has_no_directory = false);
     assert_eq!(story.once(async |serving| serving.listens().await), Ok(()));
     assert_eq!(story.host().now.as_millis(), 9000);
     let mut story = Story::of(&["A"]);
-    story.host().is_nobody = true;
+    story.host().has_no_directory = true;
     let text = "it does not listen 10 s after its start; its log ends here".to_owned();
     assert_eq!(story.once(async |serving| serving.listens().await), Err(Failure::Failed(text)));
     assert_eq!(story.host().now.as_millis(), 10_000);
     let mut story = Story::of(&["A"]);
-    (story.host().is_nobody, story.host().refuses_multiuser) = (true, true);
-    story.host().at(20, |host| host.is_dead = true);
+    (story.host().has_no_directory, story.host().refuses_multiuser) = (true, true);
+    story.host().at(20, |host| host.end(None));
     let ended = story.once(async |serving| serving.listens().await);
     assert!(matches!(ended, Err(Failure::Ended { refuses_multiuser: true, .. })), "{ended:?}");
 }

@@ -15,7 +15,7 @@ fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> St
         for (pid, gpu) in clients {
             host.client(*pid, SERVER, gpu);
         }
-        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+        host.is_status(SERVER, ServerStatus::Fault);
         host.says(Meaning::FaultHandling { server: SERVER });
         for client in named {
             host.says(Meaning::TornDown { server: SERVER, client: *client, ordinal: 0 });
@@ -27,8 +27,8 @@ fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> St
 /// The server is well again, and these clients are left.
 fn recovers(story: &Story, at: u64, left: &'static [u32]) {
     story.host().at(at, |host| {
-        host.clients.retain(|client| left.contains(&client.pid));
-        host.servers.get_mut(&SERVER).unwrap().status = None;
+        host.only_stay(left);
+        host.is_status(SERVER, ServerStatus::Active);
     });
 }
 
@@ -41,15 +41,15 @@ fn whoever_was_hit_is_told_once_and_the_rest_later() {
             .shown()
             .starts_with("Faulted, not serving: server 200 met a fatal GPU error and takes no client")
     );
-    assert_eq!(story.host().told, ["fault of 200: server 200 met a fatal GPU error"]);
+    assert_eq!(story.host().reader.words, ["fault of 200: server 200 met a fatal GPU error"]);
     assert!(story.has_done("remember {1}"));
     story.served(10_300);
-    assert_eq!(story.host().hit, [(SERVER, 0, vec![1, 2])]);
+    assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1, 2])]);
     story.host().at(10_400, |host| host.says(Meaning::TornDown { server: SERVER, client: 3, ordinal: 1 }));
     recovers(&story, 12_000, &[]);
     story.served(15_000);
-    assert_eq!(story.host().hit, [(SERVER, 0, vec![1, 2]), (SERVER, 1, vec![3])]);
-    assert_eq!(story.host().told[1..], ["server 200 has recovered"]);
+    assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1, 2]), (SERVER, 1, vec![3])]);
+    assert_eq!(story.host().reader.words[1..], ["server 200 has recovered"]);
     assert_eq!((story.shown().as_str(), story.calls("shut down")), ("Ready, serving", 0));
 }
 
@@ -65,7 +65,7 @@ fn limits_that_have_changed_meanwhile_are_given_to_the_server_that_is_well() {
     story.served(15_000);
     assert_eq!(story.calls("set limits of 200"), 1);
     assert_eq!(story.shown(), "Ready, serving");
-    assert_eq!(story.host().servers[&SERVER].percentage, 10);
+    assert_eq!(story.host().servers[&SERVER].setting.percentage, 10);
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn a_server_that_is_well_gets_no_limits_of_an_order_for_which_its_control_daemon
     story.served(10_500);
     story.break_off(|wanted| (wanted.retiring, wanted.thread_percentage) = (true, 10));
     recovers(&story, 12_000, &[2]);
-    story.host().nvml.insert("B".to_owned(), Ok([2].into()));
+    story.host().stage.nvml.insert("B".to_owned(), Ok([2].into()));
     story.forget();
     story.served(15_000);
     assert!(story.has_told("server 200 has recovered"));
@@ -86,13 +86,13 @@ fn the_last_lines_of_a_server_that_ends_with_a_fault_are_read_first() {
     let mut story = faulted(&[(1, "A")], &[]);
     story.served(10_500);
     story.host().at(11_000, |host| {
-        host.is_mute = true;
+        host.log_is_lost = true;
         host.server_ends(SERVER, 139);
-        host.is_mute = false;
+        host.log_is_lost = false;
         host.during("read on", |host| host.says(Meaning::TornDown { server: SERVER, client: 1, ordinal: 0 }));
     });
     story.served(15_000);
-    assert_eq!(story.host().hit, [(SERVER, 0, vec![1])]);
+    assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1])]);
     assert_eq!(story.shown(), "Ready, serving");
 }
 
@@ -104,7 +104,7 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
     story.served(45_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
     assert!(story.has_told("warning: server 200 ended: still there long after its fault: 1"));
-    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
 }
 
 #[test]
@@ -114,8 +114,8 @@ fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
     // All who were hit go, another client comes and meets an error, and the log says nothing of it.
     story.host().during("clients", |host| {
         host.during("inspect", |host| {
-            host.gone.insert(1);
-            host.clients.clear();
+            host.stage.gone.insert(1);
+            host.only_stay(&[]);
             host.client(2, SERVER, "A");
         });
     });
@@ -128,8 +128,8 @@ fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
 fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().at(20_000, |host| {
-        host.gone.insert(1);
-        host.clients.clear();
+        host.stage.gone.insert(1);
+        host.only_stay(&[]);
     });
     story.served(39_900);
     assert_eq!(story.calls("shut down"), 0);
@@ -146,7 +146,7 @@ fn a_server_is_left_to_clients_that_are_well() {
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // The last one of them ends, and its GPU was not hit.
-    story.host().at(61_000, |host| host.clients.retain(|client| client.pid == 1));
+    story.host().at(61_000, |host| host.only_stay(&[1]));
     story.served(70_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
 }
@@ -179,21 +179,21 @@ fn a_client_of_two_gpus_that_was_hit_on_one_is_well_on_none() {
 #[test]
 fn clients_that_nvml_knows_keep_the_server_as_well() {
     let mut story = faulted(&[(1, "A")], &[1]);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
-    story.host().nvml.insert("B".to_owned(), Ok([2].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("B".to_owned(), Ok([2].into()));
     story.served(60_000);
     assert!(story.shown().contains("left to its 1 client on GPUs that are well"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // NVML can't say who is on the GPU that was not hit.
     let mut story = faulted(&[(1, "A")], &[1]);
-    story.host().nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
+    story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
     let why = "it is left alone, since its clients are not all known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // On the GPU that was hit, everybody has lost his work.
     let mut story = faulted(&[(1, "A")], &[1]);
-    story.host().nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
+    story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
 }
@@ -203,8 +203,8 @@ fn a_faulted_server_that_ends_takes_the_fault_with_it() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().at(10_100, |host| host.server_ends(SERVER, 1));
     story.served(12_000);
-    assert_eq!(story.host().hit, [(SERVER, 0, vec![1])], "it is told all the same");
-    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+    assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1])], "it is told all the same");
+    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
     assert!(!story.has_told("has recovered"));
 }
 
@@ -216,7 +216,7 @@ fn a_fault_of_another_server_takes_the_place_of_the_one_before() {
         host.says(Meaning::TornDown { server: 300, client: 7, ordinal: 1 });
     });
     story.served(11_000);
-    assert_eq!(story.host().hit, [(SERVER, 0, vec![1]), (300, 1, vec![7])]);
+    assert_eq!(story.host().reader.hit, [(SERVER, 0, vec![1]), (300, 1, vec![7])]);
     assert!(story.has_told("fault of 300: server 300 met a fatal GPU error"));
 }
 
@@ -228,7 +228,7 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
     // Just after it has said that it is well.
     story.host().at(11_000, |host| {
         host.during("read on", |host| {
-            host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+            host.is_status(SERVER, ServerStatus::Fault);
             host.says(Meaning::FaultHandling { server: SERVER });
         });
     });
@@ -242,11 +242,12 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
 #[test]
 fn another_control_daemon_does_not_say_that_a_server_has_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(10_300);
     story.host().at(11_100, |host| {
         host.taken_by = Some(7);
         host.servers.remove(&SERVER);
+        host.stage.children_are_unknown = true;
     });
     story.served(11_300);
     assert!(!story.has_told("server 200 has ended"));
@@ -267,22 +268,22 @@ fn with_driver_535_a_fault_lasts_as_long_as_somebody_who_was_hit() {
     let why = "still there: 1; end them, since this driver does not say when the server is well";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0, "others may be at work there");
-    story.host().at(61_000, |host| host.clients.retain(|client| client.pid == 2));
+    story.host().at(61_000, |host| host.only_stay(&[2]));
     story.served(67_000);
     assert_eq!(story.shown(), "Ready, serving");
     assert!(story.has_done("pause"), "it is well a moment after its last client that was hit has gone");
-    assert_eq!(story.host().told.last().unwrap(), "server 200 has recovered");
+    assert_eq!(story.host().reader.words.last().unwrap(), "server 200 has recovered");
 }
 
 #[test]
 fn with_driver_535_another_control_daemon_does_not_say_who_is_left() {
     let mut story = faulted_with_535(&[(1, "A")], &[1]);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(10_300);
     // It comes and goes, and has no client.
     story.host().during("clients", |host| {
         host.taken_by = Some(7);
-        host.clients.clear();
+        host.only_stay(&[]);
     });
     story.host().at(10_700, |host| host.taken_by = None);
     story.served(10_900);
@@ -302,20 +303,20 @@ fn with_driver_535_the_log_gets_time_to_name_those_hit() {
 fn with_driver_535_a_server_that_has_gone_is_not_listed() {
     let mut story = faulted_with_535(&[(1, "A")], &[1]);
     story.host().at(10_100, |host| {
-        host.is_mute = true;
-        host.watched.clear();
+        host.log_is_lost = true;
+        host.nobody_watches();
         host.server_ends(SERVER, 1);
-        host.is_mute = false;
+        host.log_is_lost = false;
     });
     story.served(13_000);
-    assert_eq!((story.shown().as_str(), story.host().alive.clone()), ("Ready, serving", vec![201]));
+    assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
 }
 
 #[test]
 fn whoever_can_say_nothing_of_a_faulted_server_has_missed_once() {
     let mut story = faulted(&[(1, "A")], &[1]);
-    story.host().at(10_100, |host| host.answers = Some(Failure::Silent("no answer".to_owned())));
+    story.host().at(10_100, |host| host.stage.answers = Some(Failure::Silent("no answer".to_owned())));
     story.served(10_500);
-    assert_eq!(story.host().told[1..], ["warning: no answer"]);
+    assert_eq!(story.host().reader.words[1..], ["warning: no answer"]);
     assert!(story.shown().starts_with("Faulted"));
 }

@@ -8,7 +8,7 @@ use mps_core::serve::{CONFIRM_AFTER, Failure, SeenProcess};
 use super::{SERVER, Story};
 
 fn left_out(story: &Story, gpu: &str) -> String {
-    story.host().left_out[gpu].clone()
+    story.host().reader.left_out.get(gpu).cloned().unwrap_or_default()
 }
 
 /// A control daemon that has served for a while.
@@ -22,26 +22,26 @@ fn served(gpus: &[&str]) -> Story {
 /// A program without MPS, on this GPU.
 fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
     story.host().at(at, move |host| {
-        host.gpus.get_mut(gpu).unwrap().processes.push(SeenProcess { pid, via_mps: false });
+        host.process(gpu, SeenProcess { pid, via_mps: false });
     });
 }
 
 fn bypasses(story: &Story, gpu: &str) -> (Vec<u32>, bool) {
-    let shown = story.host().bypasses.get(gpu).cloned().unwrap_or_default();
+    let shown = story.host().stage.bypasses.get(gpu).cloned().unwrap_or_default();
     (shown.0.into_iter().map(|(pid, _)| pid).collect(), shown.1)
 }
 
 #[test]
 fn a_gpu_that_is_lost_is_told_once_and_asked_by_itself() {
     let mut story = served(&["A", "B"]);
-    story.host().gpus.get_mut("B").unwrap().lost = Some("it is lost".to_owned());
+    story.host().stage.lost.insert("B".to_owned(), "it is lost".to_owned());
     story.served(65_000);
-    assert_eq!(story.host().told, ["unreachable: GPU B: it is lost"]);
+    assert_eq!(story.host().reader.words, ["unreachable: GPU B: it is lost"]);
     assert_eq!((left_out(&story, "A").as_str(), left_out(&story, "B").as_str()), ("", "it is lost"));
     assert_eq!(story.times("read GPUs, each by itself"), [60_150], "another one must not wait for it");
-    story.host().gpus.get_mut("B").unwrap().lost = None;
+    story.host().stage.lost.clear();
     story.served(95_000);
-    assert_eq!(story.host().told[1..], ["GPU B can be reached again"]);
+    assert_eq!(story.host().reader.words[1..], ["GPU B can be reached again"]);
     assert_eq!(left_out(&story, "B"), "");
 }
 
@@ -55,26 +55,26 @@ fn a_gpu_in_other_hands_is_left_out_until_it_is_free() {
     story.served(3000);
     let told = ["GPU B: control daemon C still has it", "GPU B is free: control daemon C has released it"];
     let of_gpu: Vec<String> =
-        story.host().told.iter().filter(|text| text.starts_with("GPU B")).cloned().collect();
+        story.host().reader.words.iter().filter(|text| text.starts_with("GPU B")).cloned().collect();
     assert_eq!(of_gpu, told);
 }
 
 #[test]
 fn a_mode_that_others_have_changed_is_set_again() {
     let mut story = served(&["A", "B"]);
-    story.host().gpus.get_mut("B").unwrap().has_our_mode = false;
+    story.host().with_our_mode.remove("B");
     story.served(31_000);
     assert_eq!(story.times("take the mode of"), [30_150]);
     let told = "warning: compute mode of B was changed by others; set to EXCLUSIVE_PROCESS again";
-    assert_eq!(story.host().told, [told]);
+    assert_eq!(story.host().reader.words, [told]);
     // It can't be set.
     {
         let mut host = story.host();
-        let gpu = host.gpus.get_mut("A").unwrap();
-        (gpu.has_our_mode, gpu.refuses) = (false, Some("NVML says no".to_owned()));
+        host.with_our_mode.remove("A");
+        host.stage.refuses.insert("A".to_owned(), "NVML says no".to_owned());
     }
     story.served(61_000);
-    assert_eq!(story.host().told[1..], ["warning: compute mode of A: NVML says no"]);
+    assert_eq!(story.host().reader.words[1..], ["warning: compute mode of A: NVML says no"]);
     assert_eq!(left_out(&story, "A"), "", "it serves");
 }
 
@@ -82,15 +82,15 @@ fn a_mode_that_others_have_changed_is_set_again() {
 fn modes_that_are_not_ours_to_set_are_left_as_they_are() {
     let mut story = Story::of(&["A"]);
     story.wanted.sets_modes = false;
-    story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
+    story.host().with_our_mode.remove("A");
     story.served(65_000);
     assert_eq!(story.calls("take the mode"), 0);
     // A GPU that is lost has its mode looked at when it is back.
     let mut story = served(&["A", "B"]);
     {
         let mut host = story.host();
-        let gpu = host.gpus.get_mut("A").unwrap();
-        (gpu.has_our_mode, gpu.lost) = (false, Some("it is lost".to_owned()));
+        host.with_our_mode.remove("A");
+        host.stage.lost.insert("A".to_owned(), "it is lost".to_owned());
     }
     story.served(65_000);
     assert_eq!(story.calls("take the mode"), 0);
@@ -99,6 +99,7 @@ fn modes_that_are_not_ours_to_set_are_left_as_they_are() {
 #[test]
 fn a_program_without_mps_is_shown_when_it_was_seen_twice() {
     let mut story = served(&["A"]);
+    story.host().stage.servers_are_kept_out = true;
     program(&story, 20_000, "A", 7);
     story.served(31_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
@@ -107,7 +108,7 @@ fn a_program_without_mps_is_shown_when_it_was_seen_twice() {
     let looks = story.times("client PIDs");
     assert_eq!(looks[looks.len() - 1] - looks[looks.len() - 2], CONFIRM_AFTER.as_millis());
     // It ends.
-    story.host().gpus.get_mut("A").unwrap().processes.clear();
+    story.host().stage.processes.clear();
     story.served(61_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
 }
@@ -122,7 +123,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     // Nor is a server where everybody may use the GPU.
     let mut story = served(&["A"]);
     story.break_off(|wanted| wanted.sets_modes = false);
-    story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
+    story.host().with_our_mode.remove("A");
     program(&story, 20_000, "A", 7);
     story.served(35_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
@@ -139,15 +140,16 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     story.served(24_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false), "it is looked for every two seconds");
     story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
-    story.host().gpus.get_mut("A").unwrap().has_our_mode = false;
+    story.host().with_our_mode.remove("A");
     story.served(65_000);
     let told = "warning: compute mode of A was changed by others; set to DEFAULT again";
-    assert!(story.host().told.contains(&told.to_owned()), "{:?}", story.host().told);
+    assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 
 #[test]
 fn a_server_that_is_ready_has_the_bypasses_looked_at() {
     let mut story = served(&["A"]);
+    story.host().stage.servers_are_kept_out = true;
     program(&story, 1500, "A", 7);
     story.host().at(2000, |host| host.server_ends(SERVER, 1));
     story.served(4000);
@@ -159,14 +161,13 @@ fn clients_that_the_control_daemon_lists_are_no_bypasses() {
     let mut story = served(&["A"]);
     story.host().at(20_000, |host| {
         host.client(7, SERVER, "A");
-        let gpu = host.gpus.get_mut("A").unwrap();
-        gpu.processes.extend([7, SERVER].map(|pid| SeenProcess { pid, via_mps: pid == 7 }));
     });
     story.served(45_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
     assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
     // NVML says that a process is a client, and the control daemon does not know it: another control daemon's.
-    story.host().clients.clear();
+    story.host().only_stay(&[]);
+    story.host().process("A", SeenProcess { pid: 7, via_mps: true });
     story.served(60_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
 }
@@ -182,9 +183,10 @@ fn nobody_is_asked_for_clients_where_servers_are_alone() {
 #[test]
 fn the_last_result_stays_where_clients_are_not_listed() {
     let mut story = served(&["A"]);
+    story.host().stage.servers_are_kept_out = true;
     program(&story, 20_000, "A", 7);
     story.served(32_000);
-    story.host().answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
+    story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     program(&story, 40_000, "A", 8);
     story.served(65_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], true));
@@ -195,11 +197,11 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
     use mps_core::mps::ServerStatus;
     let mut story = served(&["A"]);
     story.host().at(20_000, |host| {
-        host.gpus.get_mut("A").unwrap().processes.push(SeenProcess { pid: 7, via_mps: true });
+        host.process("A", SeenProcess { pid: 7, via_mps: true });
     });
     // It faults between the look at its status and the look at its clients.
     story.host().during("client PIDs", |host| {
-        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+        host.is_status(SERVER, ServerStatus::Fault);
     });
     story.served(33_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
@@ -208,11 +210,10 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
 #[test]
 fn nobody_is_called_a_bypass_while_the_control_daemon_does_not_say_how_it_is() {
     let mut story = served(&["A"]);
-    story.host().has_children = Some(true);
-    story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+    story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     program(&story, 20_000, "A", 7);
     story.host().at(20_000, |host| {
-        host.answers_to.insert("inspect", Failure::Silent("no answer".to_owned()));
+        host.stage.answers_to.insert("inspect", Failure::Silent("no answer".to_owned()));
     });
     story.served(36_000);
     assert!(story.calls("read GPUs") > 4, "it was checked");
@@ -223,10 +224,9 @@ fn nobody_is_called_a_bypass_while_the_control_daemon_does_not_say_how_it_is() {
 fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     let mut story = Story::of(&["A"]);
     story.wanted.gpus.push(super::wanted_gpu("B"));
-    story.host().gpus.insert("B".to_owned(), super::host::HostGpu::default());
     program(&story, 100, "B", 7);
     story.served(65_000);
     assert_eq!(bypasses(&story, "B"), (vec![], false));
     let reason = "not in the control daemon's hands until it restarts";
-    assert_eq!(story.host().shown_gpus["B"].reason, reason);
+    assert_eq!(story.host().reader.gpus["B"].reason, reason);
 }

@@ -5,24 +5,23 @@ use std::time::Duration;
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{Ended, Failure};
 
-use super::host::HostServer;
-use super::{SERVER, Story};
+use super::{SERVER, Setting, Story};
 
 /// A control daemon with a server of before.
 fn with_server(story: &Story) {
     let mut host = story.host();
-    host.default_limits = HostServer { percentage: 50, memory: [(0, 1024)].into(), status: None };
+    host.defaults = Setting { percentage: 50, mib: [1024, 0, 0] };
     host.server_comes(9);
 }
 
 fn percentage(story: &Story, server: u32) -> u8 {
-    story.host().servers[&server].percentage
+    story.host().servers[&server].setting.percentage
 }
 
 /// Of servers to come, and of the server that the service has started.
 fn percentages(story: &Story) -> (u8, u8) {
     let host = story.host();
-    (host.default_limits.percentage, host.servers[&SERVER].percentage)
+    (host.defaults.percentage, host.servers[&SERVER].setting.percentage)
 }
 
 #[test]
@@ -30,14 +29,14 @@ fn a_server_starts_ahead_of_the_first_client_with_the_limits_of_the_order() {
     let mut story = Story::of(&["A", "B"]);
     story.wanted.gpus[1].memory_limit_mib = 2048;
     story.served(1000);
-    assert_eq!(story.host().steps, ["defaults", "linked", "prewarm", "limits", "ready"]);
+    assert_eq!(story.host().stage.steps, ["defaults", "linked", "prewarm", "limits", "ready"]);
     assert_eq!(story.shown(), "Ready, serving");
-    assert_eq!(story.host().in_force, Some(50));
-    let limits = |gpu: &str| story.host().shown_gpus[gpu].memory_limit_mib;
+    assert_eq!(story.host().reader.in_force, Some(50));
+    let limits = |gpu: &str| story.host().reader.gpus[gpu].memory_limit_mib;
     assert_eq!((limits("A"), limits("B")), (Some(1024), Some(2048)));
-    assert_eq!(story.host().alive, [SERVER]);
+    assert_eq!(story.host().reader.servers, [SERVER]);
     let told = ["server 200 is ready", "control daemon shared is ready"];
-    assert_eq!(story.host().told, told);
+    assert_eq!(story.host().reader.words, told);
     assert!(story.has_done("watch 200"));
 }
 
@@ -45,9 +44,9 @@ fn a_server_starts_ahead_of_the_first_client_with_the_limits_of_the_order() {
 fn clients_are_led_here_after_the_defaults_and_before_the_server() {
     let mut story = Story::of(&["A"]);
     let failure = Failure::Waiting("its directory is another one's".to_owned());
-    story.host().does_not_lead = Some(failure.clone());
+    story.host().stage.does_not_lead = Some(failure.clone());
     assert_eq!(story.serve(1000), Some(Err(failure)));
-    assert_eq!(story.host().steps, ["defaults"]);
+    assert_eq!(story.host().stage.steps, ["defaults"]);
     assert_eq!(story.calls("set limits and start"), 1);
     assert_eq!(story.shown(), "nothing");
 }
@@ -60,7 +59,7 @@ fn without_multi_user_mode_the_server_comes_with_the_first_client() {
         story.served(1000);
         assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 0));
         assert!(story.host().servers.is_empty());
-        assert_eq!(story.host().in_force, Some(50));
+        assert_eq!(story.host().reader.in_force, Some(50));
     }
 }
 
@@ -72,7 +71,7 @@ fn a_server_that_runs_gets_other_limits_and_confirms_them() {
     story.wanted.thread_percentage = 25;
     story.served(1000);
     assert_eq!((percentage(&story, 9), story.shown().as_str()), (25, "Ready, serving"));
-    assert!(story.host().steps.contains(&"live"));
+    assert!(story.host().stage.steps.contains(&"live"));
     assert_eq!(story.calls("start server"), 0);
     assert!(story.has_done("watch 9"));
 }
@@ -96,7 +95,7 @@ fn memory_that_differs_is_set_again_though_the_percentage_is_right() {
     story.wanted.gpus[0].memory_limit_mib = 512;
     story.served(1000);
     assert_eq!(story.calls("set limits of 9"), 1);
-    assert_eq!(story.host().shown_gpus["A"].memory_limit_mib, Some(512));
+    assert_eq!(story.host().reader.gpus["A"].memory_limit_mib, Some(512));
 }
 
 #[test]
@@ -105,8 +104,8 @@ fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
     with_server(&story);
     {
         let mut host = story.host();
-        host.log.clear();
-        host.is_mute = true;
+        host.log_is_skipped();
+        host.log_is_lost = true;
     }
     story.served(1990);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (1, "nothing"));
@@ -125,7 +124,7 @@ fn a_server_that_keeps_other_limits_is_a_failure() {
     story.wanted.gpus[0].memory_limit_mib = 512;
     // Somebody sets them back as soon as they are set.
     story.host().at(1, |host| host.says(Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 7 << 20 }));
-    story.host().is_mute = true;
+    story.host().log_is_lost = true;
     let Some(Err(Failure::Failed(text))) = story.serve(5000) else { panic!("it does not serve") };
     assert_eq!(text, "server 9: device pinned memory limit 7 MiB is in force on device 0 instead of 512 MiB");
 }
@@ -134,9 +133,9 @@ fn a_server_that_keeps_other_limits_is_a_failure() {
 fn a_server_that_is_about_to_come_is_waited_for() {
     let mut story = Story::of(&["A"]);
     with_server(&story);
-    story.host().log.clear();
-    story.host().servers.get_mut(&9).unwrap().status = Some(ServerStatus::Initializing);
-    story.host().at(700, |host| host.servers.get_mut(&9).unwrap().status = None);
+    story.host().log_is_skipped();
+    story.host().is_status(9, ServerStatus::Initializing);
+    story.host().at(700, |host| host.is_status(9, ServerStatus::Active));
     story.served(690);
     assert_eq!(story.calls("set limits of 9"), 0);
     assert!(story.calls("inspect 9") > 5, "it is asked again and again");
@@ -148,8 +147,8 @@ fn a_server_that_is_about_to_come_is_waited_for() {
 fn a_server_that_never_comes_is_a_failure() {
     let mut story = Story::of(&["A"]);
     with_server(&story);
-    story.host().log.clear();
-    story.host().servers.get_mut(&9).unwrap().status = Some(ServerStatus::Initializing);
+    story.host().log_is_skipped();
+    story.host().is_status(9, ServerStatus::Initializing);
     story.served(59_900);
     let Some(Err(Failure::Failed(text))) = story.serve(61_000) else { panic!("it does not serve") };
     assert_eq!(text, "no server is ready after 60 s; its log ends here");
@@ -159,12 +158,12 @@ fn a_server_that_never_comes_is_a_failure() {
 fn a_server_with_a_fault_gets_its_limits_when_it_is_well() {
     let mut story = Story::of(&["A"]);
     with_server(&story);
-    story.host().log.clear();
-    story.host().servers.get_mut(&9).unwrap().status = Some(ServerStatus::Fault);
+    story.host().log_is_skipped();
+    story.host().is_status(9, ServerStatus::Fault);
     story.served(1000);
     assert_eq!(story.calls("set limits of 9"), 0);
     assert!(story.shown().starts_with("Faulted, not serving: server 9 met a fatal GPU error"));
-    story.host().at(2000, |host| host.servers.get_mut(&9).unwrap().status = None);
+    story.host().at(2000, |host| host.is_status(9, ServerStatus::Active));
     story.served(4000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (1, "Ready, serving"));
 }
@@ -173,9 +172,9 @@ fn a_server_with_a_fault_gets_its_limits_when_it_is_well() {
 fn a_server_that_says_fault_for_a_moment_had_none() {
     let mut story = Story::of(&["A"]);
     with_server(&story);
-    story.host().log.clear();
-    story.host().servers.get_mut(&9).unwrap().status = Some(ServerStatus::Fault);
-    story.host().at(100, |host| host.servers.get_mut(&9).unwrap().status = None);
+    story.host().log_is_skipped();
+    story.host().is_status(9, ServerStatus::Fault);
+    story.host().at(100, |host| host.is_status(9, ServerStatus::Active));
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (1, "Ready, serving"));
     assert!(!story.has_told("fatal GPU error"));
@@ -185,7 +184,7 @@ fn a_server_that_says_fault_for_a_moment_had_none() {
 fn a_server_that_has_gone_needs_no_limits() {
     let mut story = Story::of_one_user(&["A"]);
     with_server(&story);
-    story.host().log.clear();
+    story.host().log_is_skipped();
     // It is still listed.
     story.host().during("inspect", |host| drop(host.servers.remove(&9)));
     story.served(1000);
@@ -195,7 +194,10 @@ fn a_server_that_has_gone_needs_no_limits() {
 #[test]
 fn a_new_server_with_limits_of_somebody_else_is_corrected() {
     let mut story = Story::of(&["A"]);
-    story.host().at(100, |host| host.default_limits.percentage = 99);
+    story.host().at(100, |host| {
+        host.is_changed_by_others(None, 99, 0);
+        host.servers.get_mut(&SERVER).unwrap().setting.percentage = 99;
+    });
     story.served(3000);
     assert!(story.has_told(
         "warning: server 200 started with other limits: active thread percentage 99.0 is in force instead of 50; \
@@ -208,11 +210,11 @@ fn a_new_server_with_limits_of_somebody_else_is_corrected() {
 #[test]
 fn the_first_server_gets_a_minute() {
     let mut story = Story::of(&["A"]);
-    story.host().start_takes = Some(Duration::from_secs(59));
+    story.host().server_comes_in = Duration::from_secs(59);
     story.served(59_500);
     assert_eq!(story.shown(), "Ready, serving");
     let mut story = Story::of(&["A"]);
-    story.host().start_takes = None;
+    story.host().server_comes_in = Duration::MAX;
     let Some(Err(Failure::Failed(text))) = story.serve(61_000) else { panic!("it does not serve") };
     assert_eq!(text, "no server is ready after 60 s; its log ends here");
 }
@@ -220,19 +222,15 @@ fn the_first_server_gets_a_minute() {
 #[test]
 fn a_first_server_that_ends_at_once_says_why() {
     let mut story = Story::of(&["A"]);
-    story.host().start_takes = None;
-    story.host().at(100, |host| {
-        host.says(Meaning::ServerStarting { server: 300, uid: 0 });
-        host.says(Meaning::ServerExited { server: 300, status: 13 });
-    });
+    story.host().starts_fail = true;
     let Some(Err(Failure::Failed(text))) = story.serve(1000) else { panic!("it does not serve") };
-    assert_eq!(text, "server 300 exited with status 13 before it was ready; its log ends here");
+    assert_eq!(text, "server 200 exited with status 1 before it was ready; its log ends here");
 }
 
 #[test]
 fn a_server_is_found_though_its_log_can_not_be_written() {
     let mut story = Story::of(&["A"]);
-    story.host().is_mute = true;
+    story.host().log_is_lost = true;
     story.served(5000);
     assert_eq!(story.shown(), "Ready, serving");
     assert!(story.has_told("warning: server 200 wrote no limits to the log"));
@@ -242,7 +240,7 @@ fn a_server_is_found_though_its_log_can_not_be_written() {
 #[test]
 fn a_ready_line_of_a_tenant_is_no_server() {
     let mut story = Story::of(&["A"]);
-    story.host().start_takes = Some(Duration::from_secs(2));
+    story.host().server_comes_in = Duration::from_secs(2);
     story.host().at(100, |host| host.says(Meaning::ServerReady(666)));
     story.served(1000);
     assert_eq!(story.shown(), "nothing");
@@ -257,8 +255,8 @@ fn limits_that_others_have_changed_are_set_again_by_the_check() {
     story.served(1000);
     {
         let mut host = story.host();
-        host.default_limits.percentage = 99;
-        host.servers.get_mut(&SERVER).unwrap().percentage = 98;
+        host.is_changed_by_others(None, 99, 0);
+        host.is_changed_by_others(Some(SERVER), 98, 0);
     }
     story.forget();
     story.served(32_000);
@@ -280,10 +278,10 @@ fn a_line_with_other_limits_brings_the_check_at_once() {
         .at(1000, |host| host.says(Meaning::MemoryLimit { server: SERVER, ordinal: 0, bytes: 1 << 20 }));
     story.served(1090);
     let reason = "server 200: device pinned memory limit 1 MiB is in force on device 0 instead of 1024 MiB";
-    assert_eq!(story.host().shown_gpus["A"].reason, reason);
+    assert_eq!(story.host().reader.gpus["A"].reason, reason);
     story.served(1200);
     assert!(story.has_told("limits of server 200 were changed by others: device pinned memory limit 1 MiB"));
-    assert_eq!(story.host().shown_gpus["A"].reason, "");
+    assert_eq!(story.host().reader.gpus["A"].reason, "");
 }
 
 #[test]
@@ -292,17 +290,17 @@ fn a_percentage_with_tenths_is_not_the_one_of_the_order() {
     story.host().at(1000, |host| host.says(Meaning::ThreadPercentage { server: SERVER, tenths: 505 }));
     story.served(1050);
     let reason = "server 200: active thread percentage 50.5 is in force instead of 50";
-    assert_eq!(story.host().shown_gpus["A"].reason, reason);
+    assert_eq!(story.host().reader.gpus["A"].reason, reason);
 }
 
 #[test]
 fn a_gpu_that_enforces_no_limits_is_not_waited_for() {
-    let mut story = Story::of(&["A", "B"]);
+    let mut story = Story::of(&["A", "C"]);
     story.wanted.gpus[1].limits_enforced = false;
     story.served(1000);
     assert_eq!(story.shown(), "Ready, serving");
-    let limit = |gpu: &str| story.host().shown_gpus[gpu].memory_limit_mib;
-    assert_eq!((limit("A"), limit("B")), (Some(1024), None));
+    let limit = |gpu: &str| story.host().reader.gpus[gpu].memory_limit_mib;
+    assert_eq!((limit("A"), limit("C")), (Some(1024), None));
 }
 
 #[test]
@@ -322,7 +320,7 @@ fn one_that_retires_gets_no_limits() {
     assert_eq!(story.shown(), shown);
     // Its last client ends.
     story.host().at(42_000, |host| {
-        host.clients.clear();
+        host.only_stay(&[]);
         host.says(Meaning::ClientLeft(1));
     });
     assert_eq!(story.serve(50_000), Some(Ok(Ended::Stopped)));

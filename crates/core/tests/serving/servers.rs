@@ -13,11 +13,11 @@ fn a_server_that_ends_is_told_and_the_next_one_is_started() {
     story.host().at(10_000, |host| host.server_ends(SERVER, 1));
     story.served(10_000);
     let told = ["failure of 200: server 200 exited with status 1; its log ends here", "server 200 has ended"];
-    assert_eq!(story.host().told[2..], told);
+    assert_eq!(story.host().reader.words[2..], told);
     assert_eq!(story.shown(), "Backoff, not serving: server 200 exited with status 1; its log ends here");
     story.served(10_500);
     assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 1));
-    assert_eq!(story.host().alive, [201]);
+    assert_eq!(story.host().reader.servers, [201]);
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn a_server_that_exits_as_it_should_is_no_failure() {
     story.host().at(10_000, |host| host.server_comes(9));
     story.host().at(20_000, |host| host.server_ends(9, 0));
     story.served(25_000);
-    let told = story.host().told.clone();
+    let told = story.host().reader.words.clone();
     assert_eq!(told[1..], ["server 9 is ready", "server 9 exited with status 0", "server 9 has ended"]);
     assert_eq!(story.calls("start server"), 0, "the next one comes with a client");
 }
@@ -37,15 +37,11 @@ fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
     story.served(9000);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
     // The next one ends at once: nobody has listed it.
-    story.host().at(10_000, |host| host.start_takes = None);
-    story.host().at(10_020, |host| {
-        host.says(Meaning::ServerStarting { server: 300, uid: 0 });
-        host.says(Meaning::ServerExited { server: 300, status: 77 });
-    });
+    story.host().starts_fail = true;
     story.served(10_100);
     assert_eq!(
         story.shown(),
-        "Backoff, not serving: server 300 exited with status 77 before it was ready; its log ends here"
+        "Backoff, not serving: server 201 exited with status 1 before it was ready; its log ends here"
     );
 }
 
@@ -57,7 +53,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
         // Nobody says that it has ended.
         let mut host = story.host();
         host.servers.clear();
-        host.start_takes = None;
+        host.server_comes_in = Duration::MAX;
     }
     story.served(30_500);
     assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
@@ -68,13 +64,15 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
 fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     let mut story = Story::of(&["A"]);
     story.host().at(10_000, |host| {
-        host.servers.entry(SERVER).or_default().status = Some(ServerStatus::Fault);
-        host.watched.remove(&SERVER);
-        host.ended.push_back(SERVER);
+        host.is_status(SERVER, ServerStatus::Fault);
+        host.server_is_seen_to_end(SERVER);
     });
     story.host().at(10_400, |host| host.server_ends(SERVER, 9));
     story.served(11_000);
-    assert_eq!((story.shown().as_str(), story.host().alive.as_slice()), ("Ready, serving", &[201][..]));
+    assert_eq!(
+        (story.shown().as_str(), story.host().reader.servers.as_slice()),
+        ("Ready, serving", &[201][..])
+    );
 }
 
 /// The log tells of the end of a server before its process is seen to end.
@@ -83,14 +81,17 @@ fn the_end_of_a_server_is_told_with_its_own_pid() {
     let mut story = Story::of(&["A"]);
     story.host().at(10_000, |host| {
         host.server_ends(SERVER, 1);
-        host.start_takes = None;
+        host.server_comes(300);
     });
-    story.host().at(10_050, |host| host.server_comes(300));
     story.served(20_000);
-    assert_eq!((story.shown().as_str(), story.host().alive.as_slice()), ("Ready, serving", &[300][..]));
+    assert_eq!(
+        (story.shown().as_str(), story.host().reader.servers.as_slice()),
+        ("Ready, serving", &[300][..])
+    );
     story.host().at(20_000, |host| {
         host.servers.clear();
-        host.watched.clear();
+        host.nobody_watches();
+        host.server_comes_in = Duration::MAX;
     });
     story.served(60_000);
     assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
@@ -143,14 +144,14 @@ fn a_server_that_does_not_come_is_tried_again_and_told_once() {
     story.forget();
     story.host().at(10_000, |host| {
         host.server_ends(SERVER, 0);
-        host.answers_to.insert("start server", Failure::Failed("it says no".to_owned()));
+        host.stage.answers_to.insert("start server", Failure::Failed("it says no".to_owned()));
     });
     story.served(11_000);
-    let told = &story.host().told.clone()[2..];
+    let told = &story.host().reader.words.clone()[2..];
     assert_eq!(told, ["warning: it says no; retrying in 0.1 s"]);
     assert_eq!(story.shown(), "Backoff, not serving: it says no");
     assert_eq!(story.times("start server"), [10_000, 10_100, 10_300, 10_700]);
-    story.host().answers_to.clear();
+    story.host().stage.answers_to.clear();
     story.served(13_000);
     assert_eq!(story.shown(), "Ready, serving");
 }
@@ -159,14 +160,14 @@ fn a_server_that_does_not_come_is_tried_again_and_told_once() {
 fn the_next_server_gets_the_limits_of_the_order() {
     let mut story = Story::of(&["A"]);
     story.host().at(10_000, |host| {
-        host.default_limits.percentage = 99;
+        host.is_changed_by_others(None, 99, 0);
         host.server_ends(SERVER, 0);
     });
     story.served(12_000);
     assert!(
         story.has_told("warning: limits for new servers were changed by others: 99 instead of 50; restored")
     );
-    assert_eq!(story.host().servers[&201].percentage, 50);
+    assert_eq!(story.host().servers[&201].setting.percentage, 50);
     assert!(!story.has_told("started with other limits"));
 }
 
@@ -174,7 +175,7 @@ fn the_next_server_gets_the_limits_of_the_order() {
 fn the_end_of_the_control_daemon_ends_a_start_of_a_server() {
     let mut story = Story::of(&["A"]);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
-    story.host().at(10_100, |host| host.is_dead = true);
+    story.host().at(10_100, |host| host.end(None));
     let ended = story.serve(20_000);
     assert!(matches!(ended, Some(Err(Failure::Ended { .. }))), "{ended:?}");
     assert!(story.calls("continue") > 0, "a stopped server would keep the GPU");
@@ -197,12 +198,10 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
             host.server_ends(SERVER, 0);
             // It keeps somebody, or it would end.
             host.client(1, 300, "A");
-            host.servers.insert(301, super::host::HostServer::default());
-            host.servers.remove(&301);
         });
-        story.host().answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
-        story.host().has_children = Some(true);
-        story.host().nvml.insert("A".to_owned(), Ok([1].into()));
+        story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
+        story.host().stage.children_are_unknown = true;
+        story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
         story.served(15_000);
         assert_eq!(story.calls("start server"), usize::from(change == 2), "{change}");
     }
@@ -212,7 +211,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
 fn no_server_is_started_while_the_control_daemon_does_not_answer() {
     let mut story = Story::of(&["A"]);
     story.served(29_000);
-    story.host().at(30_000, |host| host.answers = Some(Failure::Silent("no answer".to_owned())));
+    story.host().at(30_000, |host| host.stage.answers = Some(Failure::Silent("no answer".to_owned())));
     story.host().at(31_000, |host| host.server_ends(SERVER, 0));
     story.served(33_000);
     assert_eq!(story.calls("start server"), 0);
@@ -223,9 +222,9 @@ fn no_server_is_started_while_the_control_daemon_does_not_answer() {
 fn a_server_that_ended_meanwhile_is_started_once_when_the_control_daemon_answers_again() {
     let mut story = Story::of(&["A"]);
     story.served(29_000);
-    story.host().at(30_000, |host| host.answers = Some(Failure::Silent("no answer".to_owned())));
+    story.host().at(30_000, |host| host.stage.answers = Some(Failure::Silent("no answer".to_owned())));
     story.host().at(31_000, |host| host.server_ends(SERVER, 0));
-    story.host().at(33_000, |host| host.answers = None);
+    story.host().at(33_000, |host| host.stage.answers = None);
     assert_eq!(story.serve(40_000), Some(Ok(Ended::Again)));
     story.forget();
     story.served(45_000);
@@ -237,7 +236,7 @@ fn a_server_that_ended_meanwhile_is_started_once_when_the_control_daemon_answers
 fn no_server_is_started_while_the_faulted_one_may_live() {
     let mut story = Story::of(&["A"]);
     story.host().at(10_000, |host| {
-        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Fault);
+        host.is_status(SERVER, ServerStatus::Fault);
         host.says(Meaning::FaultHandling { server: SERVER });
         // A tenant may have written this line.
         host.says(Meaning::ServerExited { server: SERVER, status: 1 });
@@ -260,9 +259,9 @@ fn the_end_of_a_server_that_nobody_watches_is_no_news() {
     let mut story = Story::of(&["A"]);
     story.served(1000);
     story.forget();
-    story.host().ended.push_back(999);
+    story.host().server_is_seen_to_end(999);
     story.served(2000);
-    assert!(story.host().told.is_empty());
+    assert!(story.host().reader.words.is_empty());
     assert_eq!(story.shown(), "Ready, serving");
 }
 
@@ -274,30 +273,30 @@ fn clients_that_wait_are_told_once_with_the_reason() {
     ] {
         let mut story = if multiuser { Story::of(&["A"]) } else { Story::of_one_user(&["A"]) };
         story.host().at(1000, |host| {
+            host.server_comes(300);
             host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
-            host.says(Meaning::ServerReady(300));
             host.says(Meaning::ClientPending { client: 7, uid: 1001 });
         });
         story.served(5900);
-        assert!(story.host().waiting.is_empty());
+        assert!(story.host().stage.waiting.is_empty());
         story.served(25_000);
-        assert_eq!(story.host().waiting, [7]);
+        assert_eq!(story.host().stage.waiting, [7]);
         let told = format!("warning: client 7 (command of 7) of user 1001 waits {why}");
-        assert_eq!(story.host().told.iter().filter(|text| **text == told).count(), 1);
+        assert_eq!(story.host().reader.words.iter().filter(|text| **text == told).count(), 1);
         story.host().at(26_000, |host| host.says(Meaning::ClientAdmitted(7)));
         story.served(26_000);
-        assert!(story.host().waiting.is_empty(), "at once");
+        assert!(story.host().stage.waiting.is_empty(), "at once");
     }
 }
 
 #[test]
 fn a_server_can_be_well_though_it_was_starting_when_it_was_asked() {
     let mut story = Story::of(&["A"]);
-    story.host().is_mute = true;
+    story.host().log_is_lost = true;
     story.host().at(151, |host| {
-        host.servers.get_mut(&SERVER).unwrap().status = Some(ServerStatus::Initializing);
+        host.is_status(SERVER, ServerStatus::Initializing);
     });
-    story.host().at(1000, |host| host.servers.get_mut(&SERVER).unwrap().status = None);
+    story.host().at(1000, |host| host.is_status(SERVER, ServerStatus::Active));
     story.served(900);
     assert_eq!(story.calls("set limits of 200"), 0);
     story.served(6000);

@@ -1,17 +1,15 @@
 //! Starts: who makes way, which GPUs it gets, and multi-user mode.
 
-use std::sync::{Arc, Mutex};
+use std::pin::pin;
 
 use mps_core::serve::{Failure, GpuReach, SeenProcess, StartPlace, Starter, Stranger, WantedUsers, start};
 use mps_core::{CoreTime, GpuUuid, Permit};
 
-use super::host::{Host, HostServer};
-use super::shell::HostShell;
-use super::{Story, polled};
+use super::{Setting, SimShell, Story};
 
 /// A start on a host.
 struct HostStart {
-    shell: HostShell,
+    shell: SimShell,
     own: Option<Stranger>,
     pipe: Option<Stranger>,
     has_pipe: bool,
@@ -26,7 +24,7 @@ struct HostStart {
 impl HostStart {
     fn of(gpus: &[&str]) -> Self {
         Self {
-            shell: HostShell(Arc::new(Mutex::new(Host::new(gpus)))),
+            shell: Story::of(gpus).shell(),
             own: None,
             pipe: None,
             has_pipe: false,
@@ -41,7 +39,8 @@ impl HostStart {
     fn start(&mut self, gpus: &[&str], users: WantedUsers) -> (Result<bool, Failure>, GpuReach) {
         let wanted = Story::of(gpus).wanted;
         let mut reach = GpuReach::default();
-        let started = polled(std::pin::pin!(start(self, &mut reach, &wanted, users))).unwrap();
+        let shell = self.shell.clone();
+        let started = shell.act(pin!(start(self, &mut reach, &wanted, users)), CoreTime::MAX).unwrap();
         (started, reach)
     }
 
@@ -50,16 +49,16 @@ impl HostStart {
     }
 
     fn told(&self) -> Vec<String> {
-        self.shell.host().told.clone()
+        self.shell.host().reader.words.clone()
     }
 }
 
 const MULTIUSER: WantedUsers = WantedUsers { multiuser: true, is_optional: true, without: "no" };
 
 impl Starter for HostStart {
-    type Gpus = HostShell;
+    type Gpus = SimShell;
 
-    fn gpus(&mut self) -> &mut HostShell {
+    fn gpus(&mut self) -> &mut SimShell {
         &mut self.shell
     }
 
@@ -77,7 +76,7 @@ impl Starter for HostStart {
     }
 
     async fn end_stranger(&mut self, place: StartPlace, pid: u32, may_end: Permit) -> Result<bool, Failure> {
-        self.shell.host().note(format!("end {pid} in {place:?} ({:?})", may_end.cause()));
+        self.shell.host().note(format_args!("end {pid} in {place:?} ({:?})", may_end.cause()));
         Ok(!self.stays)
     }
 
@@ -99,11 +98,11 @@ impl Starter for HostStart {
     }
 
     fn passed(&self, step: &'static str, _: &str) {
-        self.shell.host().steps.push(step);
+        self.shell.host().stage.steps.push(step);
     }
 
     fn tell(&mut self, text: String) {
-        self.shell.host().told.push(text);
+        self.shell.host().reader.words.push(text);
     }
 }
 
@@ -121,8 +120,9 @@ fn nobody_is_in_the_way() {
     let mut shell = HostStart::of(&["A", "B"]);
     assert_eq!(shell.started(&["A", "B"]), Ok(true));
     assert_eq!(shell.spawned, [(vec!["A".to_owned(), "B".to_owned()], true)]);
-    assert_eq!(shell.shell.host().steps, ["compute-modes", "listens"]);
-    let modes = shell.shell.host().calls.iter().filter(|(_, call)| call.starts_with("take the mode")).count();
+    assert_eq!(shell.shell.host().stage.steps, ["compute-modes", "listens"]);
+    let modes =
+        shell.shell.host().stage.calls.iter().filter(|(_, call)| call.starts_with("take the mode")).count();
     assert_eq!(modes, 2);
 }
 
@@ -131,7 +131,7 @@ fn without_the_program_nothing_is_touched() {
     let mut shell = HostStart::of(&["A"]);
     shell.has_no_program = true;
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting("the program is not there".to_owned())));
-    assert!(shell.shell.host().calls.is_empty());
+    assert!(shell.shell.host().stage.calls.is_empty());
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn a_stranger_without_clients_makes_way_in_either_place() {
             "control daemon PID 7 in /pipe was not started by this service and has no client: replacing it";
         assert_eq!(shell.told(), [told]);
         let ended = if is_own { "end 7 in Own (Unused)" } else { "end 7 in Pipe (Unused)" };
-        assert_eq!(shell.shell.host().calls[0].1, ended);
+        assert_eq!(shell.shell.host().stage.calls[0].1, ended);
     }
 }
 
@@ -180,7 +180,7 @@ fn a_stranger_with_clients_is_left_to_them() {
         let mut shell = HostStart::of(&["A"]);
         shell.own = stranger(pid, clients);
         assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
-        assert!(shell.shell.host().calls.is_empty() && shell.spawned.is_empty());
+        assert!(shell.shell.host().stage.calls.is_empty() && shell.spawned.is_empty());
     }
 }
 
@@ -196,8 +196,8 @@ fn a_stranger_that_does_not_go_is_waited_for() {
 #[test]
 fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
     let mut shell = HostStart::of(&["A", "B", "C"]);
-    shell.shell.host().gpus.get_mut("B").unwrap().lost = Some("it is lost".to_owned());
-    shell.shell.host().gpus.get_mut("C").unwrap().refuses = Some("NVML says no".to_owned());
+    shell.shell.host().stage.lost.insert("B".to_owned(), "it is lost".to_owned());
+    shell.shell.host().stage.refuses.insert("C".to_owned(), "NVML says no".to_owned());
     let (started, reach) = shell.start(&["A", "B", "C"], MULTIUSER);
     assert_eq!(started, Ok(true));
     assert_eq!(shell.spawned, [(vec!["A".to_owned()], true)]);
@@ -212,7 +212,7 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
 #[test]
 fn without_any_gpu_nothing_is_started() {
     let mut shell = HostStart::of(&["A"]);
-    shell.shell.host().gpus.get_mut("A").unwrap().lost = Some("it is lost".to_owned());
+    shell.shell.host().stage.lost.insert("A".to_owned(), "it is lost".to_owned());
     let words = "none of its GPUs can be served: GPU A: it is lost";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
     assert!(shell.spawned.is_empty());
@@ -255,12 +255,12 @@ fn one_that_ends_for_another_reason_is_not_started_again() {
 fn programs_on_the_gpus_are_seen_before_it_starts() {
     let mut shell = HostStart::of(&["A", "B"]);
     for (uuid, pid, via_mps) in [("A", 7, false), ("A", 8, true)] {
-        shell.shell.host().gpus.get_mut(uuid).unwrap().processes.push(SeenProcess { pid, via_mps });
+        shell.shell.host().process(uuid, SeenProcess { pid, via_mps });
     }
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
     // Once is not enough.
-    assert!(shell.shell.host().bypasses.values().all(|(seen, _)| seen.is_empty()));
+    assert!(shell.shell.host().stage.bypasses.values().all(|(seen, _)| seen.is_empty()));
     let noted = format!("{reach:?}");
     assert!(noted.contains("(7, 7)") && !noted.contains("(8, 8)"), "{noted}");
 }
@@ -268,7 +268,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
 #[test]
 fn a_mode_that_can_be_set_at_last_is_set_unless_the_control_daemon_retires() {
     let mut start = HostStart::of(&["A", "B"]);
-    start.shell.host().gpus.get_mut("B").unwrap().refuses = Some("NVML says no".to_owned());
+    start.shell.host().stage.refuses.insert("B".to_owned(), "NVML says no".to_owned());
     let (_, reach) = start.start(&["A", "B"], MULTIUSER);
     assert!(reach.is_left_out("B"));
     for (retiring, times) in [(false, 1), (true, 0)] {
@@ -277,11 +277,11 @@ fn a_mode_that_can_be_set_at_last_is_set_unless_the_control_daemon_retires() {
         story.wanted.retiring = retiring;
         {
             let mut host = story.host();
-            host.default_limits = HostServer { status: None, percentage: 50, memory: [(0, 1024)].into() };
+            host.defaults = Setting { percentage: 50, mib: [1024, 0, 0] };
             host.server_comes(9);
             host.client(1, 9, "A");
-            host.nvml.insert("A".to_owned(), Ok([1].into()));
-            host.gpus.get_mut("A").unwrap().processes.push(SeenProcess { pid: 1, via_mps: true });
+            host.stage.nvml.insert("A".to_owned(), Ok([1].into()));
+            host.process("A", SeenProcess { pid: 1, via_mps: true });
         }
         story.served(31_000);
         assert!(story.calls("read GPUs") > 0, "it was checked");

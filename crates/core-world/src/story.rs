@@ -1,0 +1,409 @@
+//! Stories: one control daemon of a host on which everything is well, but for what the story says. It is served by the real
+//! code, and all that was asked, told and shown is noted.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use mps_core::Tenure;
+use mps_core::mps::{Meaning, ServerStatus};
+use mps_core::serve::{
+    Ended, Failure, GpuReach, Known, ProcessId, Requested, SeenProcess, Serving, ShownState, Wanted,
+    WantedGpu,
+};
+
+use super::budgets::Program;
+use super::clients::SimClient;
+pub use super::edge::SimShell;
+use super::mps::Mps;
+pub use super::mps::Setting;
+use super::reader::Waits;
+use super::tenants::Tenant;
+use super::ways::SimAdmission;
+
+/// The PID of the control daemon.
+pub const PID: u32 = 100;
+
+/// The first server that the service starts.
+pub const SERVER: u32 = 200;
+
+/// Something that happens in a story.
+type Turn = Box<dyn FnOnce(&mut Mps) + Send>;
+
+/// All that a story says of a control daemon and its host, and all that the service has done.
+// Each flag is a trouble of its own, which a story names.
+#[allow(clippy::struct_excessive_bools)]
+#[derive(Default)]
+pub struct Stage {
+    /// Calls are noted.
+    pub(crate) is_on: bool,
+    /// The things that happen later, each at its time.
+    later: Vec<(Duration, Turn)>,
+    /// The things that happen just before the answer to the next question of this name.
+    during: Vec<(&'static str, Turn)>,
+    /// The answer to each question, instead of the true one.
+    pub answers: Option<Failure>,
+    /// The answer to all questions of these names.
+    pub answers_to: BTreeMap<&'static str, Failure>,
+    pub children_are_unknown: bool,
+    /// It does not end when it is asked to, and neither do its servers.
+    pub stays: bool,
+    /// It does not even end by a signal.
+    pub survives: bool,
+    pub log_is_unreadable: bool,
+    /// The clients that NVML lists on a GPU, or why it does not, instead of the true ones.
+    pub nvml: BTreeMap<String, Result<BTreeSet<u32>, String>>,
+    /// The processes that have ended.
+    pub gone: BTreeSet<u32>,
+    /// The GPUs that can't be reached, each with the reason.
+    pub lost: BTreeMap<String, String>,
+    /// The GPUs with a compute mode that can't be set, each with the reason.
+    pub refuses: BTreeMap<String, String>,
+    /// The processes on GPUs that are not of this control daemon.
+    pub processes: BTreeMap<String, Vec<SeenProcess>>,
+    /// Its servers are on no GPU.
+    pub servers_are_kept_out: bool,
+    pub holders: String,
+    pub misfit: Option<String>,
+    pub is_elsewhere: bool,
+    pub bad_directories: Vec<String>,
+    pub bad_links: Option<String>,
+    pub does_not_lead: Option<Failure>,
+
+    /// The questions and acts, each with its time.
+    pub calls: Vec<(Duration, String)>,
+    pub steps: Vec<&'static str>,
+    pub waiting: Vec<u32>,
+    /// Shown for each GPU, and whether a server is kept out.
+    pub bypasses: BTreeMap<String, (BTreeSet<ProcessId>, bool)>,
+    pub answered: Vec<Result<(), String>>,
+}
+
+impl Stage {
+    pub(crate) fn answer_to(&self, question: &str) -> Option<Failure> {
+        self.answers.as_ref().or_else(|| self.answers_to.get(question)).cloned()
+    }
+}
+
+/// The PIDs of servers, each after a space.
+pub(crate) fn spaced(servers: &[u32]) -> String {
+    servers.iter().map(|server| format!(" {server}")).collect()
+}
+
+impl Mps {
+    /// Takes note of a question or an act.
+    pub fn note(&mut self, call: fmt::Arguments<'_>) {
+        if self.stage.is_on {
+            self.stage.calls.push((self.now, call.to_string()));
+        }
+    }
+
+    pub(crate) fn turn_during(&mut self, question: &str) {
+        if let Some(place) = self.stage.during.iter().position(|(name, _)| *name == question) {
+            let (_, turn) = self.stage.during.remove(place);
+            turn(self);
+        }
+    }
+
+    /// Something happens so many milliseconds after the beginning.
+    pub fn at(&mut self, millis: u64, turn: impl FnOnce(&mut Self) + Send + 'static) {
+        self.stage.later.push((Duration::from_millis(millis), Box::new(turn)));
+        self.stage.later.sort_by_key(|(time, _)| *time);
+    }
+
+    /// Something happens just before the answer to the next question of this name.
+    pub fn during(&mut self, question: &'static str, turn: impl FnOnce(&mut Self) + Send + 'static) {
+        self.stage.during.push((question, Box::new(turn)));
+    }
+
+    /// Somebody asks for something.
+    pub fn asks(&mut self, request: Requested) {
+        self.reader.requests.push_back((self.now, request));
+    }
+
+    /// Its log has this line, which a tenant may have written.
+    pub fn says(&mut self, meaning: Meaning) {
+        if let Meaning::TornDown { server, client, ordinal } = meaning {
+            self.hits.insert((server, ordinal, client));
+        }
+        self.log.push(meaning);
+    }
+
+    /// The lines of its log until now are not read.
+    pub fn log_is_skipped(&mut self) {
+        self.reader.position = self.log.len();
+    }
+
+    /// A server comes, and is ready.
+    pub fn server_comes(&mut self, server: u32) {
+        self.add_server(server);
+        self.server_is_ready(server);
+    }
+
+    /// A server ends with its clients, and the control daemon takes note of that.
+    pub fn server_ends(&mut self, server: u32, status: i32) {
+        self.clients.retain(|_, client| client.server != server);
+        self.process_ends(server);
+        self.is_noted(server, status);
+    }
+
+    /// The process of a server is seen to end.
+    pub fn server_is_seen_to_end(&mut self, server: u32) {
+        self.reader.watched.remove(&server);
+        self.reader.ended.push_back(server);
+    }
+
+    /// Its servers are not watched any more.
+    pub fn nobody_watches(&mut self) {
+        self.reader.watched.clear();
+    }
+
+    pub fn is_status(&mut self, server: u32, status: ServerStatus) {
+        if let Some(server) = self.servers.get_mut(&server) {
+            server.status = status;
+        }
+    }
+
+    /// A server that nobody has seen come handles a fatal GPU error.
+    pub fn unseen_server_faults(&mut self, server: u32) {
+        let said = self.log.len();
+        self.add_server(server);
+        self.log.truncate(said);
+        self.is_status(server, ServerStatus::Fault);
+    }
+
+    /// A process of somebody else's is on a GPU.
+    pub fn process(&mut self, gpu: &str, process: SeenProcess) {
+        self.stage.processes.entry(gpu.to_owned()).or_default().push(process);
+    }
+
+    /// A client comes to a GPU, or has another connection there.
+    pub fn client(&mut self, pid: u32, server: u32, gpu: &str) {
+        let ordinal = self.gpus.iter().position(|one| one == gpu).unwrap();
+        if let Some(client) = self.clients.get_mut(&pid) {
+            client.connections += usize::from(!client.ordinals.insert(ordinal));
+            return;
+        }
+        let tenant = Tenant::new(pid, &self.gpus, ordinal, &mut self.dice);
+        let program = Program::new(pid, u64::from(pid));
+        let ordinals = [ordinal].into();
+        let client = SimClient { server, ordinals, connections: 1, is_hit: false, program, tenant };
+        self.clients.insert(pid, client);
+    }
+
+    /// All clients but these have gone, and nobody says so.
+    pub fn only_stay(&mut self, stay: &[u32]) {
+        self.clients.retain(|pid, _| stay.contains(pid));
+    }
+}
+
+/// All that the service knows of the control daemon.
+pub struct Memory {
+    known: Known,
+    pub reach: GpuReach,
+}
+
+/// A control daemon that is served.
+type Act = Pin<Box<dyn Future<Output = Result<Ended, Failure>>>>;
+
+/// One control daemon, what is known of it, and its order.
+pub struct Story {
+    shell: SimShell,
+    pub memory: Arc<Mutex<Memory>>,
+    pub wanted: Wanted,
+    /// It is served since the last time that it was not.
+    act: Option<Act>,
+}
+
+pub fn wanted_gpu(uuid: &str) -> WantedGpu {
+    WantedGpu {
+        uuid: uuid.to_owned(),
+        name: format!("name of {uuid}"),
+        memory_limit_mib: 1024,
+        limits_enforced: true,
+        capacity: 2,
+        clients_listed: true,
+    }
+}
+
+impl SimShell {
+    /// The control daemon. A story that holds it twice at the same time fails.
+    pub fn host(&self) -> MutexGuard<'_, Mps> {
+        self.mps.try_lock().unwrap()
+    }
+
+    /// Does an act until so long after the beginning, with all that happens meanwhile.
+    pub fn act<T>(
+        &self,
+        mut act: Pin<&mut (impl Future<Output = T> + ?Sized)>,
+        until: Duration,
+    ) -> Option<T> {
+        loop {
+            if let Poll::Ready(done) = act.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+                return Some(done);
+            }
+            let mut mps = self.lock();
+            for (gpu, _) in std::mem::take(&mut mps.reader.mode_steps) {
+                mps.with_our_mode.insert(gpu);
+            }
+            if let Waits::Turn(_) = mps.reader.waits {
+                mps.reader.waits = Waits::Nothing;
+                continue;
+            }
+            pass(&mut mps);
+            if mps.is_awake() {
+                continue;
+            }
+            let turn = mps.stage.later.first().map(|(time, _)| *time);
+            let next = mps.waits_until().into_iter().chain(mps.due()).chain(turn).min();
+            let next = next.filter(|next| *next <= until);
+            let now = next.unwrap_or(until.max(mps.now));
+            mps.advance(now);
+            pass(&mut mps);
+            next?;
+        }
+    }
+}
+
+/// The story goes on until now.
+fn pass(mps: &mut Mps) {
+    while mps.stage.later.first().is_some_and(|(time, _)| *time <= mps.now) {
+        let (_, turn) = mps.stage.later.remove(0);
+        turn(mps);
+    }
+}
+
+impl Story {
+    /// A control daemon for these GPUs has just been started, in multi-user mode, and gets a server ahead of its first client.
+    pub fn of(gpus: &[&str]) -> Self {
+        Self::with(gpus, true)
+    }
+
+    /// The same without multi-user mode: a server comes with the first client.
+    pub fn of_one_user(gpus: &[&str]) -> Self {
+        Self::with(gpus, false)
+    }
+
+    fn with(gpus: &[&str], multiuser: bool) -> Self {
+        let wanted = Wanted {
+            gpus: gpus.iter().map(|uuid| wanted_gpu(uuid)).collect(),
+            thread_percentage: 50,
+            prewarm: true,
+            retiring: false,
+            tenure: Tenure::Alone,
+            guard_period: None,
+            held: [].into(),
+            sets_modes: true,
+            fault_grace: Duration::from_secs(30),
+        };
+        let gpus: Vec<String> = gpus.iter().map(|uuid| (*uuid).to_owned()).collect();
+        let known = Known::new(gpus.clone(), multiuser, true, Duration::ZERO);
+        let mut mps = Mps::new(PID, gpus.clone(), false, Duration::ZERO);
+        mps.with_our_mode = gpus.iter().cloned().collect();
+        (mps.is_calm, mps.listens_at, mps.before_children) = (true, Duration::ZERO, SERVER - 1);
+        mps.stage.is_on = true;
+        let admission = SimAdmission::new("shared", &gpus);
+        let (mps, id, setting) = (Arc::new(Mutex::new(mps)), "shared".to_owned(), setting(&wanted, &gpus));
+        let shell = SimShell { mps, id, gpus, setting, admission };
+        let memory = Arc::new(Mutex::new(Memory { known, reach: GpuReach::default() }));
+        Self { shell, memory, wanted, act: None }
+    }
+
+    pub fn host(&self) -> MutexGuard<'_, Mps> {
+        self.shell.host()
+    }
+
+    pub fn shell(&self) -> SimShell {
+        let setting = setting(&self.wanted, &self.shell.gpus);
+        SimShell { setting, ..self.shell.clone() }
+    }
+
+    /// Serves until so many milliseconds after the beginning, unless it ends before. The next call goes on with that.
+    // The act is broken off before the memory is taken for another one.
+    #[allow(clippy::await_holding_lock)]
+    pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
+        let (shell, memory, wanted) = (self.shell(), Arc::clone(&self.memory), self.wanted.clone());
+        let act = self.act.get_or_insert_with(|| {
+            Box::pin(async move {
+                let Memory { known, reach } = &mut *memory.lock().unwrap();
+                Serving::new(shell, known, reach, wanted).serve().await
+            })
+        });
+        let ended = self.shell.act(act.as_mut(), Duration::from_millis(until));
+        if ended.is_some() {
+            self.act = None;
+        }
+        ended
+    }
+
+    /// Serving is broken off, for another order.
+    pub fn break_off(&mut self, change: impl FnOnce(&mut Wanted)) {
+        self.act = None;
+        change(&mut self.wanted);
+    }
+
+    /// Something else is done with the control daemon.
+    #[allow(clippy::await_holding_lock)]
+    pub fn once<T>(&mut self, act: impl AsyncFnOnce(&mut Serving<'_, SimShell>) -> T) -> T {
+        self.act = None;
+        let Memory { known, reach } = &mut *self.memory.lock().unwrap();
+        let mut serving = Serving::new(self.shell(), known, reach, self.wanted.clone());
+        self.shell.act(pin!(act(&mut serving)), Duration::MAX).unwrap()
+    }
+
+    /// Serves until so many milliseconds after the beginning.
+    pub fn served(&mut self, until: u64) {
+        let ended = self.serve(until);
+        assert!(ended.is_none(), "{ended:?}");
+    }
+
+    /// The state that is shown, in words.
+    pub fn shown(&self) -> String {
+        let host = self.host();
+        let Some(ShownState { state, serving, reason, .. }) = &host.reader.state else {
+            return "nothing".to_owned();
+        };
+        let serves = if *serving { "serving" } else { "not serving" };
+        format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
+    }
+
+    /// The number of calls with a name that begins so, since the last time.
+    pub fn calls(&self, name: &str) -> usize {
+        self.times(name).len()
+    }
+
+    /// The times in milliseconds of the calls with a name that begins so.
+    pub fn times(&self, name: &str) -> Vec<u128> {
+        let host = self.host();
+        let calls = host.stage.calls.iter().filter(|(_, call)| call.starts_with(name));
+        calls.map(|(at, _)| at.as_millis()).collect()
+    }
+
+    /// Forgets all that was done and told.
+    pub fn forget(&self) {
+        let mut host = self.host();
+        host.stage.calls.clear();
+        host.stage.steps.clear();
+        host.reader.words.clear();
+    }
+
+    pub fn has_told(&self, text: &str) -> bool {
+        self.host().reader.words.iter().any(|told| told.contains(text))
+    }
+
+    pub fn has_done(&self, call: &str) -> bool {
+        self.host().stage.calls.iter().any(|(_, done)| done == call)
+    }
+}
+
+/// The limits of an order, for a control daemon with these GPUs.
+fn setting(wanted: &Wanted, gpus: &[String]) -> Setting {
+    let mib = |ordinal: usize| {
+        let gpu = gpus.get(ordinal).and_then(|gpu| wanted.gpus.iter().find(|wanted| wanted.uuid == *gpu));
+        gpu.map_or(0, |gpu| gpu.memory_limit_mib)
+    };
+    Setting { percentage: wanted.thread_percentage, mib: [0, 1, 2].map(mib) }
+}
