@@ -34,14 +34,17 @@ const MOST_IN_A_MOMENT: usize = 400;
 
 /// A client as people know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SimOwner {
+pub struct SimOwner {
     pub(crate) pid: u32,
     pub(crate) process: Option<u32>,
+    /// The slices that it is known to have, if these are asked for.
+    slices: Vec<SimSlice>,
 }
 
 impl fmt::Display for SimOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PID {}", self.pid)
+        write!(f, "PID {}", self.pid)?;
+        self.slices.iter().try_for_each(|slice| write!(f, " {}-{}", slice.gpu, slice.ordinal))
     }
 }
 
@@ -85,6 +88,28 @@ pub(crate) struct RequestState {
 }
 
 impl RequestState {
+    /// Nothing is known of any client yet.
+    pub(crate) fn new(target: Target<SimSlice>, now: Duration, dice: Dice, bindings: BoundGroups) -> Self {
+        Self {
+            now,
+            begun: now,
+            waits: Waits::Nothing,
+            dice,
+            is_calm: true,
+            target,
+            bindings,
+            named: None,
+            wanted: BTreeSet::new(),
+            at_work: BTreeMap::new(),
+            has_left_out: BTreeSet::new(),
+            found: BTreeSet::new(),
+            ended: BTreeSet::new(),
+            lost: BTreeSet::new(),
+            faults: BTreeMap::new(),
+            steps: 0,
+        }
+    }
+
     fn goes_wrong(&mut self, most: usize) -> bool {
         !self.is_calm && self.dice.one_in(most)
     }
@@ -244,6 +269,7 @@ impl SimEnding {
     /// Ends the work of a client, whoever hears of it.
     fn end(&self, one: &Reached, server: u32, client: SimProcess) -> TerminateAnswer {
         let mut mps = one.mps.lock().unwrap();
+        mps.note(format_args!("end the work of {}", client.pid));
         if !mps.servers.contains_key(&server) {
             return TerminateAnswer::NoSuchServer;
         }
@@ -326,6 +352,7 @@ impl ClientShell for SimEnding {
     async fn server_status(&mut self, control: &u32, server: u32) -> Result<ServerStatus, String> {
         self.turn().await;
         let one = self.find(*control).clone();
+        one.mps.lock().unwrap().turn_during("server status");
         let is_hung = one.mps.lock().unwrap().is_hung();
         if is_hung {
             return Err(self.is_silent().await);
@@ -411,7 +438,7 @@ impl TerminationShell for SimEnding {
     fn begin_look(&mut self) {}
 
     async fn users(&mut self, pid: u32) -> Result<Vec<u32>, String> {
-        self.ask(pid, |one| vec![one.tenant.user, one.tenant.acts_for]).await
+        self.ask(pid, |one| one.tenant.users.clone()).await
     }
 
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SimSlice>>, String> {
@@ -420,18 +447,16 @@ impl TerminationShell for SimEnding {
     }
 
     async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
-        let container =
-            |one: &SimClient| EnclosingContainer { id: one.tenant.container(), is_the_hosts: true };
-        self.ask(pid, |one| vec![container(one)]).await
+        self.ask(pid, |one| one.tenant.containers.clone()).await
     }
 
-    async fn owner(&mut self, pid: u32, _: Option<Vec<SimSlice>>) -> SimOwner {
+    async fn owner(&mut self, pid: u32, slices: Option<Vec<SimSlice>>) -> SimOwner {
         let process = self.look(pid, |client| client.tenant.process);
         let is_at_work = self.look(pid, SimClient::is_at_work);
         if let (Some(process), Some(true)) = (process, is_at_work) {
             self.state().found.insert(SimProcess { pid, process });
         }
-        SimOwner { pid, process }
+        SimOwner { pid, process, slices: slices.unwrap_or_default() }
     }
 
     async fn program(&mut self, _: u32) -> String {
@@ -447,7 +472,11 @@ impl TerminationShell for SimEnding {
         let on = |gpu: &String| {
             let mut pids = BTreeSet::new();
             for one in &self.daemons {
-                let mps = one.mps.lock().unwrap();
+                let mut mps = one.mps.lock().unwrap();
+                mps.note(format_args!("clients on GPUs"));
+                if let Some(listed) = mps.stage.nvml.get(gpu) {
+                    return listed.clone();
+                }
                 if gpu == OLD_GPU || (mps.gpu_is_lost && mps.gpus.contains(gpu)) {
                     return Err("NVML does not list them".to_owned());
                 }

@@ -1,6 +1,6 @@
 //! Requests to end GPU work: they begin, come on and end, and the truth about each answer.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
@@ -16,7 +16,7 @@ use super::tenants::SimSlice;
 use super::{Dice, World};
 
 /// Does what the service does with a request.
-async fn carry_out(target: Target<SimSlice>, mut shell: SimEnding) -> Answer {
+pub(crate) async fn carry_out(target: Target<SimSlice>, mut shell: SimEnding) -> Answer {
     let mut termination = Termination::new(target);
     let clock = shell.clone();
     let ended = {
@@ -98,24 +98,10 @@ impl World {
             .filter(is_wanted)
             .map(|(pid, client)| SimProcess { pid: *pid, process: client.tenant.process })
             .collect();
-        let state = Arc::new(Mutex::new(RequestState {
-            now: self.now,
-            begun: self.now,
-            waits: Waits::Nothing,
-            dice: Dice::new(dice.below(usize::MAX) as u64),
-            is_calm: self.is_calm,
-            target: target.clone(),
-            bindings: bindings.clone(),
-            named,
-            wanted: wanted.clone(),
-            at_work: BTreeMap::new(),
-            has_left_out: BTreeSet::new(),
-            found: BTreeSet::new(),
-            ended: BTreeSet::new(),
-            lost: BTreeSet::new(),
-            faults: BTreeMap::new(),
-            steps: 0,
-        }));
+        let dice = Dice::new(dice.below(usize::MAX) as u64);
+        let state = RequestState::new(target.clone(), self.now, dice, bindings);
+        let (is_calm, wanted_now) = (self.is_calm, wanted.clone());
+        let state = Arc::new(Mutex::new(RequestState { is_calm, named, wanted: wanted_now, ..state }));
         let shell = SimEnding { state: Arc::clone(&state), daemons };
         service.requests.push(SimRequest { state, future: Box::pin(carry_out(target.clone(), shell)) });
         let place = service.requests.len() - 1;

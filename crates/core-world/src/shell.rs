@@ -9,10 +9,8 @@ impl World {
     pub(crate) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
         let can_come_on = |(id, _): &(&String, &Task)| self.can_come_on(id);
-        let tasks: Vec<(String, Task)> =
-            service.tasks.iter().filter(can_come_on).map(|(id, task)| (id.clone(), task.clone())).collect();
-        let modes: Vec<(String, (bool, usize))> =
-            service.modes.iter().map(|(gpu, mode)| (gpu.clone(), *mode)).collect();
+        let tasks: Vec<(&String, &Task)> = service.tasks.iter().filter(can_come_on).collect();
+        let modes: Vec<(&String, &(bool, usize))> = service.modes.iter().collect();
         if self.budgets_come_on() && ((tasks.is_empty() && modes.is_empty()) || dice.one_in(3)) {
             return self.carry_on_budgets(dice);
         }
@@ -24,7 +22,7 @@ impl World {
             return self.carry_on_request(*dice.pick(&requests).unwrap());
         }
         if !modes.is_empty() && (tasks.is_empty() || dice.one_in(3)) {
-            let (gpu, (takes, step)) = dice.pick(&modes).cloned().unwrap();
+            let (gpu, (takes, step)) = dice.pick(&modes).map(|(gpu, mode)| ((*gpu).clone(), **mode)).unwrap();
             if takes {
                 self.take_mode_by_itself(&gpu, step);
             } else {
@@ -32,7 +30,8 @@ impl World {
             }
             return;
         }
-        let Some((id, task)) = dice.pick(&tasks).cloned() else { return };
+        let picked = dice.pick(&tasks).map(|(id, task)| ((*id).clone(), (*task).clone()));
+        let Some((id, task)) = picked else { return };
         // An act may end by itself before it is broken off.
         if task.is_interrupted && !dice.one_in(4) {
             return self.finish(&id, ActOutcome::Interrupted);

@@ -14,14 +14,20 @@ use mps_core::serve::{
     Ended, Failure, GpuReach, Known, ProcessId, Requested, SeenProcess, Serving, ShownState, Wanted,
     WantedGpu,
 };
+use mps_core::tenants::Target;
 
+use super::Dice;
+use super::bindings::BoundGroups;
 use super::budgets::Program;
 use super::clients::SimClient;
 pub use super::edge::SimShell;
+pub use super::ending::SimOwner;
+use super::ending::{Answer, Reached, RequestState, SimEnding};
 use super::mps::Mps;
 pub use super::mps::Setting;
 use super::reader::Waits;
-use super::tenants::Tenant;
+use super::requests::carry_out;
+pub use super::tenants::{SimSlice, SliceKnownBy, Tenant};
 use super::ways::SimAdmission;
 
 /// The PID of the control daemon.
@@ -194,6 +200,23 @@ impl Mps {
         self.clients.insert(pid, client);
     }
 
+    /// The process of a client.
+    pub fn tenant(&mut self, pid: u32) -> &mut Tenant {
+        &mut self.clients.get_mut(&pid).unwrap().tenant
+    }
+
+    /// A server handles a fatal GPU error, and lists nobody meanwhile.
+    pub fn server_faults(&mut self, server: u32) {
+        self.is_status(server, ServerStatus::Fault);
+        self.servers.entry(server).and_modify(|server| server.lists = false);
+    }
+
+    /// A server is well again, and lists its clients.
+    pub fn server_recovers(&mut self, server: u32) {
+        self.is_status(server, ServerStatus::Active);
+        self.servers.entry(server).and_modify(|server| server.lists = true);
+    }
+
     /// All clients but these have gone, and nobody says so.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
@@ -257,15 +280,22 @@ impl SimShell {
             if mps.is_awake() {
                 continue;
             }
-            let turn = mps.stage.later.first().map(|(time, _)| *time);
-            let next = mps.waits_until().into_iter().chain(mps.due()).chain(turn).min();
-            let next = next.filter(|next| *next <= until);
-            let now = next.unwrap_or(until.max(mps.now));
-            mps.advance(now);
-            pass(&mut mps);
-            next?;
+            let waits_until = mps.waits_until().unwrap_or(Duration::MAX);
+            if !go_on(&mut mps, until.min(waits_until)) && waits_until > until {
+                return None;
+            }
         }
     }
+}
+
+/// The next thing happens, or else it is this moment. Whether something has happened.
+fn go_on(mps: &mut Mps, until: Duration) -> bool {
+    let turn = mps.stage.later.first().map(|(time, _)| *time);
+    let next = mps.due().into_iter().chain(turn).min().filter(|next| *next <= until);
+    let now = next.unwrap_or(until).max(mps.now);
+    mps.advance(now);
+    pass(mps);
+    next.is_some()
 }
 
 /// The story goes on until now.
@@ -358,6 +388,25 @@ impl Story {
     pub fn served(&mut self, until: u64) {
         let ended = self.serve(until);
         assert!(ended.is_none(), "{ended:?}");
+    }
+
+    /// Somebody asks for the end of GPU work. Returns who had work, and the answer.
+    pub fn ends(&self, target: Target<SimSlice>) -> Answer {
+        let (mps, gpus, now) = (Arc::clone(&self.shell.mps), Some(self.shell.gpus.clone()), self.host().now);
+        let state = RequestState::new(target.clone(), now, Dice::new(1), BoundGroups::default());
+        let state = Arc::new(Mutex::new(state));
+        let shell = SimEnding { state: Arc::clone(&state), daemons: vec![Reached { pid: PID, mps, gpus }] };
+        let mut request = pin!(carry_out(target, shell));
+        loop {
+            if let Poll::Ready(answer) = request.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+                return answer;
+            }
+            let (mut mps, mut state) = (self.host(), state.lock().unwrap());
+            if let (false, Waits::Until(until)) = (state.is_awake(), state.waits) {
+                go_on(&mut mps, until);
+                (state.now, state.steps) = (mps.now, 0);
+            }
+        }
     }
 
     /// The state that is shown, in words.

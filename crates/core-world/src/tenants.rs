@@ -1,7 +1,7 @@
 //! The processes of tenants, and requests to end their GPU work.
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{SliceName, Target};
+use mps_core::tenants::{EnclosingContainer, SliceName, Target};
 
 use super::bindings::{BoundGroups, has_one_of, known_slices};
 use super::clients::SimClient;
@@ -20,9 +20,9 @@ fn any_user(dice: &mut Dice) -> u32 {
 
 /// A GPU, and the ordinal of a slice of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct SimSlice {
-    pub(crate) gpu: String,
-    pub(crate) ordinal: usize,
+pub struct SimSlice {
+    pub gpu: String,
+    pub ordinal: usize,
 }
 
 impl SliceName for SimSlice {
@@ -33,7 +33,7 @@ impl SliceName for SimSlice {
 
 /// The source that tells the slice of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SliceKnownBy {
+pub enum SliceKnownBy {
     Mount,
     Environment,
     Nothing,
@@ -41,14 +41,15 @@ pub(crate) enum SliceKnownBy {
 
 /// The process of a client, as the kernel knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Tenant {
+pub struct Tenant {
     /// The number that no other process has, whatever its PID.
     pub(crate) process: u32,
-    pub(crate) user: u32,
-    /// The user that it acts for.
-    pub(crate) acts_for: u32,
-    pub(crate) slice: SimSlice,
-    pub(crate) slice_known_by: SliceKnownBy,
+    /// Its user, and each that it acts for. None if nobody knows.
+    pub users: Vec<u32>,
+    /// The containers around it.
+    pub containers: Vec<EnclosingContainer>,
+    pub slice: SimSlice,
+    pub slice_known_by: SliceKnownBy,
     pub(crate) connection: u64,
     /// False once its work was ended on request, until it starts over.
     pub(crate) has_work: bool,
@@ -66,19 +67,14 @@ impl Tenant {
         };
         Self {
             process,
-            user,
-            acts_for: if dice.one_in(4) { any_user(dice) } else { user },
+            users: vec![user, if dice.one_in(4) { any_user(dice) } else { user }],
+            containers: vec![EnclosingContainer { id: format!("c{user}"), is_the_hosts: true }],
             slice: SimSlice { gpu: gpus[ordinal].clone(), ordinal: dice.below(SLICES) },
             slice_known_by,
             connection: u64::from(process),
             has_work: true,
             is_held: false,
         }
-    }
-
-    /// The container that it is in.
-    pub(crate) fn container(&self) -> String {
-        format!("c{}", self.user)
     }
 }
 
@@ -97,10 +93,11 @@ impl SimClient {
         match target {
             Target::Process(wanted) => is_named(*wanted),
             Target::ProcessOf { pid: wanted, user } => {
-                is_named(*wanted) && tenant.user == *user && tenant.acts_for == *user
+                let is_theirs = !tenant.users.is_empty() && tenant.users.iter().all(|one| one == user);
+                is_named(*wanted) && is_theirs
             }
             Target::Slices(wanted) => has_one_of(bindings, self, wanted),
-            Target::Container(id) => tenant.container().starts_with(id.as_str()),
+            Target::Container(id) => tenant.containers.iter().any(|one| one.id.starts_with(id.as_str())),
         }
     }
 }

@@ -186,7 +186,7 @@ fn a_server_that_has_gone_needs_no_limits() {
     with_server(&story);
     story.host().log_is_skipped();
     // It is still listed.
-    story.host().during("inspect", |host| drop(host.servers.remove(&9)));
+    story.host().during("inspect", |host| _ = host.servers.remove(&9));
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));
 }
