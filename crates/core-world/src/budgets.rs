@@ -18,9 +18,9 @@ use super::{Dice, GPUS, World};
 
 /// A process. Another one may get its PID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct SimProcess {
-    pub(crate) pid: u32,
-    start_time: u64,
+pub struct SimProcess {
+    pub pid: u32,
+    pub start_time: u64,
 }
 
 impl MemberProcess for SimProcess {
@@ -72,7 +72,7 @@ impl Program {
         }
     }
 
-    fn member(&self) -> Member<SimProcess, usize> {
+    pub(crate) fn member(&self) -> Member<SimProcess, usize> {
         Member {
             process: self.process,
             memory_mib: Some(self.mib),

@@ -204,9 +204,11 @@ impl SimEnforcement {
     }
 
     /// Waits for a turn, and as long as the control daemon hangs. An error: it does not answer.
-    async fn reach(&self, mps: &Mutex<Mps>) -> Result<(), String> {
+    async fn reach(&self, question: &str, mps: &Mutex<Mps>) -> Result<(), String> {
         let begun = self.facts().now;
-        self.wait_until(begun).await;
+        let takes = lock(mps).stage.takes.get(question).copied().unwrap_or_default();
+        self.wait_until(begun + takes).await;
+        lock(mps).turn_during(question);
         let is_late = self.facts().now > begun + ANSWER_TIMEOUT;
         if lock(mps).is_hung() || is_late {
             self.wait_until(begun + ANSWER_TIMEOUT).await;
@@ -238,7 +240,7 @@ impl ClientShell for SimEnforcement {
         let mut answers = Vec::new();
         let mut connections = BTreeMap::new();
         for daemon in &self.daemons {
-            let answer = self.reach(daemon).await.map(|()| {
+            let answer = self.reach("list", daemon).await.map(|()| {
                 let mut mps = lock(daemon);
                 let mut clients = BTreeMap::new();
                 for (server, pids) in listed(&mut mps) {
@@ -267,6 +269,7 @@ impl ClientShell for SimEnforcement {
     fn hold(&mut self, pid: u32) -> Result<Option<SimHeld>, String> {
         for daemon in &self.daemons {
             let mut mps = lock(daemon);
+            mps.turn_during("hold");
             let Some(process) = mps.clients.get(&pid).map(|client| client.program.process) else { continue };
             let mut facts = self.facts();
             facts.is_found(pid, Some(process));
@@ -286,13 +289,14 @@ impl ClientShell for SimEnforcement {
     }
 
     async fn server_status(&mut self, control: &Self::Control, server: u32) -> Result<ServerStatus, String> {
-        self.reach(control).await?;
+        self.reach("server status", control).await?;
         let mps = lock(control);
         let status = mps.servers.get(&server).map_or(ServerStatus::Gone, |one| one.status);
         Ok(if mps.is_old { ServerStatus::Unsupported } else { status })
     }
 
     async fn go_on(&mut self, held: &SimHeld) -> Result<SimProcess, String> {
+        lock(&held.mps).turn_during("go on");
         let client = lock(&held.mps).clients.get(&held.process.pid).cloned();
         if client.is_some_and(|client| client.program.is_held) {
             self.facts().is_refused(held.process);
@@ -319,11 +323,15 @@ impl ClientShell for SimEnforcement {
             why.is_none() && cause == Cause::OverBudget,
             "work-is-safe: {client:?} is ended ({cause:?}), and {why:?}"
         );
-        let answer = self.reach(control).await;
+        lock(control).note(format_args!("end the work of {}", client.pid));
+        let answer = self.reach("end the work", control).await;
         let (is_late, is_lost) = {
             let mut mps = lock(control);
             // A control daemon that hangs may do later what it was asked for.
-            (answer.is_err() && mps.goes_wrong(2), mps.goes_wrong(5))
+            let is_late = answer.is_err() && mps.goes_wrong(2);
+            let is_lost = mps.goes_wrong(5) || mps.stage.lost_answers > 0;
+            mps.stage.lost_answers = mps.stage.lost_answers.saturating_sub(1);
+            (is_late, is_lost)
         };
         let mut has_client = false;
         if answer.is_ok() || is_late {

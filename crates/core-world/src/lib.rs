@@ -23,6 +23,7 @@ mod kernel_limits;
 mod memory;
 mod mps;
 mod nvml;
+pub mod overuse;
 mod reader;
 mod requests;
 pub mod scripted;

@@ -78,6 +78,10 @@ pub struct Stage {
     pub bad_directories: Vec<String>,
     pub bad_links: Option<String>,
     pub does_not_lead: Option<Failure>,
+    /// The time that a question of this name takes until it is answered, where it is no moment.
+    pub takes: BTreeMap<&'static str, Duration>,
+    /// So many answers to the end of a client get lost.
+    pub lost_answers: usize,
 
     /// The questions and acts, each with its time.
     pub calls: Vec<(Duration, String)>,

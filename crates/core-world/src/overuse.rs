@@ -1,0 +1,127 @@
+//! Stories of a slice that is over its budget, on a host on which everything is well, but for what the story says.
+
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use mps_core::tenants::budget::{Budget, may_cut_back};
+use mps_core::tenants::{Enforced, Enforcer, OverBudget, SliceBudgets};
+
+use super::budgets::{Program, SimProcess};
+use super::enforcing::{Facts, SimEnforcement, SimHeld};
+use super::mps::Mps;
+use super::story::{SERVER, Story};
+
+/// The slice.
+pub const SLICE: u32 = 1;
+
+/// Two clients fit, whatever memory they have.
+const BUDGET: Budget = Budget { memory_mib: 100_000, max_clients: 2 };
+
+/// A slice with clients, of which two fit.
+pub struct Overuse {
+    story: Story,
+    shell: SimEnforcement,
+    enforcer: Enforcer<SimProcess, SimHeld>,
+    /// The clients as of the last look.
+    members: Vec<Program>,
+    pub looked_at: Duration,
+}
+
+impl Mps {
+    /// A client of the slice comes, or starts over with another connection.
+    pub fn member(&mut self, pid: u32, start_time: u64, connection: u64) {
+        self.clients.remove(&pid);
+        self.client(pid, SERVER, "A");
+        let program = &mut self.clients.get_mut(&pid).unwrap().program;
+        *program = Program {
+            slice: Some(SLICE),
+            tenant: 0,
+            only_claims: false,
+            is_held: false,
+            connection,
+            ..Program::new(pid, start_time)
+        };
+    }
+
+    /// A debugger holds a client.
+    pub fn is_held(&mut self, pid: u32) {
+        self.clients.get_mut(&pid).unwrap().program.is_held = true;
+    }
+}
+
+impl Overuse {
+    /// The clients have the PIDs 1, 2 and so on. The last one is the newest.
+    pub fn of(clients: u32) -> Self {
+        let story = Story::of(&["A"]);
+        story.host().server_comes(SERVER);
+        for pid in 1..=clients {
+            story.host().member(pid, u64::from(pid) * 10, u64::from(pid));
+        }
+        let budgets = SliceBudgets { budgets: vec![BUDGET; 2], terminate: true };
+        let mut facts = Facts::default();
+        facts.is_in_force(&budgets, &[]);
+        facts.are_seen(&[], Duration::ZERO);
+        let shell = SimEnforcement { daemons: vec![story.shell().mps], facts: Arc::new(Mutex::new(facts)) };
+        let mut overuse = Self {
+            story,
+            shell,
+            enforcer: Enforcer::default(),
+            members: Vec::new(),
+            looked_at: Duration::ZERO,
+        };
+        overuse.look();
+        overuse
+    }
+
+    pub fn host(&self) -> MutexGuard<'_, Mps> {
+        self.story.host()
+    }
+
+    /// Somebody looks at the clients.
+    pub fn look(&mut self) {
+        let (host, now) = (self.story.host(), self.facts().now);
+        self.members = host.clients.values().map(|client| client.program.clone()).collect();
+        drop(host);
+        self.looked_at = now;
+    }
+
+    /// So much time passes.
+    pub fn pass(&mut self, time: Duration) {
+        self.facts().now += time;
+    }
+
+    /// One attempt. Returns the PIDs that were asked for, and the outcome.
+    pub fn attempt(&mut self) -> (Vec<u32>, Enforced<SimProcess>) {
+        self.facts().are_seen(&self.members, self.looked_at);
+        let over = || {
+            vec![OverBudget {
+                as_of: self.looked_at,
+                slice: SLICE,
+                budget: BUDGET,
+                members: self.members.iter().map(Program::member).collect(),
+                may_end: may_cut_back::<SimProcess, usize>(&[]).unwrap(),
+            }]
+        };
+        let enforced = {
+            let facts = Arc::clone(&self.shell.facts);
+            let mut attempt = pin!(self.enforcer.enforce(&mut self.shell, over));
+            loop {
+                if let Poll::Ready(enforced) = attempt.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+                {
+                    break enforced;
+                }
+                let mut facts = facts.lock().unwrap();
+                facts.now = facts.waits_until.unwrap_or_default().max(facts.now);
+            }
+        };
+        let calls = std::mem::take(&mut self.host().stage.calls);
+        let asked = calls.iter().filter_map(|(_, call)| call.strip_prefix("end the work of ")?.parse().ok());
+        (asked.collect(), enforced)
+    }
+
+    fn facts(&self) -> MutexGuard<'_, Facts> {
+        self.shell.facts.lock().unwrap()
+    }
+}
