@@ -23,6 +23,8 @@ LISTS = [
 WINDOW = 8
 # The same of a connection that reads no answer.
 UNREAD = 40
+# The calls without which it is no attack, however busy the machine is.
+ENOUGH = 21
 # Who does not wait for answers could keep the bus itself busy for everybody, whatever the service does.
 CALLS_A_SECOND = 4000
 
@@ -96,7 +98,7 @@ class Connection:
 
 def flood(connections, seconds, reads, calls, flags=0):
     begin = time.monotonic()
-    while time.monotonic() < begin + seconds:
+    while time.monotonic() < begin + seconds or sum(one.sent for one in connections) < ENOUGH:
         busy = False
         for one in connections:
             if reads:

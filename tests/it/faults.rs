@@ -692,26 +692,11 @@ fn a_gpu_that_is_lost_and_back(topology: Topology) {
     assert_eq!(host.compute_mode(3), "Default");
 }
 
-/// A critical error happens on a GPU, and NVML tells who waits for that: the daemon, in a moment.
-fn xid(host: &Host, gpu: u32, number: u32) {
-    let directory = host.path(&format!("gpus/{gpu}"));
-    let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
-    wait_for("the daemon waits for events", || {
-        let files = fs::read_dir(format!("/proc/{}/fdinfo", host.pid())).unwrap().flatten();
-        let mut files = files.map(|file| fs::read_to_string(file.path()).unwrap_or_default());
-        files
-            .any(|file| file.lines().any(|line| line.starts_with("inotify") && line.contains(&inode)))
-            .then_some(())
-    });
-    let mut file = File::options().create(true).append(true).open(directory.join("xids")).unwrap();
-    writeln!(file, "{number}").unwrap();
-}
-
 /// A wait that fails once must not silence all GPUs for good.
 fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("error/nvmlEventSetWait", "15");
-    xid(&host, 5, 79);
+    host.meets_xid(5, 79);
     waits_for_log(&host, "NVML does not report critical errors");
     host.clear("error/nvmlEventSetWait");
     wait_for("an error of another GPU", || {
@@ -750,7 +735,7 @@ fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Optio
 fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     host.plant("gpus/0/compute_mode", "Default");
-    xid(&host, 0, 31);
+    host.meets_xid(0, 31);
     wait_within(BEFORE_THE_NEXT_LOOK, "the compute mode is back", || {
         (host.compute_mode(0) == host.compute_mode_while_served()).then_some(())
     });
@@ -763,13 +748,13 @@ fn a_critical_error_is_told_and_looked_into(topology: Topology) {
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
-    xid(&host, 3, 79);
+    host.meets_xid(3, 79);
     wait_within(BEFORE_THE_NEXT_LOOK, "its slices are not healthy", || {
         let healthy = |device: &Value| device["healthy"] == true;
         (host.list().iter().filter(|device| healthy(device)).count() == 28).then_some(())
     });
     xid_is_told(&host, 3, 79);
-    xid(&host, 5, 31);
+    host.meets_xid(5, 31);
     xid_is_told(&host, 5, 31);
     assert_eq!(host.log().matches("met a critical error").count(), 2, "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));

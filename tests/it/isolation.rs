@@ -143,6 +143,7 @@ fn a_killed_service_finds_every_slice_at_work() {
     assert!(held.iter().all(|(_, one)| alive(one.id())));
     assert_eq!(host.compute_mode(0), "Default");
     all_slices_take_clients(&host);
+    drop(held);
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }
@@ -226,6 +227,7 @@ fn slices_come_and_go_beside_the_others() {
         status["control_daemons"].as_array().unwrap().len() == 1 && status["service"]["state"] == "ready"
     });
     assert!(alive(stays.id()));
+    stays.end();
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }

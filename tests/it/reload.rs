@@ -490,7 +490,10 @@ fn another_topology_waits_for_clients() {
 /// A host.conf that is being written, or is gone, says nothing of MPS. That is no reason to end everybody's work.
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
-    let mut host = Host::serving("h200");
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_quit_timeout: 1");
+    host.start();
+    host.wait_for_state("ready");
     let mut client = host.only_client();
     let conf = host.file("/etc/yunion/host.conf");
     let whole = std::fs::read_to_string(&conf).unwrap();

@@ -28,10 +28,20 @@ fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     assert!(places[0] < end, "{log}");
 }
 
+/// A host that does not give its clients ten seconds at the end.
+fn serving_with_a_short_end() -> Host {
+    let mut host = Host::new("h200");
+    host.configure("cuda_mps_quit_timeout: 1");
+    host.start();
+    host.wait_for_state("ready");
+    host
+}
+
 #[test]
 fn the_stop_names_the_clients() {
     let mut host = Host::new("h200");
     let mut manager = ServiceManager::of(&mut host);
+    host.configure("cuda_mps_quit_timeout: 1");
     host.start();
     manager.until(|message| message == "READY=1");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
@@ -66,7 +76,7 @@ fn the_clients_of_another_user_are_named_as_theirs() {
     if !root_or_skip("the_clients_of_another_user_are_named_as_theirs") {
         return;
     }
-    let mut host = Host::serving("h200");
+    let mut host = serving_with_a_short_end();
     let control_daemon = control_pid(&host.wait_for_state("ready"));
     let own = host.client_of("00:06.0-1");
     let mut command = host.command_as_member(host.path("bin/cuda-client"));
@@ -109,6 +119,7 @@ fn clients_that_carry_on_are_not_named() {
 fn a_forced_change_names_the_clients() {
     let mut host = Host::new("h200");
     let mut manager = ServiceManager::of(&mut host);
+    host.configure("cuda_mps_quit_timeout: 1");
     host.start();
     manager.until(|message| message == "READY=1");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
@@ -138,6 +149,7 @@ fn a_forced_change_names_the_clients() {
 fn a_configuration_that_disables_names_the_clients() {
     let mut host = Host::new("h200");
     let mut manager = ServiceManager::of(&mut host);
+    host.configure("cuda_mps_quit_timeout: 1");
     host.start();
     manager.until(|message| message == "READY=1");
     let control_daemon = control_pid(&host.wait_for_state("ready"));
@@ -184,7 +196,7 @@ fn a_control_daemon_that_hangs_does_not_hold_up_the_stop() {
 /// A service that finds no driver takes no control daemon over, and a stop ends it nevertheless.
 #[test]
 fn the_clients_of_a_control_daemon_that_was_not_taken_over_are_named() {
-    let mut host = Host::serving("h200");
+    let mut host = serving_with_a_short_end();
     host.wait_for_state("ready");
     let client = host.client_of("00:06.0-1");
     let user = own_user();

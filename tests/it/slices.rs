@@ -660,6 +660,7 @@ fn a_bad_directory_costs_its_slice_alone() {
     assert_eq!(listed(&host, "healthy"), [true, false, true, true]);
     assert_ne!(control_pid(&status), before);
     mount(&["umount"]);
+    host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&status));
     assert!(leads_to(&directory, &private) && listed(&host, "healthy") == [true, true, true, true]);
     assert_eq!(host.stop().code(), Some(0));

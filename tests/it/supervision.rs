@@ -145,6 +145,8 @@ fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon(topology: Topo
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
     host.plant("gpus/7/hangs", "");
+    // The look comes at once, and not at the next half minute.
+    host.meets_xid(0, 31);
     wait_for("a look that hangs", || host.path("gpus/7/hung").exists().then_some(()));
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("the end", || host.log().contains("the control daemon ended").then_some(()));

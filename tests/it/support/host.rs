@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -176,6 +176,21 @@ impl Host {
         let new = path.with_extension("new");
         fs::write(&new, text).unwrap();
         fs::rename(&new, &path).unwrap();
+    }
+
+    /// A critical error happens on a GPU, and NVML tells who waits for that: the daemon, in a moment.
+    pub(crate) fn meets_xid(&self, gpu: u32, number: u32) {
+        let directory = self.path(&format!("gpus/{gpu}"));
+        let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
+        wait_for("the daemon waits for events", || {
+            let files = fs::read_dir(format!("/proc/{}/fdinfo", self.pid())).unwrap().flatten();
+            let mut files = files.map(|file| fs::read_to_string(file.path()).unwrap_or_default());
+            files
+                .any(|file| file.lines().any(|line| line.starts_with("inotify") && line.contains(&inode)))
+                .then_some(())
+        });
+        let mut file = fs::File::options().create(true).append(true).open(directory.join("xids")).unwrap();
+        writeln!(file, "{number}").unwrap();
     }
 
     /// Takes a fault back.
