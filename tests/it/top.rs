@@ -107,11 +107,19 @@ fn a_narrow_terminal_shows_less_and_names_it() {
     let mut screen = started(&host, 40, 160);
     screen.wait_until("everything", |text| text.contains("CONTAINER") && !text.contains("no room for"));
     screen.resize(20, 60);
-    let narrow = screen.wait_until("less", |text| text.contains("no room for GPU") && longest(text) <= 60);
-    for part in ["ready", "driver ", "1 client", "> all", "Clients (1)", "Last events", "q quit"] {
-        assert!(narrow.contains(part), "{part}:\n{narrow}");
-    }
-    assert!(narrow.contains("Slices 1-"), "{narrow}");
+    // A look may come in the middle of a drawing.
+    let parts = [
+        "ready",
+        "driver ",
+        "1 client",
+        "no room for GPU",
+        "Slices 1-",
+        "> all",
+        "Clients (1)",
+        "Last events",
+        "q quit",
+    ];
+    screen.wait_until("less", |text| parts.iter().all(|part| text.contains(part)) && longest(text) <= 60);
     screen.resize(40, 160);
     screen.wait_until("everything again", |text| text.contains("CONTAINER") && !text.contains("no room for"));
     screen.keys("h");
