@@ -57,13 +57,16 @@ under-test:
 	scripts/deps.sh packages
 	scripts/build-under-test.sh
 
-test: $(PACKAGES_TO_TEST) ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end; STRESS=2 for two busy loops on each core beside them
+.PHONY: ready-to-test
+ready-to-test: $(PACKAGES_TO_TEST)
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	scripts/fetch-kubernetes-api.sh .cache/kubernetes-api
 	scripts/fetch-programs.sh .cache/programs
 	$(if $(filter 0,$(shell id -u)),scripts/machine-root.sh .cache/machine)
 	cargo build --workspace --locked
+
+test: ready-to-test ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end; STRESS=2 for two busy loops on each core beside them
 	scripts/test.py
 
 check: ## format, lints, links of the documentation, licences and sources of the dependencies
@@ -79,9 +82,7 @@ model: ## histories of the core in a world in memory, for five minutes (or MODEL
 mutants: ## changes the core in one place after another, and names the changes that no test notices: hours (MUTANTS= for options)
 	scripts/mutants.sh
 
-soak: $(PACKAGES_TO_TEST) ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost; and the tests that make test leaves to it
-	scripts/deps.sh
-	cargo build --workspace --locked
+soak: ready-to-test ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost; and the tests that make test leaves to it
 	cargo test --locked --test it --test e2e -- --ignored --nocapture soak::
 
 bench: ## the service's own times, memory and wake-ups, as one table (N= runs, BASE=REV or PEER=PROGRAM to compare with)
