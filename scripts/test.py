@@ -10,7 +10,6 @@ Where YUNION_MPS_SKIP_NOTHING is set, what is left out is a failure, but for the
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -49,7 +48,7 @@ class Program:
         self.seconds = time.monotonic() - begun
 
     def failures(self):
-        """What the program said after its tests had ended, if some failed, and why they did."""
+        """The words of each panic, or the end of the output of a program without one."""
         lines = [line.decode(errors="replace").rstrip("\n") for line in self.lines]
         why = [
             "\n".join(lines[number : number + 3]) for number, line in enumerate(lines) if " panicked at " in line
@@ -72,9 +71,9 @@ def built():
     return programs
 
 
-def leave_alone_by_the_terminal():
-    """Returns whether a signal of the terminal is ignored, as nohup and a shell in the background have it. The tests send these
-    signals to programs that would ignore them too: the programs get them as usual, and a session of their own."""
+def ignored_signals_become_handled():
+    """Returns whether this process ignored a signal of the terminal, as nohup and a shell in the background make it do. Programs
+    would inherit that, and tests send them these signals. So the tests get the defaults, in a session of their own."""
     names = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
     ignored = [name for name in names if signal.getsignal(name) == signal.SIG_IGN]
     for name in ignored:
@@ -103,7 +102,7 @@ def run(programs, own_session):
 
 
 def main():
-    own_session = leave_alone_by_the_terminal()
+    own_session = ignored_signals_become_handled()
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("RUST_TEST_THREADS", str(THREADS_FOR_EACH_CORE * cores))
     programs = built()

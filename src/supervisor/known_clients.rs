@@ -82,7 +82,7 @@ impl KnownClients {
     async fn learn(self, pids: Vec<u32>, slices: Slices) {
         let looked = self.kernel.ask(PATIENCE, move || Arc::new((users(), SliceMounts::find(&slices))));
         let Some(host) = looked.await else { return };
-        // One question for each client: a client that holds up the question hides nobody else.
+        // One question for each client: a client that holds up its question hides no other client.
         let mut asked = JoinSet::new();
         for pid in pids {
             let (known, host) = (self.clone(), Arc::clone(&host));
@@ -118,7 +118,7 @@ impl KnownClients {
             if known.len() >= KEPT {
                 known.retain(|_, client| now(client) == Some(client.process));
             }
-            if known.len() < KEPT {
+            if known.len() < KEPT || known.contains_key(&client.process.pid) {
                 known.insert(client.process.pid, client);
             }
         });

@@ -30,7 +30,10 @@ root=$mnt/root
 mount -t tmpfs -o mode=755,size=3g tmpfs "$mnt"
 mkdir "$mnt/upper" "$mnt/work" "$mnt/installed" "$root"
 # A copy: no layer of an overlay may lie within another one.
-[ -n "${E2E_ROOT:-}" ] || cp -a "$installed/." "$mnt/installed"
+if [ -z "${E2E_ROOT:-}" ]; then
+    [ -d "$installed" ] || fail "$installed is missing; scripts/machine-root.sh makes it"
+    cp -a "$installed/." "$mnt/installed"
+fi
 mount -t overlay -o "lowerdir=$mnt/installed:$base,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
 # The traces that systemd-nspawn leaves in /run are ours too.
 mount -t tmpfs -o mode=755 tmpfs /run
