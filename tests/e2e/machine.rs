@@ -38,8 +38,8 @@ impl Hierarchy {
     }
 }
 
-/// Whether the machines have this file. They do where `scripts/machine-root.sh` has installed what they need, but not
-/// necessarily with the files of another distribution.
+/// Returns whether the machines have this file. `scripts/machine-root.sh` has installed all that machines of this host's files
+/// need; those of another distribution may lack it.
 pub(crate) fn has(path: &str) -> bool {
     let base = std::env::var_os("E2E_ROOT");
     base.is_none_or(|base| Path::new(&base).join(path.trim_start_matches('/')).exists())

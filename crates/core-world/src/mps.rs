@@ -139,7 +139,7 @@ pub struct Mps {
     pub(crate) can_not_spawn: bool,
     /// The next question is answered at once.
     pub(crate) is_quick: bool,
-    /// The story that is told of it.
+    /// The script of its story.
     pub stage: Stage,
 }
 

@@ -53,8 +53,8 @@ impl Mps {
 
 impl Overuse {
     /// The clients have the PIDs 1, 2 and so on. The last one is the newest.
-    pub fn of(clients: u32) -> Self {
-        let story = Story::of(&["A"]);
+    pub fn with_clients(clients: u32) -> Self {
+        let story = Story::with_gpus(&["A"]);
         story.host().server_comes(SERVER);
         for pid in 1..=clients {
             story.host().member(pid, u64::from(pid) * 10, u64::from(pid));
@@ -71,7 +71,7 @@ impl Overuse {
             members: Vec::new(),
             looked_at: Duration::ZERO,
         };
-        overuse.look();
+        overuse.list_members();
         overuse
     }
 
@@ -79,8 +79,8 @@ impl Overuse {
         self.story.host()
     }
 
-    /// Somebody looks at the clients.
-    pub fn look(&mut self) {
+    /// The service lists the clients with their slices.
+    pub fn list_members(&mut self) {
         let (host, now) = (self.story.host(), self.facts().now);
         self.members = host.clients.values().map(|client| client.program.clone()).collect();
         drop(host);

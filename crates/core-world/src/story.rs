@@ -55,9 +55,9 @@ pub struct Stage {
     /// The answer to all questions of these names.
     pub answers_to: BTreeMap<&'static str, Failure>,
     pub children_are_unknown: bool,
-    /// It does not end when it is asked to, and neither do its servers.
+    /// The control daemon and its servers do not end when the service asks for that.
     pub stays: bool,
-    /// It does not even end by a signal.
+    /// The control daemon survives signals.
     pub survives: bool,
     pub log_is_unreadable: bool,
     /// The clients that NVML lists on a GPU, or why it does not, instead of the true ones.
@@ -87,7 +87,7 @@ pub struct Stage {
     pub calls: Vec<(Duration, String)>,
     pub steps: Vec<&'static str>,
     pub waiting: Vec<u32>,
-    /// Shown for each GPU, and whether a server is kept out.
+    /// The programs without MPS that are shown for each GPU, and true where these keep the server out.
     pub bypasses: BTreeMap<String, (BTreeSet<ProcessId>, bool)>,
     pub answered: Vec<Result<(), String>>,
 }
@@ -177,7 +177,7 @@ impl Mps {
         }
     }
 
-    /// A server that nobody has seen come handles a fatal GPU error.
+    /// A server handles a fatal GPU error, and no line of the log has announced the server.
     pub fn unseen_server_faults(&mut self, server: u32) {
         let said = self.log.len();
         self.add_server(server);
@@ -209,7 +209,7 @@ impl Mps {
         &mut self.clients.get_mut(&pid).unwrap().tenant
     }
 
-    /// A server handles a fatal GPU error, and lists nobody meanwhile.
+    /// A server handles a fatal GPU error, and its list of clients is empty meanwhile.
     pub fn server_faults(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Fault);
         self.servers.entry(server).and_modify(|server| server.lists = false);
@@ -221,7 +221,7 @@ impl Mps {
         self.servers.entry(server).and_modify(|server| server.lists = true);
     }
 
-    /// All clients but these have gone, and nobody says so.
+    /// All clients but these have gone, and no line of the log says so.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
     }
@@ -241,7 +241,7 @@ pub struct Story {
     shell: SimShell,
     pub memory: Arc<Mutex<Memory>>,
     pub wanted: Wanted,
-    /// It is served since the last time that it was not.
+    /// The serving of the control daemon that is under way.
     act: Option<Act>,
 }
 
@@ -292,7 +292,7 @@ impl SimShell {
     }
 }
 
-/// The next thing happens, or else it is this moment. Whether something has happened.
+/// Lets the next thing happen. Returns whether there was one.
 fn go_on(mps: &mut Mps, until: Duration) -> bool {
     let turn = mps.stage.later.first().map(|(time, _)| *time);
     let next = mps.due().into_iter().chain(turn).min().filter(|next| *next <= until);
@@ -312,12 +312,12 @@ fn pass(mps: &mut Mps) {
 
 impl Story {
     /// A control daemon for these GPUs has just been started, in multi-user mode, and gets a server ahead of its first client.
-    pub fn of(gpus: &[&str]) -> Self {
+    pub fn with_gpus(gpus: &[&str]) -> Self {
         Self::with(gpus, true)
     }
 
     /// The same without multi-user mode: a server comes with the first client.
-    pub fn of_one_user(gpus: &[&str]) -> Self {
+    pub fn with_one_user(gpus: &[&str]) -> Self {
         Self::with(gpus, false)
     }
 

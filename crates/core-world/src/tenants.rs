@@ -44,7 +44,7 @@ pub enum SliceKnownBy {
 pub struct Tenant {
     /// The number that no other process has, whatever its PID.
     pub(crate) process: u32,
-    /// Its user, and each that it acts for. None if nobody knows.
+    /// The user of the process, and the users for whom the process acts.
     pub users: Vec<u32>,
     /// The containers around it.
     pub containers: Vec<EnclosingContainer>,

@@ -15,7 +15,7 @@ use mps_core::tenants::{Enforced, VictimState};
 /// So much later, after another look.
 fn later(story: &mut Overuse, seconds: u64) {
     story.pass(Duration::from_secs(seconds));
-    story.look();
+    story.list_members();
 }
 
 fn states<P: MemberProcess>(enforced: &Enforced<P>) -> Vec<(u32, VictimState)> {
@@ -28,7 +28,7 @@ fn tried(story: &mut Overuse) -> Vec<u32> {
 
 #[test]
 fn the_newest_go_until_the_rest_fits() {
-    let mut story = Overuse::of(4);
+    let mut story = Overuse::with_clients(4);
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&enforced), [(4, VictimState::Ended), (3, VictimState::Ended)]);
@@ -44,7 +44,7 @@ fn the_newest_go_until_the_rest_fits() {
 
 #[test]
 fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_goes() {
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.host().is_held(3);
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [2], "the rest fits without it");
@@ -68,7 +68,7 @@ fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_g
 
 #[test]
 fn one_that_cannot_be_ended_is_left_alone_as_long_though_a_control_daemon_says_nothing_meanwhile() {
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.host().is_held(3);
     for connection in [21, 22] {
         assert_eq!(tried(&mut story), [3, 2]);
@@ -83,7 +83,7 @@ fn one_that_cannot_be_ended_is_left_alone_as_long_though_a_control_daemon_says_n
 
 #[test]
 fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.host().stage.lost_answers = 1;
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [3]);
@@ -91,7 +91,7 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     assert_eq!(enforced.broken_off.as_deref(), Some("an answer got lost"));
     // A newer one comes, which waits for that.
     story.host().member(4, 40, 4);
-    story.look();
+    story.list_members();
     assert_eq!(story.attempt().0, [0; 0], "it is tried again after a pause");
     later(&mut story, 1);
     assert_eq!(story.attempt().0, [3, 4]);
@@ -101,7 +101,7 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
 
 #[test]
 fn nobody_is_touched_while_the_server_handles_a_fault() {
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.host().is_status(SERVER, ServerStatus::Fault);
     let (asked, enforced) = story.attempt();
     assert_eq!((asked, enforced.victims.len()), (vec![], 0));
@@ -112,20 +112,20 @@ fn nobody_is_touched_while_the_server_handles_a_fault() {
 
 #[test]
 fn another_process_with_the_pid_of_a_client_is_left_alone() {
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.host().member(3, 99, 3);
     assert_eq!(story.attempt().0, [0; 0], "without the client, the rest fits");
     story.host().only_stay(&[1, 2]);
     story.pass(Duration::from_secs(1));
     assert_eq!(story.attempt().0, [0; 0]);
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.host().during("hold", |host| host.member(3, 99, 99));
     assert_eq!(story.attempt().0, [0; 0]);
 }
 
 #[test]
 fn one_that_the_control_daemon_does_not_know_has_gone() {
-    let mut story = Overuse::of(4);
+    let mut story = Overuse::with_clients(4);
     story.host().during("end the work", |host| host.only_stay(&[1, 2, 3]));
     let (asked, enforced) = story.attempt();
     assert_eq!(asked, [4, 3]);
@@ -134,7 +134,7 @@ fn one_that_the_control_daemon_does_not_know_has_gone() {
 
 #[test]
 fn an_old_look_ends_nobody() {
-    let mut story = Overuse::of(3);
+    let mut story = Overuse::with_clients(3);
     story.pass(Duration::from_secs(2));
     assert_eq!(story.attempt().0, [0; 0]);
     later(&mut story, 0);
@@ -147,7 +147,7 @@ fn an_old_look_ends_nobody() {
 
 #[test]
 fn an_old_list_ends_nobody() {
-    let mut story = Overuse::of(9);
+    let mut story = Overuse::with_clients(9);
     story.host().stage.takes.insert("end the work", Duration::from_secs(1));
     story.looked_at = Duration::from_secs(1);
     assert_eq!(story.attempt().0, [9, 8]);
@@ -155,7 +155,7 @@ fn an_old_list_ends_nobody() {
 
 #[test]
 fn one_that_ends_while_it_is_continued_has_gone() {
-    let mut story = Overuse::of(4);
+    let mut story = Overuse::with_clients(4);
     story.host().during("go on", |host| host.only_stay(&[1, 2, 3]));
     let (asked, enforced) = story.attempt();
     assert_eq!((asked, states(&enforced)), (vec![3], vec![(3, VictimState::Ended)]));

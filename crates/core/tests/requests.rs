@@ -31,7 +31,7 @@ fn ask(story: &Story, target: Target<SimSlice>) -> Answer {
 
 /// A host with a server for these GPUs, and these clients of it.
 fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
-    let story = Story::of(gpus);
+    let story = Story::with_gpus(gpus);
     let mut host = story.host();
     host.server_comes(SERVER);
     for (pid, process) in processes {

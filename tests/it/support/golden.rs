@@ -21,7 +21,7 @@ const RECORDED: [(&str, Option<&[&str]>); 15] = [
     ("mixed/screens", None),
     ("mixed/broken", None),
     ("mixed/broken/screens", None),
-    // What the manual shows, with the answers that its tables are made of.
+    // The outputs in the manual, with the answers that its tables are made of.
     (
         "tesla-p40",
         Some(&[
@@ -46,7 +46,7 @@ const RECORDED: [(&str, Option<&[&str]>); 15] = [
         ]),
     ),
     ("tesla-p40/screens", Some(&["clients.txt", "list.txt", "status.txt"])),
-    // What the README shows, with the answers that it is made of.
+    // The outputs in the README, with the answers that they are made of.
     ("h200", Some(&["clients.json", "list-gpus.json", "list.json", "status.json"])),
     ("h200/screens", Some(&["clients.txt", "list.txt"])),
     // A host whose only GPU is lost.
@@ -102,7 +102,7 @@ impl Golden {
         Self { below: below.to_owned(), listed, files: BTreeSet::new(), complaints: String::new() }
     }
 
-    /// Whether every output is recorded, at both widths.
+    /// Returns whether every output is recorded, at both widths.
     pub(crate) fn is_whole(&self) -> bool {
         self.listed.is_none()
     }
@@ -133,7 +133,7 @@ impl Golden {
         }
     }
 
-    /// What is wrong, with the files that are no output.
+    /// Returns all that is wrong, with the files that are no output.
     pub(crate) fn finish(mut self) -> String {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);

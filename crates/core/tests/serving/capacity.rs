@@ -28,7 +28,7 @@ fn full(story: &Story, gpu: &str) -> String {
 
 #[test]
 fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
-    let mut story = Story::of(&["A", "B"]);
+    let mut story = Story::with_gpus(&["A", "B"]);
     come(&story, 1000, "A", &[1, 2]);
     come(&story, 1000, "B", &[3]);
     story.served(9000);
@@ -42,7 +42,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
 
 #[test]
 fn a_full_gpu_is_counted_again_until_it_has_a_place() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     // Nobody says so.
     story.host().at(17_000, |host| host.only_stay(&[1]));
@@ -55,7 +55,7 @@ fn a_full_gpu_is_counted_again_until_it_has_a_place() {
 
 #[test]
 fn a_full_gpu_is_counted_again_after_a_question_without_an_answer() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     story.served(13_000);
     let counted = u64::try_from(story.times("clients 200")[0]).unwrap();
@@ -73,12 +73,12 @@ fn a_full_gpu_is_counted_again_after_a_question_without_an_answer() {
 
 #[test]
 fn the_end_of_a_client_has_the_others_counted_where_that_matters() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1]);
     leaves(&story, 2000, 1);
     story.served(5000);
     assert_eq!(story.calls("clients "), 0, "the GPU was not full");
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     leaves(&story, 12_000, 1);
     story.served(12_300);
@@ -88,7 +88,7 @@ fn the_end_of_a_client_has_the_others_counted_where_that_matters() {
 
 #[test]
 fn the_end_of_a_server_has_the_clients_counted_too() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     story.host().at(12_000, |host| {
         host.log_is_lost = true;
@@ -101,7 +101,7 @@ fn the_end_of_a_server_has_the_clients_counted_too() {
 
 #[test]
 fn a_refusal_is_told_once_and_believed_until_somebody_leaves() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1]);
     story.host().at(2000, |host| {
         host.says(REFUSED);
@@ -121,7 +121,7 @@ fn a_refusal_is_told_once_and_believed_until_somebody_leaves() {
 
 #[test]
 fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1]);
     story.host().at(2000, |host| {
         host.client(2, SERVER, "A");
@@ -143,7 +143,7 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
 
 #[test]
 fn a_refusal_without_any_client_is_somebody_elses_line() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(2000, |host| host.says(REFUSED));
     story.served(3000);
     assert_eq!((story.calls("clients 200"), full(&story, "A").as_str()), (1, ""));
@@ -151,7 +151,7 @@ fn a_refusal_without_any_client_is_somebody_elses_line() {
 
 #[test]
 fn nobody_knows_on_which_of_several_gpus_a_client_was_refused() {
-    let mut story = Story::of(&["A", "B"]);
+    let mut story = Story::with_gpus(&["A", "B"]);
     come(&story, 1000, "A", &[1]);
     story.host().at(2000, |host| host.says(REFUSED));
     story.served(3000);
@@ -161,7 +161,7 @@ fn nobody_knows_on_which_of_several_gpus_a_client_was_refused() {
 
 #[test]
 fn before_volta_the_clients_are_counted_as_they_come_and_go() {
-    let mut story = Story::of(&["A", "B"]);
+    let mut story = Story::with_gpus(&["A", "B"]);
     story.wanted.gpus[0].clients_listed = false;
     let unlisted = |story: &Story, gpu: &str| story.host().reader.gpus[gpu].unlisted_clients;
     story.served(500);
@@ -189,7 +189,7 @@ fn before_volta_the_clients_are_counted_as_they_come_and_go() {
 
 #[test]
 fn before_volta_whoever_leaves_is_counted_though_no_gpu_was_full() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.wanted.gpus[0].clients_listed = false;
     story.host().at(1000, |host| {
         host.client(1, SERVER, "A");
@@ -205,7 +205,7 @@ fn before_volta_whoever_leaves_is_counted_though_no_gpu_was_full() {
 
 #[test]
 fn whoever_cannot_say_its_clients_is_the_health_checks_business() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
     let failure = Failure::NotUnderstood("other words".to_owned());
     story.host().stage.answers_to.insert("clients", failure);

@@ -11,7 +11,7 @@ fn silent() -> Option<Failure> {
 
 /// A control daemon that has served for a while. Whatever was told before is forgotten.
 fn served(gpus: &[&str]) -> Story {
-    let mut story = Story::of(gpus);
+    let mut story = Story::with_gpus(gpus);
     story.served(1000);
     story.forget();
     story
@@ -157,7 +157,7 @@ fn a_directory_of_its_own_that_is_bad_is_shown() {
 
 #[test]
 fn a_bad_directory_at_the_start_is_no_reason_to_say_that_it_is_ready() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().client(1, SERVER, "A");
     story.host().stage.bad_directories = vec!["mode 0700".to_owned()];
     story.served(1000);
@@ -167,7 +167,7 @@ fn a_bad_directory_at_the_start_is_no_reason_to_say_that_it_is_ready() {
 
 #[test]
 fn one_in_another_pipe_directory_serves_nobody_of_this_order() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().stage.is_elsewhere = true;
     story.served(1000);
     assert_eq!(story.shown(), "Ready, not serving");
@@ -266,7 +266,7 @@ fn the_next_act_reads_the_gpus_before_anything_else() {
     story.served(2000);
     let calls: Vec<String> = story.host().stage.calls.iter().map(|(_, call)| call.clone()).collect();
     assert_eq!(calls[0], "read GPUs");
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(100);
     assert_eq!(story.calls("read GPUs"), 0, "its start has just read them");
 }
@@ -274,7 +274,7 @@ fn the_next_act_reads_the_gpus_before_anything_else() {
 #[test]
 fn a_place_that_is_taken_while_limits_are_told_is_not_ready() {
     for during in ["set limits", "inspect"] {
-        let mut story = Story::of_one_user(&["A"]);
+        let mut story = Story::with_one_user(&["A"]);
         story.host().server_comes(9);
         story.host().client(1, 9, "A");
         story.host().during(during, |host| host.taken_by = Some(7));
@@ -288,7 +288,7 @@ fn a_place_that_is_taken_while_limits_are_told_is_not_ready() {
             "{during}"
         );
     }
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.children_are_unknown = true;
     story.host().taken_by = Some(7);
@@ -299,7 +299,7 @@ fn a_place_that_is_taken_while_limits_are_told_is_not_ready() {
 
 #[test]
 fn one_that_could_not_be_reached_is_checked_at_once() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().stage.answers = Some(Failure::Unreachable("nobody listens".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.children_are_unknown = true;

@@ -9,7 +9,7 @@ use super::{SERVER, Story};
 
 /// A control daemon that has served for a while, with these clients.
 fn with_clients(clients: &[u32]) -> Story {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
     story.forget();
     for pid in clients {
@@ -141,7 +141,7 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
 
 #[test]
 fn a_faulted_server_that_nobody_has_seen_come_is_asked_about_too() {
-    let mut story = Story::of_one_user(&["A"]);
+    let mut story = Story::with_one_user(&["A"]);
     story.served(1000);
     story.host().unseen_server_faults(300);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -270,7 +270,7 @@ fn a_restart_that_cannot_be_told_is_refused_with_the_words() {
 
 #[test]
 fn one_that_answers_is_taken_over_with_what_its_log_says() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().defaults.percentage = 50;
     story.host().server_comes(9);
     assert_eq!(story.once(async |serving| serving.take_over().await), Ok(true));
@@ -284,12 +284,12 @@ fn one_that_answers_is_taken_over_with_what_its_log_says() {
 
 #[test]
 fn one_in_a_place_of_another_is_not_taken_over() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().taken_by = Some(7);
     let taken_over = story.once(async |serving| serving.take_over().await);
     let text = "another control daemon has taken the directory of PID 100".to_owned();
     assert_eq!(taken_over, Err(Failure::Waiting(text)));
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().end(None);
     assert_eq!(story.once(async |serving| serving.take_over().await), Ok(false));
 }
@@ -297,7 +297,7 @@ fn one_in_a_place_of_another_is_not_taken_over() {
 #[test]
 fn one_that_does_not_answer_is_taken_over_for_its_clients() {
     for failure in [Failure::Silent("no answer".to_owned()), Failure::Unreachable("no answer".to_owned())] {
-        let mut story = Story::of(&["A"]);
+        let mut story = Story::with_gpus(&["A"]);
         story.host().stage.answers = Some(failure);
         story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
         story.host().stage.children_are_unknown = true;
@@ -310,17 +310,17 @@ fn one_that_does_not_answer_is_taken_over_for_its_clients() {
 
 #[test]
 fn one_that_does_not_listen_yet_is_waited_for() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().has_no_directory = true;
     story.host().at(9000, |host| host.has_no_directory = false);
     assert_eq!(story.once(async |serving| serving.listens().await), Ok(()));
     assert_eq!(story.host().now.as_millis(), 9000);
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().has_no_directory = true;
     let text = "it does not listen 10 s after its start; its log ends here".to_owned();
     assert_eq!(story.once(async |serving| serving.listens().await), Err(Failure::Failed(text)));
     assert_eq!(story.host().now.as_millis(), 10_000);
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     (story.host().has_no_directory, story.host().refuses_multiuser) = (true, true);
     story.host().at(20, |host| host.end(None));
     let ended = story.once(async |serving| serving.listens().await);

@@ -8,7 +8,7 @@ use super::{SERVER, Story};
 /// A control daemon with these clients, each on its GPU. At 10 s its server meets a fatal GPU error on the first GPU, and the log
 /// names some of the clients.
 fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
-    let mut story = Story::of(&["A", "B"]);
+    let mut story = Story::with_gpus(&["A", "B"]);
     story.served(1000);
     story.forget();
     story.host().at(10_000, move |host| {

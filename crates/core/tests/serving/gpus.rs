@@ -13,7 +13,7 @@ fn left_out(story: &Story, gpu: &str) -> String {
 
 /// A control daemon that has served for a while.
 fn served(gpus: &[&str]) -> Story {
-    let mut story = Story::of(gpus);
+    let mut story = Story::with_gpus(gpus);
     story.served(1000);
     story.forget();
     story
@@ -80,7 +80,7 @@ fn a_mode_that_others_have_changed_is_set_again() {
 
 #[test]
 fn modes_that_are_not_ours_to_set_are_left_as_they_are() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.wanted.sets_modes = false;
     story.host().with_our_mode.remove("A");
     story.served(65_000);
@@ -222,7 +222,7 @@ fn nobody_is_called_a_bypass_while_the_control_daemon_does_not_say_how_it_is() {
 
 #[test]
 fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.wanted.gpus.push(super::wanted_gpu("B"));
     program(&story, 100, "B", 7);
     story.served(65_000);

@@ -26,7 +26,7 @@ fn percentages(story: &Story) -> (u8, u8) {
 
 #[test]
 fn a_server_starts_ahead_of_the_first_client_with_the_limits_of_the_order() {
-    let mut story = Story::of(&["A", "B"]);
+    let mut story = Story::with_gpus(&["A", "B"]);
     story.wanted.gpus[1].memory_limit_mib = 2048;
     story.served(1000);
     assert_eq!(story.host().stage.steps, ["defaults", "linked", "prewarm", "limits", "ready"]);
@@ -42,7 +42,7 @@ fn a_server_starts_ahead_of_the_first_client_with_the_limits_of_the_order() {
 
 #[test]
 fn clients_are_led_here_after_the_defaults_and_before_the_server() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     let failure = Failure::Waiting("its directory is another one's".to_owned());
     story.host().stage.does_not_lead = Some(failure.clone());
     assert_eq!(story.serve(1000), Some(Err(failure)));
@@ -54,7 +54,7 @@ fn clients_are_led_here_after_the_defaults_and_before_the_server() {
 #[test]
 fn without_multi_user_mode_the_server_comes_with_the_first_client() {
     for prewarm in [true, false] {
-        let mut story = if prewarm { Story::of_one_user(&["A"]) } else { Story::of(&["A"]) };
+        let mut story = if prewarm { Story::with_one_user(&["A"]) } else { Story::with_gpus(&["A"]) };
         story.wanted.prewarm = prewarm;
         story.served(1000);
         assert_eq!((story.shown().as_str(), story.calls("start server")), ("Ready, serving", 0));
@@ -65,7 +65,7 @@ fn without_multi_user_mode_the_server_comes_with_the_first_client() {
 
 #[test]
 fn a_server_that_runs_gets_other_limits_and_confirms_them() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.once(async |serving| serving.read_on().await);
     story.wanted.thread_percentage = 25;
@@ -78,7 +78,7 @@ fn a_server_that_runs_gets_other_limits_and_confirms_them() {
 
 #[test]
 fn a_server_with_the_right_limits_is_left_alone() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     // An earlier service may have read its lines, and this one reads them again.
     story.once(async |serving| serving.read_on().await);
@@ -89,7 +89,7 @@ fn a_server_with_the_right_limits_is_left_alone() {
 
 #[test]
 fn memory_that_differs_is_set_again_though_the_percentage_is_right() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.once(async |serving| serving.read_on().await);
     story.wanted.gpus[0].memory_limit_mib = 512;
@@ -100,7 +100,7 @@ fn memory_that_differs_is_set_again_though_the_percentage_is_right() {
 
 #[test]
 fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     {
         let mut host = story.host();
@@ -118,7 +118,7 @@ fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
 
 #[test]
 fn a_server_that_keeps_other_limits_is_a_failure() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.once(async |serving| serving.read_on().await);
     story.wanted.gpus[0].memory_limit_mib = 512;
@@ -131,7 +131,7 @@ fn a_server_that_keeps_other_limits_is_a_failure() {
 
 #[test]
 fn a_server_that_is_about_to_come_is_waited_for() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
     story.host().is_status(9, ServerStatus::Initializing);
@@ -145,7 +145,7 @@ fn a_server_that_is_about_to_come_is_waited_for() {
 
 #[test]
 fn a_server_that_never_comes_is_a_failure() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
     story.host().is_status(9, ServerStatus::Initializing);
@@ -156,7 +156,7 @@ fn a_server_that_never_comes_is_a_failure() {
 
 #[test]
 fn a_server_with_a_fault_gets_its_limits_when_it_is_well() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
     story.host().is_status(9, ServerStatus::Fault);
@@ -170,7 +170,7 @@ fn a_server_with_a_fault_gets_its_limits_when_it_is_well() {
 
 #[test]
 fn a_server_that_says_fault_for_a_moment_had_none() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
     story.host().is_status(9, ServerStatus::Fault);
@@ -182,7 +182,7 @@ fn a_server_that_says_fault_for_a_moment_had_none() {
 
 #[test]
 fn a_server_that_has_gone_needs_no_limits() {
-    let mut story = Story::of_one_user(&["A"]);
+    let mut story = Story::with_one_user(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
     // It is still listed.
@@ -193,7 +193,7 @@ fn a_server_that_has_gone_needs_no_limits() {
 
 #[test]
 fn a_new_server_with_limits_of_somebody_else_is_corrected() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(100, |host| {
         host.is_changed_by_others(None, 99, 0);
         host.servers.get_mut(&SERVER).unwrap().setting.percentage = 99;
@@ -209,11 +209,11 @@ fn a_new_server_with_limits_of_somebody_else_is_corrected() {
 
 #[test]
 fn the_first_server_gets_a_minute() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().server_comes_in = Duration::from_secs(59);
     story.served(59_500);
     assert_eq!(story.shown(), "Ready, serving");
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().server_comes_in = Duration::MAX;
     let Some(Err(Failure::Failed(text))) = story.serve(61_000) else { panic!("it does not serve") };
     assert_eq!(text, "no server is ready after 60 s; its log ends here");
@@ -221,7 +221,7 @@ fn the_first_server_gets_a_minute() {
 
 #[test]
 fn a_first_server_that_ends_at_once_says_why() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().starts_fail = true;
     let Some(Err(Failure::Failed(text))) = story.serve(1000) else { panic!("it does not serve") };
     assert_eq!(text, "server 200 exited with status 1 before it was ready; its log ends here");
@@ -229,7 +229,7 @@ fn a_first_server_that_ends_at_once_says_why() {
 
 #[test]
 fn a_server_is_found_though_its_log_can_not_be_written() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().log_is_lost = true;
     story.served(5000);
     assert_eq!(story.shown(), "Ready, serving");
@@ -239,7 +239,7 @@ fn a_server_is_found_though_its_log_can_not_be_written() {
 
 #[test]
 fn a_ready_line_of_a_tenant_is_no_server() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().server_comes_in = Duration::from_secs(2);
     story.host().at(100, |host| host.says(Meaning::ServerReady(666)));
     story.served(1000);
@@ -251,7 +251,7 @@ fn a_ready_line_of_a_tenant_is_no_server() {
 
 #[test]
 fn limits_that_others_have_changed_are_set_again_by_the_check() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
     {
         let mut host = story.host();
@@ -272,7 +272,7 @@ fn limits_that_others_have_changed_are_set_again_by_the_check() {
 
 #[test]
 fn a_line_with_other_limits_brings_the_check_at_once() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story
         .host()
         .at(1000, |host| host.says(Meaning::MemoryLimit { server: SERVER, ordinal: 0, bytes: 1 << 20 }));
@@ -286,7 +286,7 @@ fn a_line_with_other_limits_brings_the_check_at_once() {
 
 #[test]
 fn a_percentage_with_tenths_is_not_the_one_of_the_order() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(1000, |host| host.says(Meaning::ThreadPercentage { server: SERVER, tenths: 505 }));
     story.served(1050);
     let reason = "server 200: active thread percentage 50.5 is in force instead of 50";
@@ -295,7 +295,7 @@ fn a_percentage_with_tenths_is_not_the_one_of_the_order() {
 
 #[test]
 fn a_gpu_that_enforces_no_limits_is_not_waited_for() {
-    let mut story = Story::of(&["A", "C"]);
+    let mut story = Story::with_gpus(&["A", "C"]);
     story.wanted.gpus[1].limits_enforced = false;
     story.served(1000);
     assert_eq!(story.shown(), "Ready, serving");
@@ -305,7 +305,7 @@ fn a_gpu_that_enforces_no_limits_is_not_waited_for() {
 
 #[test]
 fn one_that_retires_gets_no_limits() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
     story.break_off(|wanted| {
         wanted.retiring = true;

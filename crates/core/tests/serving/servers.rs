@@ -9,7 +9,7 @@ use super::{SERVER, Story};
 
 #[test]
 fn a_server_that_ends_is_told_and_the_next_one_is_started() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(10_000, |host| host.server_ends(SERVER, 1));
     story.served(10_000);
     let told = ["failure of 200: server 200 exited with status 1; its log ends here", "server 200 has ended"];
@@ -22,7 +22,7 @@ fn a_server_that_ends_is_told_and_the_next_one_is_started() {
 
 #[test]
 fn a_server_that_exits_as_it_should_is_no_failure() {
-    let mut story = Story::of_one_user(&["A"]);
+    let mut story = Story::with_one_user(&["A"]);
     story.host().at(10_000, |host| host.server_comes(9));
     story.host().at(20_000, |host| host.server_ends(9, 0));
     story.served(25_000);
@@ -33,7 +33,7 @@ fn a_server_that_exits_as_it_should_is_no_failure() {
 
 #[test]
 fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
     // The next one ends at once: nobody has listed it.
@@ -47,7 +47,7 @@ fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
 
 #[test]
 fn a_server_that_the_check_does_not_find_any_more_is_missed() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     {
         // Nobody says that it has ended.
@@ -62,7 +62,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
 /// The process of a killed server ends before its control daemon takes note of that and lets another one start.
 #[test]
 fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(10_000, |host| {
         host.is_status(SERVER, ServerStatus::Fault);
         host.server_is_seen_to_end(SERVER);
@@ -78,7 +78,7 @@ fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
 /// The log tells of the end of a server before its process is seen to end.
 #[test]
 fn the_end_of_a_server_is_told_with_its_own_pid() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(10_000, |host| {
         host.server_ends(SERVER, 1);
         host.server_comes(300);
@@ -99,7 +99,7 @@ fn the_end_of_a_server_is_told_with_its_own_pid() {
 
 #[test]
 fn a_server_of_another_user_counts_as_one() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     story.host().at(10_000, |host| {
         host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
@@ -113,7 +113,7 @@ fn a_server_of_another_user_counts_as_one() {
 
 /// The pauses between the starts of servers that end as soon as they are there, in milliseconds.
 fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     for server in 0..100 {
         // Whichever server there is ends so long after its start.
         let server = SERVER + server;
@@ -139,7 +139,7 @@ fn the_pauses_before_the_next_server_grow_until_one_stays() {
 
 #[test]
 fn a_server_that_does_not_come_is_tried_again_and_told_once() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     story.forget();
     story.host().at(10_000, |host| {
@@ -158,7 +158,7 @@ fn a_server_that_does_not_come_is_tried_again_and_told_once() {
 
 #[test]
 fn the_next_server_gets_the_limits_of_the_order() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(10_000, |host| {
         host.is_changed_by_others(None, 99, 0);
         host.server_ends(SERVER, 0);
@@ -173,7 +173,7 @@ fn the_next_server_gets_the_limits_of_the_order() {
 
 #[test]
 fn the_end_of_the_control_daemon_ends_a_start_of_a_server() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
     story.host().at(10_100, |host| host.end(None));
     let ended = story.serve(20_000);
@@ -185,7 +185,7 @@ fn the_end_of_the_control_daemon_ends_a_start_of_a_server() {
 #[test]
 fn no_server_is_started_for_one_that_does_not_want_one() {
     for change in [0, 1, 2] {
-        let mut story = Story::of(&["A"]);
+        let mut story = Story::with_gpus(&["A"]);
         story.served(9000);
         story.break_off(|wanted| match change {
             0 => wanted.prewarm = false,
@@ -209,7 +209,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
 
 #[test]
 fn no_server_is_started_while_the_control_daemon_does_not_answer() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(29_000);
     story.host().at(30_000, |host| host.stage.answers = Some(Failure::Silent("no answer".to_owned())));
     story.host().at(31_000, |host| host.server_ends(SERVER, 0));
@@ -220,7 +220,7 @@ fn no_server_is_started_while_the_control_daemon_does_not_answer() {
 
 #[test]
 fn a_server_that_ended_meanwhile_is_started_once_when_the_control_daemon_answers_again() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(29_000);
     story.host().at(30_000, |host| host.stage.answers = Some(Failure::Silent("no answer".to_owned())));
     story.host().at(31_000, |host| host.server_ends(SERVER, 0));
@@ -234,7 +234,7 @@ fn a_server_that_ended_meanwhile_is_started_once_when_the_control_daemon_answers
 
 #[test]
 fn no_server_is_started_while_the_faulted_one_may_live() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().at(10_000, |host| {
         host.is_status(SERVER, ServerStatus::Fault);
         host.says(Meaning::FaultHandling { server: SERVER });
@@ -248,7 +248,7 @@ fn no_server_is_started_while_the_faulted_one_may_live() {
 
 #[test]
 fn servers_that_the_service_has_found_are_watched_once() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(130_000);
     assert_eq!(story.calls("watch"), 1);
     assert_eq!(story.times("inspect 200 with limits"), [30_150, 60_150, 90_150, 120_150]);
@@ -256,7 +256,7 @@ fn servers_that_the_service_has_found_are_watched_once() {
 
 #[test]
 fn the_end_of_a_server_that_nobody_watches_is_no_news() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
     story.forget();
     story.host().server_is_seen_to_end(999);
@@ -271,7 +271,7 @@ fn clients_that_wait_are_told_once_with_the_reason() {
         (false, "until the clients of user 1000 have ended: this control daemon serves one user at a time"),
         (true, "and no server takes it"),
     ] {
-        let mut story = if multiuser { Story::of(&["A"]) } else { Story::of_one_user(&["A"]) };
+        let mut story = if multiuser { Story::with_gpus(&["A"]) } else { Story::with_one_user(&["A"]) };
         story.host().at(1000, |host| {
             host.server_comes(300);
             host.says(Meaning::ServerStarting { server: 300, uid: 1000 });
@@ -291,7 +291,7 @@ fn clients_that_wait_are_told_once_with_the_reason() {
 
 #[test]
 fn a_server_can_be_well_though_it_was_starting_when_it_was_asked() {
-    let mut story = Story::of(&["A"]);
+    let mut story = Story::with_gpus(&["A"]);
     story.host().log_is_lost = true;
     story.host().at(151, |host| {
         host.is_status(SERVER, ServerStatus::Initializing);

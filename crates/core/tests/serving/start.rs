@@ -22,9 +22,9 @@ struct HostStart {
 }
 
 impl HostStart {
-    fn of(gpus: &[&str]) -> Self {
+    fn with_gpus(gpus: &[&str]) -> Self {
         Self {
-            shell: Story::of(gpus).shell(),
+            shell: Story::with_gpus(gpus).shell(),
             own: None,
             pipe: None,
             has_pipe: false,
@@ -37,7 +37,7 @@ impl HostStart {
     }
 
     fn start(&mut self, gpus: &[&str], users: WantedUsers) -> (Result<bool, Failure>, GpuReach) {
-        let wanted = Story::of(gpus).wanted;
+        let wanted = Story::with_gpus(gpus).wanted;
         let mut reach = GpuReach::default();
         let shell = self.shell.clone();
         let started = shell.act(pin!(start(self, &mut reach, &wanted, users)), CoreTime::MAX).unwrap();
@@ -117,7 +117,7 @@ fn refuses() -> Result<(), Failure> {
 
 #[test]
 fn nobody_is_in_the_way() {
-    let mut shell = HostStart::of(&["A", "B"]);
+    let mut shell = HostStart::with_gpus(&["A", "B"]);
     assert_eq!(shell.started(&["A", "B"]), Ok(true));
     assert_eq!(shell.spawned, [(vec!["A".to_owned(), "B".to_owned()], true)]);
     assert_eq!(shell.shell.host().stage.steps, ["compute-modes", "listens"]);
@@ -128,7 +128,7 @@ fn nobody_is_in_the_way() {
 
 #[test]
 fn without_the_program_nothing_is_touched() {
-    let mut shell = HostStart::of(&["A"]);
+    let mut shell = HostStart::with_gpus(&["A"]);
     shell.has_no_program = true;
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting("the program is not there".to_owned())));
     assert!(shell.shell.host().stage.calls.is_empty());
@@ -137,7 +137,7 @@ fn without_the_program_nothing_is_touched() {
 #[test]
 fn a_stranger_without_clients_makes_way_in_either_place() {
     for is_own in [true, false] {
-        let mut shell = HostStart::of(&["A"]);
+        let mut shell = HostStart::with_gpus(&["A"]);
         shell.has_pipe = true;
         *(if is_own { &mut shell.own } else { &mut shell.pipe }) = stranger(Some(7), Ok(0));
         assert_eq!(shell.started(&["A"]), Ok(true));
@@ -151,7 +151,7 @@ fn a_stranger_without_clients_makes_way_in_either_place() {
 
 #[test]
 fn the_pipe_directory_is_asked_only_where_it_is_another_one() {
-    let mut shell = HostStart::of(&["A"]);
+    let mut shell = HostStart::with_gpus(&["A"]);
     shell.pipe = stranger(Some(7), Ok(1));
     assert_eq!(shell.started(&["A"]), Ok(true));
 }
@@ -177,7 +177,7 @@ fn a_stranger_with_clients_is_left_to_them() {
              done, or `quit` ends it",
         ),
     ] {
-        let mut shell = HostStart::of(&["A"]);
+        let mut shell = HostStart::with_gpus(&["A"]);
         shell.own = stranger(pid, clients);
         assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
         assert!(shell.shell.host().stage.calls.is_empty() && shell.spawned.is_empty());
@@ -186,7 +186,7 @@ fn a_stranger_with_clients_is_left_to_them() {
 
 #[test]
 fn a_stranger_that_does_not_go_is_waited_for() {
-    let mut shell = HostStart::of(&["A"]);
+    let mut shell = HostStart::with_gpus(&["A"]);
     (shell.own, shell.stays) = (stranger(Some(7), Ok(0)), true);
     let words = "control daemon PID 7 in /pipe was asked to end and has not yet";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
@@ -195,7 +195,7 @@ fn a_stranger_that_does_not_go_is_waited_for() {
 
 #[test]
 fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
-    let mut shell = HostStart::of(&["A", "B", "C"]);
+    let mut shell = HostStart::with_gpus(&["A", "B", "C"]);
     shell.shell.host().stage.lost.insert("B".to_owned(), "it is lost".to_owned());
     shell.shell.host().stage.refuses.insert("C".to_owned(), "NVML says no".to_owned());
     let (started, reach) = shell.start(&["A", "B", "C"], MULTIUSER);
@@ -211,7 +211,7 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
 
 #[test]
 fn without_any_gpu_nothing_is_started() {
-    let mut shell = HostStart::of(&["A"]);
+    let mut shell = HostStart::with_gpus(&["A"]);
     shell.shell.host().stage.lost.insert("A".to_owned(), "it is lost".to_owned());
     let words = "none of its GPUs can be served: GPU A: it is lost";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
@@ -220,7 +220,7 @@ fn without_any_gpu_nothing_is_started() {
 
 #[test]
 fn a_driver_that_refuses_multi_user_mode_gets_none_if_that_is_allowed() {
-    let mut shell = HostStart::of(&["A"]);
+    let mut shell = HostStart::with_gpus(&["A"]);
     shell.come_up = vec![refuses()];
     assert_eq!(shell.started(&["A"]), Ok(false));
     assert_eq!(shell.spawned.iter().map(|(_, multiuser)| *multiuser).collect::<Vec<_>>(), [true, false]);
@@ -230,7 +230,7 @@ fn a_driver_that_refuses_multi_user_mode_gets_none_if_that_is_allowed() {
 
 #[test]
 fn a_driver_that_refuses_multi_user_mode_is_told_of_where_it_is_needed() {
-    let mut shell = HostStart::of(&["A"]);
+    let mut shell = HostStart::with_gpus(&["A"]);
     shell.come_up = vec![refuses()];
     let (started, _) = shell.start(&["A"], WantedUsers { is_optional: false, ..MULTIUSER });
     let words = "this driver's control daemon refuses multi-user mode; set cuda_mps_multiuser to no";
@@ -241,7 +241,7 @@ fn a_driver_that_refuses_multi_user_mode_is_told_of_where_it_is_needed() {
 #[test]
 fn one_that_ends_for_another_reason_is_not_started_again() {
     for multiuser in [true, false] {
-        let mut shell = HostStart::of(&["A"]);
+        let mut shell = HostStart::with_gpus(&["A"]);
         let text = "it does not know the option".to_owned();
         // Without multi-user mode, the words are somebody else's.
         let ended = Failure::Ended { text, refuses_multiuser: !multiuser };
@@ -253,7 +253,7 @@ fn one_that_ends_for_another_reason_is_not_started_again() {
 
 #[test]
 fn programs_on_the_gpus_are_seen_before_it_starts() {
-    let mut shell = HostStart::of(&["A", "B"]);
+    let mut shell = HostStart::with_gpus(&["A", "B"]);
     for (uuid, pid, via_mps) in [("A", 7, false), ("A", 8, true)] {
         shell.shell.host().process(uuid, SeenProcess { pid, via_mps });
     }
@@ -267,12 +267,12 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
 
 #[test]
 fn a_mode_that_can_be_set_at_last_is_set_unless_the_control_daemon_retires() {
-    let mut start = HostStart::of(&["A", "B"]);
+    let mut start = HostStart::with_gpus(&["A", "B"]);
     start.shell.host().stage.refuses.insert("B".to_owned(), "NVML says no".to_owned());
     let (_, reach) = start.start(&["A", "B"], MULTIUSER);
     assert!(reach.is_left_out("B"));
     for (retiring, times) in [(false, 1), (true, 0)] {
-        let mut story = Story::of(&["A", "B"]);
+        let mut story = Story::with_gpus(&["A", "B"]);
         story.memory.lock().unwrap().reach = reach.clone();
         story.wanted.retiring = retiring;
         {
