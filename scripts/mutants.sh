@@ -15,14 +15,15 @@ fi
 # The changes are made in a copy: the core and its world, without the test that makes such copies itself. The tests read a page
 # of the documents. Whatever was built there before is still good.
 copy=target/mutants
-rm -rf "$copy/crates" "$copy/docs"
-mkdir -p "$copy/crates"
-cp -r crates/core crates/core-world "$copy/crates"
+rm -rf "$copy/crates" "$copy/tests" "$copy/docs"
+mkdir -p "$copy/crates" "$copy/tests"
+cp -r crates/core "$copy/crates"
+cp -r tests/world "$copy/tests"
 rm "$copy/crates/core/tests/defects.rs"
 ln -s "$PWD/docs" "$copy/docs"
 cp Cargo.lock clippy.toml "$copy"
 {
-    sed -e '/^\[package\]/,$d' -e 's,^members = .*,members = ["crates/core"\, "crates/core-world"],' Cargo.toml
+    sed -e '/^\[package\]/,$d' -e 's,^members = .*,members = ["crates/core"\, "tests/world"],' Cargo.toml
     # Quick to build, which is most of the time, though the tests take longer then.
     printf '[profile.dev]\nopt-level = 0\ndebug = false\n'
 } >"$copy/Cargo.toml"

@@ -1,4 +1,4 @@
-//! The world of the core's tests against the truth: the same deeds are done in the world (`crates/core-world/src/scripted.rs`)
+//! The world of the core's tests against the truth: the same deeds are done in the world (`tests/world/src/scripted.rs`)
 //! and on a simulated host with the shipped programs, or with NVIDIA's own control daemons. After each deed both show the same.
 //!
 //! `HOST_HISTORIES` says how many are tried, `HISTORY_SEED` where they begin, and `HISTORY_STEPS` how many deeds each has.

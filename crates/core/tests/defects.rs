@@ -616,7 +616,7 @@ yunion-mps-core = { path = ".." }
 fn copy(to: &Path) {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     copy_folder(&own.join("src"), &to.join("src"));
-    copy_folder(&own.join("../core-world/src"), &to.join("world/src"));
+    copy_folder(&own.join("../../tests/world/src"), &to.join("world/src"));
     fs::create_dir_all(to.join("tests")).unwrap();
     fs::copy(own.join("tests/histories.rs"), to.join("tests/histories.rs")).unwrap();
     fs::write(to.join("Cargo.toml"), CORE).unwrap();
