@@ -17,6 +17,8 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
+use super::waiting;
+
 /// A link that is about to take its place.
 const NEW: &str = ".control.new";
 
@@ -31,6 +33,7 @@ const OTHERS: usize = 512;
 #[derive(Debug)]
 pub(crate) struct Socket {
     directory: OwnedFd,
+    name: &'static str,
     pub(crate) id: SocketId,
 }
 
@@ -40,9 +43,17 @@ impl Socket {
     /// # Errors
     /// The directory can't be used.
     pub(crate) fn find(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
-        let Some(directory) = directories::ours(control_directory)? else { return Ok(None) };
-        let id = identity(&directory).map_err(|error| bad(control_directory, &error))?;
-        Ok(id.map(|id| Self { directory, id }))
+        Self::find_named(control_directory, SOCKET)
+    }
+
+    /// The socket with this name.
+    ///
+    /// # Errors
+    /// The directory can't be used.
+    pub(super) fn find_named(parent: &Path, name: &'static str) -> Result<Option<Self>, BadDirectory> {
+        let Some(directory) = directories::ours(parent)? else { return Ok(None) };
+        let id = identity_of(&directory, name).map_err(|error| bad(parent, &error))?;
+        Ok(id.map(|id| Self { directory, name, id }))
     }
 
     /// Makes the pipe directory lead here. Whether it did not before. `moved` gets a message about each thing that was in the
@@ -82,7 +93,7 @@ impl Socket {
                 Err(Errno::ISDIR) => clear_place(directory, &path.join(NEW), "was a directory", moved)?,
                 Err(error) => return Err(bad(path, &error.into())),
             }
-            let link = || rustix::fs::linkat(&self.directory, SOCKET, directory, NEW, AtFlags::empty());
+            let link = || rustix::fs::linkat(&self.directory, self.name, directory, NEW, AtFlags::empty());
             match immutable::change(directory, link) {
                 Ok(()) => {}
                 Err(Errno::EXIST) => continue,
@@ -213,7 +224,7 @@ pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let is_ours = |name: &OsStr| {
         let text = name.to_string_lossy();
         // The pipe directory of a control daemon of one GPU or one slice may be here.
-        let ours = [SOCKET, NEW].contains(&&*text) || is_of_service(&text);
+        let ours = [SOCKET, NEW, waiting::NAME].contains(&&*text) || is_of_service(&text);
         ours || text.contains(".refused-") || log == Some(name)
     };
     let (Ok(Some(directory)), Ok(mut entries)) = (directories::ours(path), fs::read_dir(path)) else {
@@ -277,7 +288,11 @@ fn still_leads(path: &Path, error: &io::Error) -> BadDirectory {
 
 /// The socket in a directory, if there is one.
 fn identity(directory: impl AsFd) -> io::Result<Option<SocketId>> {
-    match rustix::fs::statat(directory, SOCKET, AtFlags::SYMLINK_NOFOLLOW) {
+    identity_of(directory, SOCKET)
+}
+
+fn identity_of(directory: impl AsFd, name: &str) -> io::Result<Option<SocketId>> {
+    match rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(Stat { st_dev, st_ino, .. }) => Ok(Some((st_dev, st_ino))),
         Err(Errno::NOENT) => Ok(None),
         Err(error) => Err(error.into()),

@@ -11,3 +11,4 @@ pub(crate) mod launch;
 pub(crate) mod links;
 pub(crate) mod log;
 pub(crate) mod process;
+pub(crate) mod waiting;

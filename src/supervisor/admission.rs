@@ -9,6 +9,7 @@ use mps_core::links::{Bad, Directories, Linked, Links, MissingLinks, SocketId, W
 use tokio::sync::Notify;
 
 use crate::mps::links::{self, SliceDirectories, Socket, close_pipe};
+use crate::mps::waiting::WaitingSocket;
 use common::plan::ControlDaemonPlan;
 
 use super::state_file::SharedStateFile;
@@ -90,6 +91,8 @@ impl SharedAdmission {
             }
             if retiring {
                 links.release(directories);
+                // No way leads to it any more. Programs that wait would wait for ever.
+                directories.waiting = None;
             }
         }
         let _ = self.apply();
@@ -105,11 +108,43 @@ impl SharedAdmission {
         self.apply()
     }
 
-    /// No control daemon runs. The next one makes another socket.
-    pub(super) fn end(&self) {
+    /// Programs that come from now on wait.
+    ///
+    /// # Errors
+    /// They get to the control daemon, since some ways can't be changed.
+    pub(super) fn keep_waiting(&self) -> Result<(), String> {
+        self.lock().links.keep_waiting();
+        self.apply()?;
+        let missing = self.missing();
+        let open: Vec<String> = missing.pipe.into_iter().chain(missing.slices.into_values()).collect();
+        if open.is_empty() { Ok(()) } else { Err(open.join("; ")) }
+    }
+
+    /// The ways lead to the control daemon again.
+    pub(super) fn lead_again(&self) {
+        self.lock().links.lead_again();
+        if let Err(bad) = self.apply() {
+            tracing::debug!("{bad}");
+        }
+    }
+
+    /// Lets the programs go that have waited, and returns their PIDs.
+    pub(super) fn let_go(&self) -> Vec<u32> {
         let Admission { links, directories } = &mut *self.lock();
-        links.end(directories);
-        directories.running = None;
+        links.let_go();
+        let waiting = directories.waiting.take();
+        waiting.map(|waiting| waiting.let_go(std::process::id())).unwrap_or_default()
+    }
+
+    /// No control daemon runs. Programs wait for the next one, which makes another socket.
+    pub(super) fn end(&self) {
+        {
+            let Admission { links, directories } = &mut *self.lock();
+            links.end(directories);
+        }
+        if let Err(bad) = self.apply() {
+            tracing::warn!("programs that come can't be kept waiting: {bad}");
+        }
     }
 
     /// Makes and takes away links, as the state file has slices drained. The error is the control daemon's own directory.
@@ -173,7 +208,13 @@ impl Admission {
         let links = Links::new(wanted, running.as_ref().map(linked));
         Self {
             links,
-            directories: FileDirectories { running, socket: None, slices: None, moved: Vec::new() },
+            directories: FileDirectories {
+                running,
+                socket: None,
+                waiting: None,
+                slices: None,
+                moved: Vec::new(),
+            },
         }
     }
 
@@ -188,8 +229,11 @@ impl Admission {
 /// The directories of a control daemon, and what is open of them during a pass.
 #[derive(Debug)]
 struct FileDirectories {
+    /// The control daemon that runs, or has run last.
     running: Option<Running>,
     socket: Option<Socket>,
+    /// The socket where programs wait, while they do.
+    waiting: Option<WaitingSocket>,
     slices: Option<SliceDirectories>,
     /// The things in the way that were renamed.
     moved: Vec<String>,
@@ -203,6 +247,20 @@ impl Directories<PathBuf> for FileDirectories {
         let Some(running) = &self.running else { return Ok(None) };
         self.socket = Socket::find(running.control_directory()).map_err(|bad| bad.to_string())?;
         Ok(self.socket.as_ref().map(|socket| socket.id))
+    }
+
+    fn find_waiting_socket(&mut self) -> Result<SocketId, Bad> {
+        let running = self.running.as_ref().ok_or(NOT_OPEN)?;
+        let directory = running.control_directory();
+        let is_there = |waiting: &WaitingSocket| waiting.is_in(directory) && waiting.socket().is_ok();
+        let waiting = match self.waiting.take().filter(is_there) {
+            Some(waiting) => waiting,
+            None => WaitingSocket::make(directory).map_err(|bad| bad.to_string())?,
+        };
+        let socket = waiting.socket().map_err(|bad| bad.to_string())?;
+        let id = socket.id;
+        (self.socket, self.waiting) = (Some(socket), Some(waiting));
+        Ok(id)
     }
 
     fn lead_pipe(&mut self, pipe: &PathBuf) -> Result<bool, Bad> {

@@ -10,7 +10,17 @@ use super::admission::LinkNews;
 /// The most things in the way that one message names.
 const MOVED_TOLD: usize = 4;
 
+/// The most programs that one message names.
+const WAITED_TOLD: usize = 8;
+
 impl Worker {
+    /// Lets the programs go that have waited for a control daemon, and names them: they begin without MPS, or are refused.
+    pub(super) fn let_go(&mut self) {
+        let waited = self.admission.let_go();
+        let Some(words) = have_waited(&waited) else { return };
+        self.reporter.warning(words);
+    }
+
     /// Says what others have changed. `other` is the process that has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
         let LinkNews { renewed, moved, stuck } = self.admission.take_news();
@@ -41,6 +51,23 @@ fn led_again(changed: &BTreeSet<PathBuf>, pipe_directory: &Path, other: Option<u
     Some(format!("{first}{others} did not lead to the control daemon{by}, and {again} again"))
 }
 
+fn have_waited(pids: &[u32]) -> Option<String> {
+    let named: Vec<String> = pids.iter().take(WAITED_TOLD).map(u32::to_string).collect();
+    let more = match pids.len().saturating_sub(WAITED_TOLD) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let who = match pids {
+        [] => return None,
+        [pid] => format!("a program has come (PID {pid})"),
+        _ => format!("{} programs have come (PIDs {}{more})", pids.len(), named.join(", ")),
+    };
+    Some(format!(
+        "{who} while no control daemon took clients, and waited; each gets CUDA error 46 where the compute mode is \
+         EXCLUSIVE_PROCESS, and begins without MPS otherwise: start it again"
+    ))
+}
+
 fn in_the_way(moved: &[String]) -> String {
     let named = moved.iter().take(MOVED_TOLD).cloned().collect::<Vec<_>>().join("; ");
     match moved.len().saturating_sub(MOVED_TOLD) {
@@ -52,6 +79,17 @@ fn in_the_way(moved: &[String]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn programs_that_have_waited_are_named_as_far_as_a_line_holds_them() {
+        assert_eq!(have_waited(&[]), None);
+        assert!(have_waited(&[7]).unwrap().starts_with("a program has come (PID 7) while"));
+        let many = have_waited(&(1..=10).collect::<Vec<u32>>()).unwrap();
+        assert!(
+            many.starts_with("10 programs have come (PIDs 1, 2, 3, 4, 5, 6, 7, 8 and 2 more) while"),
+            "{many}"
+        );
+    }
 
     #[test]
     fn the_first_change_is_named_and_the_others_are_counted() {

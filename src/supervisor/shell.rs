@@ -317,6 +317,18 @@ impl Shell for RunShell<'_> {
         kept.err()
     }
 
+    fn keep_waiting(&mut self) -> Result<(), String> {
+        self.worker.admission.keep_waiting()
+    }
+
+    fn lead_again(&mut self) {
+        self.worker.admission.lead_again();
+    }
+
+    fn let_go(&mut self) {
+        self.worker.let_go();
+    }
+
     fn keep_state_file(&mut self, stays: bool) {
         self.show_cpus();
         self.tell_left_out();

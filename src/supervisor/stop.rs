@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use mps_core::serve::{Failure, Judged, Known, tried_again};
-use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed};
+use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed, programs_wait};
 
 use crate::message::{Message, Subject};
 use common::published::control_daemon::ControlDaemonState;
@@ -67,6 +67,9 @@ impl Machine {
 
     /// Shows why it does not serve. The same reason again is no news.
     pub(super) fn rest(&mut self, pause: Duration) {
+        if !programs_wait(pause) {
+            self.worker.let_go();
+        }
         let reporter = &self.worker.reporter;
         let Some(Failing { state, reason, before }) = self.failing.take() else { return };
         if before != reason {
@@ -88,7 +91,8 @@ impl Machine {
             self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
         }
         let Some(mut serving) = self.serving(None) else { return ActOutcome::Ended };
-        if !serving.end(may_end).await {
+        if let Err(lives) = serving.end(may_end).await {
+            tracing::debug!("{lives}");
             return ActOutcome::Lives;
         }
         self.worker.end_run(&mut self.run, None);

@@ -54,7 +54,7 @@ pub use event::{
     ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, Tenure,
     WhyFailed,
 };
-pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause};
+pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause, programs_wait};
 pub use permit::{Cause, Permit};
 pub use rate_limit::{Rate, RateLimit};
 

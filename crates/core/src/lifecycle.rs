@@ -18,6 +18,12 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
+/// Whether programs wait for the next control daemon during a pause after a failure. After several failures in a row nobody knows
+/// when it comes.
+pub fn programs_wait(pause: Duration) -> bool {
+    pause < HELD_PAUSE
+}
+
 /// After so long in health, the pauses begin with the first one again.
 pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 

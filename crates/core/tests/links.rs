@@ -14,10 +14,13 @@ type Path = &'static str;
 /// The socket of the control daemon, and another one's.
 const OURS: SocketId = (1, 7);
 const ANOTHERS: SocketId = (1, 8);
+const WAITING: SocketId = (1, 9);
 
 /// Directories, each with the socket that it leads to.
 struct Disk {
     socket: Result<Option<SocketId>, Bad>,
+    /// The socket that was found last.
+    found: Option<SocketId>,
     pipes: BTreeMap<Path, SocketId>,
     slices: BTreeMap<(Path, String), SocketId>,
     /// Why the directory of the directories of slices can't be used.
@@ -39,6 +42,7 @@ impl Disk {
     fn new() -> Self {
         Self {
             socket: Ok(Some(OURS)),
+            found: None,
             pipes: BTreeMap::new(),
             slices: BTreeMap::new(),
             bad: None,
@@ -71,12 +75,18 @@ impl Disk {
 
 impl Directories<Path> for Disk {
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad> {
+        self.found = self.socket.clone().unwrap_or_default();
         self.socket.clone()
+    }
+
+    fn find_waiting_socket(&mut self) -> Result<SocketId, Bad> {
+        self.found = Some(WAITING);
+        Ok(WAITING)
     }
 
     fn lead_pipe(&mut self, pipe: &Path) -> Result<bool, Bad> {
         self.change(pipe)?;
-        let socket = self.socket.clone().unwrap().unwrap();
+        let socket = self.found.unwrap();
         Ok(self.pipes.insert(pipe, socket) != Some(socket))
     }
 
@@ -105,7 +115,7 @@ impl Directories<Path> for Disk {
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad> {
         self.attempts += 1;
         self.change(name)?;
-        let socket = self.socket.clone().unwrap().unwrap();
+        let socket = self.found.unwrap();
         let key = (self.opened.unwrap(), name.to_owned());
         let is_new = self.slices.insert(key.clone(), socket) != Some(socket);
         if is_new && self.removals > 0 {

@@ -8,6 +8,10 @@ use mps_core::mps::{Meaning, ServerStatus};
 use super::budgets::{Program, SimProcess};
 use super::mps::{CAPACITY, Later, Mps, SimServer};
 use super::tenants::Tenant;
+use super::ways::slices_of;
+
+/// The longest time from the connection of a program until the control daemon admits it.
+const ADMISSION: Duration = Duration::from_millis(100);
 
 /// The time from the end of the last client that was hit until the server is well.
 const RECOVERY: Duration = Duration::from_millis(200);
@@ -35,8 +39,24 @@ impl SimClient {
 impl Mps {
     /// A client comes to some GPUs. Returns its PID, unless it has to wait.
     pub(crate) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
+        if !ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
+            return None;
+        }
+        if self.goes_wrong(6) {
+            let pause = ADMISSION / 4 * u32::try_from(self.dice.below(5)).unwrap();
+            self.after(pause, Later::IsAdmitted(ordinals));
+            return None;
+        }
         let pid = if self.goes_wrong(6) { self.free_pid.take() } else { None };
-        self.client_comes_with(ordinals, pid)
+        self.client_is_admitted(ordinals, pid)
+    }
+
+    /// Whether a program finds it by a directory of a slice of this GPU.
+    fn is_led_to(&self, ordinal: usize) -> bool {
+        let Some(ways) = &self.ways else { return true };
+        let Some(gpu) = self.gpus.get(ordinal) else { return false };
+        let ways = ways.lock().unwrap();
+        slices_of(gpu).any(|name| ways.get(&name) == Some(&self.pid))
     }
 
     /// A client leaves, and the next one gets its PID.
@@ -44,7 +64,9 @@ impl Mps {
         let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
         self.client_leaves(pid);
         if let Some(pid) = self.free_pid.take_if(|free| *free == pid) {
-            self.client_comes_with(ordinals, Some(pid));
+            if ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
+                self.client_is_admitted(ordinals, Some(pid));
+            }
         }
     }
 
@@ -58,8 +80,10 @@ impl Mps {
         is_another
     }
 
-    fn client_comes_with(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
-        if self.is_hung() || self.quits_when_idle || self.listener() != Some(self.pid) {
+    /// A client that has connected is admitted. One that has connected to a control daemon that was told to end gets error 805.
+    pub(crate) fn client_is_admitted(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
+        assert!(!self.quits_when_idle, "the-door-is-closed-first: a client of {} gets error 805", self.pid);
+        if self.is_hung() || self.listener() != Some(self.pid) {
             return None;
         }
         let is_open = |one: &SimServer| {

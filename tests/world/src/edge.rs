@@ -76,9 +76,7 @@ impl SimShell {
         effect: impl FnOnce(&mut Mps) -> Result<T, Failure> + Send,
     ) -> Result<T, Failure> {
         self.lock().reader.questions.push(question);
-        if !std::mem::take(&mut self.lock().is_quick) {
-            self.turn().await;
-        }
+        self.turn().await;
         let hangs_for = {
             let mut mps = self.lock();
             mps.turn_during(question);
@@ -86,7 +84,7 @@ impl SimShell {
                 return Err(failure);
             }
             let is_asked = mps.taken_by.is_none() && mps.listener().is_some();
-            (is_asked && mps.is_hung()).then(|| mps.now + ANSWER_TIMEOUT)
+            (is_asked && !mps.answers()).then(|| mps.now + ANSWER_TIMEOUT)
         };
         let silent = |why: &str| Failure::Silent(format!("the control daemon {why}"));
         if let Some(deadline) = hangs_for {
@@ -330,8 +328,6 @@ impl Shell for SimShell {
             mps.end_server(server, false, Some(may_end.cause()));
             Ok(())
         };
-        // The control daemon does it as soon as it is asked: nobody comes between the last question before and this one.
-        self.lock().is_quick = true;
         self.lock().note(format_args!("shut down server {server} ({:?})", may_end.cause()));
         self.command("shut down server", (), effect).await
     }
@@ -373,6 +369,12 @@ impl Shell for SimShell {
             if mps.stage.stays {
                 return Ok(());
             }
+            let open = self.admission.leading_to(mps.pid);
+            assert!(
+                open.is_empty() || mps.door_is_stuck,
+                "the-door-is-closed-first: {open:?} lead to {}, which is asked to end",
+                mps.pid
+            );
             if mps.clients.is_empty() {
                 mps.end(Some(may_end.cause()));
             } else {
@@ -476,6 +478,34 @@ impl Shell for SimShell {
         mps.note(format_args!("keep links"));
         let applied = self.admission.apply(Some(&mut mps));
         applied.err().or_else(|| mps.stage.bad_links.clone())
+    }
+
+    fn keep_waiting(&mut self) -> Result<(), String> {
+        let mut mps = self.lock();
+        mps.note(format_args!("keep waiting"));
+        let kept = self.admission.keep_waiting(&mut mps);
+        mps.door_is_stuck = kept.is_err();
+        kept
+    }
+
+    fn lead_again(&mut self) {
+        let mut mps = self.lock();
+        mps.note(format_args!("lead again"));
+        self.admission.lead_again(&mut mps);
+    }
+
+    /// Programs wait for a server: without one, they would begin without MPS and keep it out. A server may have ended of which
+    /// nobody knows yet.
+    fn let_go(&mut self) {
+        let mut mps = self.lock();
+        mps.note(format_args!("let go"));
+        let is_known = mps.is_alive && mps.reader.ended.is_empty() && mps.reader.position == mps.log.len();
+        assert!(
+            !mps.servers.is_empty() || mps.serves_one_user || mps.ways.is_none() || !is_known,
+            "programs-wait-for-a-server: {} has none, and programs that have waited begin",
+            mps.pid
+        );
+        self.admission.let_go();
     }
 
     fn keep_state_file(&mut self, stays: bool) {

@@ -317,7 +317,7 @@ impl ClientShell for SimEnding {
             }
             let is_hung = {
                 let mps = one.mps.lock().unwrap();
-                mps.is_hung() && mps.listener() == Some(mps.pid)
+                !mps.answers() && mps.listener() == Some(mps.pid)
             };
             hangs |= is_hung;
             let why = "the control daemon has not answered for 5 s".to_owned();
@@ -353,7 +353,7 @@ impl ClientShell for SimEnding {
         self.turn().await;
         let one = self.find(*control).clone();
         one.mps.lock().unwrap().turn_during("server status");
-        let is_hung = one.mps.lock().unwrap().is_hung();
+        let is_hung = !one.mps.lock().unwrap().answers();
         if is_hung {
             return Err(self.is_silent().await);
         }
@@ -401,10 +401,10 @@ impl ClientShell for SimEnding {
         let (is_hung, is_there) = {
             let mut mps = one.mps.lock().unwrap();
             let is_faulted = mps.servers.get(&server).is_some_and(|one| one.status == ServerStatus::Fault);
-            if is_faulted && !mps.is_hung() && mps.clients.contains_key(&pid) {
+            if is_faulted && mps.answers() && mps.clients.contains_key(&pid) {
                 mps.hangs_until = mps.now + WAITS_FOR_CLIENT;
             }
-            (mps.is_hung(), mps.listener() == Some(mps.pid))
+            (!mps.answers(), mps.listener() == Some(mps.pid))
         };
         if is_hung {
             self.state().lost.insert(client);

@@ -210,7 +210,7 @@ impl SimEnforcement {
         self.wait_until(begun + takes).await;
         lock(mps).turn_during(question);
         let is_late = self.facts().now > begun + ANSWER_TIMEOUT;
-        if lock(mps).is_hung() || is_late {
+        if !lock(mps).answers() || is_late {
             self.wait_until(begun + ANSWER_TIMEOUT).await;
             return Err("has not answered for 5 s".to_owned());
         }

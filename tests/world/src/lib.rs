@@ -43,6 +43,7 @@ use std::time::Duration;
 
 use mps_core::{
     Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, Goal, ModeOutcome, Order, RunningDaemon,
+    programs_wait,
 };
 
 use bindings::SimBindings;
@@ -361,7 +362,11 @@ impl World {
         }
         let Some(service) = &mut self.service else { return };
         match act {
-            Act::Daemon { act: DaemonAct::Rest(_), .. } => {}
+            Act::Daemon { id, act: DaemonAct::Rest(pause), .. } => {
+                if let Some(admission) = service.admissions.get(&id).filter(|_| !programs_wait(pause)) {
+                    admission.let_go();
+                }
+            }
             Act::Daemon { id, order, goal, held, act } => {
                 let retiring = goal == Goal::Retire;
                 if let Some(run) = self.state_file.daemons.get(&id)

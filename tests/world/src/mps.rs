@@ -12,6 +12,7 @@ use super::clients::SimClient;
 use super::reader::{PATIENCE, Reader};
 use super::starting::Spawning;
 use super::story::Stage;
+use super::ways::Ways;
 
 /// The time until a server that was started is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
@@ -56,6 +57,8 @@ pub(crate) type Hit = (u32, usize, u32);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Later {
     Comes(u32),
+    /// A client that has connected is admitted to these GPUs.
+    IsAdmitted(BTreeSet<usize>),
     /// A client ends, since its work was ended.
     Leaves(SimProcess),
     StartFails(u32),
@@ -111,8 +114,12 @@ pub struct Mps {
     pub refuses_multiuser: bool,
     /// It serves one user after the other.
     pub(crate) serves_one_user: bool,
-    /// It was asked to end without clients.
+    /// It was asked to end, and has a client: it answers nobody any more, and that client works on to its end.
     pub(crate) quits_when_idle: bool,
+    /// The ways to it could not all be closed when programs were to wait.
+    pub(crate) door_is_stuck: bool,
+    /// The directories of slices. None: each client finds its way.
+    pub(crate) ways: Option<Ways>,
     pub(crate) disk_is_full: bool,
     pub defaults: Setting,
     pub servers: BTreeMap<u32, SimServer>,
@@ -137,8 +144,6 @@ pub struct Mps {
     /// Its start asks for this, and can't have it.
     pub(crate) spawning: Option<Spawning>,
     pub(crate) can_not_spawn: bool,
-    /// The next question is answered at once.
-    pub(crate) is_quick: bool,
     /// The script of its story.
     pub stage: Stage,
 }
@@ -168,6 +173,8 @@ impl Mps {
             refuses_multiuser: false,
             serves_one_user: false,
             quits_when_idle: false,
+            door_is_stuck: false,
+            ways: None,
             disk_is_full: false,
             defaults: NO_LIMITS,
             servers: BTreeMap::new(),
@@ -185,7 +192,6 @@ impl Mps {
             reader: Reader::default(),
             spawning: None,
             can_not_spawn: false,
-            is_quick: false,
             stage: Stage::default(),
         }
     }
@@ -194,7 +200,8 @@ impl Mps {
     pub(crate) fn is_another(&mut self, pid: u32, now: Duration) {
         let next = Self::new(pid, Vec::new(), self.is_old, now);
         let (is_calm, refuses_multiuser) = (self.is_calm, self.refuses_multiuser);
-        *self = Self { is_calm, refuses_multiuser, serves_one_user: true, ..next };
+        let ways = self.ways.take();
+        *self = Self { is_calm, refuses_multiuser, ways, serves_one_user: true, ..next };
     }
 
     pub(crate) fn goes_wrong(&mut self, most: usize) -> bool {
@@ -203,6 +210,11 @@ impl Mps {
 
     pub(crate) fn is_hung(&self) -> bool {
         self.is_stopped || self.hangs_until > self.now
+    }
+
+    /// Whether it answers front ends.
+    pub(crate) fn answers(&self) -> bool {
+        !self.is_hung() && !self.quits_when_idle
     }
 
     /// The process that answers in its directory.
@@ -216,6 +228,11 @@ impl Mps {
     /// The next moment when something follows.
     pub(crate) fn due(&self) -> Option<Duration> {
         self.later.iter().map(|(at, _)| *at).min()
+    }
+
+    /// Programs that have connected end before they are admitted.
+    pub(crate) fn newcomers_end(&mut self) {
+        self.later.retain(|(_, what)| !matches!(what, Later::IsAdmitted(_)));
     }
 
     /// Lets time pass.
@@ -238,6 +255,7 @@ impl Mps {
     fn happens(&mut self, what: Later) {
         match what {
             Later::Comes(pid) => self.server_is_ready(pid),
+            Later::IsAdmitted(ordinals) => _ = self.client_is_admitted(ordinals, None),
             Later::Leaves(process) => {
                 if self.clients.get(&process.pid).is_some_and(|client| client.program.process == process) {
                     self.client_leaves(process.pid);
@@ -384,7 +402,19 @@ impl Mps {
     }
 
     /// The end of the control daemon, with all its servers. Without a cause it is an accident.
+    ///
+    /// The door is closed first: a program that has connected to a control daemon would find none, and run without MPS.
     pub fn end(&mut self, cause: Option<Cause>) {
+        let has_connected = |(_, what): &(Duration, Later)| matches!(what, Later::IsAdmitted(_));
+        let is_reached = !self.is_hung() && self.listener() == Some(self.pid);
+        assert!(
+            cause != Some(Cause::Unused)
+                || !is_reached
+                || self.door_is_stuck
+                || !self.later.iter().any(has_connected),
+            "the-door-is-closed-first: {} is ended when a program has just connected",
+            self.pid
+        );
         self.lose_clients(cause, |_| true);
         self.servers.clear();
         self.later.clear();

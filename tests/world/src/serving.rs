@@ -156,7 +156,7 @@ async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOu
             Judged::KeptOut(_) => (ActOutcome::Used(RunUse::KeptOut), false),
             Judged::Clients(_) => (ActOutcome::Used(RunUse::Clients), false),
         },
-        DaemonAct::End(permit) if serving.end(permit).await => (ActOutcome::Ended, true),
+        DaemonAct::End(permit) if serving.end(permit).await.is_ok() => (ActOutcome::Ended, true),
         DaemonAct::End(_) => (ActOutcome::Lives, false),
         DaemonAct::Start | DaemonAct::Rest(_) | DaemonAct::Leave => (ActOutcome::Done, false),
     }

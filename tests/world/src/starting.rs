@@ -114,6 +114,7 @@ impl World {
         let mut mps = Mps::new(self.next_pid, Vec::new(), dice.one_in(3), self.now);
         mps.is_calm = self.is_calm;
         mps.refuses_multiuser = self.refuses_multiuser;
+        mps.ways = Some(Arc::clone(&self.ways));
         let mps = Arc::new(Mutex::new(mps));
         let gpus = task.order.gpus.clone();
         let setting = setting_of(&mps_core::Order { gpus: gpus.clone(), ..task.order.clone() }, &gpus);

@@ -164,6 +164,7 @@ impl World {
             mps.hangs_until = mps.now;
             mps.taken_by = None;
             (mps.log_is_lost, mps.starts_fail, mps.gpu_is_lost) = (false, false, false);
+            mps.newcomers_end();
             let clients: Vec<u32> = mps.clients.keys().copied().collect();
             for client in clients {
                 mps.client_leaves(client);

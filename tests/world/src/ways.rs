@@ -18,6 +18,9 @@ const PLACE: u8 = 0;
 /// Something that is no link stands in a directory.
 const OBSTACLE: u32 = 0;
 
+/// The waiting socket.
+const WAITING: u32 = u32::MAX;
+
 /// The directories, each with the control daemon that it leads to, or an obstacle.
 pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
@@ -48,10 +51,14 @@ pub(crate) fn tenure_of(id: &str) -> Tenure {
     if id.contains('-') { Tenure::InTurns } else { Tenure::Alone }
 }
 
+/// The names of the slices of a GPU.
+pub(crate) fn slices_of(gpu: &str) -> impl Iterator<Item = String> {
+    (0..SLICES).map(move |ordinal| format!("{gpu}-{ordinal}"))
+}
+
 /// The slices of the control daemon with this id and these GPUs, each with its GPU.
 pub(crate) fn slices(id: &str, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
-    let all =
-        gpus.iter().flat_map(|gpu| (0..SLICES).map(move |ordinal| (format!("{gpu}-{ordinal}"), gpu.clone())));
+    let all = gpus.iter().flat_map(|gpu| slices_of(gpu).map(move |name| (name, gpu.clone())));
     all.filter(move |(name, _)| tenure_of(id) == Tenure::Alone || name == id)
 }
 
@@ -66,7 +73,7 @@ fn linked(gpus: &[String]) -> Linked<u8> {
 /// The directories during a pass.
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The control daemon with its socket in place.
+    /// The control daemon with its socket in place, or the waiting socket.
     socket: Option<u32>,
     /// The attempt to change this slice goes wrong.
     stuck: Option<String>,
@@ -75,6 +82,11 @@ struct SimDirectories<'w> {
 impl Directories<u8> for SimDirectories<'_> {
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad> {
         Ok(self.socket.map(|pid| (u64::from(pid), 0)))
+    }
+
+    fn find_waiting_socket(&mut self) -> Result<SocketId, Bad> {
+        self.socket = Some(WAITING);
+        Ok((u64::from(WAITING), 0))
     }
 
     fn lead_pipe(&mut self, _: &u8) -> Result<bool, Bad> {
@@ -165,10 +177,38 @@ impl SimAdmission {
         !self.links.lock().unwrap().stuck().is_empty()
     }
 
-    /// The control daemon has ended.
-    pub(crate) fn end(&self) {
+    /// Programs that come wait from now on.
+    pub(crate) fn keep_waiting(&self, mps: &mut Mps) -> Result<(), Bad> {
+        self.links.lock().unwrap().keep_waiting();
+        self.apply(Some(mps))?;
+        let open: Vec<String> = self.leading_to(mps.pid);
+        if open.is_empty() { Ok(()) } else { Err(format!("{open:?} can't be changed")) }
+    }
+
+    /// The slices with directories that lead to this control daemon.
+    pub(crate) fn leading_to(&self, pid: u32) -> Vec<String> {
         let ways = self.ways.lock().unwrap();
-        self.links.lock().unwrap().end(&mut SimDirectories { ways, socket: None, stuck: None });
+        ways.iter().filter(|(_, leads)| **leads == pid).map(|(name, _)| name.clone()).collect()
+    }
+
+    pub(crate) fn lead_again(&self, mps: &mut Mps) {
+        self.links.lock().unwrap().lead_again();
+        let _ = self.apply(Some(mps));
+    }
+
+    /// Nobody waits for the next control daemon any more.
+    pub(crate) fn let_go(&self) {
+        self.links.lock().unwrap().let_go();
+    }
+
+    /// The control daemon has ended. Programs wait for the next one.
+    pub(crate) fn end(&self) {
+        {
+            let ways = self.ways.lock().unwrap();
+            let mut directories = SimDirectories { ways, socket: None, stuck: None };
+            self.links.lock().unwrap().end(&mut directories);
+        }
+        let _ = self.apply(None);
     }
 }
 

@@ -55,6 +55,13 @@ pub trait Directories<D> {
     /// Its directory can't be used.
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad>;
 
+    /// Finds the waiting socket, for the links that are made from now on, and makes it if need be. A program that connects there
+    /// waits, since the socket listens and nobody accepts.
+    ///
+    /// # Errors
+    /// It can't be made.
+    fn find_waiting_socket(&mut self) -> Result<SocketId, Bad>;
+
     /// Makes the pipe directory lead to the socket that was found. Whether it did not before.
     ///
     /// # Errors

@@ -1,5 +1,8 @@
 //! The ways by which clients find a control daemon: links in its pipe directory and in the directories of slices. Without one
 //! no client comes. A slice that is drained has none.
+//!
+//! A program that finds no control daemon runs without MPS. So while one control daemon is to end and the next one is not there,
+//! the ways lead to a waiting socket.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -51,16 +54,33 @@ pub struct Links<D> {
     running: Option<Linked<D>>,
     /// Its socket, as last seen.
     socket: Option<SocketId>,
+    /// Where the ways lead.
+    end: WayEnd,
+    /// The waiting socket, as last seen.
+    waiting_socket: Option<SocketId>,
     /// It has been told the limits of the order, so links may be made. Before, they are only taken away.
     may_lead: bool,
     /// The ways that lead to it, unless somebody else has changed them.
     lead: BTreeSet<Way>,
+    /// The ways have another end than in the last pass over the directories.
+    has_turned: bool,
     /// A link was made in this pass over the directories.
     made: bool,
     /// Nothing is kept from people any more: the service ends, or has no use for the directories.
     released: bool,
     missing: MissingLinks,
     events: LinkEvents,
+}
+
+/// The end of all ways that are open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum WayEnd {
+    /// The control daemon.
+    ControlDaemon,
+    /// The waiting socket: programs that come wait, while the control daemon is to end.
+    WaitingSocket,
+    /// The waiting socket, where no control daemon runs: programs wait for the next one.
+    UntilTheNext,
 }
 
 /// The aim for the link in a slice's directory.
@@ -120,8 +140,11 @@ impl<D: Clone + PartialEq> Links<D> {
             wanted,
             running,
             socket: None,
+            end: WayEnd::ControlDaemon,
+            waiting_socket: None,
             may_lead: false,
             lead: BTreeSet::new(),
+            has_turned: false,
             made: false,
             released: false,
             missing: MissingLinks::default(),
@@ -149,18 +172,53 @@ impl<D: Clone + PartialEq> Links<D> {
         let is_newest =
             |wanted: &WantedLinks<D>| *wanted == WantedLinks { retiring: wanted.retiring, ..told.clone() };
         self.may_lead = self.wanted.as_ref().is_some_and(is_newest);
+        self.end_at(WayEnd::ControlDaemon);
     }
 
-    /// No control daemon runs. The next one makes another socket. The next one of the same order has the same directories;
-    /// others are given back.
-    pub fn end(&mut self, directories: &mut impl Directories<D>) {
-        if let (Some(running), Some(wanted)) = (&self.running, &self.wanted)
-            && (running.pipe != wanted.pipe || running.slices_in != wanted.slices_in)
-        {
-            directories.release(&running.pipe, running.slices_in.as_ref(), &self.names_of_order());
+    /// Programs that come from now on wait.
+    pub fn keep_waiting(&mut self) {
+        self.end_at(WayEnd::WaitingSocket);
+    }
+
+    /// The ways lead to the control daemon again, as they did before programs had to wait.
+    pub fn lead_again(&mut self) {
+        self.end_at(WayEnd::ControlDaemon);
+    }
+
+    fn end_at(&mut self, end: WayEnd) {
+        if self.end != end {
+            self.end = end;
+            self.has_turned = true;
         }
+    }
+
+    /// Programs do not wait for the next control daemon any more. The ways stay as they are.
+    pub fn let_go(&mut self) {
+        if self.end == WayEnd::UntilTheNext {
+            (self.running, self.end) = (None, WayEnd::ControlDaemon);
+        }
+    }
+
+    /// No control daemon runs. Programs wait for the next one of the same order, which makes another socket and has the same
+    /// directories; others are given back.
+    pub fn end(&mut self, directories: &mut impl Directories<D>) {
+        let has_places_of_order = match (&self.running, &self.wanted) {
+            (Some(running), Some(wanted)) => {
+                let is_same = running.pipe == wanted.pipe && running.slices_in == wanted.slices_in;
+                if !is_same {
+                    directories.release(&running.pipe, running.slices_in.as_ref(), &self.names_of_order());
+                }
+                is_same && !wanted.retiring && !self.released
+            }
+            _ => false,
+        };
         let (wanted, events) = (self.wanted.take(), core::mem::take(&mut self.events));
-        *self = Self { events, ..Self::new(wanted, None) };
+        let before = core::mem::replace(self, Self { events, ..Self::new(wanted, None) });
+        if has_places_of_order {
+            (self.running, self.lead, self.waiting_socket) =
+                (before.running, before.lead, before.waiting_socket);
+            self.end_at(WayEnd::UntilTheNext);
+        }
     }
 
     /// Lets people change and remove the directories from now on.
@@ -234,6 +292,7 @@ impl<D: Clone + PartialEq> Links<D> {
         for _ in 0..PASSES {
             self.made = false;
             done = self.pass(&running, slices_in.as_ref(), directories, drained);
+            self.has_turned = false;
             if !self.made {
                 break;
             }
@@ -249,17 +308,21 @@ impl<D: Clone + PartialEq> Links<D> {
         drained: &impl DrainedSlices,
     ) -> Result<(), Bad> {
         self.missing = MissingLinks::default();
-        let found = directories.find_socket();
+        let mut found = directories.find_socket();
         if let Ok(Some(socket)) = found {
             self.socket = Some(socket);
         }
-        let may_lead = self.may_lead && matches!(found, Ok(Some(_)));
+        if self.end != WayEnd::ControlDaemon {
+            found = directories.find_waiting_socket().map(Some);
+            self.waiting_socket = found.clone().unwrap_or_default();
+        }
+        let is_found = matches!(found, Ok(Some(_)));
         let mut lead = BTreeSet::new();
         if running.has_link {
-            self.apply_to_pipe(&running.pipe, may_lead, directories, drained, &mut lead);
+            self.apply_to_pipe(&running.pipe, is_found, directories, drained, &mut lead);
         }
         if let Some(slices_in) = slices_in {
-            self.apply_to_slices(slices_in, running, may_lead, directories, drained, &mut lead);
+            self.apply_to_slices(slices_in, running, is_found, directories, drained, &mut lead);
         } else if let Some(why) = &self.missing.pipe {
             // Its slices have no other way.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
@@ -276,18 +339,19 @@ impl<D: Clone + PartialEq> Links<D> {
     fn apply_to_pipe(
         &mut self,
         pipe: &D,
-        may_lead: bool,
+        is_found: bool,
         directories: &mut impl Directories<D>,
         drained: &impl DrainedSlices,
         lead: &mut BTreeSet<Way>,
     ) {
         if !pipe_leads(self.wanted.as_ref(), drained) {
-            if let Some(Err(stuck)) = self.socket.map(|socket| directories.close_pipe(pipe, socket)) {
-                self.events.stuck.insert(stuck);
-            }
+            let closed = self.sockets().map(|socket| directories.close_pipe(pipe, socket));
+            let stuck: Vec<Bad> = closed.filter_map(Result::err).collect();
+            self.events.stuck.extend(stuck);
             return;
         }
-        let led = self.way(Way::Pipe, may_lead.then(|| directories.lead_pipe(pipe)), lead);
+        let makes = is_found && self.makes(&Way::Pipe);
+        let led = self.way(Way::Pipe, makes.then(|| directories.lead_pipe(pipe)), lead);
         self.missing.pipe =
             led.err().map(|why| why.unwrap_or_else(|| not_yet(&directories.shown(pipe, None))));
     }
@@ -296,20 +360,21 @@ impl<D: Clone + PartialEq> Links<D> {
         &mut self,
         slices_in: &D,
         running: &Linked<D>,
-        may_lead: bool,
+        is_found: bool,
         directories: &mut impl Directories<D>,
         drained: &impl DrainedSlices,
         lead: &mut BTreeSet<Way>,
     ) {
-        let found = directories.open_slices(slices_in, may_lead);
+        let found = directories.open_slices(slices_in, is_found && self.makes_all());
         let is_there = matches!(found, Ok(true));
         for name in self.names(is_there, directories) {
             let target = target(&name, self.wanted.as_ref(), &running.gpus, drained);
             let led = match (target, &found) {
                 (LinkTarget::Leads, Err(bad)) => Err(Some(bad.clone())),
                 (LinkTarget::Leads, Ok(_)) => {
-                    let led = (may_lead && is_there).then(|| directories.lead_slice(&name));
-                    self.way(Way::Slice(name.clone()), led, lead)
+                    let way = Way::Slice(name.clone());
+                    let makes = is_found && is_there && self.makes(&way);
+                    self.way(way, makes.then(|| directories.lead_slice(&name)), lead)
                 }
                 (LinkTarget::Closed, Err(bad)) => {
                     self.events.stuck.insert(bad.clone());
@@ -335,6 +400,21 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
+    /// Whether links are made for all open ways.
+    fn makes_all(&self) -> bool {
+        self.may_lead || self.end != WayEnd::ControlDaemon
+    }
+
+    /// Whether the link for a way is made: also for one that has led to the control daemon, whatever order has come since.
+    fn makes(&self, way: &Way) -> bool {
+        self.makes_all() || self.lead.contains(way)
+    }
+
+    /// The sockets with links that are ours.
+    fn sockets(&self) -> impl Iterator<Item = SocketId> + use<D> {
+        [self.socket, self.waiting_socket].into_iter().flatten()
+    }
+
     /// The names of the directories that may have a link: the names of the order, the names with a link, and others that are there.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
@@ -349,7 +429,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     /// Takes note of the attempt to lead this way here; without one, a way that led here still does. The error has the reason,
-    /// or none: it leads nowhere yet.
+    /// or none: it leads nowhere yet. `lead` gets the ways that lead to the control daemon, or will again.
     fn way(
         &mut self,
         way: Way,
@@ -359,7 +439,10 @@ impl<D: Clone + PartialEq> Links<D> {
         match led {
             Some(Ok(made)) => {
                 self.made |= made;
-                if made && self.lead.contains(&way) {
+                if self.end != WayEnd::ControlDaemon && !self.lead.contains(&way) {
+                    return Ok(());
+                }
+                if made && !self.has_turned && self.lead.contains(&way) {
                     self.events.renewed.insert(way.clone());
                 }
             }
@@ -373,10 +456,9 @@ impl<D: Clone + PartialEq> Links<D> {
 
     fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &mut impl Directories<D>) {
         // Whichever control daemon the link of a drained slice leads to, it goes.
-        let closed = match (target, self.socket) {
-            (LinkTarget::Closed, _) => directories.close_slice(name, None),
-            (_, Some(socket)) => directories.close_slice(name, Some(socket)),
-            (_, None) => Ok(()),
+        let closed = match target {
+            LinkTarget::Closed => directories.close_slice(name, None),
+            _ => self.sockets().try_for_each(|socket| directories.close_slice(name, Some(socket))),
         };
         if let Err(stuck) = closed {
             self.events.stuck.insert(stuck);

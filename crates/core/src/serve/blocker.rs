@@ -198,7 +198,7 @@ impl Blockers {
 
     /// The state that is shown of a control daemon that runs. None leaves the state from before.
     pub(super) fn shown(&self, progress: Progress) -> Option<ShownState> {
-        let Progress { configured, in_place, retiring } = progress;
+        let Progress { configured, in_place, leads, retiring } = progress;
         let ended = if retiring { "ended" } else { "restarted" };
         let gravest = self.0.values().next();
         let (state, then) = match gravest {
@@ -225,7 +225,7 @@ impl Blockers {
         };
         // With a misfit, clients are served, and nobody has asked yet whether there are any.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
-        let serving = in_place && (misfit || gravest.is_none());
+        let serving = configured && in_place && leads && (misfit || gravest.is_none());
         let reason = gravest.map(Blocker::describe).unwrap_or_default() + &then;
         Some(ShownState { state, serving, settled: !misfit, reason })
     }
@@ -238,6 +238,8 @@ pub(super) struct Progress {
     pub(super) configured: bool,
     /// It has the pipe directory of the order.
     pub(super) in_place: bool,
+    /// Programs that come get to it.
+    pub(super) leads: bool,
     /// It is to end once it has no clients.
     pub(super) retiring: bool,
 }
@@ -397,7 +399,7 @@ mod tests {
         ];
         for (blockers, state, serving, settled, words) in table {
             let row = format!("{blockers:?}");
-            let progress = Progress { configured: true, in_place: true, retiring: false };
+            let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
             let shown = all_of(blockers).shown(progress).unwrap();
             assert_eq!((Some(shown.state), shown.serving, shown.settled), (state, serving, settled), "{row}");
             assert!(shown.reason.contains(words), "{row}: {}", shown.reason);
@@ -406,12 +408,15 @@ mod tests {
 
     #[test]
     fn progress_decides_who_is_served() {
-        let progress = |configured, in_place, retiring| Progress { configured, in_place, retiring };
+        let progress =
+            |configured, in_place, retiring| Progress { configured, in_place, leads: true, retiring };
         assert_eq!(all_of([]).shown(progress(false, true, false)), None, "it is on its way");
         let ready = all_of([]).shown(progress(true, true, false)).unwrap();
         assert!(ready.serving && ready.reason.is_empty());
         assert!(!all_of([]).shown(progress(true, false, false)).unwrap().serving);
         assert!(!all_of([misfit()]).shown(progress(true, false, false)).unwrap().serving);
+        let closed = Progress { leads: false, ..progress(true, true, false) };
+        assert!(!all_of([misfit()]).shown(closed).unwrap().serving, "programs that come wait");
         let retiring = all_of([misfit()]).shown(progress(true, true, true)).unwrap().reason;
         assert!(retiring.starts_with("it has other GPUs and ends when its clients have ended"), "{retiring}");
         let retiring = all_of([hung(5)]).shown(progress(true, true, true)).unwrap().reason;
@@ -443,7 +448,7 @@ mod tests {
         for blocker in in_order {
             let (debug, by, ends) = (format!("{blocker:?}"), blocker.cleared_by(), blocker.ends_when_idle());
             let name = debug.split(|c: char| !c.is_ascii_alphabetic()).next().unwrap();
-            let progress = Progress { configured: true, in_place: true, retiring: false };
+            let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
             let state = format!("{:?}", all_of([blocker]).shown(progress).unwrap().state).to_lowercase();
             let row = format!("| `{name}` | `{by:?}` | {state} | {} | ", if ends { "yes" } else { "no" });
             let found = rows.next().unwrap_or_default();

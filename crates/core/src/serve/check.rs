@@ -6,6 +6,7 @@ use alloc::format;
 use alloc::string::String;
 
 use super::blocker::{Blocker, Change, ClearedBy, Progress};
+use super::door::Door;
 use super::gpus::{ProcessesOnGpus, clients_among};
 use super::shell::{Failure, News, Shell, Showing, ShownGpu};
 use super::{Ended, Serving};
@@ -59,6 +60,9 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.checked_in_use();
         }
         self.run.in_use = in_use;
+        if in_use {
+            self.run.quiet_since = self.shell.now();
+        }
         self.run.capacity.suspect(&self.wanted.gpus, &there, self.shell.now());
         self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
         // After a fatal error, a server's clients are not reliably listed.
@@ -182,6 +186,7 @@ impl<S: Shell> Serving<'_, S> {
         let progress = Progress {
             configured: run.configured,
             in_place: self.shell.is_in_place(),
+            leads: matches!(run.door, Door::Open | Door::Opened),
             retiring: self.wanted.retiring,
         };
         let ends_when_idle = run.blockers.ends_when_idle();

@@ -93,6 +93,7 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.passed("defaults", "defaults are set");
         // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
         self.shell.lead_here()?;
+        self.door_is_open();
         self.shell.passed("linked", "the pipe directory and the directories of slices lead here");
         self.run.servers.keep(&servers);
         for server in &servers {

@@ -6,6 +6,7 @@ use alloc::format;
 use alloc::string::String;
 
 use super::Serving;
+use super::door::Door;
 use super::heal::clients_counted;
 use super::shell::{Failure, Shell};
 use crate::mps::{ClientPids, Inspection, ServerStatus};
@@ -109,20 +110,46 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.listener() == Some(self.shell.pid())
     }
 
-    /// Ends the control daemon, and says whether it has ended. Its clients, which the caller has named, end with it, unless it
-    /// is unused: then a client that comes this moment keeps it until that client is done.
-    pub async fn end(&mut self, may_end: Permit) -> bool {
+    /// Ends the control daemon. Its clients, which the caller has named, end with it, unless it is unused: then it stays if a
+    /// client has come since the clients were counted.
+    ///
+    /// # Errors
+    /// It has not ended.
+    pub async fn end(&mut self, may_end: Permit) -> Result<(), String> {
         self.continue_if_stopped();
-        if may_end.cause() != Cause::Unused {
-            return self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await;
+        let has_ended = if may_end.cause() == Cause::Unused {
+            self.close_door().await?;
+            self.end_unused().await?
+        } else {
+            // No client counts for it, so a way that stays open changes nothing.
+            let _ = self.shell.keep_waiting();
+            self.run.door = Door::ClosedForGood;
+            self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
+        };
+        if has_ended {
+            return Ok(());
         }
+        // A check finds out that the question got lost. Then it is told its order again, and the door is opened.
+        let lives = "the control daemon was asked to end, and has not yet";
+        self.missed(lives.to_owned());
+        self.show_state();
+        Err(lives.to_owned())
+    }
+
+    /// Asks the control daemon to end behind the closed door, and says whether it has ended.
+    async fn end_unused(&mut self) -> Result<bool, String> {
+        let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
+            self.open_door();
+            return Err("a client came in between".to_owned());
+        };
+        self.run.door = Door::ClosedForGood;
         if self.shell.quit_if_idle(may_end).await {
-            return true;
+            return Ok(true);
         }
-        // It hangs, or a client has come after all.
+        // It hangs, or was told to end with a client of which nobody could know.
         match Permit::unused(self.in_use().await.ok()) {
-            Some(may_end) => self.shell.end_by_signal(may_end).await,
-            None => false,
+            Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
+            None => Ok(false),
         }
     }
 }

@@ -160,6 +160,7 @@ impl<S: Shell> Serving<'_, S> {
     fn fault_is_over(&mut self) {
         self.tell_fault();
         self.run.blockers.clear(ClearedBy::Healing);
+        self.open_door();
         self.keep_state_file();
     }
 
@@ -176,7 +177,16 @@ impl<S: Shell> Serving<'_, S> {
                 "it is left alone, since its clients are not all known: {}",
                 unknown.unwrap_or_default()
             ),
-            AfterGrace::End(may_end, stay) => return self.end_faulted(known, may_end, &stay).await,
+            AfterGrace::End(may_end, stay) => match self.close_door().await {
+                Ok(()) => {
+                    let asked = self.end_faulted(known, may_end, &stay).await;
+                    if asked != Ok(true) {
+                        self.open_door();
+                    }
+                    return asked.map(drop);
+                }
+                Err(why) => format!("it is not ended: {why}"),
+            },
             AfterGrace::GpuNotKnown(stay) => format!(
                 "on which of its GPUs is not known, so the server is left to its clients: {}; end the clients that get CUDA \
                  error 700",
@@ -194,32 +204,35 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Ends a server with clients that have lost their work. It may have got over its fault while they were asked for, have others
-    /// now, and even have met the next error, of which the log may say nothing. So the last question before is whether it is
-    /// faulted, and one of these clients has to be there still: until all have gone, no server gets over its fault.
+    /// Asks for the end of a server with clients that have lost their work, and says whether it was asked for. The server may have
+    /// got over its fault before the door was closed, have other clients now, and even have met the next error, of which the log may
+    /// say nothing. So the last question before is whether it is faulted: a server that is faulted takes no client, and none comes
+    /// to one that gets over its fault behind the closed door.
     async fn end_faulted(
         &mut self,
         known: &Fault,
         may_end: Permit,
         stay: &BTreeSet<u32>,
-    ) -> Result<(), Failure> {
+    ) -> Result<bool, Failure> {
         let server = known.server;
-        let why = if stay.is_empty() {
-            "it has no client, and is still faulted".to_owned()
-        } else {
-            let processes = self.processes(stay);
-            self.read_on().await;
-            let is_same = self.run.blockers.fault().is_some_and(|fault| fault.is_same(known));
-            if !is_same || self.server_status(server).await? != ServerStatus::Fault {
-                return Ok(());
-            }
-            if self.processes(stay).is_disjoint(&processes) {
-                return Ok(());
-            }
-            format!("still there long after its fault: {}", self.shell.describe(stay))
-        };
+        let processes = self.processes(stay);
+        let is_same = self.run.blockers.fault().is_some_and(|fault| fault.is_same(known));
+        if !is_same || self.server_status(server).await? != ServerStatus::Fault {
+            return Ok(false);
+        }
+        if stay.is_empty() {
+            let text = format!("server {server} ended: it has no client, and is still faulted");
+            self.shell.tell(News::Warning, text);
+            self.shell.shut_down_idle_server(server, may_end).await?;
+            return Ok(true);
+        }
+        if self.processes(stay).is_disjoint(&processes) {
+            return Ok(false);
+        }
+        let why = format!("still there long after its fault: {}", self.shell.describe(stay));
         self.shell.tell(News::Warning, format!("server {server} ended: {why}"));
-        self.shell.shut_down_server(server, may_end).await
+        self.shell.shut_down_server(server, may_end).await?;
+        Ok(true)
     }
 
     /// The processes that have these PIDs now.

@@ -17,6 +17,7 @@
 //! | `heal.rs`, `fault.rs` | a server that met a fatal GPU error, and one that has ended |
 //! | `requests.rs` | the requests of administrators |
 //! | `end.rs` | its end, and who uses it |
+//! | `door.rs` | the ways by which programs come to it, open or closed |
 //! | `blocker.rs` | everything that keeps it from serving, and the state that is shown |
 //! | `servers.rs`, `capacity.rs` | the servers, and the places on GPUs |
 //! | `waiting_clients.rs` | clients that wait for a server |
@@ -26,6 +27,7 @@ mod bypasses;
 mod capacity;
 mod check;
 mod configure;
+mod door;
 mod end;
 pub mod fault;
 mod gpus;
@@ -59,6 +61,7 @@ use crate::mps::Limits;
 use crate::{CoreTime, GpuUuid, HeldGpus, Tenure};
 use blocker::Blockers;
 use capacity::Capacity;
+use door::Door;
 use heal::Revival;
 use servers::Servers;
 use waiting_clients::WaitingClients;
@@ -128,6 +131,9 @@ pub struct Known {
     in_use: bool,
     /// A client has left: it may have been the last.
     client_left: bool,
+    /// The last moment at which it had a client, as far as anybody knows.
+    quiet_since: CoreTime,
+    door: Door,
     /// Why its clients were not known when it was to end without any.
     clients_unknown: Option<String>,
     /// All that keeps it from serving the order.
@@ -154,6 +160,8 @@ impl Known {
             configured: false,
             in_use: false,
             client_left: false,
+            quiet_since: now,
+            door: if has_just_started { Door::Closed } else { Door::Open },
             clients_unknown: None,
             blockers: Blockers::default(),
             revival: Revival::new(now),
@@ -218,6 +226,13 @@ impl<'s, S: Shell> Serving<'s, S> {
     /// # Errors
     /// It can't be made to serve, or does not any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
+        let served = self.serve_its_order().await;
+        // Its state is that of the failure from now on.
+        self.run.configured &= served.is_ok();
+        served
+    }
+
+    async fn serve_its_order(&mut self) -> Result<Ended, Failure> {
         if !core::mem::take(&mut self.run.has_just_started) {
             self.read_gpus().await?;
         }

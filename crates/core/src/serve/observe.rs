@@ -92,10 +92,10 @@ impl<S: Shell> Serving<'_, S> {
             Meaning::FaultHandling { server } => self.fault_told(server),
             Meaning::TornDown { server, client, ordinal } => self.client_hit(server, client, ordinal),
             Meaning::ClientAdmitted(client) => {
-                run.in_use = true;
+                (run.in_use, run.quiet_since) = (true, now);
                 self.shell.client_came(client);
             }
-            Meaning::ClientLeft(_) => run.client_left = true,
+            Meaning::ClientLeft(_) => (run.client_left, run.quiet_since) = (true, now),
             Meaning::ClientRefused { server, capacity } if first_refusal => {
                 let text = format!("server {server} refused a client: its limit is {capacity} clients");
                 self.shell.tell(News::Warning, text);

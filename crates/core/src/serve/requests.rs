@@ -44,10 +44,21 @@ impl<S: Shell> Serving<'_, S> {
         if !self.shell.is_awaited() {
             return Err("nobody waits for the answer any more".to_owned());
         }
-        if self.end(may_end).await { Ok(true) } else { Err("a client came in between".to_owned()) }
+        self.end(may_end).await.map(|()| true)
     }
 
+    /// Programs that come meanwhile wait: a server that is told to end with a client would stay for that client, and take no other.
     async fn restart_servers(&mut self) -> Result<(), String> {
+        let clients = self.in_use().await?;
+        if clients == 0 {
+            self.close_door().await?;
+        }
+        let done = self.restart_idle_servers().await;
+        self.open_door();
+        done
+    }
+
+    async fn restart_idle_servers(&mut self) -> Result<(), String> {
         let clients = self.in_use().await?;
         let Some(may_end) = Permit::unused(Some(clients)) else {
             return Err(format!("in the way: {}", clients_counted(clients)));
@@ -65,6 +76,7 @@ impl<S: Shell> Serving<'_, S> {
         loop {
             let there = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
             if !there.iter().any(|server| servers.contains(server)) {
+                self.run.servers.keep(&there);
                 return Ok(());
             }
             if self.shell.now() >= deadline {

@@ -277,6 +277,19 @@ pub trait Shell: GpuShell {
     /// Renews the ways that somebody has taken away or replaced. Returns the reason why it can't.
     fn keep_links(&mut self) -> Option<String>;
 
+    /// Programs that come from now on wait, instead of getting to the control daemon. A way that is the control daemon's own
+    /// pipe directory stays open.
+    ///
+    /// # Errors
+    /// These ways still lead to the control daemon.
+    fn keep_waiting(&mut self) -> Result<(), String>;
+
+    /// Leads clients to the control daemon again, by the ways that have led there before.
+    fn lead_again(&mut self);
+
+    /// Lets the programs go that have waited. Each begins without MPS, unless a server keeps it off the GPU.
+    fn let_go(&mut self);
+
     /// Keeps the state file, and all that is shown of the process, up to date. A log that can't be written is told of if that
     /// matters: the control daemon stays.
     fn keep_state_file(&mut self, stays: bool);

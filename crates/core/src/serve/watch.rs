@@ -6,6 +6,7 @@ use core::time::Duration;
 
 use super::blocker::{Blocker, Change, ClearedBy};
 use super::capacity::CLIENT_LEFT_PAUSE;
+use super::door::QUIET;
 use super::shell::{Failure, News, Occurrence, Shell, Showing};
 use super::{Ended, Serving};
 use crate::mps::Meaning;
@@ -59,6 +60,7 @@ impl<S: Shell> Serving<'_, S> {
             if self.miss_server() {
                 self.show_state();
             }
+            self.let_go().await;
             let (at, task) = self.next_task();
             let done = match self.next(at, true).await? {
                 Occurrence::Nothing => self.act(task).await,
@@ -149,10 +151,18 @@ impl<S: Shell> Serving<'_, S> {
     async fn end_if_idle(&mut self) -> Option<Ended> {
         self.run.count_at = self.shell.now() + CLIENTS_PERIOD;
         let in_use = self.in_use().await;
-        if let Some(may_end) = Permit::unused(in_use.as_ref().ok().copied())
-            && self.end(may_end).await
-        {
-            return Some(Ended::Stopped);
+        if let Some(may_end) = Permit::unused(in_use.as_ref().ok().copied()) {
+            let now = self.shell.now();
+            let quiet_at = self.run.quiet_since + QUIET;
+            if self.takes_clients() && now < quiet_at {
+                self.run.count_at = quiet_at;
+                return None;
+            }
+            if self.end(may_end).await.is_ok() {
+                return Some(Ended::Stopped);
+            }
+        } else if in_use.is_ok() {
+            self.run.quiet_since = self.shell.now();
         }
         let unknown = in_use.err();
         if let Some(why) = unknown.as_ref().filter(|_| self.run.clients_unknown.is_none()) {
@@ -163,6 +173,11 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.show(Showing::PutOff);
         self.show_state();
         None
+    }
+
+    /// Whether clients come to it, though it is to end.
+    fn takes_clients(&self) -> bool {
+        !self.wanted.retiring && !self.run.blockers.is_unreached()
     }
 
     fn check_period(&self) -> Duration {

@@ -76,7 +76,7 @@ fn one_that_hangs_without_clients_is_ended() {
     story.host().stage.stays = true;
     story.host().servers.clear();
     assert_eq!(story.serve(40_000), Some(Ok(Ended::Stopped)));
-    assert_eq!(story.times("signal (Unused)"), [34_150]);
+    assert_eq!(story.times("signal (Unused)"), [34_400]);
 }
 
 #[test]

@@ -23,7 +23,7 @@ fn judged(story: &mut Story) -> Judged {
 }
 
 fn ended(story: &mut Story, permit: Permit) -> bool {
-    story.once(async move |serving| serving.end(permit).await)
+    story.once(async move |serving| serving.end(permit).await.is_ok())
 }
 
 fn unused() -> Permit {
@@ -220,9 +220,9 @@ fn a_change_that_a_client_has_come_in_between_of_is_refused() {
     story.served(1500);
     story.break_off(|_| {});
     story.host().stage.misfit = Some("it has other GPUs".to_owned());
-    story.host().during("quit if idle", |host| host.client(1, SERVER, "A"));
+    story.host().at(1600, |host| host.client(1, SERVER, "A"));
     story.host().asks(Requested::Apply { force: false });
-    story.served(1600);
+    story.served(1800);
     assert_eq!(story.host().stage.answered, [Err("a client came in between".to_owned())]);
 }
 
@@ -252,9 +252,9 @@ fn a_server_that_stays_has_a_client_that_came_in_between() {
     story.host().stage.stays = true;
     let refused = vec![Err("in the way: a client that has come in between".to_owned())];
     story.host().asks(Requested::RestartServer);
-    story.served(4900);
+    story.served(5150);
     assert!(story.host().stage.answered.is_empty());
-    story.served(5200);
+    story.served(5450);
     assert_eq!(story.host().stage.answered, refused);
     let looks = story.times("inspect");
     assert!(looks.len() > 50, "it is looked at again and again: {looks:?}");

@@ -135,7 +135,7 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
     assert_eq!(story.calls("shut down"), 0);
     story.served(45_000);
     assert!(story.has_told("warning: server 200 ended: it has no client, and is still faulted"));
-    assert!(story.has_done("shut down server 200 (Fault)"));
+    assert!(story.has_done("shut down idle server 200 (Fault)"));
 }
 
 #[test]

@@ -324,5 +324,5 @@ fn one_that_retires_gets_no_limits() {
         host.says(Meaning::ClientLeft(1));
     });
     assert_eq!(story.serve(50_000), Some(Ok(Ended::Stopped)));
-    assert_eq!(story.times("quit if idle (Unused)"), [42_200]);
+    assert_eq!(story.times("quit if idle (Unused)"), [42_450]);
 }

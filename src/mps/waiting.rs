@@ -1,0 +1,151 @@
+//! The waiting socket: a socket of the service that stands in the place of a control daemon's. A program that connects there waits,
+//! since nobody accepts. Measured on an H200: it waits for as long as the socket is there, and begins without MPS then, unless the
+//! compute mode keeps it off the GPU.
+
+use std::fs::{self, Permissions};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind, listen, socket_with,
+};
+
+use common::directories::BadDirectory;
+use common::problem::Problem;
+
+use super::links::Socket;
+
+/// The name of the socket, which is no longer than that of a control daemon's: the path of a socket has a longest length.
+pub(super) const NAME: &str = "waiting";
+
+/// The most programs that wait. The kernel has the next ones wait for their connection.
+const PROGRAMS: i32 = 4096;
+
+/// The most programs that are named when they are let go.
+const NAMED: usize = 1024;
+
+#[derive(Debug)]
+pub(crate) struct WaitingSocket {
+    directory: PathBuf,
+    listener: OwnedFd,
+}
+
+impl WaitingSocket {
+    /// Makes the socket in the directory of a control daemon's own socket, since links to a socket can't leave its file system.
+    ///
+    /// # Errors
+    /// The socket can't be made.
+    pub(crate) fn make(directory: &Path) -> Result<Self, BadDirectory> {
+        let path = directory.join(NAME);
+        let made = || {
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+            bind(&listener, &SocketAddrUnix::new(&path)?)?;
+            // As that of a control daemon: whoever may write to a socket may connect to it.
+            fs::set_permissions(&path, Permissions::from_mode(0o666))?;
+            listen(&listener, PROGRAMS)?;
+            Ok(listener)
+        };
+        let listener = made().map_err(|error| BadDirectory {
+            path: path.clone(),
+            problem: Problem::new(
+                format!("no socket can be made where programs wait: {error}"),
+                "see that its file system has room and can be written",
+            ),
+        })?;
+        Ok(Self { directory: directory.to_owned(), listener })
+    }
+
+    pub(crate) fn is_in(&self, directory: &Path) -> bool {
+        self.directory == directory
+    }
+
+    /// The socket, to which links can lead.
+    ///
+    /// # Errors
+    /// It is not there any more.
+    pub(crate) fn socket(&self) -> Result<Socket, BadDirectory> {
+        let found = Socket::find_named(&self.directory, NAME)?;
+        found.ok_or_else(|| BadDirectory {
+            path: self.directory.join(NAME),
+            problem: Problem::new("the socket where programs wait was removed", "leave it to the service"),
+        })
+    }
+
+    /// Lets the programs go that have waited, and returns their PIDs.
+    pub(crate) fn let_go(self, own: u32) -> Vec<u32> {
+        let next = || match accept_with(&self.listener, SocketFlags::CLOEXEC) {
+            Ok(program) => Ok(socket_peercred(&program).ok()),
+            Err(error) => Err(error),
+        };
+        let mut waited = Vec::new();
+        while waited.len() < NAMED {
+            match next() {
+                Ok(peer) => {
+                    let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
+                    // The service itself connects, to see who listens.
+                    waited.extend(pid.filter(|pid| *pid != own));
+                }
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(_) => break,
+            }
+        }
+        waited
+    }
+}
+
+impl Drop for WaitingSocket {
+    fn drop(&mut self) {
+        // Another one may be in its place, or nothing.
+        let _ = fs::remove_file(self.directory.join(NAME));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::connect;
+
+    use super::*;
+
+    fn program(path: &Path) -> rustix::io::Result<OwnedFd> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
+        connect(&socket, &SocketAddrUnix::new(path)?)?;
+        Ok(socket)
+    }
+
+    #[test]
+    fn programs_wait_until_they_are_let_go() {
+        let directory = tempfile::tempdir().unwrap();
+        let waiting = WaitingSocket::make(directory.path()).unwrap();
+        let link = directory.path().join("control");
+        fs::hard_link(directory.path().join(NAME), &link).unwrap();
+        let first = program(&link).unwrap();
+        let _second = program(&link).unwrap();
+        let mut answer = [0];
+        let read = || rustix::io::read(&first, &mut [0; 1][..]);
+        assert_eq!(read(), Err(Errno::AGAIN), "nobody answers");
+        assert_eq!(waiting.let_go(0), [std::process::id(); 2]);
+        assert_eq!(rustix::io::read(&first, &mut answer[..]), Ok(0), "the connection is closed");
+        assert_eq!(program(&link).unwrap_err(), Errno::CONNREFUSED);
+        assert!(!directory.path().join(NAME).exists());
+    }
+
+    #[test]
+    fn a_socket_that_a_killed_service_has_left_is_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        fs::write(directory.path().join(NAME), "").unwrap();
+        let waiting = WaitingSocket::make(directory.path()).unwrap();
+        assert!(waiting.socket().is_ok() && waiting.is_in(directory.path()));
+        fs::remove_file(directory.path().join(NAME)).unwrap();
+        assert!(waiting.socket().is_err(), "nothing can lead there any more");
+        assert!(WaitingSocket::make(&directory.path().join("missing")).is_err());
+    }
+}
