@@ -120,13 +120,14 @@ impl Drop for Context {
 impl Context {
     pub(crate) fn open(host: &Host) -> Result<Self, u32> {
         let environment = |name: &str| std::env::var(name).ok();
+        let visible_devices = environment("CUDA_VISIBLE_DEVICES");
         let hello = ClientHello {
-            visible_devices: environment("CUDA_VISIBLE_DEVICES"),
+            visible_devices: visible_devices.clone(),
             percentage: environment("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
             memory_limits: environment("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"),
         };
         let Ok(control) = wire::connect(&super::pipe_directory().join("control")) else {
-            return Self::alone(host, hello.visible_devices.as_deref());
+            return Self::alone(host, visible_devices.as_deref());
         };
         wire::send(&control, &Hello::Client(hello)).map_err(|_| SERVER_GONE)?;
         match wire::receive(&control) {
@@ -134,7 +135,9 @@ impl Context {
                 Ok(Self { server: Some(Server::new(control)), gpu: None, devices })
             }
             Some(Event::Error(error)) => Err(error),
-            Some(Event::TakePart) | None => Err(SERVER_GONE),
+            Some(Event::TakePart) => Err(SERVER_GONE),
+            // As recorded: without an answer it goes on without MPS.
+            None => Self::alone(host, visible_devices.as_deref()),
         }
     }
 

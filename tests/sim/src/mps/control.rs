@@ -336,7 +336,9 @@ impl Daemon {
     fn user_interface(&'static self, connection: &OwnedFd, asker: Asker) {
         self.log("NEW UI");
         while let Some(line) = wire::receive::<String>(connection) {
-            let answer = self.command(&line, asker);
+            // As recorded: after `quit` with a client it takes no command any more.
+            let is_quitting = lock(&self.state).quitting;
+            let answer = (!is_quitting).then(|| self.command(&line, asker));
             if wire::send(connection, &answer).is_err() {
                 break;
             }

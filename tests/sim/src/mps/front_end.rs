@@ -33,8 +33,14 @@ pub(super) fn run(host: &Host) -> u8 {
         if wire::send(&control, &line).is_err() {
             break;
         }
-        let Some(answer) = wire::receive::<String>(&control) else { break };
-        _ = io::stdout().write_all(answer.as_bytes());
+        match wire::receive::<Option<String>>(&control) {
+            Some(Some(answer)) => _ = io::stdout().write_all(answer.as_bytes()),
+            Some(None) => {
+                _ = writeln!(io::stderr(), "Cannot send command to MPS control daemon process");
+                return 1;
+            }
+            None => break,
+        }
     }
     wire::part(&control);
     0
