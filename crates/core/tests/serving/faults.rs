@@ -108,6 +108,39 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
 }
 
 #[test]
+fn a_server_is_ended_behind_the_closed_door() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.served(45_000);
+    let first = |call| story.times(call).first().copied().unwrap();
+    assert!(
+        first("keep waiting") < first("shut down server") && first("shut down server") < first("lead again")
+    );
+    assert!(
+        first("lead again") < first("let go"),
+        "programs that have waited begin once a server has the GPU"
+    );
+}
+
+#[test]
+fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    story.served(39_900);
+    // All who were hit go, and the client that has just come through the door is at work.
+    story.host().during("clients", |host| {
+        host.during("read on", |host| {
+            host.stage.gone.insert(1);
+            host.only_stay(&[]);
+            host.is_status(SERVER, ServerStatus::Active);
+            host.client(2, SERVER, "A");
+        });
+    });
+    story.served(52_000);
+    assert_eq!(story.calls("shut down"), 0);
+    assert!(story.has_done("lead again") && story.has_done("let go"));
+    assert_eq!(story.shown(), "Ready, serving");
+}
+
+#[test]
 fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);

@@ -6,6 +6,7 @@
 
 mod capacity;
 mod check;
+mod doors;
 mod ends;
 mod faults;
 mod gpus;
