@@ -33,7 +33,7 @@ const HISTORIES_WITHOUT: &str = "1000";
 /// hold then; empty if several things do not, and any may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
-const DEFECTS: [Defect; 75] = [
+const DEFECTS: &[Defect] = &[
     (
         "a slice is given to a control group, and another one has it",
         "bindings.rs",
@@ -383,9 +383,9 @@ const DEFECTS: [Defect; 75] = [
     (
         "the links of a control daemon that nobody looks after stay where a slice is drained",
         "links/mod.rs",
-        "(LinkTarget::Closed, _) => directories.close_slice(name, None),",
-        "(LinkTarget::Closed, None) if PUT_BACK => Ok(()),\n            \
-         (LinkTarget::Closed, _) => directories.close_slice(name, None),",
+        "LinkTarget::Closed => directories.close_slice(name, None),",
+        "LinkTarget::Closed if PUT_BACK && self.socket.is_none() => Ok(()),\n            \
+         LinkTarget::Closed => directories.close_slice(name, None),",
         "drained-takes-none",
     ),
     (
@@ -475,8 +475,8 @@ const DEFECTS: [Defect; 75] = [
     (
         "the next service tells of a fault that is over",
         "serve/heal.rs",
-        "self.run.blockers.clear(ClearedBy::Healing);\n        self.keep_state_file();",
-        "self.run.blockers.clear(ClearedBy::Healing);\n        if !PUT_BACK { self.keep_state_file(); }",
+        "self.open_door();\n        self.keep_state_file();",
+        "self.open_door();\n        if !PUT_BACK { self.keep_state_file(); }",
         "who-was-hit-is-told",
     ),
     (
@@ -489,8 +489,8 @@ const DEFECTS: [Defect; 75] = [
     (
         "a request is carried out that nobody waits for any more",
         "serve/requests.rs",
-        "        if !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        if self.end",
-        "        if !PUT_BACK && !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        if self.end",
+        "        if !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        self.end",
+        "        if !PUT_BACK && !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        self.end",
         "given-up-is-not-done",
     ),
     (
@@ -708,7 +708,7 @@ fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
 /// The defects to try: all, or each with the text of `ONLY` in its name.
 fn chosen() -> impl Iterator<Item = Defect> {
     let only = std::env::var("ONLY").unwrap_or_default();
-    DEFECTS.into_iter().filter(move |defect| defect.0.contains(&only))
+    DEFECTS.iter().copied().filter(move |defect| defect.0.contains(&only))
 }
 
 #[test]
