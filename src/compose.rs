@@ -385,11 +385,18 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
     if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {
         (State::Starting, reason)
-    } else if bad < gpus.len() {
+    } else if bad < gpus.len() || gpus.iter().all(|gpu| goes_on_as_planned(parts, gpu.uuid())) {
         (State::Degraded, reason)
     } else {
         (State::Failed, reason)
     }
+}
+
+/// Whether a GPU that is not served needs nobody: clients of another control daemon are waited for, as planned, or a server gets over
+/// a fatal GPU error.
+fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
+    let waits = |status: &Status| status.left_to_others || status.view.state == ControlDaemonState::Faulted;
+    parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| waits(status))
 }
 
 fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {

@@ -17,7 +17,9 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
-use super::waiting;
+/// The socket where programs wait. Its name is no longer than that of a control daemon's: the path of a socket has a longest
+/// length.
+pub(super) const WAITING: &str = "waiting";
 
 /// A link that is about to take its place.
 const NEW: &str = ".control.new";
@@ -46,11 +48,15 @@ impl Socket {
         Self::find_named(control_directory, SOCKET)
     }
 
-    /// The socket with this name.
+    /// The socket where programs wait.
     ///
     /// # Errors
     /// The directory can't be used.
-    pub(super) fn find_named(parent: &Path, name: &'static str) -> Result<Option<Self>, BadDirectory> {
+    pub(super) fn find_waiting(control_directory: &Path) -> Result<Option<Self>, BadDirectory> {
+        Self::find_named(control_directory, WAITING)
+    }
+
+    fn find_named(parent: &Path, name: &'static str) -> Result<Option<Self>, BadDirectory> {
         let Some(directory) = directories::ours(parent)? else { return Ok(None) };
         let id = identity_of(&directory, name).map_err(|error| bad(parent, &error))?;
         Ok(id.map(|id| Self { directory, name, id }))
@@ -224,7 +230,7 @@ pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let is_ours = |name: &OsStr| {
         let text = name.to_string_lossy();
         // The pipe directory of a control daemon of one GPU or one slice may be here.
-        let ours = [SOCKET, NEW, waiting::NAME].contains(&&*text) || is_of_service(&text);
+        let ours = [SOCKET, NEW, WAITING].contains(&&*text) || is_of_service(&text);
         ours || text.contains(".refused-") || log == Some(name)
     };
     let (Ok(Some(directory)), Ok(mut entries)) = (directories::ours(path), fs::read_dir(path)) else {
@@ -254,6 +260,16 @@ pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>, n
 
 fn unlink(directory: &OwnedFd, name: &str) -> rustix::io::Result<()> {
     immutable::change(directory, || rustix::fs::unlinkat(directory, name, AtFlags::empty()))
+}
+
+/// Removes the socket where programs have waited, also from a directory that nobody else may change.
+pub(super) fn remove_waiting(directory: &Path) {
+    let removed = directories::existing(directory).map(|found| found.map(|found| unlink(&found, WAITING)));
+    if let Ok(Some(Err(error))) = removed
+        && error != Errno::NOENT
+    {
+        tracing::debug!("{}: {error}", directory.join(WAITING).display());
+    }
 }
 
 fn close(directory: &OwnedFd, socket: Option<SocketId>) -> io::Result<()> {

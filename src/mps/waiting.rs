@@ -16,10 +16,7 @@ use rustix::net::{
 use common::directories::BadDirectory;
 use common::problem::Problem;
 
-use super::links::Socket;
-
-/// The name of the socket, which is no longer than that of a control daemon's: the path of a socket has a longest length.
-pub(super) const NAME: &str = "waiting";
+use super::links::{Socket, WAITING, remove_waiting};
 
 /// The most programs that wait. The kernel has the next ones wait for their connection.
 const PROGRAMS: i32 = 4096;
@@ -39,12 +36,9 @@ impl WaitingSocket {
     /// # Errors
     /// The socket can't be made.
     pub(crate) fn make(directory: &Path) -> Result<Self, BadDirectory> {
-        let path = directory.join(NAME);
-        let made = || {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-                _ => {}
-            }
+        let path = directory.join(WAITING);
+        let made = || -> std::io::Result<OwnedFd> {
+            remove_waiting(directory);
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
             bind(&listener, &SocketAddrUnix::new(&path)?)?;
@@ -72,9 +66,9 @@ impl WaitingSocket {
     /// # Errors
     /// It is not there any more.
     pub(crate) fn socket(&self) -> Result<Socket, BadDirectory> {
-        let found = Socket::find_named(&self.directory, NAME)?;
+        let found = Socket::find_waiting(&self.directory)?;
         found.ok_or_else(|| BadDirectory {
-            path: self.directory.join(NAME),
+            path: self.directory.join(WAITING),
             problem: Problem::new("the socket where programs wait was removed", "leave it to the service"),
         })
     }
@@ -103,8 +97,7 @@ impl WaitingSocket {
 
 impl Drop for WaitingSocket {
     fn drop(&mut self) {
-        // Another one may be in its place, or nothing.
-        let _ = fs::remove_file(self.directory.join(NAME));
+        remove_waiting(&self.directory);
     }
 }
 
@@ -126,7 +119,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let waiting = WaitingSocket::make(directory.path()).unwrap();
         let link = directory.path().join("control");
-        fs::hard_link(directory.path().join(NAME), &link).unwrap();
+        fs::hard_link(directory.path().join(WAITING), &link).unwrap();
         let first = program(&link).unwrap();
         let _second = program(&link).unwrap();
         let mut answer = [0];
@@ -135,16 +128,16 @@ mod tests {
         assert_eq!(waiting.let_go(0), [std::process::id(); 2]);
         assert_eq!(rustix::io::read(&first, &mut answer[..]), Ok(0), "the connection is closed");
         assert_eq!(program(&link).unwrap_err(), Errno::CONNREFUSED);
-        assert!(!directory.path().join(NAME).exists());
+        assert!(!directory.path().join(WAITING).exists());
     }
 
     #[test]
     fn a_socket_that_a_killed_service_has_left_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
-        fs::write(directory.path().join(NAME), "").unwrap();
+        fs::write(directory.path().join(WAITING), "").unwrap();
         let waiting = WaitingSocket::make(directory.path()).unwrap();
         assert!(waiting.socket().is_ok() && waiting.is_in(directory.path()));
-        fs::remove_file(directory.path().join(NAME)).unwrap();
+        fs::remove_file(directory.path().join(WAITING)).unwrap();
         assert!(waiting.socket().is_err(), "nothing can lead there any more");
         assert!(WaitingSocket::make(&directory.path().join("missing")).is_err());
     }

@@ -121,7 +121,9 @@ pub(crate) fn written(id: &str, running: &Running) -> RunningDaemon {
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
         match error {
-            ControlError::Silent { .. } | ControlError::Unanswered { .. } => Self::Silent(error.to_string()),
+            ControlError::Silent { .. } | ControlError::Unanswered { .. } | ControlError::Exited { .. } => {
+                Self::Silent(error.to_string())
+            }
             ControlError::Unexpected { .. } => Self::NotUnderstood(error.to_string()),
             ControlError::NoDaemon { .. } => Self::Unreachable(error.to_string()),
             ControlError::NotRun { .. } => Self::Failed(error.to_string()),

@@ -34,6 +34,8 @@ pub(crate) struct Status {
     pub settled: bool,
     /// True if the next step waits for clients to end, or follows a failure. That may take days.
     pub put_off: bool,
+    /// True if a control daemon of somebody else has the place, and is left to its clients.
+    pub left_to_others: bool,
     /// True if it runs and is to end as soon as it has no client.
     pub ends_when_idle: bool,
     /// The slices without a link to it, and why.
@@ -149,6 +151,7 @@ impl Reporter {
             waiting: Vec::new(),
             settled: false,
             put_off: false,
+            left_to_others: false,
             ends_when_idle: false,
             missing_links: MissingLinks::default(),
             events: VecDeque::new(),
@@ -163,6 +166,10 @@ impl Reporter {
                 self.update(|status| status.ends_when_idle = ends_when_idle);
                 let Some(ShownState { state, serving, settled, reason }) = state else { return };
                 let state = match state {
+                    ShownAs::Starting => {
+                        self.update(|status| status.settled = false);
+                        ControlDaemonState::Starting
+                    }
                     ShownAs::Ready => ControlDaemonState::Ready,
                     ShownAs::Faulted => ControlDaemonState::Faulted,
                     ShownAs::Backoff => ControlDaemonState::Backoff,

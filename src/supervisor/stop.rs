@@ -19,7 +19,8 @@ impl Machine {
             Failure::NotUnderstood(_) => WhyFailed::NotUnderstood,
             _ => WhyFailed::Ill,
         };
-        let waits = matches!(failure, Failure::Waiting(_));
+        let left_to_others = matches!(failure, Failure::InUse(_));
+        let waits = left_to_others || matches!(failure, Failure::Waiting(_));
         let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {
@@ -32,6 +33,7 @@ impl Machine {
         {
             self.worker.reporter.warning(reason.clone());
         }
+        self.worker.reporter.update(|status| status.left_to_others = left_to_others);
         self.failing = Some(Failing { state, reason, before });
         trouble
     }

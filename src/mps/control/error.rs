@@ -12,6 +12,9 @@ const SHOWN_CHARACTERS: usize = 200;
 pub enum ControlError {
     #[error("{program}: {source}")]
     NotRun { program: PathBuf, source: io::Error },
+    /// The front end has failed, which says nothing of the control daemon.
+    #[error("{program} ended with {how}")]
+    Exited { program: PathBuf, how: String },
     /// No control daemon listens in the pipe directory. `said` is what the front end printed.
     #[error("no control daemon answers in {pipe_directory}: {said}")]
     NoDaemon { pipe_directory: PathBuf, said: String },

@@ -84,9 +84,16 @@ impl FrontEnd {
         if said.contains("Cannot send command") {
             return Ok(None);
         }
-        if !status.success() || finds_no_control_daemon(&said) {
-            let said = if said.trim().is_empty() { status.to_string() } else { said.trim().to_owned() };
+        if finds_no_control_daemon(&said) {
+            let said = said.trim().to_owned();
             return Err(ControlError::NoDaemon { pipe_directory: self.pipe_directory.clone(), said });
+        }
+        if !status.success() {
+            let said = if said.trim().is_empty() { String::new() } else { format!(": {}", said.trim()) };
+            return Err(ControlError::Exited {
+                program: self.program.clone(),
+                how: format!("{status}{said}"),
+            });
         }
         Ok(Some(answer.trim_end_matches('\n').to_owned()))
     }

@@ -455,6 +455,7 @@ impl World {
 
 fn state_in_words(state: ShownAs) -> String {
     match state {
+        ShownAs::Starting => "starting",
         ShownAs::Ready => "ready",
         ShownAs::Faulted => "faulted",
         ShownAs::Backoff => "backoff",

@@ -226,6 +226,11 @@ impl Blockers {
         // With a misfit, clients are served, and nobody has asked yet whether there are any.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
+        if configured && !leads && !retiring && (misfit || gravest.is_none()) {
+            let why = gravest.map(|gravest| gravest.describe() + ": ").unwrap_or_default();
+            let reason = format!("{why}it is about to restart, and programs that come wait");
+            return Some(ShownState { state: ShownAs::Starting, serving: false, settled: false, reason });
+        }
         let reason = gravest.map(Blocker::describe).unwrap_or_default() + &then;
         Some(ShownState { state, serving, settled: !misfit, reason })
     }
@@ -247,6 +252,8 @@ pub(super) struct Progress {
 /// The state of a control daemon that runs, in a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShownAs {
+    /// It is about to restart.
+    Starting,
     /// It serves clients.
     Ready,
     /// Its server has met a fatal GPU error.
@@ -416,7 +423,8 @@ mod tests {
         assert!(!all_of([]).shown(progress(true, false, false)).unwrap().serving);
         assert!(!all_of([misfit()]).shown(progress(true, false, false)).unwrap().serving);
         let closed = Progress { leads: false, ..progress(true, true, false) };
-        assert!(!all_of([misfit()]).shown(closed).unwrap().serving, "programs that come wait");
+        let closed = all_of([misfit()]).shown(closed).unwrap();
+        assert_eq!((closed.state, closed.serving, closed.settled), (ShownAs::Starting, false, false));
         let retiring = all_of([misfit()]).shown(progress(true, true, true)).unwrap().reason;
         assert!(retiring.starts_with("it has other GPUs and ends when its clients have ended"), "{retiring}");
         let retiring = all_of([hung(5)]).shown(progress(true, true, true)).unwrap().reason;

@@ -64,6 +64,8 @@ pub enum Failure {
     },
     /// Something outside must change first.
     Waiting(String),
+    /// A control daemon of somebody else has the place, and is left to its clients.
+    InUse(String),
     /// It has not answered in time, or dropped the question.
     Silent(String),
     /// Nobody listens in its directory.
@@ -79,6 +81,7 @@ impl Failure {
             Self::Failed(text)
             | Self::Ended { text, .. }
             | Self::Waiting(text)
+            | Self::InUse(text)
             | Self::Silent(text)
             | Self::Unreachable(text)
             | Self::NotUnderstood(text) => text,

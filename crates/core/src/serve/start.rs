@@ -166,14 +166,14 @@ async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Fai
             "control daemon {named} in {directory} was asked to end and has not yet"
         )));
     }
-    Err(Failure::Waiting(match clients {
-        Ok(clients) => format!(
+    Err(match clients {
+        Ok(clients) => Failure::InUse(format!(
             "a control daemon that is not ours ({named}) serves {} in {directory}; it is replaced when they are done, or \
              {end_it}",
             clients_counted(clients)
-        ),
-        Err(error) => {
-            format!("a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}")
-        }
-    }))
+        )),
+        Err(error) => Failure::Waiting(format!(
+            "a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}"
+        )),
+    })
 }
