@@ -113,10 +113,6 @@ impl Starter for StartShell<'_> {
         if control.is_nobody() || place == StartPlace::Pipe && control.daemon_pid().is_none() {
             return Ok(None);
         }
-        // Programs wait there for the control daemon that is to start.
-        if control.daemon_pid() == Some(std::process::id()) {
-            return Ok(None);
-        }
         let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),

@@ -201,9 +201,9 @@ impl Control {
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
-    /// See [`listener`].
+    /// See [`listener`]. Where programs wait for a control daemon, a socket of the service is in its place.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
-        listener(&self.0.pipe_directory)
+        listener(&self.0.pipe_directory).filter(|pid| *pid != std::process::id())
     }
 
     /// Whether certainly nobody listens in the pipe directory.
