@@ -11,8 +11,9 @@ use crate::mps::control::{Control, ControlError};
 use crate::mps::launch::{Launch, PausedProcess};
 use crate::mps::log::Follower;
 use crate::mps::process::{self, Process};
-use common::directories::{self, LogFile, immutable};
+use common::directories::{self, BadDirectory, LogFile, immutable};
 use common::host::{driver, systemd};
+use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
@@ -136,7 +137,7 @@ impl Starter for StartShell<'_> {
 
     fn open_directories(&mut self) -> Result<bool, Failure> {
         let plan = &self.worker.order.plan;
-        let bad_directory = |error: directories::BadDirectory| Failure::Waiting(error.to_string());
+        let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
             // The directory above may be kept for a control daemon that has other GPUs.
@@ -208,6 +209,21 @@ impl Worker {
         })
     }
 
+    /// Lets the control daemon of the order make its FIFO. Returns a message about the directory that was in the way.
+    fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
+        let plan = &self.order.plan;
+        let place = plan.control_directory().join(driver::LOG_FIFO);
+        // The plan has a private directory that this host can't have.
+        if plan.log_directory.starts_with(&place) {
+            let problem = Problem::new(
+                "is where the control daemon makes a FIFO, so it would write no log",
+                "configure a log directory outside of the pipe directory",
+            );
+            return Err(BadDirectory { path: plan.log_directory.clone(), problem });
+        }
+        directories::free_place_of_fifo(plan.control_directory())
+    }
+
     /// Starts the process and follows its log from where it begins.
     async fn spawn(
         &mut self,
@@ -220,8 +236,9 @@ impl Worker {
         let id = self.reporter.id();
         let not_started =
             |error: std::io::Error| Failure::Failed(format!("the control daemon can't be started: {error}"));
-        let logs =
-            directories::open(&plan.log_directory).map_err(|error| Failure::Waiting(error.to_string()))?;
+        let waiting = |error: BadDirectory| Failure::Waiting(error.to_string());
+        self.free_place_of_fifo().map_err(waiting)?.into_iter().for_each(|what| self.reporter.warning(what));
+        let logs = directories::open(&plan.log_directory).map_err(waiting)?;
         let path = plan.log_directory.join("control.log");
         let log_error = |error: std::io::Error| Failure::Failed(format!("{}: {error}", path.display()));
         let LogFile { output, file, moved_away } =

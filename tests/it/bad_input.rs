@@ -68,6 +68,18 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
+/// Its control daemon would make a FIFO there, and write no log with a directory in its place.
+#[test]
+fn a_log_directory_in_the_place_of_the_fifo() {
+    let host = Host::new("tesla-p40");
+    let pipe = host.path("mps/both").display().to_string();
+    host.configure(&format!("cuda_mps_pipe_directory: {pipe}\ncuda_mps_log_directory: {pipe}/log"));
+    refused(
+        host,
+        &format!("cuda_mps_log_directory: found \"{pipe}/log\", where control daemon shared makes a FIFO"),
+    );
+}
+
 /// A path that no GPU has is told to everybody who asks; the service waits for such a GPU.
 #[test]
 fn a_node_that_does_not_exist() {

@@ -1,12 +1,15 @@
 //! The real control daemons of drivers 535, 550 and 555. They start, answer and quit without a GPU; only their servers
 //! can't start.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::host::{Host, assert_has, control_daemon, control_pid};
+use crate::support::host::{Host, assert_has, binaries, control_daemon, control_pid, text};
+use crate::support::wait::wait_for;
 
 /// A host with one H200 and the control daemon of that driver, not the simulator's.
 fn host(series: &str) -> Host {
@@ -87,6 +90,61 @@ fn start_in_the_longest_pipe_directory() {
         host.start();
         let status = host.wait_for_state("ready");
         assert_eq!(control_daemon(&status)["pipe_directory"].as_str().map(str::len), Some(87));
+        assert_eq!(host.stop().code(), Some(0));
+    }
+}
+
+/// Without its FIFO a control daemon writes no log: the reason why no log directory may be in its place. The simulated one
+/// does the same.
+#[test]
+fn without_their_fifo_they_write_no_log() {
+    let real = |series: &str| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
+    for programs in [binaries(), real("535"), real("550"), real("555")] {
+        let host = Host::new("h200");
+        let program = programs.join("nvidia-cuda-mps-control");
+        let lines = |in_the_way: bool| {
+            let (pipe, log) = (host.path(&format!("mps/{in_the_way}")), host.path("mps/out"));
+            fs::create_dir_all(if in_the_way { pipe.join("log") } else { pipe.clone() }).unwrap();
+            let its = |program: &Path| {
+                let mut command = host.command(program);
+                command.env("CUDA_MPS_PIPE_DIRECTORY", &pipe);
+                command
+            };
+            let out = File::create(&log).unwrap();
+            let mut daemon = its(&program).arg("-f").stdin(Stdio::null()).stdout(out).spawn().unwrap();
+            let ask = |question: &str| {
+                let asked = host.path("mps/asked");
+                fs::write(&asked, question).unwrap();
+                text(&its(&program).stdin(File::open(&asked).unwrap()).output().unwrap())
+            };
+            let listens = || (ask("get_default_active_thread_percentage\n") == "100.0\n").then_some(());
+            wait_for("a control daemon", listens);
+            ask("quit\n");
+            assert_eq!(daemon.wait().unwrap().code(), Some(0));
+            fs::read_to_string(log).unwrap().lines().count()
+        };
+        assert_eq!(lines(true), 0, "{}", programs.display());
+        assert!(lines(false) > 0, "{}", programs.display());
+    }
+}
+
+/// The log directory of an earlier configuration does not keep its successor from its FIFO.
+#[test]
+fn a_former_log_directory_makes_none_silent() {
+    for series in ["535", "550", "555"] {
+        let mut host = host(series);
+        let pipe = host.path("mps/both");
+        fs::create_dir_all(pipe.join("log")).unwrap();
+        fs::write(pipe.join("log/control.log"), "former\n").unwrap();
+        host.configure(&format!("cuda_mps_prewarm: false\ncuda_mps_pipe_directory: {}", pipe.display()));
+        host.start();
+        let status = host.wait_for_state("ready");
+        let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
+        assert!(log.contains("Starting control daemon"), "{series}: {log}");
+        assert!(fs::metadata(pipe.join("log")).unwrap().file_type().is_fifo());
+        assert_eq!(fs::read_to_string(pipe.join("log.refused-1/control.log")).unwrap(), "former\n");
+        let moved = format!("{} was a directory in the place", pipe.join("log").display());
+        assert!(events(&status).iter().any(|event| event.starts_with(&moved)), "{status:#}");
         assert_eq!(host.stop().code(), Some(0));
     }
 }

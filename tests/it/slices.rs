@@ -372,13 +372,16 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// As on a machine without the platform: the pipe directory is where CUDA looks by itself, and the log directory is in it.
+/// An administrator who has put the log directory into the pipe directory goes on with a warning where the FIFO of the
+/// control daemon is elsewhere.
 #[test]
 fn the_log_directory_may_be_in_the_pipe_directory() {
     let mut host = Host::new("h200");
     let mps = host.path("mps/both");
     host.configure(&format!("cuda_mps_pipe_directory: {0}\ncuda_mps_log_directory: {0}/log", mps.display()));
     host.start();
+    let warning = "cuda_mps_log_directory: found ";
+    wait_for("the warning", || host.log().contains(warning).then_some(()));
     for _ in 0..2 {
         host.wait_for_state("ready");
         assert_eq!(files(&mps), ["control", "log", "slices"]);

@@ -4,6 +4,7 @@
 pub mod immutable;
 
 use crate::host::device_name;
+use crate::host::driver::LOG_FIFO;
 use crate::host::proc;
 use crate::plan::ControlDaemonPlan;
 use crate::problem::Problem;
@@ -102,6 +103,22 @@ pub fn clear_place(
         }
     }
     Ok(())
+}
+
+/// Lets a control daemon make its FIFO in this directory, which is its pipe directory: a directory in the FIFO's place, which
+/// was the log directory once, is renamed. Returns a message about it.
+pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirectory> {
+    let path = directory.join(LOG_FIFO);
+    let Some(there) = walk(directory, false)? else { return Ok(None) };
+    let entry = entry(&there, LOG_FIFO).map_err(|error| bad(&path, format!("can't be opened: {error}")))?;
+    let Some(entry) = entry else { return Ok(None) };
+    let found = stat(&entry).map_err(|problem| bad(&path, problem))?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::Directory {
+        return Ok(None);
+    }
+    let mut moved = Vec::new();
+    clear_place(&there, &path, "was a directory in the place of the control daemon's FIFO", &mut moved)?;
+    Ok(moved.pop())
 }
 
 /// The directory `path` as it is, or None if it is missing. Nothing is made or changed.

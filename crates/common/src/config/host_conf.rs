@@ -43,7 +43,7 @@ type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), String>;
 pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
 pub(super) const DEVICE_FILE_KEY: &str = "container_device_config_file";
 const PIPE_KEY: &str = "cuda_mps_pipe_directory";
-const LOG_KEY: &str = "cuda_mps_log_directory";
+pub(crate) const LOG_KEY: &str = "cuda_mps_log_directory";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
@@ -97,6 +97,10 @@ const LONGEST_SOCKET: &str = "control_privileged";
 
 /// The end of the name of the directory that only control daemons use.
 const PRIVATE_SUFFIX: &str = ".private";
+
+/// The log directory by default, where the usual one would be in the pipe directory. NVIDIA's own default may have the log
+/// of a control daemon of somebody else.
+pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
     /// The place of the directories that only control daemons use, beside the pipe directory.
@@ -163,8 +167,34 @@ impl Draft {
         Some(LocatedProblem::new(origin.clone(), *key, found, remedy))
     }
 
+    /// Keeps the log directory out of the pipe directory, as far as no file names it. A control daemon without a private
+    /// directory makes its FIFO `log` in the pipe directory, and writes no log if a directory of that name is there.
+    fn place_log(&mut self, findings: &mut Findings) {
+        let Settings { pipe_directory, log_directory, .. } = &mut self.settings;
+        if !log_directory.starts_with(&*pipe_directory) {
+            return;
+        }
+        let Some(origin) = self.origins.get(LOG_KEY) else {
+            *log_directory = PathBuf::from(LOG_BESIDE_PIPE);
+            return;
+        };
+        if log_directory == pipe_directory {
+            return;
+        }
+        let found = format!(
+            "found {:?}, which is in the pipe directory, where control daemons have files of their own, and where whoever \
+             has the pipe directory reads every log",
+            log_directory.display()
+        );
+        let remedy =
+            format!("choose a directory outside, or remove the key: its default is {LOG_BESIDE_PIPE} then");
+        findings.warnings.push(LocatedProblem::new(origin.clone(), LOG_KEY, found, remedy));
+        self.settings.log_in_pipe = Some(origin.clone());
+    }
+
     /// The checks that need all files.
-    pub(super) fn check_together(&self, findings: &mut Findings) {
+    pub(super) fn check_together(&mut self, findings: &mut Findings) {
+        self.place_log(findings);
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
         if pipe_directory == log_directory {
             let found = format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display());
@@ -750,7 +780,28 @@ mod tests {
             problem("cuda_mps_pipe_directory: /run/mps\n\ncuda_mps_log_directory: /run//mps/\n");
         assert_eq!((line, key.as_str()), (Some(3), LOG_KEY));
         assert!(found.contains("\"/run/mps\""), "{found}");
-        assert_eq!(problem("cuda_mps_pipe_directory: /tmp/nvidia-mps/log").1, PIPE_KEY);
+    }
+
+    #[test]
+    fn no_log_directory_is_in_the_pipe_directory_by_itself() {
+        for pipe in ["/tmp/nvidia-mps", "/tmp", "/tmp/nvidia-mps/log"] {
+            let settings = settings(&format!("cuda_mps_pipe_directory: {pipe}"));
+            assert_eq!(settings.log_directory, Path::new(LOG_BESIDE_PIPE));
+            assert_eq!(settings.log_in_pipe, None);
+        }
+        let beside = settings("cuda_mps_pipe_directory: /tmp/nvidia-mps/log2");
+        assert_eq!(beside.log_directory, Path::new("/tmp/nvidia-mps/log"));
+    }
+
+    #[test]
+    fn a_log_directory_that_a_file_puts_into_the_pipe_directory_is_a_warning() {
+        let (draft, findings) =
+            overlaid("cuda_mps_pipe_directory: /run/mps\ncuda_mps_log_directory: /run/mps/log\n");
+        assert_eq!(findings.problems, []);
+        let [warning] = <[LocatedProblem; 1]>::try_from(findings.warnings).unwrap();
+        assert_eq!((warning.origin.line, warning.key.as_str()), (Some(2), LOG_KEY));
+        assert_eq!(draft.settings.log_in_pipe, Some(warning.origin));
+        assert_eq!(draft.settings.log_directory, Path::new("/run/mps/log"));
     }
 
     #[test]
@@ -850,6 +901,7 @@ mod tests {
                 enabled,
                 pipe_directory,
                 log_directory,
+                log_in_pipe: None,
                 replicas: replicas.try_into().unwrap(),
                 log_level,
                 topology,

@@ -20,8 +20,9 @@ use strum::{EnumString, VariantNames};
 use crate::host::pci_address::PciAddress;
 use crate::host::regular_file::{self, Unreadable};
 use crate::problem::{LocatedProblem, Origin, Problem};
-pub use host_conf::has_room_for_sockets;
+pub(crate) use host_conf::LOG_KEY;
 use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
+pub use host_conf::{LOG_BESIDE_PIPE, has_room_for_sockets};
 use yaml::Value;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,6 +33,8 @@ pub struct Settings {
     pub pipe_directory: PathBuf,
     /// `cuda_mps_log_directory`: the directory of control.log.
     pub log_directory: PathBuf,
+    /// The line that puts the log directory into the pipe directory, where control daemons make files of their own.
+    pub log_in_pipe: Option<Origin>,
     /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
     pub replicas: NonZeroU32,
     pub log_level: LogLevel,
@@ -60,6 +63,7 @@ impl Default for Settings {
             enabled: false,
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
+            log_in_pipe: None,
             replicas: NonZeroU32::MIN.saturating_add(9),
             log_level: LogLevel::default(),
             topology: Topology::default(),

@@ -12,6 +12,7 @@
 //! | [`most_clients`]: 48 | any | Volta | the documentation, and the log of an H200 with 580.159.04 |
 //! | [`most_clients`]: 16 | any | any | the documentation |
 //! | [`control_daemon_arguments`] | any | any | tried with 555 and 580; 580 knows two more spellings |
+//! | [`LOG_FIFO`] | any | any | tried with 535, 550 and 555; on 580 only that the FIFO is there |
 //! | [`starts_control_daemon`] | any | any | tried with 535 to 580 |
 //! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
@@ -119,6 +120,10 @@ const BACKGROUND: &str = "-d";
 pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
     [FOREGROUND].into_iter().chain(multi_user.then_some(MULTI_USER_OPTION)).collect()
 }
+
+/// The FIFO through which a control daemon gets the log of its servers, in its pipe directory. Where it can't make the FIFO,
+/// neither it nor a server writes a line.
+pub const LOG_FIFO: &str = "log";
 
 /// Whether these arguments start a control daemon. With others its program is a front end.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {

@@ -5,15 +5,17 @@ use std::path::{Path, PathBuf};
 
 use mps_core::Tenure;
 
+use super::PlanError;
 use super::gpu_plan::{GpuPlan, SliceSize};
 use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
-use crate::config::{self, Isolation, MultiUser, Settings, Topology};
+use crate::config::{self, Isolation, LOG_BESIDE_PIPE, LOG_KEY, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
 use crate::host::device_name::{self, DeviceName, GpuId, SliceId};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
+use crate::problem::LocatedProblem;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControlDaemonPlan {
@@ -275,6 +277,29 @@ fn control_daemon(
     })
 }
 
+/// Checks that the log directory is not where a control daemon makes its FIFO.
+pub(super) fn each_writes_a_log(
+    control_daemons: &[ControlDaemonPlan],
+    settings: &Settings,
+) -> Result<(), PlanError> {
+    let Some(origin) = &settings.log_in_pipe else { return Ok(()) };
+    let silent = |daemon: &&ControlDaemonPlan| {
+        daemon.log_directory.starts_with(daemon.control_directory().join(driver::LOG_FIFO))
+    };
+    let problems = control_daemons.iter().filter(silent).map(|daemon| {
+        let found = format!(
+            "found {:?}, where control daemon {} makes a FIFO: with a directory in its place it writes no log, and no fault \
+             is ever seen",
+            daemon.log_directory.display(),
+            daemon.id
+        );
+        let remedy = format!("choose a directory outside of the pipe directory, such as {LOG_BESIDE_PIPE}");
+        LocatedProblem::new(origin.clone(), LOG_KEY, found, remedy)
+    });
+    let problems: Vec<_> = problems.collect();
+    if problems.is_empty() { Ok(()) } else { Err(PlanError::Problems(problems)) }
+}
+
 /// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
@@ -326,6 +351,7 @@ mod tests {
     use super::*;
     use crate::config::{CpuAffinity, ThreadPolicy};
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
+    use crate::problem::Origin;
 
     /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
     #[test]
@@ -441,6 +467,38 @@ mod tests {
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
         // With one GPU each, the defaults are the limits of its slices.
         assert_eq!(plan.gpus[0].warnings, []);
+    }
+
+    /// With a private directory the FIFO is there, and a control daemon below has another FIFO than `log`.
+    #[test]
+    fn a_control_daemon_that_would_write_no_log_is_an_error() {
+        let silent = |version: &str, topology, log: &str| {
+            let mut settings = with(vec![(node(128), 2), (node(129), 1)]);
+            settings.topology = topology;
+            settings.pipe_directory = "/run/mps".into();
+            settings.log_directory = log.into();
+            let origin = Origin { file: "/etc/yunion/host.conf".into(), line: Some(4) };
+            settings.log_in_pipe = Some(origin);
+            let inventory = Inventory { driver: Ok(version.to_owned()), ..h200s() };
+            plan(&settings, &inventory).err()
+        };
+        for version in ["535.261.03", "575.57.08"] {
+            for log in ["/run/mps/log", "/run/mps/log/of/mps"] {
+                let Some(PlanError::Problems(problems)) = silent(version, Topology::Shared, log) else {
+                    panic!("{log}")
+                };
+                let [problem] = problems.as_slice() else { panic!("{problems:?}") };
+                let told = problem.to_string();
+                assert!(
+                    told.starts_with("/etc/yunion/host.conf:4: cuda_mps_log_directory: found \"/run/mps/log"),
+                    "{told}"
+                );
+                assert!(told.contains("such as /var/log/yunion-mps"), "{told}");
+            }
+            assert_eq!(silent(version, Topology::Shared, "/run/mps/logs"), None);
+            assert_eq!(silent(version, Topology::PerGpu, "/run/mps/log"), None);
+        }
+        assert_eq!(silent("580.159.04", Topology::Shared, "/run/mps/log"), None);
     }
 
     #[test]

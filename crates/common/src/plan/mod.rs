@@ -75,6 +75,7 @@ pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> R
         wanted.into_iter().map(|wanted| gpus::gpu_plan(&wanted, settings, inventory)).collect();
     gpus::warn_of_other_claims(&mut gpus, settings, inventory);
     let control_daemons = control_daemons::control_daemons(&mut gpus, settings, inventory);
+    control_daemons::each_writes_a_log(&control_daemons, settings)?;
     control_daemons::warn_of_loose_defaults(&mut gpus, &control_daemons);
     let configured = configured(&gpus, &missing, inventory);
     let nothing = if gpus.is_empty() { entries::why_nothing(settings, inventory) } else { String::new() };

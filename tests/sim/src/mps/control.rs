@@ -239,7 +239,7 @@ impl Daemon {
             io::stdout().write_all(b"An instance of this daemon is already running\n")?;
             return Ok(1);
         }
-        let (log, server_log) = if background { logs()? } else { (Log::to(io::stdout()), None) };
+        let (log, server_log) = logs(&pipe, background)?;
         let version = host.mps_version();
         if host.fault("start-garbage").is_some() {
             io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
@@ -496,13 +496,14 @@ impl Daemon {
     pub(super) fn exit(&self) -> ! {
         let status = lock(&self.state).exit_status;
         self.log(&format!("Exit with status {status}"));
-        for file in ["log", PID_FILE] {
+        for file in [FIFO, PID_FILE] {
             _ = fs::remove_file(self.pipe.join(file));
         }
         std::process::exit(status.into());
     }
 }
 
+const FIFO: &str = "log";
 const PID_FILE: &str = "nvidia-cuda-mps-control.pid";
 
 fn make_directory(path: &Path) -> io::Result<()> {
@@ -513,8 +514,15 @@ fn make_directory(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens control.log, and server.log for the servers.
-fn logs() -> io::Result<(Log, Option<File>)> {
+/// Opens control.log, and server.log for the servers. In the foreground both write to this process's stdout. Where the FIFO
+/// can't be made, nothing is written anywhere.
+fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
+    if pipe.join(FIFO).is_dir() {
+        return Ok((Log::to(io::sink()), Some(File::options().write(true).open("/dev/null")?)));
+    }
+    if !background {
+        return Ok((Log::to(io::stdout()), None));
+    }
     let directory = log_directory();
     make_directory(&directory)?;
     let open = |name| OpenOptions::new().create(true).append(true).open(directory.join(name));
@@ -523,16 +531,18 @@ fn logs() -> io::Result<(Log, Option<File>)> {
 
 /// Leaves the FIFO, and from 555 on the PID file, which everybody may write.
 fn leave_files(pipe: &Path, version: u32) -> io::Result<()> {
-    let fifo = pipe.join("log");
+    let fifo = pipe.join(FIFO);
     _ = fs::remove_file(&fifo);
-    rustix::fs::mknodat(
+    let made = rustix::fs::mknodat(
         rustix::fs::CWD,
         &fifo,
         rustix::fs::FileType::Fifo,
         rustix::fs::Mode::from_raw_mode(0o777),
         0,
-    )?;
-    fs::set_permissions(&fifo, Permissions::from_mode(0o777))?;
+    );
+    if made.is_ok() {
+        fs::set_permissions(&fifo, Permissions::from_mode(0o777))?;
+    }
     if version >= 555 {
         let file = pipe.join(PID_FILE);
         fs::write(&file, std::process::id().to_string())?;
