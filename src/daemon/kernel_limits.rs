@@ -63,7 +63,7 @@ pub(super) fn kernel_limits(
     let outcome = |(slice, uuid): (SliceId, &str)| {
         let place = limited_to(&slice, &uuid.to_owned(), bindings, &wanted)?;
         match outcomes.get(&place)? {
-            LimitOutcome::Reached => Some((slice, Ok(()))),
+            LimitOutcome::Reached | LimitOutcome::Replaced(_) => Some((slice, Ok(()))),
             LimitOutcome::Refused(reason) => Some((slice, Err(reason.clone()))),
             LimitOutcome::NotOffered => None,
         }

@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::budgets::BudgetEvent;
 use crate::supervisor::compute_modes::ComputeModes;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
@@ -32,11 +33,12 @@ pub(crate) struct LimitKeeper {
 
 impl LimitKeeper {
     /// Wakes the loop up with `changed` when an outcome is new.
-    pub(crate) fn new(nvml: ComputeModes, changed: Arc<Notify>) -> Self {
+    pub(crate) fn new(nvml: ComputeModes, changed: Arc<Notify>, events: mpsc::Sender<BudgetEvent>) -> Self {
         let (goals, wanted) = watch::channel((0, LimitGoals::new()));
         let (tried, tried_seen) = watch::channel(0);
         let (outcomes, outcomes_seen) = watch::channel(LimitOutcomes::new());
-        let task = Acts { nvml, changed, begun: Instant::now(), limits: KernelLimits::default(), outcomes };
+        let task =
+            Acts { nvml, changed, events, begun: Instant::now(), limits: KernelLimits::default(), outcomes };
         tokio::spawn(task.run(wanted, tried));
         Self { goals, tried: tried_seen, outcomes: outcomes_seen }
     }
@@ -69,6 +71,7 @@ impl LimitKeeper {
 struct Acts {
     nvml: ComputeModes,
     changed: Arc<Notify>,
+    events: mpsc::Sender<BudgetEvent>,
     begun: Instant,
     limits: KernelLimits<GpuUuid>,
     outcomes: watch::Sender<LimitOutcomes>,
@@ -102,20 +105,34 @@ impl Acts {
 
     async fn act(&mut self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal) {
         let outcome = self.nvml.pursue_memory_limit(place, goal).await;
-        if self.limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed())
-            && let LimitOutcome::Refused(reason) = outcome
-        {
-            let (uuid, path) = (&place.gpu, &place.group.path);
-            let what = match goal {
-                LimitGoal::Hold(_) => "is not held by the kernel, so the service alone watches",
-                LimitGoal::Lift(_) => "can't be lifted",
-            };
-            tracing::info!(
-                gpu_uuid = uuid,
-                "the memory limit of {path} on {uuid} {what}, and is tried again each minute: {reason}"
-            );
+        if self.limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed()) {
+            self.tell(place, goal, outcome).await;
         }
         self.publish();
+    }
+
+    async fn tell(&self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal, outcome: LimitOutcome) {
+        let (uuid, path) = (&place.gpu, &place.group.path);
+        match (outcome, goal) {
+            (LimitOutcome::Refused(reason), LimitGoal::Hold(_)) => tracing::info!(
+                gpu_uuid = uuid,
+                "the memory limit of {path} on {uuid} is not held by the kernel, so the service alone watches, and is tried \
+                 again each minute: {reason}"
+            ),
+            (LimitOutcome::Refused(reason), LimitGoal::Lift(_)) => tracing::info!(
+                gpu_uuid = uuid,
+                "the memory limit of {path} on {uuid} can't be lifted, and is tried again each minute: {reason}"
+            ),
+            (LimitOutcome::Replaced(found), LimitGoal::Hold(mib)) => {
+                let text = format!(
+                    "somebody else has changed the memory limit of {path} on {uuid}: it was {found}, and is {mib} MiB again; \
+                     NVIDIA's container toolkit does so for a container whose environment has NVIDIA_GPU_MEMORY_LIMIT"
+                );
+                // The loop has ended, and with it the events.
+                let _ = self.events.send(BudgetEvent::Event(text)).await;
+            }
+            _ => {}
+        }
     }
 
     fn publish(&self) {

@@ -133,7 +133,7 @@ async fn env_speaks_shell_docker_and_json() {
     let script = format!("{shell}printf '%s\\n' \"$CUDA_MPS_PIPE_DIRECTORY\" \"$CUDA_VISIBLE_DEVICES\"");
     let values = printed(Command::new("sh").args(["-c", &script])).await;
     assert_eq!(values, format!("/srv/it's here\n{P40}\n"));
-    assert_eq!(shell.lines().filter(|line| line.starts_with("export ")).count(), 9);
+    assert_eq!(shell.lines().filter(|line| line.starts_with("export ")).count(), 11);
 
     let docker = printed(&mut ctl(&service.bus, &["env", "00:06.0-1", "--format", "docker"])).await;
     assert_eq!(
@@ -145,6 +145,8 @@ async fn env_speaks_shell_docker_and_json() {
             "--env=NVIDIA_DRIVER_CAPABILITIES=all",
             "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
             "--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
+            "--env=NVIDIA_GPU_MEMORY_LIMIT=5760",
+            "--env=NVIDIA_GPU_MEMORY_REQUEST=",
             "--env=YUNION_MPS_MEMORY_FRACTION=0.241",
             "--env=YUNION_MPS_MEMORY_MIB=5553",
             "--env=YUNION_MPS_DEVICE=00:06.0-1",
@@ -175,6 +177,8 @@ async fn env_speaks_podman_compose_and_cdi() {
             "--env=CUDA_MPS_PIPE_DIRECTORY=/srv/$HOME \"here\"",
             "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
             "--env=CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
+            "--env=NVIDIA_GPU_MEMORY_LIMIT=5760",
+            "--env=NVIDIA_GPU_MEMORY_REQUEST=",
             "--env=YUNION_MPS_MEMORY_FRACTION=0.241",
             "--env=YUNION_MPS_MEMORY_MIB=5553",
             "--env=YUNION_MPS_DEVICE=00:06.0-1",
@@ -200,6 +204,8 @@ async fn env_speaks_podman_compose_and_cdi() {
                 "NVIDIA_DRIVER_CAPABILITIES": "all",
                 "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
                 "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=5760M",
+                "NVIDIA_GPU_MEMORY_LIMIT": "5760",
+                "NVIDIA_GPU_MEMORY_REQUEST": "",
                 "YUNION_MPS_MEMORY_FRACTION": "0.241",
                 "YUNION_MPS_MEMORY_MIB": "5553",
                 "YUNION_MPS_DEVICE": "00:06.0",
@@ -418,6 +424,8 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
          CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe\n\
          CUDA_VISIBLE_DEVICES={P40}\n\
          NVIDIA_DRIVER_CAPABILITIES=all\n\
+         NVIDIA_GPU_MEMORY_LIMIT=5760\n\
+         NVIDIA_GPU_MEMORY_REQUEST=\n\
          NVIDIA_VISIBLE_DEVICES={P40}\n\
          YUNION_MPS_DEVICE=00:06.0-1\n\
          YUNION_MPS_MEMORY_FRACTION=0.241\n\

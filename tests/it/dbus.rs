@@ -419,10 +419,11 @@ async fn container_config_has_its_signature_and_order() {
     command.args(["--system", "call", NAME, MANAGER, "io.yunion.Mps1.Manager", "GetContainerConfig"]);
     let answer = printed(command.args(["as", "1", "00:06.0-1"])).await;
     let expected = format!(
-        "a(ss)a(ssb)as 8 \"CUDA_MPS_PIPE_DIRECTORY\" \"/tmp/nvidia-mps/pipe\" \
+        "a(ss)a(ssb)as 10 \"CUDA_MPS_PIPE_DIRECTORY\" \"/tmp/nvidia-mps/pipe\" \
          \"NVIDIA_VISIBLE_DEVICES\" \"{P40}\" \"NVIDIA_DRIVER_CAPABILITIES\" \"all\" \
          \"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE\" \"25\" \
-         \"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT\" \"0=5760M\" \"YUNION_MPS_MEMORY_FRACTION\" \"0.241\" \
+         \"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT\" \"0=5760M\" \"NVIDIA_GPU_MEMORY_LIMIT\" \"5760\" \
+         \"NVIDIA_GPU_MEMORY_REQUEST\" \"\" \"YUNION_MPS_MEMORY_FRACTION\" \"0.241\" \
          \"YUNION_MPS_MEMORY_MIB\" \"5553\" \"YUNION_MPS_DEVICE\" \"00:06.0-1\" \
          2 \"/dev/shm\" \"/dev/shm\" false \"/tmp/nvidia-mps/pipe\" \"/tmp/nvidia-mps/pipe\" false \
          1 \"{P40}\"\n"

@@ -1,7 +1,9 @@
 //! The memory limits that the kernel holds for bound control groups, with a simulated driver that has them.
 
 use std::fs;
+use std::path::PathBuf;
 use std::process::Stdio;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -24,10 +26,15 @@ fn with_driver_615(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2]
     Some((host, groups))
 }
 
+/// The file in which the driver keeps the limits of a control group.
+fn limits_file(host: &Host, group: &ContainerGroup) -> PathBuf {
+    let name = group.directory.to_str().unwrap().replace('/', "%");
+    host.path("gpus/0/memory_limits").join(name)
+}
+
 /// The hard limit of a control group in MiB, as the driver has it. None without a limit.
 fn limit(host: &Host, group: &ContainerGroup) -> Option<u64> {
-    let name = group.directory.to_str().unwrap().replace('/', "%");
-    let text = fs::read_to_string(host.path("gpus/0/memory_limits").join(name)).ok()?;
+    let text = fs::read_to_string(limits_file(host, group)).ok()?;
     let (soft, hard) = text.trim().split_once(' ').unwrap();
     assert_eq!(soft, "0", "a soft limit would stay with the control groups above");
     let bytes: u64 = hard.parse().unwrap();
@@ -136,6 +143,34 @@ fn memory_from_before_the_limit_is_no_limit() {
     host.clear("gpus/0/memory_uncounted_mib");
     host.reload();
     enforced_by(&host, OWN, "kernel");
+}
+
+/// A hook of NVIDIA's container toolkit may set other limits for the container just after the one that has bound it.
+#[test]
+fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
+    let test = "the_limits_of_another_hook_are_replaced_within_seconds_and_told";
+    let Some((host, [group, _other])) = with_driver_615(test, "") else { return };
+    let file = limits_file(&host, &group);
+    let ours = format!("0 {}", MEMORY << 20);
+    for (reserved, mib, found) in
+        [(100_000_u64, 140_000_u64, "140000 MiB, with 100000 MiB reserved"), (0, 7, "7 MiB")]
+    {
+        succeeded(&bind(&host, OWN, &group, &[]));
+        assert_eq!(limit(&host, &group), Some(MEMORY));
+        let begun = Instant::now();
+        fs::write(&file, format!("{} {}", reserved << 20, mib << 20)).unwrap();
+        let text = || fs::read_to_string(&file).unwrap().trim().to_owned();
+        wait_for("the limit of the slice", || (text() == ours).then_some(()));
+        // Without a reason it is a minute from one look to the next.
+        assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
+        let told = format!("it was {found}, and is {MEMORY} MiB again");
+        wait_for(&told, || host.log().contains(&told).then_some(()));
+        let status = host.json(&["status"]).unwrap();
+        let events = status["events"].as_array().unwrap();
+        assert!(events.iter().any(|event| event["text"].as_str().unwrap().contains(&told)), "{status:#}");
+        succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
+        limited(&host, &group, None);
+    }
 }
 
 /// A control group reads the limit of the one above it, which others share. That is no limit of its own.

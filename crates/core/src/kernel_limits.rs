@@ -2,7 +2,8 @@
 //!
 //! The limit of a control group on a GPU is the memory of its slices there, with the slices of the control groups inside it:
 //! their memory counts as its own, and nobody is to be refused memory that a slice has. Everything is looked at again after
-//! [`CHECK`], since others can change a limit, and a refusal may pass.
+//! [`CHECK`], since others can change a limit, and a refusal may pass. A limit that is new is looked at after [`SOON`] too: hooks
+//! of the same container may run after the one that binds it.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -12,6 +13,9 @@ use crate::bindings::{Bindings, ControlGroup};
 
 /// The time from one look at a limit to the next.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
+
+/// The time from a limit that is new, or that somebody else has just changed, to the next look at it.
+pub const SOON: CoreTime = CoreTime::from_secs(5);
 
 /// A control group on a GPU.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -86,6 +90,8 @@ pub enum LimitGoal {
 pub enum LimitOutcome {
     /// The goal is reached, as the driver says.
     Reached,
+    /// It is reached, and this other limit, in words, was there before.
+    Replaced(String),
     /// The driver knows no such limits.
     NotOffered,
     /// It is not reached, for this reason.
@@ -142,7 +148,8 @@ impl<G: Ord + Clone> KernelLimits<G> {
         self.0.values().map(|pursued| pursued.due).min()
     }
 
-    /// Takes note of the end of an act. Whether the end is another one than the last for this goal.
+    /// Takes note of the end of an act. Whether somebody should hear of it: of a refusal that is not the last one for this goal,
+    /// and of another limit in the place of one that the kernel held.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup<G>,
@@ -153,18 +160,28 @@ impl<G: Ord + Clone> KernelLimits<G> {
         let Some(pursued) = self.0.get_mut(place).filter(|pursued| pursued.goal == *goal) else {
             return false;
         };
-        let is_new = pursued.outcome.as_ref() != Some(&outcome);
-        match (goal, &outcome) {
-            (LimitGoal::Lift(_), LimitOutcome::Reached | LimitOutcome::NotOffered) => {
-                self.0.remove(place);
-                return is_new;
-            }
-            (LimitGoal::Hold(_), LimitOutcome::Reached) => pursued.ours = goal.mib(),
-            _ => {}
+        if matches!(outcome, LimitOutcome::Refused(_)) {
+            let is_new = pursued.outcome.as_ref() != Some(&outcome);
+            (pursued.outcome, pursued.due) = (Some(outcome), now.saturating_add(CHECK));
+            return is_new;
         }
+        if matches!(goal, LimitGoal::Lift(_)) {
+            self.0.remove(place);
+            return false;
+        }
+        let (outcome, was_another) = match outcome {
+            LimitOutcome::Replaced(_) => (LimitOutcome::Reached, true),
+            other => (other, false),
+        };
+        let was_held = pursued.outcome == Some(LimitOutcome::Reached);
+        let is_held = outcome == LimitOutcome::Reached;
+        if is_held {
+            pursued.ours = goal.mib();
+        }
+        let is_new = is_held && (was_another || !was_held);
+        pursued.due = now.saturating_add(if is_new { SOON } else { CHECK });
         pursued.outcome = Some(outcome);
-        pursued.due = now.saturating_add(CHECK);
-        is_new
+        was_held && was_another
     }
 
     /// The outcome of the last act for each limit that the kernel is to hold.

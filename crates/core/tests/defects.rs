@@ -24,7 +24,7 @@ use std::sync::Mutex;
 use std::thread;
 
 /// The histories within which a defect must be found.
-const HISTORIES: &str = "10000";
+const HISTORIES: &str = "25000";
 
 /// The histories of the copy without a defect. It is the core of today, which `histories.rs` tries.
 const HISTORIES_WITHOUT: &str = "1000";
@@ -79,9 +79,16 @@ const DEFECTS: &[Defect] = &[
     (
         "nobody looks at a limit again",
         "kernel_limits.rs",
-        "pursued.due = now.saturating_add(CHECK);",
-        "pursued.due = now.saturating_add(if PUT_BACK { CHECK * 10_000 } else { CHECK });",
+        "if is_new { SOON } else { CHECK }",
+        "if is_new { SOON } else if PUT_BACK { CHECK * 10_000 } else { CHECK }",
         "limits-go-with-bindings",
+    ),
+    (
+        "the limit of somebody else's hook stays for a minute",
+        "kernel_limits.rs",
+        "let is_new = is_held",
+        "let is_new = !PUT_BACK && is_held",
+        "a-shown-limit-is-held",
     ),
     (
         "the limit of several slices is shown as the limit of one",

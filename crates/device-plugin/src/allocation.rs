@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use common::bus::proxy::ContainerAnswer;
+use common::published::container::gives_gpus;
 
 use crate::api::{CdiDevice, ContainerDeviceNode, ContainerMount, ContainerSettings};
 use crate::offers::{Offered, Unusable};
@@ -90,7 +91,7 @@ pub(crate) fn by_cdi_of_gpus(
     let cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<_, _>>()?;
     let mut settings = settings(config);
     // They are for NVIDIA's runtime, which would add the GPUs a second time.
-    settings.environment.retain(|name, _| !name.starts_with("NVIDIA_"));
+    settings.environment.retain(|name, _| !gives_gpus(name));
     Ok(ContainerSettings { cdi_devices, ..settings })
 }
 

@@ -22,6 +22,8 @@ pub const NO_LIMIT: u64 = u64::MAX;
 pub struct MemoryLimit {
     /// The most memory that it can have.
     pub limit: u64,
+    /// The memory that is reserved for it.
+    pub reserved: u64,
     /// The memory that counts against the limit.
     pub used: u64,
 }
@@ -51,7 +53,7 @@ pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError>
     let group = directory(group)?;
     let mut found = Found { group: group.as_ptr(), soft: 0, hard: NO_LIMIT, used: 0 };
     call(device, c"nvmlDeviceGetMemoryLimits_v1", &mut found)?;
-    Ok(MemoryLimit { limit: found.hard, used: found.used })
+    Ok(MemoryLimit { limit: found.hard, reserved: found.soft, used: found.used })
 }
 
 /// Sets the limit of the control group with this directory, in bytes. Only root may.

@@ -2,10 +2,11 @@
 //! set limits themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{
-    GroupLimits, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, limited_to, limits,
+    CHECK, GroupLimits, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, limited_to, limits,
 };
 
 use super::bindings::is_in;
@@ -13,14 +14,21 @@ use super::budgets::budgets_of;
 use super::ways::SLICES;
 use super::{Dice, Ending, GPUS, World};
 
+/// The limit, in MiB, that somebody else's hook sets.
+const OF_HOOK: u64 = 9;
+
+/// The time after which a limit that a hook has set is to be ours again.
+const HOOK_LASTS: Duration = Duration::from_secs(5);
+
 type SimPlace = LimitedGroup<String>;
 
 /// The limits in the kernel, in MiB.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernel {
     limits: BTreeMap<SimPlace, u64>,
-    /// The limits that somebody else has changed, and at which the service has not looked since.
-    changed: BTreeSet<SimPlace>,
+    /// The limits that somebody else has changed, and at which the service has not looked since, with the moment when it is to
+    /// have looked.
+    changed: BTreeMap<SimPlace, Duration>,
     /// The limits that somebody else has set, or a service that has ended since.
     of_others: BTreeSet<SimPlace>,
     /// The GPUs on which it holds no limits, as in MIG mode.
@@ -90,7 +98,7 @@ impl World {
         self.next_limit().is_some()
     }
 
-    pub(crate) fn kernel_limits_wait_until(&self) -> Option<std::time::Duration> {
+    pub(crate) fn kernel_limits_wait_until(&self) -> Option<Duration> {
         self.service.as_ref()?.kernel_limits.limits.as_ref()?.due()
     }
 
@@ -104,6 +112,10 @@ impl World {
     pub(crate) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
+        let is_new = matches!(goal, LimitGoal::Hold(_)) && !self.kernel.limits.contains_key(&place);
+        // A hook of somebody else for the same container runs after the one that has bound it.
+        let hook_comes = is_new && !self.is_calm && dice.one_in(3);
+        let now = self.now;
         let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));
         let kernel = &mut self.kernel;
         kernel.changed.remove(&place);
@@ -118,9 +130,18 @@ impl World {
                 refused("more is in use")
             }
             LimitGoal::Hold(mib) => {
-                kernel.limits.insert(place.clone(), *mib);
+                let before = kernel.limits.insert(place.clone(), *mib);
                 kernel.of_others.remove(&place);
-                LimitOutcome::Reached
+                if hook_comes {
+                    kernel.limits.insert(place.clone(), OF_HOOK);
+                    kernel.of_others.insert(place.clone());
+                    kernel.changed.insert(place.clone(), now + HOOK_LASTS);
+                }
+                if before == Some(*mib) {
+                    LimitOutcome::Reached
+                } else {
+                    LimitOutcome::Replaced(format!("{before:?}"))
+                }
             }
             LimitGoal::Lift(ours) => {
                 if kernel.limits.get(&place).is_some_and(|mib| ours.contains(mib)) {
@@ -133,7 +154,6 @@ impl World {
         // An answer can get lost behind the act.
         let outcome = if is_lost { refused("no answer") } else { outcome };
         self.add_to_story(|| format!("limit of {place:?}: {goal:?} {outcome:?}"));
-        let now = self.now;
         let Some(service) = &mut self.service else { return };
         service.kernel_limits.limits.get_or_insert_default().has_acted(&place, &goal, outcome, now);
     }
@@ -166,14 +186,14 @@ impl World {
         }
         self.add_to_story(|| format!("somebody else changes the limit of {place:?}"));
         self.kernel.of_others.insert(place.clone());
-        self.kernel.changed.insert(place);
+        self.kernel.changed.insert(place, self.now + CHECK);
     }
 
     /// The control groups that have gone take their limits with them.
     pub(crate) fn limits_of_gone_groups_end(&mut self) {
         let is_there = |group: &ControlGroup| self.bindings.is_there(group);
         self.kernel.limits.retain(|place, _| is_there(&place.group));
-        self.kernel.changed.retain(|place| is_there(&place.group));
+        self.kernel.changed.retain(|place, _| is_there(&place.group));
         self.kernel.of_others.retain(|place| is_there(&place.group));
     }
 
@@ -192,7 +212,10 @@ impl World {
             for slice in (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice)) {
                 let place = limited_to(&slice, &slice.0, registry, &service.kernel_limits.wanted);
                 let Some(place) = place.filter(|place| held.contains(place)) else { continue };
-                if self.kernel.changed.contains(&place) || !self.bindings.is_there(&place.group) {
+                let may_differ = |until: &Duration| self.now <= *until || self.kernel_limits_come_on();
+                if self.kernel.changed.get(&place).is_some_and(may_differ)
+                    || !self.bindings.is_there(&place.group)
+                {
                     continue;
                 }
                 let mib = self.memory_of(&slice).map(|(_, mib)| mib);

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::directories;
 use crate::host::regular_file;
-use crate::published::container::{Mount, container_config};
+use crate::published::container::{Mount, container_config, gives_gpus};
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
 
@@ -79,7 +79,7 @@ fn device(snapshot: &Snapshot, hooks: Option<&Path>, name: &str) -> Option<Value
     // A container may have several devices, and a runtime makes one mount of two at the same place.
     let config = container_config(snapshot, [name]).ok()?.at_own_places();
     // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
-    let ours = config.environment.iter().filter(|(name, _)| !name.starts_with("NVIDIA_"));
+    let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
     let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
     let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
     let hooks: Vec<Value> = hooks.iter().map(|program| hook(program, &["bind", "--oci", name])).collect();
@@ -171,6 +171,8 @@ mod tests {
                     "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe",
                     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
                     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M",
+                    "NVIDIA_GPU_MEMORY_LIMIT=5760",
+                    "NVIDIA_GPU_MEMORY_REQUEST=",
                     "YUNION_MPS_MEMORY_FRACTION=0.241",
                     "YUNION_MPS_MEMORY_MIB=5553",
                     "YUNION_MPS_DEVICE=00:06.0-1",

@@ -12,6 +12,10 @@ use crate::published::snapshot::{GpuView, Snapshot, drained};
 /// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
+/// The variables by which NVIDIA's container runtime gives a container its GPUs, and the parts of the driver.
+const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
+const DRIVER_CAPABILITIES: &str = "NVIDIA_DRIVER_CAPABILITIES";
+
 /// The variable with the CPUs near the GPUs of a container. Nothing in this service reads it: it is for whoever starts
 /// the container.
 const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
@@ -20,6 +24,11 @@ const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 /// service reads them: they are for inference servers, which find the memory of the whole GPU and not of their slice.
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
+
+/// The variables from which a hook of NVIDIA's container toolkit sets the limit that the kernel holds for a container, in MiB, the
+/// hard one and the reserved one. An image may have them. The hook of this service sets the memory of the slice there.
+const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
+const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
 
 /// The most of a slice's memory that the CUDA context of a process takes, in MiB: a fixed part, and a part for each percent of
 /// the threads. Measured with driver 580: 147 with 25 % on an H100, 514 with 100 % on an H200. Larger GPUs have more SMs.
@@ -63,6 +72,11 @@ impl ContainerConfig {
 fn own_place(directory: &Path) -> PathBuf {
     let name = directory.file_name().unwrap_or_default().to_string_lossy();
     format!("{SLICE_DIRECTORY}-{name}").into()
+}
+
+/// Whether a variable gives a container its GPUs. A CDI device of NVIDIA's sets it as well, so that no GPU is given twice.
+pub fn gives_gpus(name: &str) -> bool {
+    [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
 
 /// The same in the environment of a container.
@@ -188,13 +202,16 @@ pub fn container_config(
         gpus.iter().map(|(_, size)| size.thread_percentage).min().ok_or(ContainerError::NoneNamed)?;
     let connect = connect.as_ref().filter(|_| directories.is_empty());
     let connect = connect.map_or(Path::new(SLICE_DIRECTORY), PathBuf::as_path);
+    let smallest_mib = gpus.iter().map(|(_, size)| size.memory_mib).min().ok_or(ContainerError::NoneNamed)?;
     let uuids: Vec<String> = gpus.iter().map(|(gpu, _)| gpu.uuid().to_owned()).collect();
     let mut environment = vec![
         ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
-        ("NVIDIA_VISIBLE_DEVICES", uuids.join(",")),
-        ("NVIDIA_DRIVER_CAPABILITIES", "all".to_owned()),
+        (VISIBLE_DEVICES, uuids.join(",")),
+        (DRIVER_CAPABILITIES, "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
         ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", memory_limits(&gpus)),
+        (TOOLKIT_LIMIT, smallest_mib.to_string()),
+        (TOOLKIT_REQUEST, String::new()),
     ];
     environment.extend(usable_memory(&gpus));
     environment.push((DEVICE_VARIABLE, devices.join(",")));
@@ -299,6 +316,8 @@ mod tests {
                 ("NVIDIA_DRIVER_CAPABILITIES", "all"),
                 ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "25"),
                 ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=5760M"),
+                ("NVIDIA_GPU_MEMORY_LIMIT", "5760"),
+                ("NVIDIA_GPU_MEMORY_REQUEST", ""),
                 ("YUNION_MPS_MEMORY_FRACTION", "0.241"),
                 ("YUNION_MPS_MEMORY_MIB", "5553"),
                 ("YUNION_MPS_DEVICE", "00:06.0-1"),
@@ -336,6 +355,8 @@ mod tests {
                 ("NVIDIA_DRIVER_CAPABILITIES", "all"),
                 ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10"),
                 ("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "GPU-2=35942M,GPU-1=5760M"),
+                ("NVIDIA_GPU_MEMORY_LIMIT", "5760"),
+                ("NVIDIA_GPU_MEMORY_REQUEST", ""),
                 ("YUNION_MPS_MEMORY_FRACTION", "0.241"),
                 ("YUNION_MPS_MEMORY_MIB", "5553"),
                 ("YUNION_MPS_DEVICE", "00:07.0-0,00:06.0-3"),

@@ -12,7 +12,7 @@ use crate::screen::say;
 use crate::{Error, Result, print_json};
 use common::bus::proxy::{ContainerAnswer, DaemonProxy};
 use common::published::cdi;
-use common::published::container::devices_in;
+use common::published::container::{devices_in, gives_gpus};
 use common::published::one_slice;
 use common::text::escaped;
 
@@ -102,7 +102,7 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
                 writeln!(out, "--device={device}")?;
             }
             // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES, so that NVIDIA's hook does not add the GPU a second time.
-            write_options(&answer, |name| !name.starts_with("NVIDIA_"), out)?;
+            write_options(&answer, |name| !gives_gpus(name), out)?;
         }
         EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,
         EnvFormat::Cdi => {

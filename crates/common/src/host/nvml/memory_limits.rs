@@ -20,30 +20,35 @@ impl Driver {
         }
         let changed = match goal {
             LimitGoal::Hold(mib) => self.hold(uuid, group, *mib),
-            LimitGoal::Lift(ours) => {
-                self.lift(uuid, group, |bytes| ours.iter().any(|mib| mib * MIB == bytes)).map(|()| None)
-            }
+            LimitGoal::Lift(ours) => self
+                .lift(uuid, group, |bytes| ours.iter().any(|mib| mib * MIB == bytes))
+                .map(|()| LimitOutcome::Reached),
         };
         match changed {
-            Ok(None) => LimitOutcome::Reached,
-            Ok(Some(why)) => LimitOutcome::Refused(why),
+            Ok(outcome) => outcome,
             Err(NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound) => LimitOutcome::NotOffered,
             Err(error) => LimitOutcome::Refused(why_refused(&error)),
         }
     }
 
-    /// None if the limit is held. Otherwise why it is not, though the driver has taken it. It is set each time, without a look: a
-    /// control group without a limit of its own reads the limit of one above it.
-    fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<Option<String>, NvmlError> {
+    /// The limit is set each time, whatever was there: a control group without a limit of its own reads the limit of one above
+    /// it.
+    fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<LimitOutcome, NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
         let wanted = mib.saturating_mul(MIB);
+        let before = memory_limits::read(&device, &directory)?;
         memory_limits::set(&device, &directory, wanted)?;
-        let MemoryLimit { limit, used } = memory_limits::read(&device, &directory)?;
-        let reads = |limit: &str| Some(format!("the driver has taken it, and reads {limit}"));
-        Ok(match limit {
-            limit if limit == wanted => self.uncounted(uuid, group, used),
-            NO_LIMIT => reads("no limit"),
-            limit => reads(&format!("{} MiB", limit / MIB)),
+        let now = memory_limits::read(&device, &directory)?;
+        if now.limit != wanted {
+            return Ok(LimitOutcome::Refused(format!(
+                "the driver has taken it, and reads {}",
+                limit_in_words(now)
+            )));
+        }
+        Ok(match self.uncounted(uuid, group, now.used) {
+            Some(why) => LimitOutcome::Refused(why),
+            None if before.limit == wanted && before.reserved == 0 => LimitOutcome::Reached,
+            None => LimitOutcome::Replaced(limit_in_words(before)),
         })
     }
 
@@ -76,6 +81,11 @@ impl Driver {
         }
         Ok(())
     }
+}
+
+fn limit_in_words(MemoryLimit { limit, reserved, .. }: MemoryLimit) -> String {
+    let limit = if limit == NO_LIMIT { "no limit".to_owned() } else { format!("{} MiB", limit / MIB) };
+    if reserved == 0 { limit } else { format!("{limit}, with {} MiB reserved", reserved / MIB) }
 }
 
 fn why_refused(error: &NvmlError) -> String {
