@@ -188,6 +188,24 @@ macro_rules! faults {
     };
 }
 
+/// A GPU that is not served is an error, whatever keeps it. The reason has the way out.
+#[test]
+fn a_compute_mode_that_cannot_be_set_is_an_error() {
+    for (fault, text) in [("gpus/0/error/nvmlDeviceSetComputeMode", "3"), ("gpus/0/no-permission", "")] {
+        let mut scene = Scene::new("h200");
+        scene.host.plant(fault, text);
+        scene.host.start();
+        wait_for("an error with the way out", || {
+            let is_it = |finding: &Value| {
+                let found = finding["found"].as_str().unwrap();
+                finding["severity"] == "error"
+                    && found.contains("with cuda_mps_set_compute_mode: false it is served")
+            };
+            scene.findings().iter().any(is_it).then_some(())
+        });
+    }
+}
+
 /// The same for obstacles that only root can plant.
 macro_rules! faults_for_root {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
@@ -373,7 +391,7 @@ faults! {
         scene.client(&["cuda-client", "hold", "600"]);
         scene.host.configure("cuda_mps_topology: per_gpu");
         scene.host.reload();
-    } => ["control-daemon-waiting", "agent-needs-shared", "clients-without-device"];
+    } => ["control-daemon-waiting", "agent-needs-shared", "clients-without-device", "gpu-not-served"];
     client_without_device: "h200", Serving, |scene| scene.client(&["cuda-client", "hold", "600"])
         => ["clients-without-device"];
     records_that_others_can_write: "h200", Before, |scene| {

@@ -141,7 +141,7 @@ fn settings(gpu: &Gpu, facts: &NvmlFacts) -> Vec<NamedProblem> {
     if facts.state.mig_enabled {
         let remedy = format!(
             "turn it off with nvidia-smi -i {address} -mig 0 once nothing runs on it, and before Hopper reset it then \
-             (nvidia-smi -i {address} --gpu-reset)"
+             (nvidia-smi -i {address} --gpu-reset), without this service and nvidia-persistenced, which hold it"
         );
         obstacles.push(NamedProblem::new("mig-enabled", "MIG is on", remedy));
     }

@@ -157,7 +157,8 @@ mod tests {
             (
                 |all| facts(all, 1).state.mig_enabled = true,
                 "MIG is on; turn it off with nvidia-smi -i 0000:1b:00.0 -mig 0 once nothing runs on it, and before Hopper \
-                 reset it then (nvidia-smi -i 0000:1b:00.0 --gpu-reset)",
+                 reset it then (nvidia-smi -i 0000:1b:00.0 --gpu-reset), without this service and nvidia-persistenced, which \
+                 hold it",
             ),
             (
                 |all| facts(all, 1).state.compute_mode = Some(ComputeMode::Prohibited),

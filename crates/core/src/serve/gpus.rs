@@ -88,7 +88,10 @@ impl LeftOut {
     fn describe(&self) -> String {
         match self {
             Self::Unreachable(error) => error.clone(),
-            Self::ModeRefused(error) => format!("it is served once its compute mode can be set: {error}"),
+            Self::ModeRefused(error) => format!(
+                "it is served once its compute mode can be set: {error}; with cuda_mps_set_compute_mode: false it is served as it \
+                 is, and programs get in without MPS and without limits"
+            ),
             Self::InOtherHands(id) => format!("control daemon {id} still has it"),
         }
     }

@@ -1,12 +1,12 @@
 //! The GPUs: the reasons why one is not served, and the things that its users will meet.
 
 use super::facts::Facts;
-use super::serving::named;
+use super::serving::{named, unless_served};
 use super::{Check, Outcome, Severity, each, error, finding, info, warning};
 use common::host::compute_mode::ComputeMode;
 use common::host::gpu::Gpu;
 use common::plan::{GpuPlan, HELD, WORTH_KNOWING, tenure_of};
-use common::problem::NamedProblem;
+use common::problem::{NamedProblem, Problem};
 
 pub(super) const CHECKS: &[Check] = &[
     ("GPUs that can't be served", unusable),
@@ -98,20 +98,17 @@ fn bypassing(facts: &Facts) -> Outcome {
     each(facts.known_gpus(), |(gpu, known)| {
         let on_it = published.clients.iter().flatten().filter(|one| one.bypass && one.gpu == known.uuid);
         let (who, pids): (Vec<_>, Vec<_>) = on_it.map(|one| (named(one), one.pid.to_string())).unzip();
+        let is_served =
+            published.gpus.iter().any(|one| one.device_path.as_ref() == Some(&known.uuid) && one.healthy);
+        let found =
+            format!("it is cut into slices, and used without MPS and without limits by {}", who.join(", "));
+        let remedy = format!(
+            "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
+            pids.join(" "),
+            gpu.id()
+        );
         (!who.is_empty()).then(|| {
-            warning(
-                "bypassing-program",
-                names(gpu),
-                format!(
-                    "it is cut into slices, and used without MPS and without limits by {}",
-                    who.join(", ")
-                ),
-                format!(
-                    "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
-                    pids.join(" "),
-                    gpu.id()
-                ),
-            )
+            finding(unless_served(is_served), "bypassing-program", names(gpu), Problem::new(found, remedy))
         })
     })
 }

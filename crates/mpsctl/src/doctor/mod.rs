@@ -150,6 +150,23 @@ struct DoctorReport {
     not_checked: Vec<NotChecked>,
 }
 
+impl DoctorReport {
+    fn add(&mut self, what: &'static str, outcome: Outcome) {
+        match outcome {
+            Ok(findings) => {
+                self.made += 1;
+                // Directories can share a parent, which gives the same finding twice.
+                for finding in findings {
+                    if !self.findings.contains(&finding) {
+                        self.findings.push(finding);
+                    }
+                }
+            }
+            Err(reason) => self.not_checked.push(NotChecked { check: what, reason }),
+        }
+    }
+}
+
 /// Returns the exit status.
 pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
@@ -181,16 +198,7 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
     for (what, check) in modules.into_iter().flatten() {
         let all = Arc::clone(facts);
         match within(DEADLINE, move || check(&all)) {
-            Some(Ok(findings)) => {
-                report.made += 1;
-                // Directories can share a parent, which gives the same finding twice.
-                for finding in findings {
-                    if !report.findings.contains(&finding) {
-                        report.findings.push(finding);
-                    }
-                }
-            }
-            Some(Err(why)) => report.not_checked.push(NotChecked { check: what, reason: why }),
+            Some(outcome) => report.add(what, outcome),
             None => report.findings.push(error(
                 "check-hangs",
                 what,
@@ -200,6 +208,8 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
             )),
         }
     }
+    let unnamed = serving::gpus(facts, &report.findings);
+    report.add(serving::GPUS, unnamed);
     // The sort is stable: within one severity, causes stay before their effects.
     report.findings.sort_by_key(|finding| finding.severity);
     report

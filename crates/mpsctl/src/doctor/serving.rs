@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::facts::Facts;
-use super::{Check, Outcome, Severity, each, error, finding, info, warning};
+use super::{Check, Finding, Outcome, Severity, each, error, finding, info, warning};
 use common::bus::proxy::Listed;
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::counted::counted;
@@ -14,7 +14,6 @@ use common::problem::Problem;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),
-    ("the health of the GPUs", gpus),
     ("the health of the slices", slices),
     ("the state of the service", service),
     ("whether limits are confirmed", limits),
@@ -28,6 +27,9 @@ pub(super) const CHECKS: &[Check] = &[
     ("the kernel's memory limits", kernel_limits),
     ("clients that wait for those of other users", waiting),
 ];
+
+/// The subject of [`gpus`], which comes after all checks.
+pub(super) const GPUS: &str = "the health of the GPUs";
 
 /// The most files that one finding names.
 const RECORDS: usize = 4;
@@ -48,7 +50,8 @@ pub(super) fn named(client: &Client) -> String {
 }
 
 fn control_daemons(facts: &Facts) -> Outcome {
-    each(&facts.published()?.control_daemons, |daemon| {
+    let published = facts.published()?;
+    each(&published.control_daemons, |daemon| {
         let reason = &daemon.reason;
         match daemon.state.as_str() {
             "faulted" => Some(error(
@@ -68,34 +71,42 @@ fn control_daemons(facts: &Facts) -> Outcome {
                     daemon.log_directory
                 ),
             )),
-            "waiting" => Some(warning(
-                "control-daemon-waiting",
-                name(daemon),
-                reason,
-                "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and yunion-mpsctl apply \
-                 --force ends their GPU work",
-            )),
+            "waiting" => {
+                let remedy = "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and \
+                              yunion-mpsctl apply --force ends their GPU work";
+                let is_served = published.served_by(&daemon.id).all(|gpu| gpu.healthy);
+                let problem = Problem::new(reason, remedy);
+                Some(finding(unless_served(is_served), "control-daemon-waiting", name(daemon), problem))
+            }
             _ => None,
         }
     })
 }
 
-/// The GPUs that are not healthy and for which no other finding gives the cause.
-fn gpus(facts: &Facts) -> Outcome {
+/// The severity of something that may keep a GPU from being served.
+pub(super) fn unless_served(is_served: bool) -> Severity {
+    if is_served { Severity::Warning } else { Severity::Error }
+}
+
+/// The GPUs that are not served, as is published, and that no error among the findings names.
+pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
     let published = facts.published()?;
-    let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
-    let planned = |gpu: &&Listed<Gpu>| {
-        plans.iter().any(|plan| {
-            plan.gpu.id().to_string() == gpu.addr && plan.obstacles.is_empty() && plan.gpu.nvml.is_ok()
-        })
-    };
-    let unexplained = |gpu: &&Listed<Gpu>| {
-        let daemons = &published.control_daemons;
+    let errors = || findings.iter().filter(|finding| finding.severity == Severity::Error);
+    let is_named = |gpu: &&Listed<Gpu>| {
         let daemon =
-            daemons.iter().find(|one| !gpu.control_daemon.is_empty() && one.id == gpu.control_daemon);
-        daemon.map_or(daemons.is_empty(), |daemon| daemon.state == "ready")
+            Some(format!("control daemon {}", gpu.control_daemon)).filter(|_| !gpu.control_daemon.is_empty());
+        let names = [Some(&gpu.addr), gpu.device_path.as_ref(), daemon.as_ref()];
+        let names = |text: &str| names.into_iter().flatten().any(|name| text.contains(name));
+        errors().any(|error| names(&error.subject) || names(&error.problem.found))
     };
-    let sick = published.gpus.iter().filter(|gpu| !gpu.healthy).filter(planned).filter(unexplained);
+    // It becomes another state within a minute.
+    let is_starting = |gpu: &&Listed<Gpu>| {
+        published.control_daemons.iter().any(|one| one.id == gpu.control_daemon && one.state == "starting")
+    };
+    if facts.inventory.driver.is_err() && errors().next().is_some() {
+        return Ok(Vec::new());
+    }
+    let sick = published.gpus.iter().filter(|gpu| !gpu.healthy && !is_named(gpu) && !is_starting(gpu));
     each(sick, |gpu| [error("gpu-not-served", &gpu.addr, &gpu.reason, DO_WHAT_IT_SAYS)])
 }
 

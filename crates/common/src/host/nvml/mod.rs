@@ -343,7 +343,9 @@ fn words(error: &NvmlError) -> Problem {
             "look for Xid lines in dmesg and reboot the host",
         ),
         NvmlError::ResetRequired => {
-            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset, or reboot the host".into()
+            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset once this service and \
+             nvidia-persistenced, which hold it, are stopped; or reboot the host"
+                .into()
         }
         NvmlError::NoPermission => Problem::new("no permission", "run as root"),
         NvmlError::InsufficientPower => "GPU lacks power: check its power cables".into(),
