@@ -38,7 +38,7 @@ pub(crate) enum Message {
     OverBudget,
     /// Clients of a slice that was over its budget, and the end of their work.
     CutBack,
-    /// A stop or a change ends the work of clients.
+    /// A stop, a change, or the end of a control daemon ends the work of clients.
     ClientsEnd,
     /// A compute mode could not be put back.
     ComputeModeStays,

@@ -1,7 +1,8 @@
 //! One run of a control daemon, from its start or its take-over to its end: its process, its log, and what people are told.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use crate::mps::control::Control;
 use crate::mps::log::{Follower, Line};
 use crate::mps::process::Process;
 use common::counted::counted;
-use common::host::driver;
+use common::host::{driver, proc};
 use common::state_file::Running;
 
 use super::ClientFault;
@@ -24,6 +25,9 @@ use super::status::Reporter;
 
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
+
+/// The most clients that are kept as those at work: more than sixteen full GPUs have.
+const CLIENTS_KEPT: usize = 1024;
 
 /// The number of lines that are kept as last words.
 const LAST_WORDS: usize = 3;
@@ -64,6 +68,8 @@ pub(super) struct Run {
     pub(super) server_ended: mpsc::Sender<u32>,
     server_ends: mpsc::Receiver<u32>,
     pub(super) known_clients: KnownClients,
+    /// The PIDs of the clients that have come and not left, as the log tells.
+    at_work: BTreeSet<u32>,
 }
 
 impl Run {
@@ -87,6 +93,7 @@ impl Run {
             server_ended,
             server_ends,
             known_clients: KnownClients::default(),
+            at_work: BTreeSet::new(),
         }
     }
 
@@ -101,6 +108,26 @@ impl Run {
         }
     }
 
+    /// Takes note of the clients that come and go.
+    pub(super) fn observe_clients(&mut self, line: &Line) {
+        match line.meaning {
+            Meaning::ClientAdmitted(client) => {
+                // The line of an end can get lost with a log that was too long.
+                if self.at_work.len() >= CLIENTS_KEPT {
+                    self.at_work.retain(|pid| proc::stat(*pid).is_ok());
+                }
+                if self.at_work.len() < CLIENTS_KEPT {
+                    self.at_work.insert(client);
+                }
+            }
+            Meaning::ClientLeft(client) | Meaning::TornDown { client, .. } => {
+                _ = self.at_work.remove(&client)
+            }
+            Meaning::ServerExited { .. } => self.at_work.clear(),
+            _ => {}
+        }
+    }
+
     pub(super) fn remember_words(&mut self, line: &Line) {
         if let Meaning::ServerStarting { .. } = line.meaning {
             self.last_words.clear();
@@ -111,6 +138,39 @@ impl Run {
                 self.last_words.pop_front();
             }
         }
+    }
+
+    /// Tells whose work the end of the control daemon has ended.
+    pub(super) fn tell_clients_of_the_end(&self, reporter: &Reporter) {
+        if self.at_work.is_empty() {
+            return;
+        }
+        let control = reporter.id();
+        let about = Subject { control: Some(&control), ..Subject::default() };
+        let named: Vec<String> = self.at_work.iter().map(|pid| self.known_clients.describe(*pid)).collect();
+        let clients = counted(named.len(), "client");
+        let named_first = first_named(named.iter().cloned());
+        let text = format!("{}, which ends the work of {clients}: {named_first}", self.end());
+        Message::ClientsEnd.log(about, &text);
+        for (pid, named) in self.at_work.iter().zip(named) {
+            Message::log_client(
+                about,
+                *pid,
+                format_args!("lost its work with control daemon {control}: {named}"),
+            );
+        }
+        reporter.keep_event(text);
+    }
+
+    fn end(&self) -> String {
+        let how = self.exit_status.map(|status| format!(" ({status})")).unwrap_or_default();
+        format!("the control daemon ended{how}")
+    }
+
+    /// How the control daemon has ended. Its last words explain no end by a signal.
+    pub(super) fn how_it_ended(&self) -> String {
+        let is_killed = self.exit_status.is_some_and(|status| status.signal().is_some());
+        if is_killed { self.end() } else { self.end() + &self.words() }
     }
 
     /// The last words of the log, as the end of a sentence.

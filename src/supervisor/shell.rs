@@ -138,9 +138,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn how_it_ended(&self) -> Failure {
-        let how = self.run.exit_status.map(|status| format!(" ({status})")).unwrap_or_default();
-        let text = format!("the control daemon ended{how}{}", self.run.words());
-        Failure::Ended { text, refuses_multiuser: self.run.refuses_multiuser() }
+        Failure::Ended { text: self.run.how_it_ended(), refuses_multiuser: self.run.refuses_multiuser() }
     }
 
     async fn inspect(&mut self, servers: &[u32], limits: Option<&Limits>) -> Result<Inspection, Failure> {
@@ -479,6 +477,7 @@ impl RunShell<'_> {
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;
+        run.observe_clients(line);
         if is_news {
             run.quiet_until = 0;
             run.remember_words(line);

@@ -24,6 +24,9 @@ impl Machine {
         let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {
+            if let Some((run, _)) = &self.run {
+                run.tell_clients_of_the_end(&self.worker.reporter);
+            }
             // In one breath: nothing that has ended is ever shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }

@@ -7,9 +7,10 @@ use rustix::process::Signal;
 
 use crate::support::client::{Client, describe, own_user};
 use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
-use crate::support::host::{Host, control_pid, text};
+use crate::support::host::{Host, control_pid, signal_pid, text};
 use crate::support::service_manager::ServiceManager;
 use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
 
 /// The only line of the log with this text, which is a warning and stands before the end of the control daemon.
 fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
@@ -69,6 +70,34 @@ fn the_stop_names_the_clients() {
     assert_eq!(host.ended().code(), Some(0));
     assert_warned(&host, &expected, control_daemon);
     drop((one, two));
+}
+
+/// A control daemon that is killed takes the work of its clients with it. Lines of its log explain nothing then.
+#[test]
+fn the_end_of_a_control_daemon_names_the_clients() {
+    let mut host = Host::new("h200");
+    host.configure("log_level: debug");
+    host.start();
+    let control_daemon = control_pid(&host.wait_for_state("ready"));
+    let gone = host.client_of("00:06.0-2");
+    let (gone_pid, client) = (gone.id(), host.client_of("00:06.0-1"));
+    gone.end();
+    let named =
+        format!("PID {} of user {}, slice 00:06.0-1, command \"cuda-client\"", client.id(), own_user());
+    let left = format!("Client process {gone_pid}");
+    wait_for("the news of both", || {
+        let log = host.log();
+        (log.contains(&format!("client {named}")) && log.contains(&left)).then_some(())
+    });
+    signal_pid(control_daemon, Signal::KILL);
+    let told =
+        format!("the control daemon ended (signal: 9 (SIGKILL)), which ends the work of 1 client: {named}");
+    wait_for(&told, || host.log().contains(&told).then_some(()));
+    let status = host.wait_for_state("ready");
+    let events = status["events"].as_array().unwrap();
+    assert!(events.iter().any(|event| event["text"] == told.as_str()), "{status:#}");
+    assert!(!host.log().contains("its log ends"), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 #[test]
