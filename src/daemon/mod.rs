@@ -92,7 +92,7 @@ pub(crate) enum Exit {
 /// Runs until it is asked to stop.
 pub(crate) async fn run(options: Options, level: Level) -> Exit {
     // Before anything else: the service that has it may be serving, and nothing of that is to be touched.
-    let directory = match RuntimeDirectory::take(&options.runtime_directory) {
+    let directory = match RuntimeDirectory::take_soon(&options.runtime_directory).await {
         Ok(directory) => directory,
         Err(error) => return Exit::Failed(error.to_string()),
     };

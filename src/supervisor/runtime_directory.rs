@@ -7,6 +7,9 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
 
 use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::io::Errno;
@@ -14,6 +17,10 @@ use rustix::process::{Flock, FlockType, fcntl_getlk};
 
 /// The file that is locked. It is empty: the kernel says which process has the lock.
 const FILE: &str = "lock";
+
+/// The time for a service that is on its way out. A process that was killed can take seconds to give its memory back.
+const PATIENCE: Duration = Duration::from_secs(3);
+const PAUSE: Duration = Duration::from_millis(50);
 
 /// The directory, ours as long as this value is there. The kernel takes the lock back when the process ends, however it
 /// ends, and no process that we start inherits it.
@@ -42,6 +49,17 @@ pub(crate) enum Unavailable {
 }
 
 impl RuntimeDirectory {
+    /// The same, and waits a while for a service that has just been killed: the kernel takes its lock back when it is gone.
+    pub(crate) async fn take_soon(path: &Path) -> Result<Self, Unavailable> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match Self::take(path) {
+                Err(Unavailable::InUse { .. }) if Instant::now() < deadline => sleep(PAUSE).await,
+                taken => return taken,
+            }
+        }
+    }
+
     /// Takes the directory, which is made if need be.
     pub(crate) fn take(path: &Path) -> Result<Self, Unavailable> {
         let failed = |file: &Path| {

@@ -219,8 +219,10 @@ fn what_cannot_be_terminated_says_why() {
     let own = std::process::id().to_string();
     for pid in [own.as_str(), "0", "4294967295"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
-        let expected =
-            format!("process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients");
+        let expected = format!(
+            "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; a program that is there as \
+             BYPASS, without MPS, is ended by kill"
+        );
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
     }
     let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:07.0-1"]));

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -551,6 +552,24 @@ fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     client.wait().unwrap();
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
+}
+
+/// The lock of a service that was killed is there until the kernel is done with it: the next start waits for that.
+#[test]
+fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
+    let mut host = Host::new("h200");
+    fs::create_dir_all(host.path("run")).unwrap();
+    let script = "import fcntl, sys, time\nlock = open(sys.argv[1], 'w')\nfcntl.lockf(lock, fcntl.LOCK_EX)\n\
+                  print('locked', flush=True)\nsys.stdin.read()\ntime.sleep(0.5)\n";
+    let mut other = host.command("/usr/bin/python3");
+    other.args(["-c", script]).arg(host.path("run/lock")).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut other = other.spawn().unwrap();
+    BufReader::new(other.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+    host.start();
+    drop(other.stdin.take());
+    other.wait().unwrap();
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
 }
 
 /// Puts a front end in front of the host's own that writes down when the service runs two at a time, beside a line for

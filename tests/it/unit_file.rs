@@ -145,7 +145,15 @@ fn the_directory_in_tmp_is_made_root_s() {
             fs::set_permissions(&directory, PermissionsExt::from_mode(0o777)).unwrap();
             chown(&directory, Some(65534), Some(65534)).unwrap();
         }
-        let left = ["pipe/slices/00_06.0-1", "pipe/slices", "pipe/GPU-1", "pipe", "slices"];
+        let left = [
+            "pipe/slices/00_06.0-1",
+            "pipe/slices",
+            "pipe/GPU-1",
+            "pipe/00_06.0-1",
+            "pipe",
+            "slices",
+            "00_06.0-1",
+        ];
         if before == "immutable" && flag_can_be_set() {
             for directory in left.map(|below| directory.join(below)) {
                 fs::create_dir_all(&directory).unwrap();

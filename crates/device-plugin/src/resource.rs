@@ -10,8 +10,8 @@ use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy};
 use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout_at};
-use tokio_stream::StreamExt;
 use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
+use tokio_stream::{Stream, StreamExt};
 use tonic::body::Body;
 use tonic::server::Grpc;
 use tonic::transport::Server;
@@ -34,7 +34,7 @@ use crate::slice::NodeSlice;
 /// The time that a container waits for a service that is being restarted. The kubelet admits no other pod meanwhile.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The pause before another try in this time.
+/// The pause before another try in this time, and after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(200);
 
 /// The most calls of the kubelet that are answered at once.
@@ -56,6 +56,17 @@ struct ResourceAnswers {
     name: String,
     manner: Manner,
     offered: watch::Receiver<Vec<Offered>>,
+}
+
+/// The connections to a socket. After a failure, such as too many open files, there is a pause: the next try would fail at once
+/// as well.
+fn with_pauses<T>(connections: impl Stream<Item = io::Result<T>>) -> impl Stream<Item = io::Result<T>> {
+    connections.then(|connection| async move {
+        if connection.is_err() {
+            sleep(RETRY).await;
+        }
+        connection
+    })
 }
 
 /// A resource that is served. Its end takes the socket away.
@@ -96,9 +107,13 @@ impl Resource {
             let server = Server::builder()
                 .concurrency_limit_per_connection(AT_ONCE)
                 .max_concurrent_streams(u32::try_from(AT_ONCE).ok())
-                .serve_with_incoming_shutdown(answer, UnixListenerStream::new(listener), async {
-                    let _ = stopped.await;
-                });
+                .serve_with_incoming_shutdown(
+                    answer,
+                    with_pauses(UnixListenerStream::new(listener)),
+                    async {
+                        let _ = stopped.await;
+                    },
+                );
             if let Err(error) = server.await {
                 tracing::error!("a resource is no longer served: {error}");
             }
@@ -254,4 +269,21 @@ fn status(refusal: &RefusedAllocation) -> Status {
         RefusedAllocation::Unusable { .. } | RefusedAllocation::NoUuid { .. } => Code::FailedPrecondition,
     };
     Status::new(code, refusal.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_connection_that_fails_is_followed_by_a_pause() {
+        let failed = || Err(io::Error::other("too many open files"));
+        let mut connections = std::pin::pin!(with_pauses(tokio_stream::iter([Ok(1), failed(), Ok(2)])));
+        let begun = Instant::now();
+        assert_eq!(connections.next().await.unwrap().unwrap(), 1);
+        assert!(connections.next().await.unwrap().is_err());
+        assert!(begun.elapsed() >= RETRY);
+        assert_eq!(connections.next().await.unwrap().unwrap(), 2);
+        assert!(connections.next().await.is_none());
+    }
 }

@@ -92,7 +92,9 @@ impl Follower {
         if !self.is_in_place() {
             return Some("was removed; the control daemon still writes to the removed file");
         }
-        let full = rustix::fs::fstatvfs(&self.file).is_ok_and(|statistics| statistics.f_bfree == 0);
+        // A ramfs has no size.
+        let is_full = |system: rustix::fs::StatVfs| system.f_blocks > 0 && system.f_bfree == 0;
+        let full = rustix::fs::fstatvfs(&self.file).is_ok_and(is_full);
         full.then_some(
             "its file system is full; until there is room, the control daemon and its servers can't log",
         )

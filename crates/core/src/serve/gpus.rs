@@ -103,6 +103,8 @@ pub struct GpuReach {
     left_out: BTreeMap<GpuUuid, LeftOut>,
     /// The GPUs with the service's compute mode.
     with_our_mode: BTreeSet<GpuUuid>,
+    /// The GPUs that have had it since the service sets it: where they have another one, others have changed it.
+    had_our_mode: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
 
@@ -123,9 +125,10 @@ impl GpuReach {
     }
 
     /// Why all GPUs of the order are left out, in words.
-    pub(super) fn why_none(&self) -> String {
+    pub(super) fn why_none(&self, wanted: &Wanted) -> String {
         let first = self.left_out.iter().next();
-        let why = first.map(|(gpu, why)| format!(": GPU {gpu}: {}", why.describe())).unwrap_or_default();
+        let why = first.map(|(gpu, why)| format!(": GPU {}: {}", wanted.name_of(gpu), why.describe()));
+        let why = why.unwrap_or_default();
         format!("none of its GPUs can be served{why}")
     }
 
@@ -140,13 +143,16 @@ impl GpuReach {
         // The order may have had others.
         self.left_out.retain(|gpu, _| gpus.contains(gpu));
         self.with_our_mode.retain(|gpu| gpus.contains(gpu));
+        self.had_our_mode.retain(|gpu| wanted.sets_modes && gpus.contains(gpu));
         let looks = shell.read_gpus(&gpus, self.left_out.is_empty()).await?;
         let mut processes = BTreeMap::new();
         for (gpu, look) in looks {
             self.with_our_mode.remove(&gpu);
             let look = look.map(|seen| {
                 processes.insert(gpu.clone(), seen.processes);
-                self.with_our_mode.extend(seen.has_our_mode.then(|| gpu.clone()));
+                if seen.has_our_mode {
+                    self.note_our_mode(&gpu);
+                }
             });
             let why = match (wanted.held.get(&gpu), look, self.left_out.get(&gpu)) {
                 (Some(id), _, _) => Some(LeftOut::InOtherHands(id.clone())),
@@ -156,13 +162,13 @@ impl GpuReach {
                 }
                 (None, Ok(()), _) => None,
             };
-            self.leave_out(shell, &gpu, why);
+            self.leave_out(shell, wanted, &gpu, why);
         }
         Some(processes)
     }
 
     /// Leaves a GPU out for this reason, or without one takes it in again.
-    fn leave_out(&mut self, shell: &mut impl GpuShell, gpu: &GpuUuid, why: Option<LeftOut>) {
+    fn leave_out(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpu: &GpuUuid, why: Option<LeftOut>) {
         shell.show_left_out(gpu, why.as_ref().map(LeftOut::describe).unwrap_or_default());
         let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
         let before = match why {
@@ -172,6 +178,7 @@ impl GpuReach {
         if !has_changed {
             return;
         }
+        let name = wanted.name_of(gpu);
         let (news, text) = match (before, self.left_out.get(gpu)) {
             (_, Some(why)) => {
                 let news = match why {
@@ -179,16 +186,16 @@ impl GpuReach {
                     LeftOut::ModeRefused(_) => GpuNews::Warning,
                     LeftOut::InOtherHands(_) => GpuNews::Event,
                 };
-                (news, format!("GPU {gpu}: {}", why.describe()))
+                (news, format!("GPU {name}: {}", why.describe()))
             }
             (Some(LeftOut::Unreachable(_)), None) => {
-                (GpuNews::Event, format!("GPU {gpu} can be reached again"))
+                (GpuNews::Event, format!("GPU {name} can be reached again"))
             }
             (Some(LeftOut::ModeRefused(_)), None) => {
-                (GpuNews::Event, format!("the compute mode of GPU {gpu} can be set again"))
+                (GpuNews::Event, format!("the compute mode of GPU {name} can be set again"))
             }
             (Some(LeftOut::InOtherHands(id)), None) => {
-                (GpuNews::Event, format!("GPU {gpu} is free: control daemon {id} has released it"))
+                (GpuNews::Event, format!("GPU {name} is free: control daemon {id} has released it"))
             }
             (None, None) => return,
         };
@@ -199,7 +206,7 @@ impl GpuReach {
     pub(super) async fn take_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted) {
         for gpu in self.gpus(wanted) {
             if let Err(refused) = self.take_mode(shell, wanted, &gpu).await {
-                self.leave_out(shell, &gpu, Some(refused));
+                self.leave_out(shell, wanted, &gpu, Some(refused));
             }
         }
     }
@@ -213,9 +220,14 @@ impl GpuReach {
     ) -> Result<(), LeftOut> {
         if wanted.sets_modes {
             shell.take_mode(gpu).await.map_err(LeftOut::ModeRefused)?;
-            self.with_our_mode.insert(gpu.clone());
+            self.note_our_mode(gpu);
         }
         Ok(())
+    }
+
+    fn note_our_mode(&mut self, gpu: &GpuUuid) {
+        self.with_our_mode.insert(gpu.clone());
+        self.had_our_mode.insert(gpu.clone());
     }
 
     /// Sets a compute mode again that somebody else has changed on one of these GPUs.
@@ -227,13 +239,17 @@ impl GpuReach {
             match shell.take_mode(&gpu).await {
                 Ok(false) => {}
                 Ok(true) => {
-                    self.with_our_mode.insert(gpu.clone());
-                    let mode = wanted.tenure.compute_mode();
-                    let text = format!("compute mode of {gpu} was changed by others; set to {mode} again");
-                    shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
+                    if self.had_our_mode.contains(&gpu) {
+                        let (mode, name) = (wanted.tenure.compute_mode(), wanted.name_of(&gpu));
+                        let text =
+                            format!("compute mode of GPU {name} was changed by others; set to {mode} again");
+                        shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
+                    }
+                    self.note_our_mode(&gpu);
                 }
                 Err(error) => {
-                    shell.tell_of_gpu(&gpu, GpuNews::Warning, format!("compute mode of {gpu}: {error}"));
+                    let text = format!("compute mode of GPU {}: {error}", wanted.name_of(&gpu));
+                    shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
                 }
             }
         }

@@ -90,6 +90,13 @@ pub struct Wanted {
     pub fault_grace: Duration,
 }
 
+impl Wanted {
+    /// The name of a GPU, for people: its UUID, if it is none of the order.
+    fn name_of<'w>(&'w self, gpu: &'w str) -> &'w str {
+        self.gpus.iter().find(|wanted| wanted.uuid == gpu).map_or(gpu, |wanted| &wanted.name)
+    }
+}
+
 /// A GPU of the order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedGpu {

@@ -125,7 +125,7 @@ pub async fn start(
     reach.take_modes(shell.gpus(), wanted).await;
     let gpus = reach.gpus(wanted);
     if gpus.is_empty() {
-        return Err(Failure::Waiting(reach.why_none()));
+        return Err(Failure::Waiting(reach.why_none(wanted)));
     }
     shell.passed("compute-modes", "compute modes are set");
     let mut multiuser = users.multiuser;

@@ -129,7 +129,11 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
                 )
             }
             Self::NoSuchClient(pid) => {
-                write!(f, "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients")
+                write!(
+                    f,
+                    "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; a program \
+                     that is there as BYPASS, without MPS, is ended by kill"
+                )
             }
             Self::NotTheirs { pid, user } => {
                 write!(f, "process {pid} is no client of a GPU here that user {user} has started")
@@ -137,8 +141,9 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
             Self::Unreadable { pid, why } => write!(f, "process {pid} can't be looked at: {why}"),
             Self::Unplaced(clients) => write!(
                 f,
-                "no process that is known to have these slices uses them any more; not known of {}: neither a mounted \
-                 directory nor the environment says which slice of this GPU they have, and their GPU work goes on; \
+                "no process that is known to have these slices uses them any more; not known of {}: no mounted \
+                 directory says which slice of this GPU they have, nor does an environment that counts, which none does for a \
+                 bound slice; their GPU work goes on; \
                  terminate them by PID or container before anybody stops them",
                 first_named(clients.iter().cloned())
             ),

@@ -203,8 +203,9 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
     assert_eq!(shell.spawned, [(vec!["A".to_owned()], true)]);
     assert!(reach.is_left_out("B") && reach.is_left_out("C") && !reach.is_left_out("A"));
     let told = [
-        "unreachable: GPU B: it is lost",
-        "warning: GPU C: it is served once its compute mode can be set: NVML says no",
+        "unreachable: GPU name of B: it is lost",
+        "warning: GPU name of C: it is served once its compute mode can be set: NVML says no; with cuda_mps_set_compute_mode: false it \
+         is served as it is, and programs get in without MPS and without limits",
     ];
     assert_eq!(shell.told(), told);
 }
@@ -213,7 +214,7 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
 fn without_any_gpu_nothing_is_started() {
     let mut shell = HostStart::with_gpus(&["A"]);
     shell.shell.host().stage.lost.insert("A".to_owned(), "it is lost".to_owned());
-    let words = "none of its GPUs can be served: GPU A: it is lost";
+    let words = "none of its GPUs can be served: GPU name of A: it is lost";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
     assert!(shell.spawned.is_empty());
 }
