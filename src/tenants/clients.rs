@@ -18,6 +18,7 @@ use common::host::nvml::GpuProcess;
 use common::host::proc;
 use common::membership::whose::{container, user_in};
 use common::membership::{SliceMounts, Slices};
+use mps_core::Tenure;
 use mps_core::mps::Client;
 use mps_core::serve::CONFIRM_AFTER;
 
@@ -31,6 +32,8 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServingDaemon {
+    /// Whether others have its GPUs too.
+    pub tenure: Tenure,
     /// The way to ask it. None while no control daemon runs.
     pub control: watch::Receiver<Option<Arc<Control>>>,
     /// The UUIDs of its GPUs.
@@ -51,6 +54,8 @@ struct Scan {
     /// The processes on each of its GPUs, by UUID.
     processes: BTreeMap<String, Vec<GpuProcess>>,
     bypasses: Vec<Bypass>,
+    /// Why it does not say which clients it has.
+    silent: Option<ControlError>,
 }
 
 impl Scan {
@@ -62,7 +67,7 @@ impl Scan {
 
 /// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that
 /// does not answer and a process that can't be looked at are errors: a reader would take a list with holes for the
-/// truth.
+/// truth. Where control daemons take turns, NVML fills the hole: its list, without the clients that the others name.
 pub(crate) async fn list(
     serving: Vec<ServingDaemon>,
     slices: Slices,
@@ -80,7 +85,10 @@ pub(crate) async fn list_served(
     nvml: ComputeModes,
     kernel: &Blocking,
 ) -> Result<Vec<ClientView>, String> {
-    let look = scan(&one, &nvml).await.map_err(|error| error.to_string())?;
+    let look = scan(&one, &nvml).await;
+    if let Some(error) = look.silent {
+        return Err(error.to_string());
+    }
     view_all(vec![one], vec![look], slices, kernel).await
 }
 
@@ -136,7 +144,8 @@ async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<
     }
     let mut answers = asked.join_all().await;
     answers.sort_by_key(|(place, _)| *place);
-    let mut scans = answers.into_iter().map(|(_, scan)| scan).collect::<Result<Vec<Scan>, _>>()?;
+    let mut scans: Vec<Scan> = answers.into_iter().map(|(_, scan)| scan).collect();
+    fill_holes(&mut scans, serving, nvml).await?;
     let known = serving.iter().flat_map(|one| &one.servers);
     let servers: Vec<u32> =
         scans.iter().flat_map(|scan| scan.servers.iter().flatten()).chain(known).copied().collect();
@@ -155,25 +164,54 @@ async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<
     Ok(scans)
 }
 
-async fn scan(one: &ServingDaemon, nvml: &ComputeModes) -> Result<Scan, ControlError> {
+/// Gives a control daemon that does not answer the clients that nobody else has, where NVML lists them.
+async fn fill_holes(
+    scans: &mut [Scan],
+    serving: &[ServingDaemon],
+    nvml: &ComputeModes,
+) -> Result<(), ControlError> {
+    let named: BTreeSet<u32> = scans.iter().flat_map(|scan| &scan.clients).map(|client| client.pid).collect();
+    for (scan, one) in scans.iter_mut().zip(serving) {
+        let Some(error) = scan.silent.take() else { continue };
+        if one.tenure == Tenure::Alone {
+            return Err(error);
+        }
+        for (uuid, there) in nvml.mps_clients(&one.gpus).await {
+            let Ok(there) = there else { return Err(error) };
+            let of_nobody = there.difference(&named);
+            scan.clients.extend(of_nobody.map(|pid| client_of_nvml(*pid, &uuid)));
+        }
+    }
+    Ok(())
+}
+
+async fn scan(one: &ServingDaemon, nvml: &ComputeModes) -> Scan {
     let looks = nvml.read_gpus(one.gpus.clone(), true).await.into_iter();
     let processes: BTreeMap<_, _> =
         looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
-    let (servers, clients) = match servers_and_clients(one).await? {
-        Some((servers, clients)) => (Some(servers), clients),
-        None if one.control.borrow().is_none() => (None, of_whichever(&processes)),
-        None => (None, Vec::new()),
+    let mut silent = None;
+    let (servers, clients) = match servers_and_clients(one).await {
+        Ok(Some((servers, clients))) => (Some(servers), clients),
+        Ok(None) if one.control.borrow().is_none() => (None, of_whichever(&processes)),
+        Ok(None) => (None, Vec::new()),
+        Err(error) => {
+            silent = Some(error);
+            (Some(one.servers.clone()), Vec::new())
+        }
     };
-    Ok(Scan { servers, clients, processes, bypasses: Vec::new() })
+    Scan { servers, clients, processes, bypasses: Vec::new(), silent }
+}
+
+/// A client of which nothing but its GPU is known.
+fn client_of_nvml(pid: u32, uuid: &str) -> Client {
+    Client { pid, id: None, server: 0, gpu_prefix: uuid.to_owned() }
 }
 
 /// The MPS clients that the driver lists, by GPU: those of another control daemon, while ours waits for its end.
 fn of_whichever(processes: &BTreeMap<String, Vec<GpuProcess>>) -> Vec<Client> {
     let on = |(uuid, processes): (&String, &Vec<GpuProcess>)| -> Vec<Client> {
         let clients = processes.iter().filter(|process| process.via_mps);
-        let client =
-            |process: &GpuProcess| Client { pid: process.pid, id: None, server: 0, gpu_prefix: uuid.clone() };
-        clients.map(client).collect()
+        clients.map(|process| client_of_nvml(process.pid, uuid)).collect()
     };
     processes.iter().flat_map(on).collect()
 }

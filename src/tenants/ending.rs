@@ -8,17 +8,23 @@ use mps_core::mps::ServerStatus;
 use mps_core::tenants::{ClientShell, DaemonClients, TerminateAnswer, UnknownClients, by_client};
 use mps_core::{CoreTime, Permit};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::process::{GoingOn, Held};
+use common::host::device_name::SliceId;
 use common::host::identity::Identity;
 use common::host::proc;
+
+/// The time for the answer of a control daemon that nobody depends on. It takes milliseconds.
+const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A control daemon that may have clients.
 #[derive(Debug, Clone)]
 pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
+    /// The slice that it alone serves. None: it serves all slices of its GPUs.
+    pub slice: Option<SliceId>,
     /// None if it is somebody else's, which listens where one of ours would.
     pub ours: Option<OwnDaemon>,
 }
@@ -34,6 +40,9 @@ pub(crate) struct OwnDaemon {
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
+    /// Control daemons that serve nobody of those who are meant. A client may be there all the same, but none of them has to
+    /// answer.
+    others: Vec<ClientsDaemon>,
     begun: Instant,
     pub(super) processes: P,
 }
@@ -41,7 +50,12 @@ pub(crate) struct EndingShell<P = ()> {
 impl<P> EndingShell<P> {
     /// The present moment is the time since `begun`.
     pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
-        Self { daemons, begun, processes }
+        Self { daemons, others: Vec::new(), begun, processes }
+    }
+
+    /// The same, with `others` that need not answer.
+    pub(crate) fn with_others(self, others: Vec<ClientsDaemon>) -> Self {
+        Self { others, ..self }
     }
 }
 
@@ -66,7 +80,7 @@ async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
 }
 
 async fn clients_of(daemon: &ClientsDaemon) -> Result<DaemonClients, UnknownClients> {
-    let ClientsDaemon { control, ours } = daemon;
+    let ClientsDaemon { control, ours, .. } = daemon;
     let is_elsewhere = || ours.as_ref().is_some_and(|ours| control.daemon_pid() != Some(ours.process.pid));
     let was_elsewhere = is_elsewhere();
     match clients(control).await {
@@ -102,10 +116,16 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
         for daemon in self.daemons.clone() {
             asked.spawn(async move {
                 let listed = clients_of(&daemon).await;
-                (daemon.control, listed)
+                Some((daemon.control, listed))
             });
         }
-        asked.join_all().await
+        for daemon in self.others.clone() {
+            asked.spawn(async move {
+                let listed = timeout(OTHERS_PATIENCE, clients_of(&daemon)).await.ok()?;
+                listed.is_ok().then_some((daemon.control, listed))
+            });
+        }
+        asked.join_all().await.into_iter().flatten().collect()
     }
 
     fn hold(&mut self, pid: u32) -> Result<Option<Held>, String> {

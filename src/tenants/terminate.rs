@@ -32,11 +32,21 @@ pub(crate) async fn terminate(
     wanted: TerminationTarget,
     processes: Processes,
 ) -> (Vec<Whose>, Result<(), TerminationError<Whose>>) {
-    let mut shell = EndingShell::new(daemons, tokio::time::Instant::now(), processes);
+    let (asked, others) = daemons.into_iter().partition(|daemon| can_serve(daemon, &wanted));
+    let mut shell = EndingShell::new(asked, tokio::time::Instant::now(), processes).with_others(others);
     let mut termination = Termination::new(target(wanted));
     let ended = tokio::time::timeout(TERMINATION_TIMEOUT, termination.run(&mut shell)).await;
     let result = ended.unwrap_or_else(|_| Err(termination.out_of_time()));
     (termination.had_work(), result)
+}
+
+/// Whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up the release
+/// of this one.
+fn can_serve(daemon: &ClientsDaemon, wanted: &TerminationTarget) -> bool {
+    match (wanted, daemon.slice) {
+        (TerminationTarget::Slices(slices), Some(only)) => slices.contains(&only),
+        _ => true,
+    }
 }
 
 fn target(wanted: TerminationTarget) -> Target<SliceId> {

@@ -1,5 +1,6 @@
 //! A control daemon for each slice: a fault stays in its slice.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::process::{Command, Stdio};
 
@@ -7,7 +8,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::client::{Client, own_user};
-use crate::support::host::{Host, alive, signal_pid, text};
+use crate::support::host::{Host, alive, signal_pid, succeeded, text};
 use crate::support::wait::wait_for;
 
 const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
@@ -353,10 +354,20 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
         let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
         assert!(done.status.success(), "{slice}: {}", text(&done));
     }
+    // Nor does it hide the clients of another slice, or keep it from being released.
+    let listed = host.json(&["clients"]).unwrap();
+    let pids: BTreeSet<u64> =
+        listed.as_array().unwrap().iter().filter_map(|one| one["pid"].as_u64()).collect();
+    assert_eq!(pids, held.iter().map(|(_, one)| u64::from(one.id())).collect(), "{listed:#}");
+    succeeded(&host.mpsctl(&["terminate", "--device", SLICES[3]]));
+    let mut released = held.iter().filter(|(slice, _)| *slice == SLICES[3]).map(|(_, one)| one.id());
+    wait_for("the end of the released", || released.clone().all(|pid| !alive(pid)).then_some(()));
+    assert!(released.next().is_some());
     signal_pid(victim, Signal::CONT);
     terminate.wait().unwrap();
     all_slices_take_clients(&host);
-    assert_eq!(held.iter().filter(|(_, one)| !alive(one.id())).count(), 1, "the victim");
+    let lost = held.iter().filter(|(slice, one)| *slice != SLICES[3] && !alive(one.id()));
+    assert_eq!(lost.count(), 1, "the victim");
     drop(held);
     assert_eq!(host.stop().code(), Some(0));
 }

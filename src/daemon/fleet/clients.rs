@@ -14,6 +14,7 @@ use crate::supervisor::{Status, Supervisor};
 use crate::tenants::clients::ServingDaemon;
 use crate::tenants::ending::{ClientsDaemon, OwnDaemon};
 use common::membership::Slices;
+use common::plan::{only_slice, tenure_of};
 use common::state_file::Running;
 
 impl Fleet {
@@ -25,7 +26,14 @@ impl Fleet {
             let bypasses = bypasses(&status).collect();
             let Status { gpus, waiting, view, .. } = status;
             let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
-            ServingDaemon { control, gpus, servers: view.servers, bypasses, waiting }
+            ServingDaemon {
+                tenure: tenure_of(&view.id),
+                control,
+                gpus,
+                servers: view.servers,
+                bypasses,
+                waiting,
+            }
         };
         self.ask_all(serving)
     }
@@ -93,6 +101,7 @@ impl Fleet {
         let status = self.status(id);
         let (_, control) = watch::channel(Some(Arc::new(control)));
         Ok(ServingDaemon {
+            tenure: tenure_of(id),
             control,
             gpus: running.gpus,
             servers: status.iter().flat_map(|status| status.view.servers.clone()).collect(),
@@ -115,11 +124,13 @@ impl Fleet {
                 let control = Arc::new(self.tools.front_ends.control_in(running.control_directory()));
                 ClientsDaemon {
                     control,
+                    slice: only_slice(id),
                     ours: Some(OwnDaemon { process: running.process, gpus: running.gpus.clone() }),
                 }
             })
             .collect();
-        all.extend(in_place.into_values().map(|control| ClientsDaemon { control, ours: None }));
+        let others = in_place.into_iter();
+        all.extend(others.map(|(id, control)| ClientsDaemon { control, slice: only_slice(&id), ours: None }));
         all
     }
 

@@ -46,7 +46,15 @@ pub struct ControlDaemonPlan {
 
 /// The tenure of the control daemon with this id. A control daemon with the name of a slice serves that slice alone.
 pub fn tenure_of(id: &str) -> Tenure {
-    if matches!(id.parse(), Ok(DeviceName::Slice(_))) { Tenure::InTurns } else { Tenure::Alone }
+    if only_slice(id).is_some() { Tenure::InTurns } else { Tenure::Alone }
+}
+
+/// The slice that a control daemon with this id alone serves. None: it serves all slices of its GPUs.
+pub fn only_slice(id: &str) -> Option<SliceId> {
+    match id.parse() {
+        Ok(DeviceName::Slice(slice)) => Some(slice),
+        _ => None,
+    }
 }
 
 /// A GPU of a control daemon. Its position is its ordinal.

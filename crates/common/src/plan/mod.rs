@@ -13,7 +13,7 @@ mod limits;
 mod paths;
 mod warnings;
 
-pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu, tenure_of};
+pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu, only_slice, tenure_of};
 pub use gpu_plan::{GpuPlan, HELD, SliceSize};
 pub use mps_core::Configured;
 pub use paths::render_node;
