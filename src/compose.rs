@@ -13,7 +13,7 @@ use common::counted::counted;
 use common::drained::Drained;
 use common::host::device_name::SliceId;
 use common::host::nvml::facts::GpuState;
-use common::plan::{GpuPlan, Plan};
+use common::plan::{GpuPlan, Plan, only_slice};
 use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
 use common::published::snapshot::{GpuView, Snapshot, State};
 use common::published::usage::InUse;
@@ -142,6 +142,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
         drained: drained(plan, parts.drained),
         bound: bound(plan, parts.bindings),
         kernel_limits: kernel_limits(plan, parts.kernel_limits),
+        full: full_slices(plan, &serving),
         unserved,
         in_use: in_use(parts, uuid, &serving),
         uses: parts.uses.get(uuid).map(|in_use| in_use.slices.clone()).unwrap_or_default(),
@@ -212,13 +213,18 @@ fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
     let bypassed = serving.iter().find(|(_, gpu)| !gpu.bypasses.is_empty());
     let bypassed = bypassed.map(|(_, gpu)| used_without_us(gpu));
     // All its clients are served, so a full GPU is well.
-    let full =
-        serving.iter().filter(|(_, gpu)| !gpu.full.is_empty()).map(|(status, gpu)| match plan.isolation {
-            Isolation::Gpu => gpu.full.clone(),
-            Isolation::Slice => format!("slice {}: {}", status.view.id, gpu.full),
-        });
+    let full = serving.iter().map(|(_, gpu)| gpu.full.clone());
+    let full = full.filter(|full| !full.is_empty() && plan.isolation == Isolation::Gpu);
     let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
     bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
+}
+
+/// The slices that are full, where each has a control daemon of its own: their sisters have places.
+fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u32, String> {
+    let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
+    let full =
+        full.filter_map(|(status, gpu)| Some((only_slice(&status.view.id)?.ordinal, gpu.full.clone())));
+    full.collect()
 }
 
 /// All clients of a GPU together. Where NVML lists no clients, only their number is known, from the control daemon.

@@ -386,6 +386,9 @@ fn a_full_slice_takes_no_place_of_another() {
     let status = host.wait_for_status("a full slice", |status| status["gpus"][0]["reason"] == full);
     assert_eq!(status["service"]["state"], "ready");
     assert_eq!(unserved(&host), [""; 0]);
+    let reasons: Vec<Value> = host.list().iter().map(|device| device["reason"].clone()).collect();
+    assert!(reasons[0].as_str().unwrap().starts_with("full: all 48 places are taken"), "{reasons:?}");
+    assert!(reasons[1..].iter().all(|reason| reason == ""), "{reasons:?}");
     let other = host.program_of(SLICES[1], &["hold", "0.1"]).output().unwrap();
     assert!(other.status.success(), "{}", text(&other));
     drop(held);

@@ -51,6 +51,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
         drained: BTreeSet::new(),
         bound: BTreeMap::new(),
         kernel_limits: BTreeMap::new(),
+        full: BTreeMap::new(),
         unserved: BTreeMap::new(),
         in_use: None,
         uses: Vec::new(),

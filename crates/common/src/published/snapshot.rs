@@ -78,6 +78,8 @@ pub struct GpuView {
     /// The slices for which the kernel was to hold the memory of the control group that is bound to them, by their ordinals:
     /// whether it does, or why not.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
+    /// The slices with a control daemon of their own that has as many clients as it can hold, by their ordinals, in words.
+    pub full: BTreeMap<u32, String>,
     /// The slices that are not served for a reason of their own, by their ordinals, and why: no control daemon serves the
     /// slice, or its directory leads to none. No drained slice is here.
     pub unserved: BTreeMap<u32, String>,
@@ -147,7 +149,8 @@ impl GpuView {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
         let unserved = self.unserved.get(&ordinal).cloned();
-        joined(drained.into_iter().chain(unserved).chain(over), &self.reason)
+        let full = self.full.get(&ordinal).cloned();
+        joined(full.into_iter().chain(drained).chain(unserved).chain(over), &self.reason)
     }
 
     /// The reason of the GPU itself, which also says how many slices are drained, which have no link, and which are over
@@ -155,7 +158,10 @@ impl GpuView {
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices()));
-        joined(drained.into_iter().chain(self.unserved()).chain(self.over_budget()), &self.reason)
+        let full =
+            self.full.iter().map(|(ordinal, why)| format!("slice {}: {why}", self.slice_name(*ordinal)));
+        let of_slices = drained.into_iter().chain(self.unserved()).chain(self.over_budget());
+        joined(of_slices.chain(full), &self.reason)
     }
 
     /// The slices that are not served for a reason of their own: the first with its reason.
