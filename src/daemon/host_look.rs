@@ -1,17 +1,18 @@
 //! The look at the host: which GPUs there are, and what NVML says of them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, watch};
-use tokio::time::Instant;
+use mps_core::{DriverInForce, DriverNews};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::{Instant, timeout};
 
-use common::host::blocking::Blocking;
 use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
-use common::host::nvml::Driver;
+use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
+use common::problem::Problem;
 
 /// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end
 /// a control daemon that has this GPU.
@@ -25,8 +26,8 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// that finds a control daemon connects to it.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
-/// The time after which a look counts as failed. It must stay well below the watchdog's time.
-const TIMEOUT: Duration = Duration::from_secs(15);
+/// The time for which somebody waits for a look. It must stay well below the watchdog's time.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The first and the last pause after NVML has failed to tell of critical errors. The pause doubles.
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
@@ -35,17 +36,52 @@ const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 /// A critical error that NVML tells of: the GPU's UUID and the Xid number.
 pub(super) type Xid = (String, u64);
 
-/// Looks at the host, and keeps the driver open as long as it works.
+/// Looks at the host. A look gets the driver in force and returns what it has found; it changes nothing by itself.
 #[derive(Debug)]
 pub(super) struct HostLook {
     sysroot: PathBuf,
+    in_force: DriverInForce<Arc<Driver>>,
+    /// The same, for everybody.
     driver: watch::Sender<Option<Arc<Driver>>>,
-    /// The driver's version, or why there is none.
+    /// Asks the driver in force. None while a look does.
+    nvml: Option<GpuQuestions>,
+    /// A look that has no answer yet. It goes on, for whoever waits next: an answer that is thrown away would close a driver that
+    /// has just woken all GPUs.
+    under_way: Option<LookUnderWay>,
+    /// The answer to a look that nobody has waited for.
+    late: Option<Looked>,
+    /// The version of the driver in force, or why there is none.
     pub(super) driver_version: Result<String, String>,
     xids: mpsc::Sender<Xid>,
-    looks: Blocking,
     /// When a program without MPS that has just come to a GPU is none that has just come any more.
     pub(super) newcomers_until: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct LookUnderWay {
+    begun: Instant,
+    answer: oneshot::Receiver<Looked>,
+}
+
+/// All that a look has found.
+#[derive(Debug)]
+struct Looked {
+    news: DriverNews<Arc<Driver>>,
+    nvml: Option<GpuQuestions>,
+    inventory: Inventory,
+}
+
+/// Looks at the host through this driver, or through a new one.
+fn look(sysroot: &Path, nvml: Option<GpuQuestions>) -> Looked {
+    let open = || Driver::open().map(|driver| GpuQuestions::new(Arc::new(driver)));
+    let mut nvml = nvml.map_or_else(open, Ok);
+    let inventory = Inventory::read(sysroot, nvml.as_mut().map_err(|reason| &*reason));
+    let news = match &nvml {
+        Ok(nvml) if inventory.driver.is_ok() => DriverNews::Listed(Arc::clone(nvml.driver())),
+        Ok(nvml) if nvml.driver().is_unusable() => DriverNews::Unusable,
+        Ok(_) | Err(_) => DriverNews::Failed,
+    };
+    Looked { news, nvml: nvml.ok(), inventory }
 }
 
 impl HostLook {
@@ -56,12 +92,36 @@ impl HostLook {
     ) -> Self {
         Self {
             sysroot,
+            in_force: DriverInForce::default(),
             driver,
+            nvml: None,
+            under_way: None,
+            late: None,
             driver_version: Err("not looked for yet".to_owned()),
             xids,
-            looks: Blocking::new(1),
             newcomers_until: None,
         }
+    }
+
+    pub(super) fn has_driver(&self) -> bool {
+        self.in_force.get().is_some()
+    }
+
+    /// How long NVML has been asked, in words, if it has not answered the last look.
+    pub(super) fn unanswered(&self) -> Option<Problem> {
+        let seconds = self.under_way.as_ref()?.begun.elapsed().as_secs();
+        Some(Problem::new(
+            format!("NVML has been asked for {seconds} s"),
+            "GPUs that sleep take some seconds each, and nvidia-persistenced keeps them awake; if it lasts, look for NVRM lines \
+             in dmesg",
+        ))
+    }
+
+    /// Resolves when a look is answered that nobody waits for any more.
+    pub(super) async fn answered_late(&mut self) {
+        let Some(look) = &mut self.under_way else { return std::future::pending().await };
+        self.late = (&mut look.answer).await.ok();
+        self.under_way = None;
     }
 
     /// Looks until NVML tells of all GPUs in `served`, or has failed to for a while.
@@ -80,31 +140,52 @@ impl HostLook {
         inventory
     }
 
-    /// Looks once. Off the loop's thread: a GPU that is about to fall off the bus can hold a question.
+    /// Looks once, and once more where that has shown that the driver in force is of no use any more.
     pub(super) async fn read(&mut self) -> Inventory {
-        let driver = self.driver.borrow().clone();
-        let sysroot = self.sysroot.clone();
-        let look = self.looks.ask(TIMEOUT, move || {
-            let driver = match driver {
-                Some(driver) => Ok(driver),
-                None => Driver::open().map(Arc::new),
+        loop {
+            let Some(Looked { news, nvml, mut inventory }) = self.looked().await else {
+                let reason = self.unanswered().unwrap_or_else(|| "the look at the GPUs has failed".into());
+                return Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new(), cpus: None };
             };
-            let inventory = Inventory::read(&sysroot, driver.as_deref());
-            (driver.ok(), inventory)
-        });
-        let (driver, mut inventory) = look.await.unwrap_or_else(|| {
-            let reason = format!("NVML did not answer within {} s", TIMEOUT.as_secs());
-            (None, Inventory { driver: Err(reason.into()), gpus: Vec::new(), others: Vec::new(), cpus: None })
-        });
-        let driver = driver.filter(|_| inventory.driver.is_ok());
-        let is_new = self.driver.borrow().is_none();
-        self.driver.send_replace(driver.clone());
-        if let Some(driver) = driver.filter(|_| is_new) {
-            self.watch_xids(driver);
+            let is_another = self.in_force.take(news);
+            let driver = self.in_force.get().cloned();
+            self.nvml =
+                nvml.filter(|nvml| driver.as_ref().is_some_and(|driver| Arc::ptr_eq(driver, nvml.driver())));
+            if is_another {
+                self.driver.send_replace(driver.clone());
+            }
+            match driver {
+                Some(driver) if is_another => self.watch_xids(driver),
+                None if is_another => continue,
+                _ => {}
+            }
+            if inventory.driver.is_ok() || !self.has_driver() {
+                self.driver_version = inventory.driver.clone().map_err(Into::into);
+                self.newcomers_until = pass_over(&mut inventory).map(|left| Instant::now() + left);
+            }
+            return inventory;
         }
-        self.driver_version = inventory.driver.clone().map_err(Into::into);
-        self.newcomers_until = pass_over(&mut inventory).map(|left| Instant::now() + left);
-        inventory
+    }
+
+    /// The answer to the look that is under way, or to a new one. None if there is none in time.
+    async fn looked(&mut self) -> Option<Looked> {
+        if let Some(late) = self.late.take() {
+            return Some(late);
+        }
+        let look = match &mut self.under_way {
+            Some(look) => look,
+            none => none.insert({
+                let (sysroot, driver) = (self.sysroot.clone(), self.in_force.get().cloned());
+                let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
+                let (tell, answer) = oneshot::channel();
+                // Off the loop's thread: a GPU that is about to fall off the bus can hold a question.
+                tokio::task::spawn_blocking(move || tell.send(look(&sysroot, nvml)));
+                LookUnderWay { begun: Instant::now(), answer }
+            }),
+        };
+        let answered = timeout(TIMEOUT, &mut look.answer).await.ok()?;
+        self.under_way = None;
+        answered.ok()
     }
 
     /// Has critical errors told as they happen. Waiting for them blocks, so it has a thread of its own, which ends after

@@ -264,6 +264,7 @@ impl Daemon {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
                     self.look_again().await;
                 }
+                () = self.look.answered_late(), if self.ending.is_none() => self.look_again().await,
                 Some(()) = self.fleet.holder_ended(), if self.ending.is_none() => {
                     self.scan_pause = FIRST_SCAN_FOR_MORE;
                     self.look_again().await;
@@ -325,6 +326,17 @@ impl Daemon {
     /// Looks at the host for GPUs that could not be served at the last look.
     async fn look_again(&mut self) {
         self.next_scan = None;
+        if let Some(late) = self.look.unanswered() {
+            match &mut self.plan {
+                Ok(_) => self.problem = late.into(),
+                Err(reason) => *reason = late.into(),
+            }
+            return;
+        }
+        if !self.settings.enabled {
+            // Compute modes that an earlier service has left can be put back now.
+            return drop(self.look.read().await);
+        }
         let inventory = self.look_for_gpus().await;
         let reason = match plan::plan(&self.settings, &inventory, self.planned_gpus()) {
             Ok(plan) => {
@@ -426,9 +438,15 @@ impl Daemon {
         let ended = self.ending.is_some() || !self.settings.enabled;
         let unserved = snapshot.gpus.iter().flatten().any(|gpu| !gpu.plan.obstacles.is_empty());
         let missing = self.plan.as_ref().is_ok_and(|plan| !plan.missing.is_empty());
-        let trouble = unserved || missing || !self.problem.is_empty() || !self.cdi_spec.problem.is_empty();
+        let trouble = unserved
+            || missing
+            || !self.look.has_driver()
+            || !self.problem.is_empty()
+            || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
             _ if ended => None,
+            // The answer comes by itself. Until then this only says how long it takes.
+            _ if self.look.unanswered().is_some() => Some(host_look::TIMEOUT),
             Err(_) => Some(SCAN_WITHOUT_PLAN),
             Ok(_) => trouble.then_some(self.scan_pause),
         };

@@ -32,16 +32,11 @@ pub(crate) struct ComputeModes {
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
-/// The mode a GPU has now and the processes on it, where NVML can say them. The error is NVML's reason for the mode.
-pub(crate) type GpuLook = Result<(ComputeMode, Vec<GpuProcess>), String>;
+/// The mode a GPU has now, and the processes on it. The errors are NVML's reasons for either.
+pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, String>), String>;
 
 fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
-    let mode = driver.compute_mode(uuid)?;
-    let processes = driver.processes(uuid).unwrap_or_else(|error| {
-        tracing::debug!(gpu_uuid = uuid, "{error}");
-        Vec::new()
-    });
-    Ok((mode, processes))
+    Ok((driver.compute_mode(uuid)?, driver.processes(uuid)))
 }
 
 impl ComputeModes {

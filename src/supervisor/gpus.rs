@@ -20,21 +20,27 @@ use super::bypass::{self, Bypass};
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
         let served = ComputeMode::while_served(self.order.plan.tenure());
-        let mut processes = BTreeMap::new();
+        // Of a GPU that can't be asked, the last answer counts.
+        self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.compute_modes.read_gpus(gpus.to_vec(), together).await {
             let mode = look.as_ref().ok().map(|(mode, _)| *mode);
             self.reporter.update_gpu(&uuid, |status| status.compute_mode = mode);
             let look = look.map(|(mode, there)| {
-                let there = self.own(there);
                 let seen = |process: &GpuProcess| SeenProcess { pid: process.pid, via_mps: process.via_mps };
-                let of_gpu = there.iter().map(seen).collect();
-                processes.insert(uuid.clone(), there);
-                SeenGpu { has_our_mode: mode == served, processes: of_gpu }
+                let processes = there.map(|there| {
+                    let there = self.own(there);
+                    let of_gpu = there.iter().map(seen).collect();
+                    self.processes.insert(uuid.clone(), there);
+                    of_gpu
+                });
+                if let Err(error) = &processes {
+                    tracing::debug!(gpu_uuid = uuid, "{error}");
+                }
+                SeenGpu { has_our_mode: mode == served, processes }
             });
             seen.insert(uuid, look);
         }
-        self.processes = processes;
         Some(seen)
     }
 

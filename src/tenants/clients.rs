@@ -156,7 +156,10 @@ async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<
             Some(_) => {
                 let find =
                     |(uuid, processes): (&String, &Vec<_>)| bypass::find(uuid, processes, &servers, &clients);
-                scan.processes.iter().flat_map(find).collect()
+                // Of a GPU without a list, the last one counts.
+                let unlisted =
+                    one.bypasses.iter().filter(|bypass| !scan.processes.contains_key(&bypass.gpu_uuid));
+                scan.processes.iter().flat_map(find).chain(unlisted.cloned()).collect()
             }
             None => one.bypasses.clone(),
         };
@@ -188,7 +191,7 @@ async fn fill_holes(
 async fn scan(one: &ServingDaemon, nvml: &ComputeModes) -> Scan {
     let looks = nvml.read_gpus(one.gpus.clone(), true).await.into_iter();
     let processes: BTreeMap<_, _> =
-        looks.map(|(uuid, look)| (uuid, look.map(|(_, processes)| processes).unwrap_or_default())).collect();
+        looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();
     let mut silent = None;
     let (servers, clients) = match servers_and_clients(one).await {
         Ok(Some((servers, clients))) => (Some(servers), clients),

@@ -670,6 +670,26 @@ fn a_gpu_that_is_lost() {
     one_out_of_eight(&[("gpus/3/lost", "")], "lost");
 }
 
+/// NVML never answers about it.
+#[test]
+fn a_gpu_that_hangs() {
+    one_out_of_eight(&[("gpus/3/hangs", "")], "NVML did not answer within 10 s");
+}
+
+/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than anybody waits for a look. The
+/// driver stays open, and the answer counts when it comes.
+#[test]
+fn gpus_that_sleep_are_served_when_all_are_awake() {
+    let mut host = Host::new("h200x8");
+    host.plant("wake-ms", "2100");
+    host.start();
+    host.wait_until_it_fails("NVML has been asked for 15 s");
+    let status = host.wait_for_state("ready");
+    assert_has(control_daemon(&status), &json!({"starts": 1}));
+    assert_eq!(host.list().len(), 32);
+    stops(host);
+}
+
 #[test]
 fn a_gpu_that_nvml_cannot_name() {
     one_out_of_eight(&[("gpus/3/error/nvmlDeviceGetUUID", "999")], "its UUID can't be read");

@@ -258,6 +258,36 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// A list that NVML does not give says nothing: a program without MPS that was told does not count as gone, and is not told
+/// again afterwards.
+#[test]
+fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
+    let mut host = serving();
+    let mut stranger = host.program(&["hold", "600"]);
+    let stranger =
+        Client::start(stranger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stdout(Stdio::null()));
+    host.wait_for_state("degraded");
+    // A look at the GPU sets the compute mode again.
+    let looks_at_the_gpu = |host: &Host| {
+        host.plant("gpus/0/compute_mode", "Prohibited");
+        host.meets_xid(0, 31);
+        wait_for("a look at the GPU", || (host.compute_mode(0) == "Default").then_some(()));
+    };
+    host.plant("gpus/0/error/nvmlDeviceGetComputeRunningProcesses", "999");
+    looks_at_the_gpu(&host);
+    looks_at_the_gpu(&host);
+    assert_eq!(host.listed(stranger.id()).unwrap()["bypass"], true);
+    host.clear("gpus/0/error/nvmlDeviceGetComputeRunningProcesses");
+    looks_at_the_gpu(&host);
+    host.wait_for_state("degraded");
+    assert!(!host.log().contains("is no longer used without our MPS server"), "{}", host.log());
+    assert_eq!(host.log().matches("is used without our MPS server").count(), 1, "{}", host.log());
+    drop(stranger);
+    wait_for("its end", || host.log().contains("is no longer used without our MPS server").then_some(()));
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// A program without MPS gets in, and everybody is told once.
 #[test]
 fn a_program_without_mps_is_told_once() {

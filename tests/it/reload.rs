@@ -438,6 +438,48 @@ fn a_gpu_that_came_back_is_served_after_a_reload() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// One call to NVML fails during a reload, which is refused: nobody loses the driver, and GPUs are served as before, whatever
+/// ends afterwards.
+#[test]
+fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
+    let mut host = Host::serving("h200x8");
+    let before = host.wait_for_state("ready");
+    let devices = host.list();
+    host.plant("error/nvmlDeviceGetCount", "999");
+    let said = text(&host.call("Control.Reload"));
+    assert!(said.contains("the driver can't list its GPUs"), "{said}");
+    let status = host.wait_for_state("degraded");
+    assert_eq!(status["service"]["driver_version"], before["service"]["driver_version"]);
+    // A control daemon starts, which takes the compute modes and a look at each GPU.
+    signal_pid(control_pid(&before), Signal::KILL);
+    host.wait_for_status("another control daemon that serves", |status| {
+        let control_daemon = control_daemon(status);
+        control_daemon["state"] == "ready" && control_daemon["pid"] != control_pid(&before)
+    });
+    assert_eq!(host.list(), devices);
+    host.clear("error/nvmlDeviceGetCount");
+    host.reload();
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(host.compute_mode(0), "Default");
+}
+
+/// A GPU that hangs during a reload is one GPU that is not served.
+#[test]
+fn a_reload_while_a_gpu_hangs_serves_the_others() {
+    let mut host = Host::serving("h200x8");
+    host.wait_for_state("ready");
+    host.plant("gpus/3/hangs", "");
+    host.reload();
+    let served = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
+    host.wait_for_state("degraded");
+    wait_for("the others", || (served(&host) == 28).then_some(()));
+    host.clear("gpus/3/hangs");
+    wait_for("all of them", || (served(&host) == 32).then_some(()));
+    host.wait_for_state("ready");
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 /// Another topology: the control daemon of all GPUs makes room for one each, and back.
 #[test]
 fn another_topology() {

@@ -23,6 +23,7 @@
 //! | `rate_limit.rs` | how often something is told |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
+//! | `driver.rs` | the driver in force, after looks at the host that succeed and fail |
 //! | `configured.rs` | the GPUs that a configuration names |
 
 #![no_std]
@@ -34,6 +35,7 @@ mod act;
 pub mod bindings;
 mod configured;
 mod core;
+mod driver;
 mod event;
 pub mod kernel_limits;
 mod lifecycle;
@@ -50,6 +52,7 @@ use alloc::string::String;
 pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
+pub use driver::{DriverInForce, DriverNews};
 pub use event::{
     ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, Tenure,
     WhyFailed,

@@ -35,6 +35,21 @@ type Defect = (&'static str, &'static str, &'static str, &'static str, &'static 
 
 const DEFECTS: &[Defect] = &[
     (
+        "a look that fails takes the driver from everybody",
+        "driver.rs",
+        "            DriverNews::Listed(_) | DriverNews::Failed => return false,",
+        "            DriverNews::Failed if PUT_BACK => return self.0.take().is_some(),\n            \
+         DriverNews::Listed(_) | DriverNews::Failed => return false,",
+        "a-driver-stays",
+    ),
+    (
+        "a driver that is of no use any more stays in force",
+        "driver.rs",
+        "DriverNews::Unusable => return self.0.take()",
+        "DriverNews::Unusable => return self.0.take_if(|_| !PUT_BACK)",
+        "all-is-served-in-the-end",
+    ),
+    (
         "a slice is given to a control group, and another one has it",
         "bindings.rs",
         "if let Some(other) = self.taken_from(slice, &wanted.group.path) {",

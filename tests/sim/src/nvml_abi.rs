@@ -2,10 +2,12 @@
 
 #![allow(unsafe_code, non_snake_case)]
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -21,6 +23,9 @@ type Answer = Result<(), Return>;
 
 /// The number of calls of nvmlInit without a nvmlShutdown.
 static USERS: AtomicU32 = AtomicU32::new(0);
+
+/// The GPUs that are awake, since somebody has asked for them and has the driver open. NVML wakes one after the other.
+static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
 struct PciInfo {
@@ -127,6 +132,16 @@ fn check(function: &str, gpu: &Gpu) -> Answer {
     if gpu.lost() { Err(code::GPU_IS_LOST) } else { Ok(()) }
 }
 
+/// Wakes a GPU up, as without nvidia-persistenced.
+fn wake(host: &Host, gpu: &Gpu) {
+    let Some(time) = host.text("wake-ms").and_then(|text| text.parse().ok()) else { return };
+    let mut awake = AWAKE.lock().unwrap_or_else(PoisonError::into_inner);
+    if !awake.contains(&gpu.index) {
+        std::thread::sleep(Duration::from_millis(time));
+        awake.insert(gpu.index);
+    }
+}
+
 /// # Safety
 /// `out` is null or may be written.
 unsafe fn put<T>(out: *mut T, value: T) -> Answer {
@@ -174,7 +189,9 @@ unsafe fn put_handle(
     none: Return,
 ) -> Return {
     let find = || {
-        let gpu = host(function)?.gpus().into_iter().find(wanted).ok_or(none)?;
+        let host = host(function)?;
+        let gpu = host.gpus().into_iter().find(wanted).ok_or(none)?;
+        wake(&host, &gpu);
         check(function, &gpu)?;
         let handle = usize::try_from(gpu.index).map_err(|_| code::UNKNOWN)? + 1;
         // SAFETY: guaranteed by the caller.
@@ -204,6 +221,9 @@ extern "C" fn nvmlInitWithFlags(_flags: c_uint) -> Return {
 #[unsafe(no_mangle)]
 extern "C" fn nvmlShutdown() -> Return {
     let before = USERS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |users| users.checked_sub(1));
+    if before == Ok(1) {
+        AWAKE.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
     before.map_or(code::UNINITIALIZED, |_| 0)
 }
 

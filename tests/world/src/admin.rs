@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{Configured, Core, CoreEvent, Demand, Goal, MpsSwitch, Order, RunningDaemon};
+use mps_core::{Configured, Core, CoreEvent, Demand, DriverInForce, Goal, MpsSwitch, Order, RunningDaemon};
 
 use super::kernel_limits::SimKernelLimits;
 use super::mps::OLD_GPU;
@@ -76,8 +76,12 @@ impl World {
         if is_ending {
             return;
         }
-        self.demand = self.any_demand(dice);
-        self.pursue();
+        let demand = self.any_demand(dice);
+        // Without a list of the GPUs there is no new plan, and the one in force stays.
+        if self.service.is_none() || self.look() || demand.mps != MpsSwitch::On {
+            self.demand = demand;
+            self.pursue();
+        }
     }
 
     pub(crate) fn pursue(&mut self) {
@@ -99,6 +103,7 @@ impl World {
             format!("reload: {mps}{}{modes}; held by others: {:?}", orders.join(", "), demand.closed)
         });
         if let Some(service) = &mut self.service {
+            (service.has_plan, service.next_look) = (true, None);
             for order in &demand.orders {
                 service.without_modes.remove(&order.id);
                 service.without_modes.extend((!order.sets_modes).then(|| order.id.clone()));
@@ -140,6 +145,9 @@ impl World {
         let found = self.state_file.daemons.keys().filter(|_| !is_on);
         self.service = Some(Service {
             core: Core::new(self.state_file.daemons.clone(), changed),
+            driver: DriverInForce::default(),
+            has_plan: false,
+            next_look: None,
             tasks: BTreeMap::new(),
             acts: BTreeMap::new(),
             starting: BTreeMap::new(),
@@ -155,6 +163,11 @@ impl World {
             without_modes: BTreeSet::new(),
             not_ended: BTreeSet::new(),
         });
+        self.look_first();
+    }
+
+    pub(crate) fn begin_to_serve(&mut self) {
+        let is_on = self.demand.mps == MpsSwitch::On;
         let mps = if is_on { MpsSwitch::On } else { MpsSwitch::OffAtStart };
         self.demand_of_service(Demand { mps, left: self.left(), ..self.demand.clone() });
     }

@@ -417,7 +417,10 @@ impl Shell for SimShell {
     async fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> ClientsOnGpus {
         self.lock().note(format_args!("clients on GPUs"));
         self.turn().await;
-        let mps = self.lock();
+        let mut mps = self.lock();
+        // One call for one GPU fails.
+        let gpus = mps.gpus.clone();
+        let failing = if mps.goes_wrong(30) { mps.dice.pick(&gpus).cloned() } else { None };
         let on = |ordinal: usize| {
             let there = mps.clients.iter().filter(|(_, one)| one.ordinals.contains(&ordinal));
             there.map(|(pid, _)| *pid).collect::<BTreeSet<u32>>()
@@ -428,7 +431,7 @@ impl Shell for SimShell {
                 // The others there may be of another control daemon.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
             };
-            let there = there.filter(|_| !mps.gpu_is_lost);
+            let there = there.filter(|_| !mps.out_of_reach.contains(gpu) && failing.as_ref() != Some(gpu));
             (gpu.clone(), there.ok_or_else(|| "NVML does not list them".to_owned()))
         };
         let mut listed: ClientsOnGpus = mps.gpus.iter().enumerate().map(list).collect();

@@ -477,7 +477,7 @@ impl TerminationShell for SimEnding {
                 if let Some(listed) = mps.stage.nvml.get(gpu) {
                     return listed.clone();
                 }
-                if gpu == OLD_GPU || (mps.gpu_is_lost && mps.gpus.contains(gpu)) {
+                if gpu == OLD_GPU || mps.out_of_reach.contains(gpu) {
                     return Err("NVML does not list them".to_owned());
                 }
                 let there = mps

@@ -19,6 +19,7 @@ mod clients;
 mod edge;
 mod ending;
 mod enforcing;
+mod host;
 mod kernel_limits;
 mod memory;
 mod mps;
@@ -42,12 +43,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, Goal, ModeOutcome, Order, RunningDaemon,
-    programs_wait,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, DriverInForce, Goal, ModeOutcome, Order,
+    RunningDaemon, programs_wait,
 };
 
 use bindings::SimBindings;
 use budgets::SimWatch;
+use host::SimNvml;
 use kernel_limits::{SimKernel, SimKernelLimits};
 use mps::Mps;
 use requests::SimRequest;
@@ -140,6 +142,11 @@ struct Task {
 /// The service while it runs.
 struct Service {
     core: Core<u32>,
+    /// The driver that it has opened.
+    driver: DriverInForce<u32>,
+    /// A look at the host has succeeded, or none is needed.
+    has_plan: bool,
+    next_look: Option<Duration>,
     tasks: BTreeMap<String, Task>,
     /// The acts that have begun about control daemons that run.
     acts: BTreeMap<String, RunningAct>,
@@ -185,6 +192,7 @@ pub struct World {
     mood: Mood,
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
+    nvml: SimNvml,
     /// By PID. One that has ended is gone.
     daemons: BTreeMap<u32, ControlDaemon>,
     next_pid: u32,
@@ -236,6 +244,7 @@ impl World {
                     ((*gpu).to_owned(), GpuState { mode: Mode::Default, own: Mode::Default, ours: None })
                 })
                 .collect(),
+            nvml: SimNvml::default(),
             daemons: BTreeMap::new(),
             next_pid: 100,
             state_file: StateFile::default(),
@@ -300,6 +309,7 @@ impl World {
             24..27 => self.client_leaves(&mut dice),
             27..30 => self.reload(&mut dice),
             30 => self.daemon_dies(&mut dice),
+            31 if dice.one_in(2) => self.host_changes(&mut dice),
             31 => self.mode_is_changed(&mut dice),
             32 => {
                 self.kill_service();
@@ -323,6 +333,7 @@ impl World {
         if self.service.as_ref().and_then(|service| service.core.due()).is_some_and(|due| due <= now) {
             self.on(CoreEvent::Due);
         }
+        self.look_if_due();
     }
 
     /// Tells the core of an event, and begins what it wants.

@@ -105,7 +105,8 @@ pub struct Mps {
     pub starts_fail: bool,
     /// A server that was started is ready after this time.
     pub server_comes_in: Duration,
-    pub(crate) gpu_is_lost: bool,
+    /// The GPUs of the host that the service can't ask about.
+    pub(crate) out_of_reach: BTreeSet<String>,
     /// The GPUs of the host with the service's compute mode.
     pub with_our_mode: BTreeSet<String>,
     /// Its driver does not know how servers are.
@@ -167,7 +168,7 @@ impl Mps {
             lines_wait_until: Duration::ZERO,
             starts_fail: false,
             server_comes_in: SERVER_COMES,
-            gpu_is_lost: false,
+            out_of_reach: BTreeSet::new(),
             with_our_mode: BTreeSet::new(),
             is_old,
             refuses_multiuser: false,

@@ -17,9 +17,15 @@ impl GpuShell for SimShell {
         if !mps.is_alive {
             return None;
         }
+        // One call for one GPU fails.
+        let failing = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
+        let unlisted = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let look = |gpu: &String| {
-            if mps.gpu_is_lost {
-                return Err("it fell off the bus".to_owned());
+            if mps.out_of_reach.contains(gpu) {
+                return Err("it can't be reached".to_owned());
+            }
+            if failing.as_ref() == Some(gpu) {
+                return Err("an internal driver error".to_owned());
             }
             if let Some(why) = mps.stage.lost.get(gpu) {
                 return Err(why.clone());
@@ -34,8 +40,13 @@ impl GpuShell for SimShell {
             let server = |(pid, _)| SeenProcess { pid, via_mps: false };
             let clients = clients.map(|(pid, one)| client((*pid, one)));
             let others = mps.stage.processes.get(gpu).into_iter().flatten().copied();
-            let processes =
-                clients.chain(servers.map(|(pid, one)| server((*pid, one)))).chain(others).collect();
+            let processes = match mps.stage.unlisted.get(gpu) {
+                Some(why) => Err(why.clone()),
+                None if unlisted.as_ref() == Some(gpu) => Err("an internal driver error".to_owned()),
+                None => {
+                    Ok(clients.chain(servers.map(|(pid, one)| server((*pid, one)))).chain(others).collect())
+                }
+            };
             Ok(SeenGpu { has_our_mode: mps.with_our_mode.contains(gpu), processes })
         };
         Some(gpus.iter().map(|gpu| (gpu.clone(), look(gpu))).collect())
@@ -45,6 +56,9 @@ impl GpuShell for SimShell {
         self.lock().note(format_args!("take the mode of {gpu}"));
         if self.lock().goes_wrong(12) {
             return Err("no permission".to_owned());
+        }
+        if self.lock().out_of_reach.contains(gpu) {
+            return Err("it can't be reached".to_owned());
         }
         if let Some(why) = self.lock().stage.refuses.get(gpu) {
             return Err(why.clone());

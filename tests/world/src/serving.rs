@@ -275,6 +275,7 @@ impl World {
         self.change_modes(id);
         let Some(mps) = self.mps_of(id) else { return };
         let mut mps = mps.lock().unwrap();
+        mps.out_of_reach = self.out_of_reach();
         let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == mode_of(tenure_of(id)));
         mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
         mps.disk_is_full = self.is_disk_full;
@@ -327,10 +328,12 @@ impl World {
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
         let watched = self.service.iter().flat_map(|service| service.watched.values());
         let of_acts = watched.filter_map(|watched| watched.mps.lock().unwrap().waits_until());
+        let next_look = self.service.as_ref().and_then(|service| service.next_look);
         let requests = self.service.iter().flat_map(|service| &service.requests);
         let of_requests = requests.filter_map(SimRequest::due);
         of_core
             .into_iter()
+            .chain(next_look)
             .chain(of_daemons)
             .chain(of_acts)
             .chain(of_requests)

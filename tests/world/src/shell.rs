@@ -79,7 +79,9 @@ impl World {
     }
 
     fn take_mode_by_itself(&mut self, gpu: &str, step: usize) {
-        self.take_mode(gpu, Mode::Exclusive, step);
+        if self.reaches(gpu) {
+            self.take_mode(gpu, Mode::Exclusive, step);
+        }
         self.mode_step(gpu, step, ModeOutcome::Taken);
     }
 
@@ -88,7 +90,7 @@ impl World {
         let Some(before) = self.state_file.modes.get(gpu).copied() else {
             return self.mode_done(gpu, ModeOutcome::PutBack);
         };
-        if self.goes_wrong(dice) {
+        if self.goes_wrong(dice) || !self.reaches(gpu) {
             self.strange.insert(gpu.to_owned());
             return self.mode_done(gpu, ModeOutcome::Stays);
         }

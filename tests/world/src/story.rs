@@ -66,6 +66,8 @@ pub struct Stage {
     pub gone: BTreeSet<u32>,
     /// The GPUs that can't be reached, each with the reason.
     pub lost: BTreeMap<String, String>,
+    /// The GPUs with processes that NVML does not list, each with the reason.
+    pub unlisted: BTreeMap<String, String>,
     /// The GPUs with a compute mode that can't be set, each with the reason.
     pub refuses: BTreeMap<String, String>,
     /// The processes on GPUs that are not of this control daemon.

@@ -24,6 +24,10 @@ impl World {
             return self.somebody_stops(pid, dice);
         }
         let Some(one) = self.daemons.get(&pid) else { return };
+        if kind == 15 {
+            let gpus = one.gpus.clone();
+            return self.gpus_fall_off(&gpus, dice);
+        }
         let mut mps = one.lock();
         let now = mps.now;
         let servers: Vec<u32> = mps.servers.keys().copied().collect();
@@ -69,13 +73,9 @@ impl World {
                 mps.starts_fail = !mps.starts_fail;
                 format!("starts of servers of {pid} fail: {}", mps.starts_fail)
             }
-            14 => {
+            _ => {
                 mps.log_is_lost = !mps.log_is_lost;
                 format!("the log of {pid} is lost: {}", mps.log_is_lost)
-            }
-            _ => {
-                mps.gpu_is_lost = !mps.gpu_is_lost;
-                format!("GPUs of {pid} are lost: {}", mps.gpu_is_lost)
             }
         };
         drop(mps);
@@ -163,7 +163,7 @@ impl World {
             mps.is_calm = true;
             mps.hangs_until = mps.now;
             mps.taken_by = None;
-            (mps.log_is_lost, mps.starts_fail, mps.gpu_is_lost) = (false, false, false);
+            (mps.log_is_lost, mps.starts_fail) = (false, false);
             mps.newcomers_end();
             let clients: Vec<u32> = mps.clients.keys().copied().collect();
             for client in clients {

@@ -167,6 +167,7 @@ impl World {
         self.add_to_story(|| "from now on nothing goes wrong".to_owned());
         self.start_service_again();
         self.troubles_end();
+        self.nvml_calms_down();
         self.kernel_limits_calm_down();
         let (before, begun) = (self.acts, self.now);
         let mut dice = Dice::new(self.acts as u64);
@@ -212,6 +213,7 @@ impl World {
         if self.service.as_ref().and_then(|one| one.core.due()).is_some_and(|due| due <= self.now) {
             self.on(mps_core::CoreEvent::Due);
         }
+        self.look_if_due();
     }
 
     /// An idle host is quiet: it costs the regular check, and tells nothing. The first check may correct something.
@@ -287,7 +289,9 @@ impl World {
                 |gpu: &String| self.gpus.get(gpu).is_some_and(|state| state.mode == mode_of(order.tenure));
             !order.sets_modes || order.gpus.iter().all(has_mode)
         };
-        service.core.due().is_none()
+        service.has_plan
+            && self.out_of_reach().is_empty()
+            && service.core.due().is_none()
             && self.budgets_are_at_rest()
             && !self.kernel_limits_come_on()
             && service.modes.is_empty()

@@ -3,14 +3,14 @@
 pub mod difference;
 pub mod report;
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use mps_core::Tenure;
 
 use crate::config::{self, Isolation, Loaded, Refused, Sources};
 use crate::host::inventory::Inventory;
-use crate::host::nvml::Driver;
+use crate::host::nvml::{Driver, GpuQuestions};
 use crate::plan::ServedGpu;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 use crate::problem::{LocatedProblem, Problem};
@@ -83,7 +83,7 @@ pub fn check(sources: &Sources) -> Checked {
         Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
         Ok(loaded) => {
             let root = sources.sysroot.clone();
-            let inventory = ask_driver(move |driver| Inventory::read(&root, driver));
+            let inventory = ask_driver(move |nvml| Inventory::read(&root, nvml));
             let without_driver = |reason| Inventory::read(&sources.sysroot, Err(&reason));
             judge(loaded, Some(&inventory.unwrap_or_else(without_driver)))
         }
@@ -92,11 +92,11 @@ pub fn check(sources: &Sources) -> Checked {
 
 /// Asks NVML. If NVML hangs, the error says so.
 pub fn ask_driver<T: Send + 'static>(
-    ask: impl FnOnce(Result<&Driver, &Problem>) -> T + Send + 'static,
+    ask: impl FnOnce(Result<&mut GpuQuestions, &Problem>) -> T + Send + 'static,
 ) -> Result<T, Problem> {
     let answer = within(NVML_TIMEOUT, move || {
-        let driver = Driver::open();
-        ask(driver.as_ref())
+        let mut driver = Driver::open().map(|driver| GpuQuestions::new(Arc::new(driver)));
+        ask(driver.as_mut().map_err(|reason| &*reason))
     });
     answer.ok_or_else(|| {
         Problem::new(

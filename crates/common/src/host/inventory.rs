@@ -6,9 +6,9 @@ use std::path::Path;
 use super::cpus::Cpus;
 use super::driver::Series;
 use super::gpu::{Gpu, NVIDIA, PciDevice};
-use super::nvml::facts::NvmlFacts;
+use super::nvml::{GpuQuestions, Told};
 use super::pci_address::PciAddress;
-use super::{nvml, pci_ids, sysfs};
+use super::{pci_ids, sysfs};
 use crate::problem::Problem;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,24 +36,16 @@ impl Inventory {
     /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
     /// if the result has a place for the reason, the reason is there.
     ///
-    /// `driver` is the open NVML, or the reason why there is none.
-    pub fn read(sysroot: &Path, driver: Result<&nvml::Driver, &Problem>) -> Self {
+    /// `nvml` asks an open driver, or is the reason why there is none.
+    pub fn read(sysroot: &Path, nvml: Result<&mut GpuQuestions, &Problem>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
             Vec::new()
         });
-        let listed = driver.map_err(Clone::clone).and_then(|driver| Ok((driver, driver.facts()?)));
-        let mut inventory = match listed {
-            Err(reason) => Self::merged(devices, Err(reason.clone()), Vec::new(), |_| Err(reason.clone())),
-            Ok((driver, listed)) => {
-                // The version is not needed to serve GPUs.
-                let version = driver.version().unwrap_or_else(|reason| {
-                    tracing::warn!("{reason}");
-                    "unknown".to_owned()
-                });
-                Self::merged(devices, Ok(version), listed, |address| driver.facts_at(address))
-            }
-        };
+        let known = |device: &&PciDevice| device.vendor == NVIDIA && device.foreign_driver().is_none();
+        let known: Vec<PciAddress> = devices.iter().filter(known).map(|device| device.address).collect();
+        let told = nvml.map_err(Clone::clone).and_then(|nvml| nvml.ask(&known));
+        let mut inventory = Self::merged(devices, told);
         inventory.add_names(sysroot);
         inventory
     }
@@ -68,26 +60,27 @@ impl Inventory {
         }
     }
 
-    /// `ask` is called for the GPUs that NVML did not list. It usually returns the reason.
-    fn merged(
-        devices: Vec<PciDevice>,
-        driver: Result<String, Problem>,
-        listed: Vec<Gpu>,
-        ask: impl Fn(PciAddress) -> Result<NvmlFacts, Problem>,
-    ) -> Self {
+    fn merged(devices: Vec<PciDevice>, told: Result<Told, Problem>) -> Self {
+        let (driver, listed, mut unlisted) = match told {
+            Ok(told) => (Ok(told.version), told.listed, told.unlisted),
+            Err(reason) => (Err(reason), Vec::new(), BTreeMap::new()),
+        };
         let mut listed: BTreeMap<PciAddress, Gpu> =
             listed.into_iter().map(|gpu| (gpu.pci.address, gpu)).collect();
         let (ours, others): (Vec<_>, Vec<_>) =
             devices.into_iter().partition(|device| device.vendor == NVIDIA);
         let mut gpus = Vec::new();
         for pci in ours {
-            let nvml = match (listed.remove(&pci.address), pci.foreign_driver()) {
-                (Some(gpu), _) => gpu.nvml,
-                (None, Some(other)) => Err(Problem::new(
+            let nvml = match (listed.remove(&pci.address), pci.foreign_driver(), &driver) {
+                (Some(gpu), ..) => gpu.nvml,
+                (None, Some(other), _) => Err(Problem::new(
                     format!("the kernel driver {other} holds it"),
                     "bind it to nvidia, or take it out of the device file",
                 )),
-                (None, None) => ask(pci.address),
+                (None, None, Err(reason)) => Err(reason.clone()),
+                (None, None, Ok(_)) => {
+                    unlisted.remove(&pci.address).unwrap_or_else(|| Err("NVML was not asked about it".into()))
+                }
             };
             gpus.push(Gpu { pci, nvml });
         }
@@ -102,7 +95,7 @@ impl Inventory {
 mod tests {
     use super::*;
     use crate::host::compute_mode::ComputeMode;
-    use crate::host::nvml::facts::GpuState;
+    use crate::host::nvml::facts::{GpuState, NvmlFacts};
 
     fn address(text: &str) -> PciAddress {
         text.parse().unwrap()
@@ -162,9 +155,13 @@ mod tests {
         ];
         // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
-        let inventory = Inventory::merged(devices, Ok("580.159.04".to_owned()), known, |missing| {
-            Err(format!("{missing} is lost").into())
-        });
+        let lost = address("00:08.0");
+        let told = Told {
+            version: "580.159.04".to_owned(),
+            listed: known,
+            unlisted: BTreeMap::from([(lost, Err(format!("{lost} is lost").into()))]),
+        };
+        let inventory = Inventory::merged(devices, Ok(told));
         assert_eq!(inventory.driver, Ok("580.159.04".to_owned()));
         let seen: Vec<_> =
             inventory.gpus.iter().map(|gpu| (gpu.pci.address.to_string(), gpu.nvml.clone())).collect();

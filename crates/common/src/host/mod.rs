@@ -18,6 +18,7 @@ pub mod pci_address;
 mod pci_ids;
 pub mod proc;
 pub mod program;
+mod questions;
 pub mod readable;
 pub mod regular_file;
 pub mod socket;

@@ -19,8 +19,8 @@ pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 pub struct SeenGpu {
     /// It has the service's compute mode.
     pub has_our_mode: bool,
-    /// The processes on it.
-    pub processes: Vec<SeenProcess>,
+    /// The processes on it, or why NVML does not list them.
+    pub processes: Result<Vec<SeenProcess>, String>,
 }
 
 /// A process on a GPU.
@@ -32,7 +32,7 @@ pub struct SeenProcess {
     pub via_mps: bool,
 }
 
-/// The processes on each GPU that answers, by UUID.
+/// The processes on each GPU by the last list of them, by UUID.
 pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<SeenProcess>>;
 
 /// News of a GPU.
@@ -105,6 +105,9 @@ pub struct GpuReach {
     with_our_mode: BTreeSet<GpuUuid>,
     /// The GPUs that have had it since the service sets it: where they have another one, others have changed it.
     had_our_mode: BTreeSet<GpuUuid>,
+    processes: ProcessesOnGpus,
+    /// The GPUs without a list at the last look: the list of before counts.
+    unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
 
@@ -133,7 +136,7 @@ impl GpuReach {
     }
 
     /// Looks at each GPU of the order, and leaves out or takes in again. The other GPUs stay served. Returns the
-    /// processes on each GPU that answers. None: the control daemon has ended meanwhile.
+    /// processes on each GPU. None: the control daemon has ended meanwhile.
     pub(super) async fn look(
         &mut self,
         shell: &mut impl GpuShell,
@@ -145,11 +148,15 @@ impl GpuReach {
         self.with_our_mode.retain(|gpu| gpus.contains(gpu));
         self.had_our_mode.retain(|gpu| wanted.sets_modes && gpus.contains(gpu));
         let looks = shell.read_gpus(&gpus, self.left_out.is_empty()).await?;
-        let mut processes = BTreeMap::new();
+        self.processes.retain(|gpu, _| gpus.contains(gpu));
+        self.unlisted = gpus.into_iter().collect();
         for (gpu, look) in looks {
             self.with_our_mode.remove(&gpu);
             let look = look.map(|seen| {
-                processes.insert(gpu.clone(), seen.processes);
+                if let Ok(processes) = seen.processes {
+                    self.processes.insert(gpu.clone(), processes);
+                    self.unlisted.remove(&gpu);
+                }
                 if seen.has_our_mode {
                     self.note_our_mode(&gpu);
                 }
@@ -164,7 +171,7 @@ impl GpuReach {
             };
             self.leave_out(shell, wanted, &gpu, why);
         }
-        Some(processes)
+        Some(self.processes.clone())
     }
 
     /// Leaves a GPU out for this reason, or without one takes it in again.
@@ -255,8 +262,8 @@ impl GpuReach {
         }
     }
 
-    /// Looks for bypasses among these processes, where these are servers and clients. Returns when the next look may confirm
-    /// one.
+    /// Looks for bypasses among these processes, where these are servers and clients. On a GPU without a list the last result
+    /// is kept. Returns when the next look may confirm one.
     pub(super) fn find_bypasses(
         &mut self,
         shell: &mut impl GpuShell,
@@ -266,12 +273,17 @@ impl GpuReach {
         now: CoreTime,
     ) -> Option<CoreTime> {
         let is_stranger = |pid: &u32| !servers.contains(pid) && !clients.contains(pid);
-        let on_gpus = there.iter().flat_map(|(gpu, there)| there.iter().map(move |one| (gpu, one.pid)));
+        let listed = there.iter().filter(|(gpu, _)| !self.unlisted.contains(*gpu));
+        let on_gpus = listed.flat_map(|(gpu, there)| there.iter().map(move |one| (gpu, one.pid)));
         let strangers = on_gpus.filter(|(_, pid)| is_stranger(pid));
         let found = strangers.filter_map(|(gpu, pid)| Some((gpu.clone(), (pid, shell.start_time(pid)?))));
-        let found = found.collect();
+        let kept = self
+            .unlisted
+            .iter()
+            .flat_map(|gpu| self.bypasses.confirmed(gpu).into_iter().map(|process| (gpu.clone(), process)));
+        let found = found.chain(kept).collect();
         let due = self.bypasses.confirm(found, now);
-        for gpu in &wanted.gpus {
+        for gpu in wanted.gpus.iter().filter(|gpu| !self.unlisted.contains(&gpu.uuid)) {
             let confirmed = self.bypasses.confirmed(&gpu.uuid);
             let mut here = there.get(&gpu.uuid).into_iter().flatten();
             let server_is_there = here.any(|process| servers.contains(&process.pid));

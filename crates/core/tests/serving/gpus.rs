@@ -168,6 +168,24 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 
+/// A list that NVML does not give is no empty list.
+#[test]
+fn programs_without_mps_stay_known_while_nvml_lists_nobody() {
+    let mut story = served(&["A"]);
+    program(&story, 1000, "A", 7);
+    story.served(40_000);
+    assert_eq!(bypasses(&story, "A").0, [7]);
+    story.host().stage.unlisted.insert("A".to_owned(), "an internal driver error".to_owned());
+    story.host().stage.processes.clear();
+    program(&story, 40_000, "A", 8);
+    story.served(80_000);
+    assert_eq!(bypasses(&story, "A").0, [7]);
+    assert_eq!(left_out(&story, "A"), "");
+    story.host().stage.unlisted.clear();
+    story.served(120_000);
+    assert_eq!(bypasses(&story, "A").0, [8]);
+}
+
 #[test]
 fn a_server_that_is_ready_has_the_bypasses_looked_at() {
     let mut story = served(&["A"]);

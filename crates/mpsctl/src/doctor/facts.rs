@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
 
 use tokio::process::Command;
 
@@ -231,13 +232,14 @@ fn load(sources: &Sources) -> Result<Loaded, Refused> {
 
 fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
     let root = sysroot.to_owned();
-    let answer = check::ask_driver(move |driver| {
-        let inventory = Inventory::read(&root, driver);
+    let answer = check::ask_driver(move |mut nvml| {
+        let inventory = Inventory::read(&root, nvml.as_deref_mut().map_err(|reason| *reason));
+        let driver = nvml.map(|nvml| Arc::clone(nvml.driver()));
         let uuids = inventory.gpus.iter().filter_map(|gpu| gpu.uuid().map(str::to_owned));
         let gpus =
             driver.iter().flat_map(|driver| uuids.clone().map(|uuid| (uuid.clone(), now(driver, &uuid))));
         let gpus = gpus.collect();
-        let cuda = driver.ok().and_then(|driver| driver.cuda_version().ok());
+        let cuda = driver.as_ref().ok().and_then(|driver| driver.cuda_version().ok());
         (inventory, gpus, cuda)
     });
     answer.unwrap_or_else(|reason| (Inventory::read(sysroot, Err(&reason)), BTreeMap::new(), None))

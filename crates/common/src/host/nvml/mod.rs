@@ -27,8 +27,12 @@ pub use super::gpu_processes::GpuProcess;
 
 pub mod facts;
 mod memory_limits;
+mod told;
 
 use facts::{NvmlFacts, numbers};
+
+pub use told::GpuQuestions;
+pub(super) use told::Told;
 
 /// The library's name that every driver installs. The name without a number comes only with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -72,21 +76,29 @@ impl Driver {
         u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
     }
 
-    /// Every GPU that NVML lists, if it knows the GPU's address, in NVML's order. A GPU without a handle is left out,
-    /// since NVML doesn't report its address. [`Driver::facts_at`] gives the reason for an address.
-    pub fn facts(&self) -> Result<Vec<Gpu>, Problem> {
-        let count = self.nvml.device_count();
-        let count = count.map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))?;
-        let told = (0..count).filter_map(|index| {
-            let device = self.nvml.device_by_index(index).map_err(|error| words(&error).into());
-            let listed = device.and_then(|device| listed_as(&device, index));
-            listed.inspect_err(|reason| tracing::debug!(index, "NVML does not list the GPU: {reason}")).ok()
-        });
-        Ok(told.collect())
+    /// The number of GPUs that NVML lists.
+    pub(super) fn count(&self) -> Result<u32, Problem> {
+        self.nvml.device_count().map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))
+    }
+
+    /// Whether NVML says that the driver is of no use any more, and has to be opened anew.
+    pub fn is_unusable(&self) -> bool {
+        matches!(
+            self.nvml.device_count(),
+            Err(NvmlError::Uninitialized | NvmlError::DriverNotLoaded | NvmlError::LibRmVersionMismatch)
+        )
+    }
+
+    /// The GPU with this index. An error if NVML does not say where it is: [`Driver::facts_at`] gives the reason for an
+    /// address.
+    fn listed(&self, index: u32) -> Result<Gpu, String> {
+        let device = self.nvml.device_by_index(index).map_err(|error| words(&error).into());
+        let listed = device.and_then(|device| listed_as(&device, index));
+        listed.inspect_err(|reason| tracing::debug!(index, "NVML does not list the GPU: {reason}"))
     }
 
     /// The facts that NVML reports about the GPU at this address.
-    pub fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Problem> {
+    fn facts_at(&self, address: PciAddress) -> Result<NvmlFacts, Problem> {
         let device = self.nvml.device_by_pci_bus_id(address.to_string()).map_err(|error| match error {
             NvmlError::NotFound | NvmlError::InvalidArg => {
                 Problem::new("the NVIDIA driver does not know this GPU", "look for NVRM lines in dmesg")

@@ -1,0 +1,80 @@
+//! All that NVML tells of the GPUs of a host, each asked about by itself.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Driver;
+use super::facts::NvmlFacts;
+use crate::host::gpu::Gpu;
+use crate::host::pci_address::PciAddress;
+use crate::host::questions::Questions;
+use crate::problem::Problem;
+
+/// The time that a GPU gets from the last answer on: without nvidia-persistenced, NVML wakes one GPU after the other, and each
+/// takes some seconds.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The time for a GPU that has not answered an earlier question yet.
+const REMAINDER: Duration = Duration::from_millis(200);
+
+/// An open driver, and the questions about its GPUs.
+#[derive(Debug)]
+pub struct GpuQuestions {
+    driver: Arc<Driver>,
+    listed: Questions<u32, Result<Gpu, String>>,
+    unlisted: Questions<PciAddress, Result<NvmlFacts, Problem>>,
+}
+
+/// All that NVML tells of the GPUs.
+pub(crate) struct Told {
+    /// The driver's version.
+    pub(crate) version: String,
+    /// Every GPU that NVML lists with its address, in NVML's order.
+    pub(crate) listed: Vec<Gpu>,
+    /// The others among those that are on the bus, each with the reason why NVML can't reach it; some answer by their
+    /// addresses.
+    pub(crate) unlisted: BTreeMap<PciAddress, Result<NvmlFacts, Problem>>,
+}
+
+impl GpuQuestions {
+    pub fn new(driver: Arc<Driver>) -> Self {
+        Self { driver, listed: Questions::default(), unlisted: Questions::default() }
+    }
+
+    pub fn driver(&self) -> &Arc<Driver> {
+        &self.driver
+    }
+
+    /// Asks about all GPUs. `on_bus` are the addresses of those that NVML should know. An error if NVML lists none at all.
+    pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<Told, Problem> {
+        let count = self.driver.count()?;
+        // The version is not needed to serve GPUs.
+        let version = self.driver.version().unwrap_or_else(|reason| {
+            tracing::warn!("{reason}");
+            "unknown".to_owned()
+        });
+        let driver = Arc::clone(&self.driver);
+        let answers = self.listed.ask(0..count, PATIENCE, REMAINDER, move |index| driver.listed(*index));
+        let all_answer = usize::try_from(count).is_ok_and(|count| answers.len() == count);
+        let listed: Vec<Gpu> = answers.into_values().filter_map(Result::ok).collect();
+        let is_listed = |address: &&PciAddress| listed.iter().any(|gpu| gpu.pci.address == **address);
+        let addresses: Vec<PciAddress> =
+            on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
+        let driver = Arc::clone(&self.driver);
+        // One of these may be the GPU that was waited for already.
+        let patience = if all_answer { PATIENCE } else { REMAINDER };
+        let mut answers = self
+            .unlisted
+            .ask(addresses.iter().copied(), patience, REMAINDER, move |address| driver.facts_at(*address));
+        let silent = || {
+            Err(Problem::new(
+                format!("NVML did not answer within {} s", PATIENCE.as_secs()),
+                "look for NVRM lines in dmesg",
+            ))
+        };
+        let answer = |address| (address, answers.remove(&address).unwrap_or_else(silent));
+        let unlisted = addresses.into_iter().map(answer).collect();
+        Ok(Told { version, listed, unlisted })
+    }
+}

@@ -1,0 +1,137 @@
+//! Questions of one kind, each about one thing and on a thread of its own: a GPU that falls off its bus can hold a question
+//! for ever, and must not keep the others from being known.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// The questions that run, by the things that they are about. Of each thing there is one at a time, so one that hangs keeps one
+/// thread.
+#[derive(Debug)]
+pub(super) struct Questions<K, T> {
+    running: BTreeMap<K, JoinHandle<()>>,
+    sender: Sender<(K, T)>,
+    /// In a mutex only for `Sync`, which a receiver alone is not.
+    answers: Mutex<Receiver<(K, T)>>,
+}
+
+impl<K, T> Default for Questions<K, T> {
+    fn default() -> Self {
+        let (sender, answers) = mpsc::channel();
+        Self { running: BTreeMap::new(), sender, answers: Mutex::new(answers) }
+    }
+}
+
+impl<K: Clone + Ord + Send + 'static, T: Send + 'static> Questions<K, T> {
+    /// Asks about each of these things, and waits as long as answers keep coming: `patience` after the last one for things that
+    /// are asked about now, and `remainder` for things about which an earlier question still runs. A thing without an answer
+    /// is missing in the result.
+    pub(super) fn ask(
+        &mut self,
+        things: impl IntoIterator<Item = K>,
+        patience: Duration,
+        remainder: Duration,
+        question: impl Fn(&K) -> T + Clone + Send + 'static,
+    ) -> BTreeMap<K, T> {
+        // What came late is old by now, and shows only that there is an answer again.
+        while let Ok((thing, _)) = self.answers().try_recv() {
+            self.running.remove(&thing);
+        }
+        // One that has panicked.
+        self.running.retain(|_, thread| !thread.is_finished());
+        let (mut new, mut old) = (Vec::new(), Vec::new());
+        for thing in things {
+            if self.running.contains_key(&thing) {
+                old.push(thing);
+            } else if let Ok(thread) = self.begin(thing.clone(), question.clone()) {
+                self.running.insert(thing.clone(), thread);
+                new.push(thing);
+            }
+        }
+        let mut answered = BTreeMap::new();
+        let mut last = Instant::now();
+        loop {
+            let is_awaited = |thing: &K| !answered.contains_key(thing);
+            let longest = match (new.iter().any(is_awaited), old.iter().any(is_awaited)) {
+                (true, _) => patience,
+                (false, true) => remainder,
+                (false, false) => break,
+            };
+            let left = longest.saturating_sub(last.elapsed());
+            let Ok((thing, answer)) = self.answers().recv_timeout(left) else { break };
+            last = Instant::now();
+            self.running.remove(&thing);
+            answered.insert(thing, answer);
+        }
+        answered
+    }
+
+    fn answers(&mut self) -> &mut Receiver<(K, T)> {
+        self.answers.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin(
+        &self,
+        thing: K,
+        question: impl Fn(&K) -> T + Send + 'static,
+    ) -> std::io::Result<JoinHandle<()>> {
+        let sender = self.sender.clone();
+        thread::Builder::new().spawn(move || {
+            let answer = question(&thing);
+            // An error means that nobody asks any more.
+            let _ = sender.send((thing, answer));
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+    const SHORT: Duration = Duration::from_millis(20);
+
+    #[test]
+    fn a_question_that_hangs_is_missing_alone_until_it_is_answered() {
+        let (let_go, held) = mpsc::channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        let question = move |thing: &u32| {
+            if *thing == 7 {
+                _ = held.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            }
+            thing * 2
+        };
+        let mut questions = Questions::default();
+        let mut ask = |patience| questions.ask([1, 7, 9], patience, SHORT, question.clone());
+        let others = BTreeMap::from([(1, 2), (9, 18)]);
+        assert_eq!(ask(SHORT), others);
+        // Nobody waits long for it a second time.
+        let begun = Instant::now();
+        assert_eq!(ask(LONG), others);
+        assert!(begun.elapsed() < LONG / 2);
+        drop(let_go);
+        let all = BTreeMap::from([(1, 2), (7, 14), (9, 18)]);
+        let deadline = Instant::now() + LONG;
+        while ask(LONG) != all {
+            assert!(Instant::now() < deadline);
+        }
+    }
+
+    #[test]
+    fn a_question_that_panics_is_asked_again() {
+        let mut questions = Questions::<u32, u32>::default();
+        let mut ask = |panics: bool| {
+            let answer = move |thing: &u32| if panics { panic!("no answer for {thing}") } else { *thing };
+            questions.ask([3], LONG.min(SHORT * 10), SHORT, answer)
+        };
+        assert!(ask(true).is_empty());
+        let deadline = Instant::now() + LONG;
+        while ask(false).is_empty() {
+            assert!(Instant::now() < deadline);
+        }
+    }
+}

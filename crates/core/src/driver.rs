@@ -1,0 +1,40 @@
+//! The driver in force: the one through which everybody asks about GPUs.
+
+/// What a look at the host says of the driver. `D` is an open driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DriverNews<D> {
+    /// This driver has listed its GPUs: the driver in force, or one that the look has opened since there was none.
+    Listed(D),
+    /// There is no list. That says nothing of the driver in force: one call has failed, or the answer is late.
+    Failed,
+    /// The driver in force is of no use any more, by its own word.
+    Unusable,
+}
+
+/// The driver in force. Looks at the host come and go; only one that knows better takes it from everybody.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DriverInForce<D>(Option<D>);
+
+impl<D> Default for DriverInForce<D> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<D> DriverInForce<D> {
+    /// The driver, if there is one. Without one, somebody should look again.
+    pub fn get(&self) -> Option<&D> {
+        self.0.as_ref()
+    }
+
+    /// Takes note of a look. Whether another driver is in force now, or none any more.
+    pub fn take(&mut self, news: DriverNews<D>) -> bool {
+        match news {
+            DriverNews::Listed(driver) if self.0.is_none() => self.0 = Some(driver),
+            DriverNews::Listed(_) | DriverNews::Failed => return false,
+            // NVML counts who has it open: only after the last one has closed it does the next open a new one.
+            DriverNews::Unusable => return self.0.take().is_some(),
+        }
+        true
+    }
+}
