@@ -40,6 +40,8 @@ pub(crate) struct Parts<'a> {
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
     pub bindings: &'a SliceBindings,
+    /// The GPUs that need a reset, by UUID, each with the critical error that says so.
+    pub to_reset: &'a BTreeMap<String, String>,
     /// The slices for which the kernel was to hold the memory of their control groups: whether it does, or why not.
     pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
     /// The clients of each GPU and of each slice together, by the UUIDs of the GPUs.
@@ -131,6 +133,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     GpuView {
         plan: plan.clone(),
         healthy: trouble.is_none(),
+        needs_reset: parts.to_reset.contains_key(uuid),
         reason: trouble.unwrap_or_else(|| worth_knowing(plan, &serving)),
         compute_mode: serving
             .iter()
@@ -162,7 +165,8 @@ fn of_all<T: PartialEq>(
 /// Why a GPU is not served, and why single slices of it are not. Where each slice has a control daemon of its own, a GPU is
 /// served while one of its slices is.
 fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
-    if let Some(reason) = plan.unusable().or_else(|| in_the_way(uuid, parts)) {
+    let to_reset = || parts.to_reset.get(uuid).map(|error| needs_reset(plan, error));
+    if let Some(reason) = plan.unusable().or_else(to_reset).or_else(|| in_the_way(uuid, parts)) {
         return (Some(reason), BTreeMap::new());
     }
     let of_slice = |ordinal| {
@@ -190,6 +194,15 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
             ((!is_served).then(String::new), unserved)
         }
     }
+}
+
+/// Why a GPU takes no new client before it was reset. Its clients of now compute on.
+fn needs_reset(plan: &GpuPlan, error: &str) -> String {
+    format!(
+        "it takes no new client before a reset: {error}; when its clients are done, systemctl stop yunion-mps-daemon, \
+         nvidia-smi -i {} --gpu-reset, and start the service again, or reboot; if it is well: yunion-mpsctl reload",
+        plan.gpu.pci.address
+    )
 }
 
 /// Why a control daemon does not serve a GPU as planned.

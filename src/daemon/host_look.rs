@@ -12,6 +12,7 @@ use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
 use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
+use common::host::xid::CriticalError;
 use common::problem::Problem;
 
 /// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end
@@ -33,8 +34,8 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
 const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
-/// A critical error that NVML tells of: the GPU's UUID and the Xid number.
-pub(super) type Xid = (String, u64);
+/// A critical error that NVML tells of, with the GPU's UUID.
+pub(super) type Xid = (String, CriticalError);
 
 /// Looks at the host. A look gets the driver in force and returns what it has found; it changes nothing by itself.
 #[derive(Debug)]
@@ -199,7 +200,7 @@ impl HostLook {
                 !told.is_closed() && now.as_ref().is_some_and(|now| Arc::ptr_eq(now, &driver))
             };
             let tell =
-                |uuid: &str, xid: u64| is_current() && told.blocking_send((uuid.to_owned(), xid)).is_ok();
+                |uuid: &str, error| is_current() && told.blocking_send((uuid.to_owned(), error)).is_ok();
             let mut pause = FIRST_XID_PAUSE;
             let mut last = String::new();
             while is_current() {

@@ -4,6 +4,7 @@
 mod bindings;
 mod budgets;
 mod cdi_spec;
+mod critical_errors;
 mod drain;
 mod findings;
 mod fleet;
@@ -28,7 +29,6 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
-use crate::message::{Message, Subject};
 use crate::mps::changes::{FileChanges, FileWatch};
 use crate::mps::control::FrontEnds;
 use crate::supervisor::bells::Bells;
@@ -255,7 +255,7 @@ impl Daemon {
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
-                Some((uuid, xid)) = xids.recv() => self.xid(&uuid, xid),
+                Some((uuid, error)) = xids.recv() => self.met(&uuid, error),
                 Some(ended) = terminated.recv() => self.terminated(ended),
                 Some(event) = budget_events.recv() => self.handle_budget_event(event),
                 () = changed.notified() => {}
@@ -314,13 +314,6 @@ impl Daemon {
             Err(_) => self.fleet.gpus_left(),
         };
         self.look.look_for(&served).await
-    }
-
-    fn xid(&mut self, uuid: &str, xid: u64) {
-        let text = format!("GPU {uuid} met a critical error, Xid {xid}");
-        Message::CriticalError.log(Subject { xid: Some(xid), ..Subject::gpu(uuid) }, &text);
-        self.keep_event(text);
-        self.fleet.met_xid(uuid, xid);
     }
 
     /// Looks at the host for GPUs that could not be served at the last look.
@@ -399,6 +392,8 @@ impl Daemon {
         }
         match ending {
             Ending::ForGood => {
+                // A reset takes a service that is stopped: NVML has the GPUs open.
+                self.forget_resets();
                 self.lift_kernel_limits().await;
                 self.fleet.stop(&self.settings);
             }
@@ -460,9 +455,10 @@ impl Daemon {
     fn compose(&self, moment: &Moment) -> Snapshot {
         let problems = [&self.refused, &self.problem, &self.cdi_spec.problem];
         let problem = problems.into_iter().find(|problem| !problem.is_empty());
-        let (drained, bindings) = {
+        let (drained, bindings, to_reset) = {
             let state_file = self.state_file.lock();
-            (state_file.drained().clone(), state_file.bindings().clone())
+            let (drained, bindings) = (state_file.drained().clone(), state_file.bindings().clone());
+            (drained, bindings, state_file.to_reset().clone())
         };
         let kernel_limits = self.plan.as_ref().map(|plan| kernel_limits(plan, &bindings, &self.limit_keeper));
         let parts = Parts {
@@ -475,6 +471,7 @@ impl Daemon {
             starting: moment.starting,
             drained: &drained,
             bindings: &bindings,
+            to_reset: &to_reset,
             kernel_limits: &kernel_limits.unwrap_or_default(),
             uses: &self.budgets.uses(),
             events: &self.events,

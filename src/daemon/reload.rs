@@ -47,6 +47,7 @@ impl Daemon {
         match &result {
             Ok(()) => {
                 self.refused.clear();
+                self.forget_resets();
                 self.reloads += 1;
                 self.event("configuration reloaded".to_owned());
             }

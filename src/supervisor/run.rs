@@ -23,6 +23,10 @@ use super::ClientFault;
 use super::known_clients::KnownClients;
 use super::status::Reporter;
 
+/// The cause of error 802 at a boot.
+const FABRIC: &str = "error 802: the fabric manager is not ready, which connects the GPUs of this host; it starts beside this \
+                      service (systemctl status nvidia-fabricmanager)";
+
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
 
@@ -184,6 +188,11 @@ impl Run {
     pub(super) fn too_much_is_written(&self, left_out: usize) -> String {
         let lines = counted(left_out, "line");
         format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
+    }
+
+    /// What its servers wait for.
+    pub(super) fn not_ready_yet(&self) -> Option<&'static str> {
+        self.last_words.iter().any(|line| driver::fabric_is_not_ready(line)).then_some(FABRIC)
     }
 
     /// Whether the process did not know the multi-user option.

@@ -131,6 +131,10 @@ impl Shell for RunShell<'_> {
         self.run.words()
     }
 
+    fn not_ready_yet(&self) -> Option<String> {
+        self.run.not_ready_yet().map(str::to_owned)
+    }
+
     async fn ends_now(&mut self) -> bool {
         let Some(status) = self.run.process.exited_by_now().await else { return false };
         self.run.exit_status = status;

@@ -148,6 +148,21 @@ impl StateFile {
         &self.contents.drained
     }
 
+    /// Writes down that a GPU needs a reset, and which critical error says so.
+    pub(crate) fn remember_reset(&mut self, uuid: &str, error: &str) -> io::Result<()> {
+        self.change(|contents| _ = contents.to_reset.insert(uuid.to_owned(), error.to_owned()))
+    }
+
+    /// Forgets that GPUs need a reset.
+    pub(crate) fn forget_resets(&mut self) -> io::Result<()> {
+        self.change(|contents| contents.to_reset.clear())
+    }
+
+    /// The GPUs that need a reset, by UUID, each with the critical error that says so, in words.
+    pub(crate) fn to_reset(&self) -> &BTreeMap<String, String> {
+        &self.contents.to_reset
+    }
+
     /// Writes down the slices to which control groups are bound from now on.
     pub(crate) fn set_bindings(&mut self, bindings: SliceBindings) -> io::Result<()> {
         self.change(|contents| contents.bindings = bindings)

@@ -17,10 +17,11 @@ impl Machine {
         let trouble = match &failure {
             Failure::Ended { .. } => WhyFailed::Gone,
             Failure::NotUnderstood(_) => WhyFailed::NotUnderstood,
+            Failure::NotYet(_) => WhyFailed::NotYet,
             _ => WhyFailed::Ill,
         };
         let left_to_others = matches!(failure, Failure::InUse(_));
-        let waits = left_to_others || matches!(failure, Failure::Waiting(_));
+        let waits = left_to_others || matches!(failure, Failure::Waiting(_) | Failure::NotYet(_));
         let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {

@@ -709,12 +709,17 @@ fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
 
 /// Waits until a critical error is in the log and among the events.
 fn xid_is_told(host: &Host, gpu: usize, number: u32) {
-    let uuid = fs::read_to_string(host.path(&format!("gpus/{gpu}/uuid"))).unwrap();
-    let words = format!("GPU {} met a critical error, Xid {number}", uuid.trim());
+    let name = host.json(&["status"]).unwrap()["gpus"][gpu]["addr"].as_str().unwrap().to_owned();
+    let words = format!("GPU {name} met a critical error, Xid {number}");
     waits_for_log(host, &words);
     wait_for("the event", || {
         let events = host.busctl("ListEvents");
-        events.as_array().unwrap().iter().any(|event| event["text"] == words.as_str()).then_some(())
+        events
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|event| event["text"].as_str().unwrap().starts_with(&words))
+            .then_some(())
     });
 }
 
@@ -740,6 +745,56 @@ fn a_critical_error_is_told_and_looked_into(topology: Topology) {
         (host.compute_mode(0) == host.compute_mode_while_served()).then_some(())
     });
     xid_is_told(&host, 0, 31);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// A GPU with an error that asks for a reset takes no new client, across a restart of the service, and those that are there
+/// compute on. An administrator's reload ends that.
+#[test]
+fn a_gpu_that_needs_a_reset_takes_no_new_client() {
+    let mut host = Host::serving("h200x8");
+    host.wait_for_state("ready");
+    let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
+    let healthy = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
+    // Programs have met these, and the driver wants nothing done.
+    host.plant("gpus/2/recovery_action", "0");
+    for (gpu, number) in [(1, 13), (1, 94), (2, 154)] {
+        host.meets_xid(gpu, number);
+        xid_is_told(&host, usize::try_from(gpu).unwrap(), number);
+    }
+    assert_eq!(healthy(&host), 32);
+    // The driver asks for a reboot by its own word, whatever the number.
+    host.plant("gpus/5/recovery_action", "2");
+    host.meets_xid(3, 48);
+    host.meets_xid(5, 999);
+    wait_for("two GPUs that take no client", || (healthy(&host) == 24).then_some(()));
+    let status = host.wait_for_state("degraded");
+    let reason = status["gpus"][3]["reason"].as_str().unwrap();
+    assert!(
+        reason.starts_with("it takes no new client before a reset: Xid 48 (an ECC error of two bits); "),
+        "{reason}"
+    );
+    assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
+    let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
+    let refused = host.mpsctl(&["run", &sick, "--", "true"]);
+    assert!(!refused.status.success() && text(&refused).contains("Xid 48"), "{}", text(&refused));
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_state("degraded");
+    assert_eq!(healthy(&host), 24);
+    bystander.check();
+    host.reload();
+    host.wait_for_state("ready");
+    assert_eq!(healthy(&host), 32);
+    bystander.check();
+    drop(bystander);
+    // A reset takes a service that is stopped, so a stop forgets it.
+    host.meets_xid(3, 48);
+    wait_for("a GPU that takes no client", || (healthy(&host) == 28).then_some(()));
+    assert_eq!(host.stop().code(), Some(0));
+    host.start();
+    host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 }
 

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::support::client::Client;
 use crate::support::host::{
     Host, alive, assert_has, binaries, control_daemon, control_pid, signal_pid, text,
 };
@@ -155,6 +156,54 @@ fn why_a_server_does_not_start_is_said() {
             status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap());
         events.any(|event| event.contains("exited with status 1") && event.ends_with(&ends))
     });
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// The fabric manager of a host with NVSwitch comes late, as at a boot: the cause is said, the control daemon waits for it, and
+/// the pauses stay short.
+#[test]
+fn a_fabric_manager_that_comes_late_is_waited_for() {
+    let mut host = Host::new("h200");
+    host.plant("mps/fault/server-start-fails", "Failed to start : system not yet initialized");
+    host.start();
+    let status = host.wait_for_failure("error 802: the fabric manager is not ready");
+    assert_eq!(control_daemon(&status)["state"], "waiting");
+    let before = control_daemon(&status)["pid"].as_u64();
+    let starts = |host: &Host| {
+        let logs = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
+        logs.matches("Starting new server").count()
+    };
+    // With pauses that double, the eighth attempt would come a minute later.
+    wait_for("the eighth attempt", || (starts(&host) >= 8).then_some(()));
+    host.clear("mps/fault/server-start-fails");
+    let status = host.wait_for_state("ready");
+    assert_eq!(control_daemon(&status)["pid"].as_u64(), before);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Drivers 535.43 to 535.86 write longer records of processes: clients are listed, and the service lives.
+#[test]
+fn a_driver_with_longer_records_of_processes_is_understood() {
+    let mut host = Host::new("h200");
+    host.plant("driver", "535.86.10\n");
+    host.start();
+    host.wait_for_state("ready");
+    let clients: Vec<Client> = (0..7).map(|_| host.client()).collect();
+    for _ in 0..2 {
+        for client in &clients {
+            host.wait_until_listed(client.id());
+            let listed = host.listed(client.id()).unwrap();
+            assert!(listed["memory_mib"].as_u64().is_some_and(|mib| mib > 0), "{listed:#}");
+            assert_eq!(listed["bypass"], false);
+        }
+        // The look of a start, beside clients.
+        host.signal(Signal::KILL);
+        host.ended();
+        host.start();
+        host.wait_for_state("ready");
+    }
+    assert!(!host.log().contains("without our MPS server"), "{}", host.log());
+    drop(clients);
     assert_eq!(host.stop().code(), Some(0));
 }
 

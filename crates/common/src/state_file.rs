@@ -71,6 +71,9 @@ pub struct Contents {
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]
     pub drained: Drained,
+    /// The GPUs that need a reset, by UUID, each with the critical error that says so, in words.
+    #[serde(default)]
+    pub to_reset: BTreeMap<String, String>,
     #[serde(default, with = "crate::bindings")]
     pub bindings: SliceBindings,
 }
@@ -84,6 +87,7 @@ impl Default for Contents {
             control_daemons: BTreeMap::new(),
             cdi_spec: None,
             drained: Drained::default(),
+            to_reset: BTreeMap::new(),
             bindings: SliceBindings::default(),
         }
     }

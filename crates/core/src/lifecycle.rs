@@ -18,6 +18,9 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
+/// The longest pause while something that starts beside a control daemon is not ready yet.
+const SOON: Duration = Duration::from_secs(3);
+
 /// Whether programs wait for the next control daemon during a pause after a failure. After several failures in a row nobody knows
 /// when it comes.
 pub fn programs_wait(pause: Duration) -> bool {
@@ -286,10 +289,10 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
                 if act == DaemonAct::Serve && now.saturating_sub(since) >= HEALTHY_AGAIN {
                     self.pause = Duration::ZERO;
                 }
-                if trouble == WhyFailed::Ill && watched {
-                    self.phase = Phase::Then(DaemonAct::Judge);
-                } else {
-                    self.rest(LAST_PAUSE);
+                match trouble {
+                    WhyFailed::Ill if watched => self.phase = Phase::Then(DaemonAct::Judge),
+                    WhyFailed::NotYet => self.rest(SOON),
+                    _ => self.rest(LAST_PAUSE),
                 }
             }
             (_, ActOutcome::Used(RunUse::Idle)) => {

@@ -164,6 +164,20 @@ fn while_programs_keep_the_server_out_it_is_tried_each_second() {
     }
 }
 
+/// What starts beside it comes soon: it is tried every few seconds, and not ended for that.
+#[test]
+fn what_is_not_ready_yet_is_waited_for_in_short_pauses() {
+    let mut core = serving("A", &["A"]);
+    let mut now = NOW;
+    for pause in [0, 100, 200, 400, 800, 1600, 3000, 3000] {
+        let acts = core.on(done("A", runs(&["A"]), ActOutcome::Failed(WhyFailed::NotYet)), now);
+        let pause = Duration::from_millis(pause);
+        assert_eq!(told(&acts).first(), Some(&format!("A: Rest({pause:?})")));
+        now += pause;
+        core.on(CoreEvent::Due, now);
+    }
+}
+
 #[test]
 fn a_stop_ends_all_and_puts_the_modes_back() {
     let mut core = serving("A", &["A"]);

@@ -63,6 +63,17 @@ struct ProcessInfo {
 }
 
 #[repr(C)]
+struct FieldValue {
+    field: c_uint,
+    scope: c_uint,
+    timestamp: i64,
+    latency: i64,
+    kind: c_uint,
+    result: Return,
+    value: c_ulonglong,
+}
+
+#[repr(C)]
 struct EventData {
     device: Device,
     kind: c_ulonglong,
@@ -534,6 +545,28 @@ extern "C" fn nvmlDeviceSetComputeMode(device: Device, mode: c_uint) -> Return {
     })
 }
 
+/// The field with the recovery action that the driver asks for, the only one that is simulated, and the type of its value.
+const RECOVERY_ACTION: c_uint = 230;
+const UNSIGNED_INT: c_uint = 1;
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn nvmlDeviceGetFieldValues(
+    device: Device,
+    count: c_int,
+    values: *mut FieldValue,
+) -> Return {
+    ask("nvmlDeviceGetFieldValues", device, |gpu| {
+        for place in 0..usize::try_from(count).map_err(|_| code::INVALID_ARGUMENT)? {
+            // SAFETY: NVML's caller gives `count` values, or null.
+            let value = unsafe { values.wrapping_add(place).as_mut() }.ok_or(code::INVALID_ARGUMENT)?;
+            let action = gpu.number("recovery_action").filter(|_| value.field == RECOVERY_ACTION);
+            (value.value, value.kind) = (action.unwrap_or_default(), UNSIGNED_INT);
+            value.result = if action.is_some() { 0 } else { code::NOT_SUPPORTED };
+        }
+        Ok(())
+    })
+}
+
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceGetMigMode(
     device: Device,
@@ -557,6 +590,7 @@ unsafe fn put_processes(
     kinds: &[Kind],
 ) -> Return {
     ask(function, device, |gpu| {
+        let record = host(function)?.process_record();
         let all = gpu.processes_in_nvml();
         let wanted: Vec<_> = all.iter().filter(|(_, (kind, _))| kinds.contains(kind)).collect();
         if count.is_null() {
@@ -575,7 +609,13 @@ unsafe fn put_processes(
                 compute_instance_id: c_uint::MAX,
             };
             // SAFETY: the check above ensures that there is room for all entries.
-            unsafe { put(infos.wrapping_add(place), info)? };
+            unsafe { put(infos.wrapping_byte_add(place * record), info)? };
+            if record > size_of::<ProcessInfo>() {
+                // SAFETY: a driver with longer records writes them, whether or not its caller has the room.
+                unsafe {
+                    put(infos.wrapping_byte_add(place * record + size_of::<ProcessInfo>()).cast::<u64>(), 0)?
+                };
+            }
         }
         Ok(())
     })

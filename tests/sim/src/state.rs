@@ -85,6 +85,13 @@ impl Host {
         self.text("driver")
     }
 
+    /// The bytes of a process in NVML's lists: drivers 535.43 to 535.86 write 32, under the name of the function with 24.
+    pub(crate) fn process_record(&self) -> usize {
+        let version = self.driver().unwrap_or_default();
+        let minor = version.strip_prefix("535.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
+        if minor.is_some_and(|minor| (43..=86).contains(&minor)) { 32 } else { 24 }
+    }
+
     /// The version of the MPS control daemon.
     pub fn mps_version(&self) -> u32 {
         self.text("mps/version").and_then(|text| text.parse().ok()).unwrap_or(580)

@@ -222,6 +222,11 @@ impl Shell for SimShell {
         "; its log ends here".to_owned()
     }
 
+    fn not_ready_yet(&self) -> Option<String> {
+        let is_too_early = self.lock().goes_wrong(3);
+        is_too_early.then(|| "the fabric manager is not ready".to_owned())
+    }
+
     async fn ends_now(&mut self) -> bool {
         self.turn().await;
         !self.lock().is_alive

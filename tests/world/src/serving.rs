@@ -134,6 +134,7 @@ pub(crate) fn failed(failure: &Failure) -> (ActOutcome, bool) {
     match failure {
         Failure::Ended { .. } => (ActOutcome::Failed(WhyFailed::Gone), true),
         Failure::NotUnderstood(_) => (ActOutcome::Failed(WhyFailed::NotUnderstood), false),
+        Failure::NotYet(_) => (ActOutcome::Failed(WhyFailed::NotYet), false),
         _ => (ActOutcome::Failed(WhyFailed::Ill), false),
     }
 }

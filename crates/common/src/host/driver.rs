@@ -15,9 +15,11 @@
 //! | [`LOG_FIFO`] | any | any | tried with 535, 550 and 555; on 580 only that the FIFO is there |
 //! | [`starts_control_daemon`] | any | any | tried with 535 to 580 |
 //! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
+//! | [`fabric_is_not_ready`] | any | with NVSwitch | the words of CUDA's error 802 in reports; no such host was tried |
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
 //! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
+//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports about these drivers; 535.98 went back to the 24 of `nvml.h` |
 //! | memory limits of a control group, which the kernel holds: by the functions of NVML | 615 | not known | the documentation and `nvml.h` of CUDA 13.4 |
 //!
 //! The rest is documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses nothing of this:
@@ -30,6 +32,8 @@
 
 use std::ffi::OsString;
 use std::fmt;
+
+use nvml_calls::processes::{LONG_RECORD, RECORD};
 
 /// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
 pub type Capability = Option<(u32, u32)>;
@@ -109,6 +113,15 @@ pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
     }
 }
 
+/// The length of a process's record in the lists of NVML, by the driver's version.
+pub fn process_record(version: &str) -> usize {
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().ok());
+    match (numbers.next().flatten(), numbers.next().flatten()) {
+        (Some(535), Some(43..=86)) => LONG_RECORD,
+        _ => RECORD,
+    }
+}
+
 /// The option for multi-user mode, which every series knows that has this mode.
 const MULTI_USER_OPTION: &str = "-multiuser-server";
 
@@ -134,6 +147,11 @@ pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
 /// front end, and finds no control daemon.
 pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
+}
+
+/// Whether a server says that the GPUs are not connected yet: CUDA's error 802.
+pub fn fabric_is_not_ready(line: &str) -> bool {
+    line.contains("system not yet initialized")
 }
 
 /// Whether a front end says that no control daemon listens in the pipe directory.
@@ -165,6 +183,24 @@ mod tests {
         assert_eq!(Series::parse("590.44"), Series(590));
         for unknown in ["", "unknown", "x.1"] {
             assert_eq!(Series::parse(unknown), Series(0), "{unknown:?}");
+        }
+    }
+
+    #[test]
+    fn some_drivers_of_one_series_write_longer_records() {
+        for (version, record) in [
+            ("535.43.02", LONG_RECORD),
+            ("535.54.03", LONG_RECORD),
+            ("535.86.10", LONG_RECORD),
+            ("535.98", RECORD),
+            ("535.104.05", RECORD),
+            ("535.261.03", RECORD),
+            ("530.43", RECORD),
+            ("580.65.06", RECORD),
+            ("535", RECORD),
+            ("unknown", RECORD),
+        ] {
+            assert_eq!(process_record(version), record, "{version}");
         }
     }
 

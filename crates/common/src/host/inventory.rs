@@ -6,7 +6,7 @@ use std::path::Path;
 use super::cpus::Cpus;
 use super::driver::Series;
 use super::gpu::{Gpu, NVIDIA, PciDevice};
-use super::nvml::{GpuQuestions, Told};
+use super::nvml::{GpuQuestions, ToldByNvml};
 use super::pci_address::PciAddress;
 use super::{pci_ids, sysfs};
 use crate::problem::Problem;
@@ -60,7 +60,7 @@ impl Inventory {
         }
     }
 
-    fn merged(devices: Vec<PciDevice>, told: Result<Told, Problem>) -> Self {
+    fn merged(devices: Vec<PciDevice>, told: Result<ToldByNvml, Problem>) -> Self {
         let (driver, listed, mut unlisted) = match told {
             Ok(told) => (Ok(told.version), told.listed, told.unlisted),
             Err(reason) => (Err(reason), Vec::new(), BTreeMap::new()),
@@ -156,7 +156,7 @@ mod tests {
         // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
         let lost = address("00:08.0");
-        let told = Told {
+        let told = ToldByNvml {
             version: "580.159.04".to_owned(),
             listed: known,
             unlisted: BTreeMap::from([(lost, Err(format!("{lost} is lost").into()))]),

@@ -26,3 +26,4 @@ pub mod standard_error;
 mod sysfs;
 pub mod systemd;
 pub mod variant;
+pub mod xid;

@@ -10,21 +10,21 @@ use std::time::{Duration, Instant};
 /// The questions that run, by the things that they are about. Of each thing there is one at a time, so one that hangs keeps one
 /// thread.
 #[derive(Debug)]
-pub(super) struct Questions<K, T> {
+pub(super) struct ParallelQuestions<K, T> {
     running: BTreeMap<K, JoinHandle<()>>,
     sender: Sender<(K, T)>,
     /// In a mutex only for `Sync`, which a receiver alone is not.
     answers: Mutex<Receiver<(K, T)>>,
 }
 
-impl<K, T> Default for Questions<K, T> {
+impl<K, T> Default for ParallelQuestions<K, T> {
     fn default() -> Self {
         let (sender, answers) = mpsc::channel();
         Self { running: BTreeMap::new(), sender, answers: Mutex::new(answers) }
     }
 }
 
-impl<K: Clone + Ord + Send + 'static, T: Send + 'static> Questions<K, T> {
+impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T> {
     /// Asks about each of these things, and waits as long as answers keep coming: `patience` after the last one for things that
     /// are asked about now, and `remainder` for things about which an earlier question still runs. A thing without an answer
     /// is missing in the result.
@@ -105,7 +105,7 @@ mod tests {
             }
             thing * 2
         };
-        let mut questions = Questions::default();
+        let mut questions = ParallelQuestions::default();
         let mut ask = |patience| questions.ask([1, 7, 9], patience, SHORT, question.clone());
         let others = BTreeMap::from([(1, 2), (9, 18)]);
         assert_eq!(ask(SHORT), others);
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_question_that_panics_is_asked_again() {
-        let mut questions = Questions::<u32, u32>::default();
+        let mut questions = ParallelQuestions::<u32, u32>::default();
         let mut ask = |panics: bool| {
             let answer = move |thing: &u32| if panics { panic!("no answer for {thing}") } else { *thing };
             questions.ask([3], LONG.min(SHORT * 10), SHORT, answer)

@@ -179,6 +179,9 @@ pub fn container_config(
             let reason = gpu.plan.unusable().unwrap_or_default();
             return Err(ContainerError::NotServable { device: name, reason });
         }
+        if gpu.needs_reset {
+            return Err(ContainerError::NotServable { device: name, reason: gpu.reason.clone() });
+        }
         let Some(ordinal) = found.undrained() else {
             return Err(ContainerError::Drained { reason: drained(&name), device: name });
         };
@@ -455,6 +458,15 @@ mod tests {
         assert_eq!(by_uuid, container_config(&two_gpus(), ["0000:00:06.0"]).unwrap());
         assert_eq!(by_uuid.environment.last().unwrap().1, "00:06.0");
         assert_eq!(by_uuid.environment[4].1, "0=5760M");
+    }
+
+    #[test]
+    fn a_gpu_that_needs_a_reset_is_given_to_nobody() {
+        let mut view = gpu("00:07.0", "GPU-2");
+        (view.needs_reset, view.reason) = (true, "Xid 48".to_owned());
+        let refused =
+            ContainerError::NotServable { device: "00:07.0-1".to_owned(), reason: "Xid 48".to_owned() };
+        assert_eq!(container_config(&snapshot(Some(vec![view])), ["00:07.0-1"]), Err(refused));
     }
 
     #[test]

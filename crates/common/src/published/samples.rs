@@ -42,6 +42,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
             isolation: crate::config::Isolation::Gpu,
             cpus: None,
         },
+        needs_reset: false,
         healthy: true,
         reason: String::new(),
         compute_mode: Some(ComputeMode::ExclusiveProcess),

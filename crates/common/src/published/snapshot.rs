@@ -64,6 +64,8 @@ pub struct GpuView {
     pub healthy: bool,
     /// Why not, or what to know though it is; empty when there is nothing to say.
     pub reason: String,
+    /// It needs a reset: its slices are given to nobody, and its clients of now compute on.
+    pub needs_reset: bool,
     /// As last seen.
     pub compute_mode: Option<ComputeMode>,
     /// The ids of the control daemons that serve it.

@@ -138,6 +138,9 @@ impl<S: Shell> Serving<'_, S> {
             if servers.alive().is_empty()
                 && let Some((server, status)) = servers.last_exit()
             {
+                if let Some(text) = self.shell.not_ready_yet() {
+                    return Err(Failure::NotYet(text));
+                }
                 return Err(Failure::Failed(format!(
                     "server {server} exited with status {status} before it was ready{}",
                     self.shell.words()

@@ -66,6 +66,8 @@ pub enum Failure {
     Waiting(String),
     /// A control daemon of somebody else has the place, and is left to its clients.
     InUse(String),
+    /// Something that starts beside it is not ready yet, and soon will be.
+    NotYet(String),
     /// It has not answered in time, or dropped the question.
     Silent(String),
     /// Nobody listens in its directory.
@@ -82,6 +84,7 @@ impl Failure {
             | Self::Ended { text, .. }
             | Self::Waiting(text)
             | Self::InUse(text)
+            | Self::NotYet(text)
             | Self::Silent(text)
             | Self::Unreachable(text)
             | Self::NotUnderstood(text) => text,
@@ -176,6 +179,9 @@ pub trait Shell: GpuShell {
 
     /// The last words of the log, as the end of a sentence.
     fn words(&self) -> String;
+
+    /// What its servers wait for, by the last words of the log, if that comes by itself.
+    fn not_ready_yet(&self) -> Option<String>;
 
     /// Whether the process has ended, or ends at this moment.
     fn ends_now(&mut self) -> impl Future<Output = bool> + Send;

@@ -1,10 +1,11 @@
 //! The facts about a GPU that NVML tells.
 
+use nvml_calls::processes::{NotListed, ProcessList};
 use nvml_wrapper::Device;
 use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::structs::device::CudaComputeCapability;
 
-use super::{MIB, contexts, is_gone, list, ours, words};
+use super::{MIB, contexts, is_gone, list, ours, why_not_listed, words};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::proc;
 use crate::problem::Problem;
@@ -39,7 +40,7 @@ pub struct GpuState {
 
 impl NvmlFacts {
     /// Asks for them. An error if the whole GPU is gone.
-    pub(super) fn read(device: &Device<'_>, index: u32) -> Result<Self, Problem> {
+    pub(super) fn read(device: &Device<'_>, index: u32, process_record: usize) -> Result<Self, Problem> {
         let uuid = device.uuid().map_err(|error| match error {
             error if is_gone(&error) => words(&error),
             error => words(&error).prefixed("its UUID can't be read"),
@@ -55,7 +56,7 @@ impl NvmlFacts {
             state: GpuState {
                 compute_mode: known("compute mode", device.compute_mode())?.map(ours),
                 mig_enabled: known("MIG mode", device.mig_mode())?.is_some_and(|mode| mode.current == 1),
-                foreign_processes: known("processes", foreign_processes(device))?.unwrap_or_default(),
+                foreign_processes: foreign_processes(device, process_record)?,
             },
         })
     }
@@ -77,14 +78,25 @@ fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Proble
     }
 }
 
-fn foreign_processes(device: &Device<'_>) -> Result<Vec<(u32, String)>, NvmlError> {
-    let mut foreign = contexts(device)?.foreign(proc::name);
-    if !foreign.is_empty() {
-        // A client that ends between the two lists looks foreign for a moment.
-        let still = list(|| device.running_compute_processes())?;
-        foreign.retain(|(pid, _)| still.contains_key(pid));
+/// None are known where they can't be listed: a server that they keep out says so itself.
+fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(u32, String)>, Problem> {
+    let foreign = || {
+        let mut foreign = contexts(device, process_record)?.foreign(proc::name);
+        if !foreign.is_empty() {
+            // A client that ends between the two lists looks foreign for a moment.
+            let still = list(device, ProcessList::Compute, process_record)?;
+            foreign.retain(|(pid, _)| still.contains_key(pid));
+        }
+        Ok(foreign)
+    };
+    match foreign() {
+        Err(NotListed::Refused(error)) if is_gone(&error) => Err(words(&error)),
+        Err(why) => {
+            tracing::debug!("NVML does not list the processes: {}", why_not_listed(&why));
+            Ok(Vec::new())
+        }
+        Ok(foreign) => Ok(foreign),
     }
-    Ok(foreign)
 }
 
 #[cfg(test)]

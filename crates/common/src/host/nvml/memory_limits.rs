@@ -1,8 +1,8 @@
 //! The memory limits of control groups: set and read back, and lifted unless somebody else has set them.
 
-use memory_limits::{MemoryLimit, NO_LIMIT};
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
+use nvml_calls::memory_limits::{self, MemoryLimit, NO_LIMIT};
 use nvml_wrapper::error::NvmlError;
 
 use super::{Driver, MIB, words};

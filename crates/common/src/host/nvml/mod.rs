@@ -5,21 +5,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::{fmt, fs};
 
+use nvml_calls::processes::{self, ListedProcess, NotListed, ProcessList};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
-use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::device::SampleValue;
 use nvml_wrapper::enums::event::XidError;
 use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::struct_wrappers::device::ProcessInfo;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper::sys_exports::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION;
 use nvml_wrapper::{Device, EventSet, Nvml};
 use rustix::io::Errno;
 use rustix::process::Resource;
 
 use super::compute_mode::ComputeMode;
-use super::driver::NVML_LISTS_CLIENTS;
+use super::driver::{self, NVML_LISTS_CLIENTS};
 use super::gpu::{Gpu, PciDevice};
 use super::gpu_processes::Contexts;
 use super::pci_address::PciAddress;
+use super::xid::{CriticalError, RecoveryAction};
 use crate::host::proc;
 use crate::problem::Problem;
 
@@ -32,7 +35,7 @@ mod told;
 use facts::{NvmlFacts, numbers};
 
 pub use told::GpuQuestions;
-pub(super) use told::Told;
+pub(super) use told::ToldByNvml;
 
 /// The library's name that every driver installs. The name without a number comes only with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -50,6 +53,8 @@ const XID_WAIT_MS: u32 = 60_000;
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
+    /// The length of a process's record in its lists.
+    process_record: usize,
 }
 
 impl Driver {
@@ -62,7 +67,9 @@ impl Driver {
             let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
             return Err(Problem::new(found, "reinstall the driver"));
         }
-        Ok(Self { nvml })
+        // A driver that does not say its version is none of those that differ.
+        let version = nvml.sys_driver_version().unwrap_or_default();
+        Ok(Self { nvml, process_record: driver::process_record(&version) })
     }
 
     /// The driver's version, `580.159.04`.
@@ -93,7 +100,7 @@ impl Driver {
     /// address.
     fn listed(&self, index: u32) -> Result<Gpu, String> {
         let device = self.nvml.device_by_index(index).map_err(|error| words(&error).into());
-        let listed = device.and_then(|device| listed_as(&device, index));
+        let listed = device.and_then(|device| listed_as(&device, index, self.process_record));
         listed.inspect_err(|reason| tracing::debug!(index, "NVML does not list the GPU: {reason}"))
     }
 
@@ -106,7 +113,7 @@ impl Driver {
             error => words(&error),
         })?;
         let index = device.index().map_err(|error| words(&error).prefixed("its index can't be read"))?;
-        NvmlFacts::read(&device, index)
+        NvmlFacts::read(&device, index, self.process_record)
     }
 
     pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
@@ -148,14 +155,14 @@ impl Driver {
     }
 
     fn contexts(&self, uuid: &str) -> Result<Contexts, String> {
-        contexts(&self.device(uuid)?)
-            .map_err(|error| format!("the GPU's processes can't be listed: {}", words(&error)))
+        contexts(&self.device(uuid)?, self.process_record)
+            .map_err(|why| format!("the GPU's processes can't be listed: {}", why_not_listed(&why)))
     }
 
-    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`: the GPU's UUID and the
-    /// Xid number. It ends when `seen` returns false.
+    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`, with the GPU's UUID.
+    /// It ends when `seen` returns false.
     /// It is an error if no GPU can report critical errors, or none can any longer.
-    pub fn watch_xids(&self, mut seen: impl FnMut(&str, u64) -> bool) -> Result<(), String> {
+    pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), String> {
         let (events, uuids) = self.xid_events()?;
         loop {
             let event = match events.wait(XID_WAIT_MS) {
@@ -174,7 +181,8 @@ impl Driver {
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
             );
-            if !met.iter().all(|uuid| seen(uuid, xid)) {
+            let error = CriticalError { xid, action: recovery_action(&event.device) };
+            if !met.iter().all(|uuid| seen(uuid, error)) {
                 return Ok(());
             }
         }
@@ -218,15 +226,27 @@ impl Driver {
     }
 }
 
+/// What the driver says is to be done about a GPU. None with older drivers, and of a GPU that does not answer.
+fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
+    let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
+    match values.into_iter().next()?.ok()?.value.ok()? {
+        SampleValue::U32(0) => Some(RecoveryAction::Nothing),
+        SampleValue::U32(1 | 4) => Some(RecoveryAction::Reset),
+        SampleValue::U32(2) => Some(RecoveryAction::Reboot),
+        SampleValue::U32(3) => Some(RecoveryAction::EndPeers),
+        _ => None,
+    }
+}
+
 /// The GPU as it is listed. An error if NVML does not say where it is.
-fn listed_as(device: &Device<'_>, index: u32) -> Result<Gpu, String> {
+fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, String> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
     let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
     let vendor = u16::from_le_bytes([vendor_low, vendor_high]);
     let number = u16::from_le_bytes([device_low, device_high]);
     let pci = PciDevice { address, vendor, device: number, ..PciDevice::default() };
-    Ok(Gpu { pci, nvml: NvmlFacts::read(device, index) })
+    Ok(Gpu { pci, nvml: NvmlFacts::read(device, index, process_record) })
 }
 
 fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, String> {
@@ -237,14 +257,16 @@ fn is_gone(error: &NvmlError) -> bool {
     matches!(error, NvmlError::GpuLost | NvmlError::ResetRequired)
 }
 
-fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
-    let compute = list(|| device.running_compute_processes())?;
+fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
+    let compute = list(device, ProcessList::Compute, process_record)?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    let mps = match list(|| device.mps_running_compute_processes()) {
-        // A list without anybody would say that nobody is there.
-        _ if !NVML_LISTS_CLIENTS.holds_on(capability) => None,
+    // A list without anybody would say that nobody is there.
+    if !NVML_LISTS_CLIENTS.holds_on(capability) {
+        return Ok(Contexts { compute, mps: None });
+    }
+    let mps = match list(device, ProcessList::MpsClients, process_record) {
         Ok(clients) => Some(clients),
-        Err(error) if is_gone(&error) => return Err(error),
+        Err(NotListed::Refused(error)) if is_gone(&error) => return Err(error.into()),
         Err(_) => None,
     };
     Ok(Contexts { compute, mps })
@@ -252,20 +274,34 @@ fn contexts(device: &Device<'_>) -> Result<Contexts, NvmlError> {
 
 /// Each process's PID and its memory in MiB.
 fn list(
-    mut ask: impl FnMut() -> Result<Vec<ProcessInfo>, NvmlError>,
-) -> Result<BTreeMap<u32, Option<u64>>, NvmlError> {
+    device: &Device<'_>,
+    list: ProcessList,
+    process_record: usize,
+) -> Result<BTreeMap<u32, Option<u64>>, NotListed> {
+    let processes = until_it_fits(|| processes::read(device, list, process_record))?;
+    let in_mib = |process: &ListedProcess| (process.pid, process.memory.map(|bytes| bytes / MIB));
+    Ok(processes.iter().map(in_mib).collect())
+}
+
+/// The first answer that is not about a list that has grown while it was copied.
+fn until_it_fits<T>(mut ask: impl FnMut() -> Result<T, NotListed>) -> Result<T, NotListed> {
     let mut answer = ask();
     for _ in 1..TRIES {
-        if !matches!(answer, Err(NvmlError::InsufficientSize(_))) {
+        if !matches!(answer, Err(NotListed::Refused(NvmlError::InsufficientSize(_)))) {
             break;
         }
         answer = ask();
     }
-    let memory = |process: &ProcessInfo| match process.used_gpu_memory {
-        UsedGpuMemory::Used(bytes) => Some(bytes / MIB),
-        UsedGpuMemory::Unavailable => None,
-    };
-    Ok(answer?.iter().map(|process| (process.pid, memory(process))).collect())
+    answer
+}
+
+fn why_not_listed(why: &NotListed) -> Problem {
+    match why {
+        NotListed::Refused(error) => words(error),
+        NotListed::Unreadable => {
+            Problem::new("this driver writes its list in a form that is not known", "install another driver")
+        }
+    }
 }
 
 fn ours(mode: NvmlComputeMode) -> ComputeMode {
@@ -380,19 +416,16 @@ mod tests {
 
     #[test]
     fn a_list_that_grew_is_asked_for_again() {
-        let process = |pid| ProcessInfo {
-            pid,
-            used_gpu_memory: UsedGpuMemory::Used(580 * MIB + 1),
-            gpu_instance_id: None,
-            compute_instance_id: None,
-        };
+        fn grown() -> Result<u32, NotListed> {
+            Err(NotListed::Refused(NvmlError::InsufficientSize(None)))
+        }
         let mut asked = 0;
-        let answer = list(|| {
+        let answer = until_it_fits(|| {
             asked += 1;
-            if asked < 3 { Err(NvmlError::InsufficientSize(None)) } else { Ok(vec![process(7)]) }
+            if asked < 3 { grown() } else { Ok(7) }
         });
-        assert_eq!(answer.unwrap(), BTreeMap::from([(7, Some(580))]));
-        assert!(list(|| Err(NvmlError::InsufficientSize(None))).is_err());
+        assert_eq!(answer.unwrap(), 7);
+        assert!(until_it_fits(grown).is_err());
     }
 
     #[test]

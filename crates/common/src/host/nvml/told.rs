@@ -8,7 +8,7 @@ use super::Driver;
 use super::facts::NvmlFacts;
 use crate::host::gpu::Gpu;
 use crate::host::pci_address::PciAddress;
-use crate::host::questions::Questions;
+use crate::host::questions::ParallelQuestions;
 use crate::problem::Problem;
 
 /// The time that a GPU gets from the last answer on: without nvidia-persistenced, NVML wakes one GPU after the other, and each
@@ -22,12 +22,12 @@ const REMAINDER: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 pub struct GpuQuestions {
     driver: Arc<Driver>,
-    listed: Questions<u32, Result<Gpu, String>>,
-    unlisted: Questions<PciAddress, Result<NvmlFacts, Problem>>,
+    listed: ParallelQuestions<u32, Result<Gpu, String>>,
+    unlisted: ParallelQuestions<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
 /// All that NVML tells of the GPUs.
-pub(crate) struct Told {
+pub(crate) struct ToldByNvml {
     /// The driver's version.
     pub(crate) version: String,
     /// Every GPU that NVML lists with its address, in NVML's order.
@@ -39,7 +39,7 @@ pub(crate) struct Told {
 
 impl GpuQuestions {
     pub fn new(driver: Arc<Driver>) -> Self {
-        Self { driver, listed: Questions::default(), unlisted: Questions::default() }
+        Self { driver, listed: ParallelQuestions::default(), unlisted: ParallelQuestions::default() }
     }
 
     pub fn driver(&self) -> &Arc<Driver> {
@@ -47,7 +47,7 @@ impl GpuQuestions {
     }
 
     /// Asks about all GPUs. `on_bus` are the addresses of those that NVML should know. An error if NVML lists none at all.
-    pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<Told, Problem> {
+    pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<ToldByNvml, Problem> {
         let count = self.driver.count()?;
         // The version is not needed to serve GPUs.
         let version = self.driver.version().unwrap_or_else(|reason| {
@@ -75,6 +75,6 @@ impl GpuQuestions {
         };
         let answer = |address| (address, answers.remove(&address).unwrap_or_else(silent));
         let unlisted = addresses.into_iter().map(answer).collect();
-        Ok(Told { version, listed, unlisted })
+        Ok(ToldByNvml { version, listed, unlisted })
     }
 }

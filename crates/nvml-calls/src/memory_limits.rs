@@ -1,11 +1,8 @@
 //! The memory limit of a control group on a GPU, by NVML's functions `nvmlDeviceSetMemoryLimits_v1` and
-//! `nvmlDeviceGetMemoryLimits_v1` of driver 615 (`nvml.h` of CUDA 13.4). nvml-wrapper does not have them yet, so they are
-//! looked up by their names in the library that it has loaded. This crate has the only unsafe code of the service.
+//! `nvmlDeviceGetMemoryLimits_v1` of driver 615 (`nvml.h` of CUDA 13.4).
 //!
 //! Only the hard limit is set. The soft limit reserves memory, and the reservation would stay with the control groups above
 //! when the control group ends.
-
-#![allow(unsafe_code, reason = "the functions of a library in C")]
 
 use std::ffi::{CStr, CString, c_char, c_uint, c_ulonglong, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -13,6 +10,8 @@ use std::path::Path;
 
 use nvml_wrapper::Device;
 use nvml_wrapper::error::{NvmlError, nvml_try};
+
+use crate::function;
 
 /// The limit of a control group without one.
 pub const NO_LIMIT: u64 = u64::MAX;
@@ -73,13 +72,7 @@ fn directory(group: &Path) -> Result<CString, NvmlError> {
 /// Calls a function that takes a GPU and a struct of the type `T`.
 fn call<T>(device: &Device<'_>, name: &CStr, argument: &mut T) -> Result<(), NvmlError> {
     type Function<T> = unsafe extern "C" fn(*mut c_void, *mut T) -> c_uint;
-    let library = &device.nvml().lib().__library;
     // SAFETY: nvml.h declares both functions so, each with the struct that is passed here. A `nvmlDevice_t` is a pointer. The
     // struct and the text in it live until the function returns, and NVML keeps neither. The device lives as long as NVML.
-    let code = unsafe {
-        let function = library.get::<Function<T>>(name.to_bytes_with_nul());
-        let function = function.map_err(|error| NvmlError::FailedToLoadSymbol(error.to_string()))?;
-        function(device.handle().cast(), argument)
-    };
-    nvml_try(code)
+    nvml_try(unsafe { function::<Function<T>>(device, name)?(device.handle().cast(), argument) })
 }

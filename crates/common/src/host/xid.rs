@@ -1,0 +1,142 @@
+//! Critical errors of GPUs (Xid): their meanings, and what follows from them for the slices of a GPU, after NVIDIA's catalogue
+//! of Xid errors.
+
+use std::fmt;
+
+/// What follows from a critical error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FollowUp {
+    /// A program has made it, and the GPU is well.
+    Application,
+    /// Somebody should look; the GPU is served on.
+    Look,
+    /// The GPU needs a reset, or the host a reboot, before it takes another client.
+    Reset,
+}
+
+/// What the driver itself says of a GPU at the moment (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecoveryAction {
+    /// Nothing is to be done.
+    Nothing,
+    /// A reset, now or once its programs have ended.
+    Reset,
+    /// A reboot of the host.
+    Reboot,
+    /// Programs that use several GPUs together have to end.
+    EndPeers,
+}
+
+/// A critical error that a GPU has met.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CriticalError {
+    /// Its number, as NVIDIA's catalogue has it.
+    pub xid: u64,
+    /// What the driver says to it. None with older drivers, and of a GPU that does not answer.
+    pub action: Option<RecoveryAction>,
+}
+
+/// The error that says that another recovery action is due from now on. The driver knows which.
+const ACTION_CHANGED: u64 = 154;
+
+use FollowUp::{Application, Look, Reset};
+
+/// The errors that are known, by their numbers.
+const CATALOGUE: [(u64, &str, FollowUp); 25] = [
+    (8, "the GPU stopped processing", Application),
+    (13, "an exception of the graphics engine", Application),
+    (31, "a page fault in a program", Application),
+    (32, "a command buffer that can't be read", Application),
+    (43, "the GPU stopped a program", Application),
+    (45, "the work of a program was cleaned up", Application),
+    (46, "the GPU stopped processing", Reset),
+    (48, "an ECC error of two bits", Reset),
+    (62, "the internal controller halted", Reset),
+    (63, "a page of memory is replaced, at the next reset", Look),
+    (64, "a page of memory can't be replaced", Reset),
+    (68, "an exception of the video decoder", Application),
+    (69, "an exception of the graphics engine's class", Application),
+    (74, "an error of NVLink", Look),
+    (79, "the GPU has fallen off the bus", Reset),
+    (92, "many ECC errors of one bit", Look),
+    (94, "an ECC error that hit one program", Application),
+    (95, "an ECC error that may have hit every program", Reset),
+    (109, "a program did not make room in time", Application),
+    (119, "the GPU's system processor does not answer", Reset),
+    (120, "an error of the GPU's system processor", Reset),
+    (121, "an error of the link to the CPU", Look),
+    (140, "an ECC error that was not recovered", Reset),
+    (143, "the GPU could not be initialised", Reset),
+    (ACTION_CHANGED, "the driver asks for another recovery action", Reset),
+];
+
+impl CriticalError {
+    fn known(self) -> Option<(&'static str, FollowUp)> {
+        let mut all = CATALOGUE.into_iter();
+        all.find(|(number, ..)| *number == self.xid).map(|(_, meaning, follow_up)| (meaning, follow_up))
+    }
+
+    /// What follows from it. The driver's own word is stronger than the catalogue.
+    pub fn follow_up(self) -> FollowUp {
+        match (self.action, self.known()) {
+            (Some(RecoveryAction::Reset | RecoveryAction::Reboot), _) => Reset,
+            (Some(RecoveryAction::Nothing | RecoveryAction::EndPeers), Some((_, Reset)))
+                if self.xid == ACTION_CHANGED =>
+            {
+                Look
+            }
+            (_, Some((_, follow_up))) => follow_up,
+            (_, None) => Look,
+        }
+    }
+}
+
+/// `Xid 48 (an ECC error of two bits)`.
+impl fmt::Display for CriticalError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Xid {}", self.xid)?;
+        match self.known() {
+            Some((meaning, _)) => write!(f, " ({meaning})"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn follows(xid: u64, action: Option<RecoveryAction>) -> FollowUp {
+        CriticalError { xid, action }.follow_up()
+    }
+
+    #[test]
+    fn errors_of_programs_keep_no_client_off_and_those_that_ask_for_a_reset_do() {
+        for xid in [13, 31, 43, 45, 68, 94] {
+            assert_eq!(follows(xid, None), Application, "{xid}");
+        }
+        for xid in [48, 79, 95, 119, 120, 140, 154] {
+            assert_eq!(follows(xid, None), Reset, "{xid}");
+        }
+        for xid in [63, 74, 999] {
+            assert_eq!(follows(xid, None), Look, "{xid}");
+        }
+        assert!(CATALOGUE.is_sorted_by_key(|(number, ..)| *number));
+    }
+
+    #[test]
+    fn the_word_of_the_driver_is_stronger() {
+        assert_eq!(follows(13, Some(RecoveryAction::Reset)), Reset);
+        assert_eq!(follows(999, Some(RecoveryAction::Reboot)), Reset);
+        assert_eq!(follows(154, Some(RecoveryAction::Nothing)), Look);
+        assert_eq!(follows(154, Some(RecoveryAction::EndPeers)), Look);
+        assert_eq!(follows(48, Some(RecoveryAction::Nothing)), Reset, "it may not say so yet");
+    }
+
+    #[test]
+    fn an_error_has_its_number_and_its_meaning() {
+        let text = |xid| CriticalError { xid, action: None }.to_string();
+        assert_eq!(text(48), "Xid 48 (an ECC error of two bits)");
+        assert_eq!(text(999), "Xid 999");
+    }
+}
