@@ -180,7 +180,10 @@ impl HostLook {
                 let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
                 let (tell, answer) = oneshot::channel();
                 // Off the loop's thread: a GPU that is about to fall off the bus can hold a question.
-                tokio::task::spawn_blocking(move || tell.send(look(&sysroot, nvml)));
+                tokio::task::spawn_blocking(move || {
+                    // An error means that the service ends.
+                    let _ = tell.send(look(&sysroot, nvml));
+                });
                 LookUnderWay { begun: Instant::now(), answer }
             }),
         };

@@ -159,7 +159,7 @@ fn why_a_server_does_not_start_is_said() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The fabric manager of a host with NVSwitch comes late, as at a boot: the cause is said, the control daemon waits for it, and
+/// The fabric manager of a host with `NVSwitch` comes late, as at a boot: the cause is said, the control daemon waits for it, and
 /// the pauses stay short.
 #[test]
 fn a_fabric_manager_that_comes_late_is_waited_for() {

@@ -613,8 +613,8 @@ unsafe fn put_processes(
             if record > size_of::<ProcessInfo>() {
                 // SAFETY: a driver with longer records writes them, whether or not its caller has the room.
                 unsafe {
-                    put(infos.wrapping_byte_add(place * record + size_of::<ProcessInfo>()).cast::<u64>(), 0)?
-                };
+                    put(infos.wrapping_byte_add(place * record + size_of::<ProcessInfo>()).cast::<u64>(), 0)?;
+                }
             }
         }
         Ok(())

@@ -15,7 +15,7 @@
 //! | [`LOG_FIFO`] | any | any | tried with 535, 550 and 555; on 580 only that the FIFO is there |
 //! | [`starts_control_daemon`] | any | any | tried with 535 to 580 |
 //! | [`refuses_an_option`] | any | any | tried with 535 and 550, which name no option, 555 and 580 |
-//! | [`fabric_is_not_ready`] | any | with NVSwitch | the words of CUDA's error 802 in reports; no such host was tried |
+//! | [`fabric_is_not_ready`] | any | with `NVSwitch` | the words of CUDA's error 802 in reports; no such host was tried |
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
 //! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
