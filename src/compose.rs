@@ -3,8 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use mps_core::bindings::Binding;
-
 use crate::supervisor::bypass;
 use crate::supervisor::{GpuStatus, Status};
 use common::bindings::SliceBindings;
@@ -18,6 +16,9 @@ use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
 use common::published::snapshot::{GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
+
+/// The most bindings of a slice that are named, each with a label that may have hundreds of bytes.
+const NAMES: usize = 8;
 
 /// Everything a Snapshot is made from.
 #[derive(Debug)]
@@ -256,12 +257,21 @@ fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
 
 /// The names of the bindings of each slice that is bound.
 fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, String> {
-    let names = |ordinal| {
-        let slice = plan.slice(ordinal);
-        let names: Vec<&str> = bindings.with(&slice).map(Binding::name).collect();
-        (!names.is_empty()).then(|| (ordinal, names.join(", ")))
-    };
-    (0..plan.slices()).filter_map(names).collect()
+    let mut all: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
+    for one in bindings.iter() {
+        let is_of_gpu = |slice: &&SliceId| slice.gpu == plan.gpu.id() && slice.ordinal < plan.slices();
+        for slice in one.slices.iter().filter(is_of_gpu) {
+            all.entry(slice.ordinal).or_default().push(one.name());
+        }
+    }
+    all.into_iter().map(|(ordinal, names)| (ordinal, first_of(&names))).collect()
+}
+
+/// The first of these names, and the number of the others.
+fn first_of(names: &[&str]) -> String {
+    let (first, others) = names.split_at(names.len().min(NAMES));
+    let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+    first.join(", ") + &others
 }
 
 fn kernel_limits(

@@ -1,21 +1,25 @@
 //! Control groups that root binds to slices, before their programs run or while they do.
 
-use std::collections::BTreeSet;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
 
-use mps_core::bindings::{Binding, BoundBy, ControlGroup, NotBound};
+use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse, NotBound};
+use tokio::time::Instant;
 
 use super::Daemon;
 use crate::dbus::{Reply, WantedBinding};
-use common::bindings::SliceBindings;
+use common::bindings::{SliceBindings, bytes_of};
 use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
-use common::host::device_name::SliceId;
+use common::host::device_name::{DeviceName, SliceId};
 use common::host::{control_groups, proc};
 use common::membership::RecordedContainer;
 use common::published::container::ContainerError;
 use common::published::snapshot::{GpuView, Named, Snapshot};
+
+/// The time between two looks at the control groups that are bound.
+const LOOK_PERIOD: Duration = Duration::from_secs(5);
 
 impl Daemon {
     /// Binds a control group. At the answer, which names its slices, the binding is written down and published, and the kernel
@@ -30,22 +34,24 @@ impl Daemon {
     }
 
     fn bound(&mut self, wanted: &WantedBinding) -> Result<Vec<String>, RequestError> {
-        self.end_bindings();
         let group = find(&wanted.group)?;
-        let mut bindings = self.state_file.lock().bindings().clone();
-        let slices = slices(&self.snapshot.borrow(), wanted, &group, &bindings)?;
+        let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
+        let (ended, slices) = {
+            let snapshot = self.snapshot.borrow();
+            let named = wanted.slices.iter().filter_map(|name| Some(snapshot.find(name)?.id()));
+            let ended = make_way(&mut bindings, &group, &named.collect::<Vec<_>>());
+            (ended, slices(&snapshot, wanted, &group, &bindings)?)
+        };
         let names: Vec<String> = slices.iter().map(ToString::to_string).collect();
-        let since = now();
         let path = group.path.clone();
-        let slices = slices.into_iter().collect();
-        let (by, label) = (BoundBy::Root, wanted.label.clone());
-        let binding = Binding { group, slices, by, label, since };
-        bindings.bind(binding, wanted.shares).map_err(|error| refused(&error))?;
+        let binding = new_binding(group, slices, BoundBy::Root, wanted.label.clone());
+        bindings.bind(binding, wanted.shares, bytes_of).map_err(|error| refused(&error))?;
         let event = match wanted.label.as_str() {
             "" => format!("{} bound to {path}", names.join(", ")),
             label => format!("{} bound to {label} ({path})", names.join(", ")),
         };
         self.change_bindings(bindings, event)?;
+        tell_ended(&ended);
         Ok(names)
     }
 
@@ -60,10 +66,10 @@ impl Daemon {
     }
 
     fn bound_recorded(&mut self, container: RecordedContainer) -> Result<(), RequestError> {
-        self.end_bindings();
         let RecordedContainer { group, label, device } = container;
         let group = find(&GroupOf::Path(group))?;
-        let mut bindings = self.state_file.lock().bindings().clone();
+        let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
+        let ended = make_way(&mut bindings, &group, &[device]);
         let slice = {
             let snapshot = self.snapshot.borrow();
             match snapshot.find(&device.to_string()) {
@@ -74,9 +80,11 @@ impl Daemon {
             }
         };
         let event = format!("{slice} bound to {label}, for which the host agent's records name {device}");
-        let binding = Binding { group, slices: [slice].into(), by: BoundBy::Platform, label, since: now() };
-        bindings.bind(binding, false).map_err(|error| refused(&error))?;
-        self.change_bindings(bindings, event)
+        let binding = new_binding(group, vec![slice], BoundBy::Platform, label);
+        bindings.bind(binding, false, bytes_of).map_err(|error| refused(&error))?;
+        self.change_bindings(bindings, event)?;
+        tell_ended(&ended);
+        Ok(())
     }
 
     /// Ends the binding of a control group. The processes in it go on.
@@ -86,53 +94,45 @@ impl Daemon {
 
     fn unbound(&mut self, group: &GroupOf) -> Result<(), RequestError> {
         let path = path_of(group)?;
-        let mut bindings = self.state_file.lock().bindings().clone();
+        let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
         match bindings.unbind(&path) {
             Some(ended) => self.change_bindings(bindings, said(&ended, "not bound any more")),
             None => Err(RequestError::Failed(format!("control group {path} is not bound"))),
         }
     }
 
-    /// Drops the bindings of control groups that are gone, and watches the others.
+    /// Drops the bindings that are nobody's any more. The kernel tells of no process that leaves a control group, so this is done
+    /// again and again while there are bindings.
     pub(super) fn end_bindings(&mut self) {
-        let mut bindings = self.state_file.lock().bindings().clone();
-        // First, so that none is removed unseen.
-        self.watch_bound_groups();
+        let before = Arc::clone(self.state_file.lock().bindings());
+        let mut bindings = SliceBindings::clone(&before);
         let ended = bindings.end(now(), control_groups::use_of);
-        if !ended.is_empty() {
-            if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-                // They are dropped again at the next look, and no process is in them.
-                tracing::warn!("bindings that have ended can't be written down: {error}");
-            }
-            for one in &ended {
-                tracing::info!("{}", said(one, "not bound any more, since the control group has ended"));
-            }
-            if let Ok(plan) = &self.plan {
-                self.keep_kernel_limits(plan);
-            }
+        self.next_look_at_groups = before.iter().next().map(|_| Instant::now() + LOOK_PERIOD);
+        if *before == bindings {
+            return;
         }
-    }
-
-    /// Has the loop woken up when one of them is removed.
-    fn watch_bound_groups(&self) {
-        let directory = |one: &Binding<SliceId>| control_groups::directory(&one.group.path);
-        let directories: Vec<PathBuf> = self.state_file.lock().bindings().iter().map(directory).collect();
-        let above: BTreeSet<&Path> = directories.iter().filter_map(|directory| directory.parent()).collect();
-        for directory in above {
-            // One that can't be watched is looked at when somebody binds.
-            self.bound_groups.add_removals_in(directory);
+        if let Err(error) = self.state_file.lock().set_bindings(bindings) {
+            // They are dropped again at the next look, and no process is in them.
+            tracing::warn!("bindings that have ended can't be written down: {error}");
+            return;
+        }
+        tell_ended(&ended);
+        if !ended.is_empty()
+            && let Ok(plan) = &self.plan
+        {
+            self.keep_kernel_limits(plan);
         }
     }
 
     fn change_bindings(&mut self, bindings: SliceBindings, event: String) -> Result<(), RequestError> {
-        if *self.state_file.lock().bindings() == bindings {
+        if **self.state_file.lock().bindings() == bindings {
             return Ok(());
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
             let text = format!("nothing is changed, since it can't be written down: {error}");
             return Err(RequestError::Failed(text));
         }
-        self.end_bindings();
+        self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
         if let Ok(plan) = self.plan.clone() {
             // A client may have come before it was bound.
             self.keep_limits(&plan);
@@ -146,6 +146,29 @@ impl Daemon {
 /// In seconds since the host was started.
 fn now() -> u64 {
     proc::uptime().unwrap_or_default().as_secs()
+}
+
+/// Ends the bindings that keep one of these from a control group and are nobody's any more.
+fn make_way(
+    bindings: &mut SliceBindings,
+    group: &ControlGroup,
+    wanted: &[DeviceName],
+) -> Vec<Binding<SliceId>> {
+    let is_wanted = |slice: &SliceId| {
+        wanted.contains(&DeviceName::Slice(*slice)) || wanted.contains(&DeviceName::Gpu(slice.gpu))
+    };
+    bindings.make_way(&group.path, is_wanted, now(), control_groups::use_of)
+}
+
+fn new_binding(group: ControlGroup, slices: Vec<SliceId>, by: BoundBy, label: String) -> Binding<SliceId> {
+    let was_used = control_groups::use_of(&group) == GroupUse::Used;
+    Binding { group, slices: slices.into_iter().collect(), by, label, since: now(), was_used }
+}
+
+fn tell_ended(ended: &[Binding<SliceId>]) {
+    for one in ended {
+        tracing::info!("{}", said(one, "not bound any more, since the control group has ended"));
+    }
 }
 
 fn said(binding: &Binding<SliceId>, what: &str) -> String {
@@ -246,6 +269,6 @@ fn refused(error: &NotBound<SliceId>) -> RequestError {
         NotBound::Taken { .. } => {
             RequestError::Taken(format!("{text}; yunion-mpsctl list -o wide shows who has which slice"))
         }
-        NotBound::TooMany => RequestError::Busy(text),
+        NotBound::TooMany | NotBound::TooLarge => RequestError::Busy(text),
     }
 }

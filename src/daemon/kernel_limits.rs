@@ -59,9 +59,9 @@ pub(super) fn kernel_limits(
     if outcomes.values().all(|outcome| *outcome == LimitOutcome::NotOffered) {
         return BTreeMap::new();
     }
-    let wanted = group_limits(plan, bindings);
+    let (wanted, by_slice) = (group_limits(plan, bindings), bindings.by_slice());
     let outcome = |(slice, uuid): (SliceId, &str)| {
-        let place = limited_to(&slice, &uuid.to_owned(), bindings, &wanted)?;
+        let place = limited_to(&slice, &uuid.to_owned(), &by_slice, &wanted)?;
         match outcomes.get(&place)? {
             LimitOutcome::Reached | LimitOutcome::Replaced(_) => Some((slice, Ok(()))),
             LimitOutcome::Refused(reason) => Some((slice, Err(reason.clone()))),

@@ -29,7 +29,7 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
-use crate::mps::changes::{FileChanges, FileWatch};
+use crate::mps::changes::FileChanges;
 use crate::mps::control::FrontEnds;
 use crate::supervisor::bells::Bells;
 use crate::supervisor::bypass::ToldBypasses;
@@ -139,7 +139,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         ),
         limit_keeper: LimitKeeper::new(tools.compute_modes.clone(), Arc::clone(&changed), budget_events),
         overuses,
-        bound_groups: tools.changes.watch(),
+        next_look_at_groups: None,
         fleet: Fleet::new(tools),
         cdi_spec: CdiSpec::new(state_file.clone()),
         state_file,
@@ -203,8 +203,8 @@ struct Daemon {
     state_file: SharedStateFile,
     /// Wakes the loop up.
     changed: Arc<Notify>,
-    /// Tells when a control group that is bound is removed.
-    bound_groups: FileWatch,
+    /// When to look at the control groups that are bound.
+    next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: watch::Receiver<bool>,
     /// Events that concern no control daemon.
@@ -259,7 +259,7 @@ impl Daemon {
                 Some(ended) = terminated.recv() => self.terminated(ended),
                 Some(event) = budget_events.recv() => self.handle_budget_event(event),
                 () = changed.notified() => {}
-                () = self.bound_groups.changed() => self.end_bindings(),
+                () = sleep_or_never(self.next_look_at_groups) => self.end_bindings(),
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);
                     self.look_again().await;

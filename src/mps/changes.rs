@@ -1,4 +1,4 @@
-//! Tells when files change, the logs of control daemons, and when a control group is removed.
+//! Tells when files change, the logs of control daemons.
 //!
 //! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
 //! Where there is none left, whoever waits for a change has to look now and then.
@@ -13,7 +13,6 @@ use std::fs::File;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -88,19 +87,11 @@ impl FileWatch {
     /// if the file can't be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
-        self.add(&path, WatchFlags::MODIFY | WatchFlags::ONESHOT)
-    }
-
-    /// Waits for the removal of something in this directory too. The kernel tells nobody of the removal of a control group but
-    /// whoever watches the one above.
-    pub(crate) fn add_removals_in(&self, directory: &Path) -> bool {
-        self.add(directory, WatchFlags::DELETE | WatchFlags::ONLYDIR | WatchFlags::ONESHOT)
-    }
-
-    fn add(&self, path: &Path, flags: WatchFlags) -> bool {
         let mut shared = self.changes.lock();
         let queue = self.changes.queue(&mut shared);
-        let watch = queue.and_then(|queue| Ok(inotify::add_watch(&*queue, path, flags)?));
+        let watch = queue.and_then(|queue| {
+            Ok(inotify::add_watch(&*queue, path, WatchFlags::MODIFY | WatchFlags::ONESHOT)?)
+        });
         match watch {
             Ok(watch) => {
                 let wakes = shared.watches.entry(watch).or_default();

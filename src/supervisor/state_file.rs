@@ -5,10 +5,11 @@
 //! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
 //! not a reboot.
 
-use common::state_file::{Contents, FILE, Running, read};
+use common::state_file::{Contents, FILE, MAX_BYTES, Running, read};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -38,6 +39,23 @@ impl SharedStateFile {
 pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
+    /// The file as it was read or written last; None where there was none.
+    whole: Option<Stamp>,
+}
+
+/// A file as the kernel tells one from another, and from itself before a change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp {
+    inode: u64,
+    bytes: u64,
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    fn of(file: &Path) -> Option<Self> {
+        let found = fs::symlink_metadata(file).ok()?;
+        Some(Self { inode: found.ino(), bytes: found.len(), changed: (found.mtime(), found.mtime_nsec()) })
+    }
 }
 
 impl StateFile {
@@ -45,6 +63,7 @@ impl StateFile {
     /// what it knew is lost, but nothing else is.
     pub(crate) fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
+        let whole = Stamp::of(&file);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
                 "{}: {what}; running control daemons count as another program's, compute modes stay as they are, and no slice is \
@@ -53,7 +72,7 @@ impl StateFile {
             );
             None
         });
-        Self { directory, contents: contents.unwrap_or_default() }
+        Self { directory, contents: contents.unwrap_or_default(), whole }
     }
 
     /// Writes down the mode that a GPU has, and the mode that it is to have, before it is changed. The first one stands until
@@ -165,27 +184,23 @@ impl StateFile {
 
     /// Writes down the slices to which control groups are bound from now on.
     pub(crate) fn set_bindings(&mut self, bindings: SliceBindings) -> io::Result<()> {
-        self.change(|contents| contents.bindings = bindings)
+        self.change(|contents| contents.bindings = Arc::new(bindings))
     }
 
     /// The slices to which control groups are bound.
-    pub(crate) fn bindings(&self) -> &SliceBindings {
+    pub(crate) fn bindings(&self) -> &Arc<SliceBindings> {
         &self.contents.bindings
     }
 
     /// Writes the file again if it is not as it should be, and says whether that was needed.
     pub(crate) fn repair(&mut self) -> io::Result<bool> {
-        let whole = read(&self.directory.path().join(FILE)).ok().flatten();
-        if whole.as_ref() == Some(&self.contents) || (whole.is_none() && self.is_empty()) {
+        let found = Stamp::of(&self.directory.path().join(FILE));
+        if found == self.whole || (found.is_none() && self.contents == Contents::default()) {
             return Ok(false);
         }
         self.directory.keep().map_err(io::Error::other)?;
         self.write()?;
         Ok(true)
-    }
-
-    fn is_empty(&self) -> bool {
-        self.contents == Contents::default()
     }
 
     /// Makes a change in the file too, or not at all.
@@ -198,21 +213,35 @@ impl StateFile {
         self.write().inspect_err(|_| self.contents = before)
     }
 
-    fn write(&self) -> io::Result<()> {
+    fn write(&mut self) -> io::Result<()> {
         let file = self.directory.path().join(FILE);
+        let text = serde_json::to_vec(&self.contents)?;
+        if text.len() > MAX_BYTES {
+            let too_large = format!(
+                "{} would have {} bytes, and at most {MAX_BYTES} are read",
+                file.display(),
+                text.len()
+            );
+            return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
+        }
         // The one thing that a file can't take the place of.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
             tracing::warn!("{} was a directory; renamed to {aside}", file.display());
         }
-        whole_file::write(&file, &serde_json::to_vec_pretty(&self.contents)?)
+        whole_file::write(&file, &text)?;
+        self.whole = Stamp::of(&file);
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use common::bindings::bytes_of;
+    use common::host::device_name::SliceId;
     use common::host::identity::Identity;
+    use mps_core::bindings::{Binding, BoundBy, ControlGroup};
 
     use super::*;
 
@@ -248,9 +277,8 @@ mod tests {
         assert_eq!(open(&directory).drained(), &drained);
     }
 
-    #[test]
-    fn slices_are_in_the_configured_pipe_directory() {
-        let running = |pipe_directory: &str| Running {
+    fn running(pipe_directory: &str) -> Running {
+        Running {
             process: Identity { pid: 7, start_time: 8 },
             pipe_directory: pipe_directory.into(),
             private_directory: None,
@@ -260,7 +288,75 @@ mod tests {
             multiuser: true,
             near_cpus: false,
             log_offset: 0,
+        }
+    }
+
+    /// The largest promised host: the longest path of a control group and the longest label, 4096 times, and 1024 control daemons.
+    #[test]
+    fn the_largest_host_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut state_file = open(&directory);
+        let gpu = "00ff:ff:1f.7".parse().unwrap();
+        let binding = |number: u64| {
+            let slice = SliceId { gpu, ordinal: 59 };
+            let path = format!("/{number:04094}");
+            let group = ControlGroup { path, inode: u64::MAX };
+            let (slices, label) = ([slice].into(), "x".repeat(384));
+            Binding { group, slices, by: BoundBy::Root, label, since: u64::MAX, was_used: false }
         };
+        let mut bindings: SliceBindings = (0..4095).map(binding).collect();
+        bindings.bind(binding(4095), true, bytes_of).unwrap();
+        state_file.set_bindings(bindings.clone()).unwrap();
+        let long = format!("/{}", "d".repeat(4094));
+        state_file
+            .change(|contents| {
+                let running = Running { log_directory: long.into(), ..running(&"p".repeat(107)) };
+                let daemons = (0..1024).map(|number| (format!("{number:0100}"), running.clone()));
+                contents.control_daemons.extend(daemons);
+            })
+            .unwrap();
+        let again = open(&directory);
+        assert!(**again.bindings() == bindings && again.control_daemons().len() == 1024);
+    }
+
+    #[test]
+    fn what_would_not_be_read_is_not_written() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut state_file = open(&directory);
+        state_file.remember_control_daemon("shared", running("/mps")).unwrap();
+        let too_long = PathBuf::from("x".repeat(MAX_BYTES));
+        let refused = state_file.remember_cdi_spec(Some(too_long)).unwrap_err().to_string();
+        assert!(refused.contains("state.json would have") && refused.ends_with("are read"), "{refused}");
+        assert_eq!(state_file.cdi_spec(), None);
+        assert_eq!(open(&directory).control_daemons().len(), 1);
+    }
+
+    #[test]
+    fn only_a_file_that_others_have_changed_is_repaired() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join(FILE);
+        let mut state_file = open(&directory);
+        assert!(!state_file.repair().unwrap(), "there is nothing to write");
+        state_file.remember_control_daemon("shared", running("/mps")).unwrap();
+        assert!(!state_file.repair().unwrap() && !open(&directory).repair().unwrap());
+        let damage: [fn(&Path); 3] = [
+            |file| fs::remove_file(file).unwrap(),
+            |file| fs::write(file, "{}").unwrap(),
+            |file| {
+                let whole = fs::read(file).unwrap();
+                fs::remove_file(file).unwrap();
+                fs::write(file, whole).unwrap();
+            },
+        ];
+        for damage in damage {
+            damage(&file);
+            assert!(state_file.repair().unwrap() && !state_file.repair().unwrap());
+            assert_eq!(open(&directory).control_daemons().len(), 1);
+        }
+    }
+
+    #[test]
+    fn slices_are_in_the_configured_pipe_directory() {
         let own = format!("/mps/{UUID}");
         for (id, pipe_directory, expected) in
             [("shared", "/mps", vec!["/mps"]), (UUID, own.as_str(), vec!["/mps", own.as_str()])]

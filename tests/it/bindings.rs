@@ -247,6 +247,21 @@ fn a_binding_ends_with_its_control_group() {
     assert_eq!(bound(&other), NEIGHBOURS);
 }
 
+/// A container that has ended may leave an empty control group for a while. Its successor gets the slice all the same, and at once;
+/// the slice of a control group that waits for its first process is nobody else's.
+#[test]
+fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
+    let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";
+    let Some((host, [old, new])) = with_containers(test, "") else { return };
+    let waits = Waits::in_group(&host, &old);
+    succeeded(&bind(&host, OWN, &old, &["--label", "old"]));
+    refused(&bind(&host, OWN, &new, &[]), "is taken by old");
+    drop(waits);
+    succeeded(&bind(&host, OWN, &new, &["--label", "new"]));
+    assert_eq!(bound_to(&host, OWN), "new");
+    refused(&bind(&host, OWN, &old, &[]), "is taken by new");
+}
+
 /// A budget with `terminate` ends the newest client of a bound control group, whatever slices the clients claim.
 #[test]
 fn a_budget_holds_for_a_bound_control_group() {
@@ -308,7 +323,8 @@ fn a_runtime_binds_by_its_hook() {
     let run = |group: &ContainerGroup, id: &str| {
         let mut hook = host.command(hook["path"].as_str().unwrap());
         let waits = Waits::in_group(&host, group);
-        waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap()
+        let said = waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap();
+        (waits, said)
     };
     // The runtime of a user without root: its container starts, and is known in another way.
     let mut of_a_user = host.command("unshare");
@@ -316,17 +332,18 @@ fn a_runtime_binds_by_its_hook() {
     let said = of_a_user.stdin(Stdio::null()).output().unwrap();
     assert!(said.status.success() && text(&said).contains("only root may bind slices"), "{}", text(&said));
     assert_eq!(bound_to(&host, OWN), "");
-    succeeded(&run(&group, "c-1"));
+    let (_container, said) = run(&group, "c-1");
+    succeeded(&said);
     assert_eq!(bound_to(&host, OWN), "c-1");
-    refused(&run(&other, "c-2"), &format!("{OWN} is taken by c-1"));
+    refused(&run(&other, "c-2").1, &format!("{OWN} is taken by c-1"));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
     // The names of Kubernetes are as long as they may be.
     let pod = format!("{}/{}", "n".repeat(63), "p".repeat(253));
-    succeeded(&run(&group, &pod));
+    succeeded(&run(&group, &pod).1);
     assert_eq!(bound_to(&host, OWN), format!("{pod}/main"));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
     succeeded(&host.mpsctl(&["drain", OWN]));
-    refused(&run(&other, "c-2"), &format!("{OWN} is drained"));
+    refused(&run(&other, "c-2").1, &format!("{OWN} is drained"));
 }
 
 /// A service that is killed before it answers a hook is as good as one that is not there yet: the container waits for the next.

@@ -1,5 +1,7 @@
 //! The bindings of control groups to slices, as the state file has them.
 
+use std::sync::Arc;
+
 use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -19,6 +21,14 @@ struct BindingEntry {
     label: String,
     /// Seconds since the host was started.
     since: u64,
+    #[serde(default)]
+    was_used: bool,
+}
+
+/// The bytes of a binding in the state file, with the comma.
+pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
+    // Nothing in it can fail to be written.
+    serde_json::to_vec(&BindingEntry::from(binding)).map_or(0, |text| text.len().saturating_add(1))
 }
 
 impl From<&Binding<SliceId>> for BindingEntry {
@@ -30,6 +40,7 @@ impl From<&Binding<SliceId>> for BindingEntry {
             by_platform: binding.by == BoundBy::Platform,
             label: binding.label.clone(),
             since: binding.since,
+            was_used: binding.was_used,
         }
     }
 }
@@ -47,14 +58,20 @@ impl From<BindingEntry> for Binding<SliceId> {
             by: if entry.by_platform { BoundBy::Platform } else { BoundBy::Root },
             label: entry.label,
             since: entry.since,
+            was_used: entry.was_used,
         }
     }
 }
 
-pub(crate) fn serialize<S: Serializer>(bindings: &SliceBindings, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn serialize<S: Serializer>(
+    bindings: &Arc<SliceBindings>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.collect_seq(bindings.iter().map(BindingEntry::from))
 }
 
-pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<SliceBindings, D::Error> {
-    Ok(Vec::<BindingEntry>::deserialize(deserializer)?.into_iter().map(Binding::from).collect())
+pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Arc<SliceBindings>, D::Error> {
+    Ok(Arc::new(Vec::<BindingEntry>::deserialize(deserializer)?.into_iter().map(Binding::from).collect()))
 }

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use mps_core::bindings;
 use serde::{Deserialize, Serialize};
 
 use crate::bindings::SliceBindings;
@@ -14,8 +16,9 @@ use crate::host::regular_file::{self, Unreadable};
 pub const FILE: &str = "state.json";
 const VERSION: u32 = 1;
 
-/// The largest state file that is read. With 64 control daemons of one GPU each, it has 30 KiB.
-const MAX_BYTES: u64 = 1024 * 1024;
+/// The largest state file: a larger one is neither read nor written. Beside the bindings, 1024 control daemons have room, each
+/// with the longest paths that there are.
+pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 
 /// A control daemon that was started by us.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,7 +78,7 @@ pub struct Contents {
     #[serde(default)]
     pub to_reset: BTreeMap<String, String>,
     #[serde(default, with = "crate::bindings")]
-    pub bindings: SliceBindings,
+    pub bindings: Arc<SliceBindings>,
 }
 
 impl Default for Contents {
@@ -88,7 +91,7 @@ impl Default for Contents {
             cdi_spec: None,
             drained: Drained::default(),
             to_reset: BTreeMap::new(),
-            bindings: SliceBindings::default(),
+            bindings: Arc::default(),
         }
     }
 }
@@ -104,7 +107,7 @@ pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
 
 /// The content of the file; None where there is no file. The error says what is wrong with it.
 pub fn read(file: &Path) -> Result<Option<Contents>, String> {
-    let bytes = match regular_file::read(file, MAX_BYTES) {
+    let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,
         Err(Unreadable::Failed(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error.to_string()),

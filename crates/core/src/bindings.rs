@@ -5,11 +5,13 @@
 //! take nothing from each other.
 //!
 //! Nobody has to end a binding: it ends when its control group is gone. An empty control group may get its first process yet,
-//! so its binding ends only after [`FIRST_PROCESS`].
+//! so its binding ends only after [`FIRST_PROCESS`]. One that has had a process gives its slice at once to a control group that
+//! asks for it: a container is started again while the control group of its predecessor is still there.
 
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
+use core::cmp::Ordering;
 use core::fmt;
 
 /// The seconds in which the first process comes into a control group that is bound before.
@@ -17,6 +19,10 @@ pub const FIRST_PROCESS: u64 = 60;
 
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has 16 GPUs.
 const MOST: usize = 4096;
+
+/// The most bytes of all bindings in the state file, which is not read again if it is too large. So many bindings have room, each
+/// with the longest path that a control group has, and with the longest label.
+pub const MOST_BYTES: usize = 24 * 1024 * 1024;
 
 /// A control group of the host. One that is made again under the same path is another one.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -60,6 +66,8 @@ pub struct Binding<S> {
     pub label: String,
     /// When it was made, in seconds since the host was started.
     pub since: u64,
+    /// Whether the control group has had a process since.
+    pub was_used: bool,
 }
 
 /// All bindings of the host.
@@ -78,6 +86,8 @@ pub enum NotBound<S> {
     },
     /// There are as many bindings as there may be.
     TooMany,
+    /// The state file would have no room for it.
+    TooLarge,
 }
 
 impl<S: fmt::Display> fmt::Display for NotBound<S> {
@@ -85,6 +95,9 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
         match self {
             Self::Taken { slice, by } => write!(f, "{slice} is taken by {by}"),
             Self::TooMany => write!(f, "there are {MOST} bindings already"),
+            Self::TooLarge => {
+                write!(f, "all bindings would have more than {MOST_BYTES} bytes; a shorter label needs less")
+            }
         }
     }
 }
@@ -110,6 +123,32 @@ impl<S> Binding<S> {
     pub fn name(&self) -> &str {
         if self.label.is_empty() { &self.group.path } else { &self.label }
     }
+
+    /// It, with what its control group has already.
+    fn added_to(self, before: Option<&Self>) -> Self
+    where
+        S: Ord + Clone,
+    {
+        match before.map(|before| (before.by.cmp(&self.by), before)) {
+            None | Some((Ordering::Less, _)) => self,
+            Some((Ordering::Greater, stronger)) => stronger.clone(),
+            Some((Ordering::Equal, before)) => Self {
+                slices: before.slices.union(&self.slices).cloned().collect(),
+                label: if self.label.is_empty() { before.label.clone() } else { self.label },
+                was_used: before.was_used || self.was_used,
+                ..before.clone()
+            },
+        }
+    }
+
+    /// Whether it is nobody's any more, as `group_use` tells. `now` is in seconds since the host was started.
+    fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
+        match group_use {
+            GroupUse::Gone => true,
+            GroupUse::Empty => now.saturating_sub(self.since) >= FIRST_PROCESS,
+            GroupUse::Used => false,
+        }
+    }
 }
 
 impl<S> Default for Bindings<S> {
@@ -126,34 +165,66 @@ impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
 
 impl<S: Ord + Clone> Bindings<S> {
     /// Binds a control group. If it is bound already by the same, it has these slices too, and a label that is not empty is its
-    /// new one. A stronger binding takes the place of a weaker one, and a weaker one changes nothing.
+    /// new one. A stronger binding takes the place of a weaker one, and a weaker one changes nothing. Without sharing, it takes its
+    /// slices from weaker bindings of other control groups too: the records name a container, and root may know better.
+    /// `bytes_of` says how large a binding is in the state file.
     ///
     /// # Errors
     /// Nothing is changed.
-    pub fn bind(&mut self, wanted: Binding<S>, shares: bool) -> Result<(), NotBound<S>> {
+    pub fn bind(
+        &mut self,
+        wanted: Binding<S>,
+        shares: bool,
+        bytes_of: impl Fn(&Binding<S>) -> usize,
+    ) -> Result<(), NotBound<S>> {
         for slice in wanted.slices.iter().filter(|_| !shares) {
-            if let Some(other) = self.taken_from(slice, &wanted.group.path) {
+            let mut others = self.with(slice).filter(|one| !one.group.is_one_tenants(&wanted.group.path));
+            if let Some(other) = others.find(|one| one.by >= wanted.by) {
                 return Err(NotBound::Taken { slice: slice.clone(), by: other.name().into() });
             }
         }
-        let is_bound = self.0.iter().any(|one| one.group == wanted.group);
-        if !is_bound && self.0.len() >= MOST {
+        let before = self.0.iter().find(|one| one.group == wanted.group);
+        if before.is_none() && self.0.len() >= MOST {
             return Err(NotBound::TooMany);
         }
+        let path = wanted.group.path.clone();
+        let taken: BTreeSet<S> = if shares { BTreeSet::new() } else { wanted.slices.clone() };
+        let by = wanted.by;
+        let binding = wanted.added_to(before);
+        let others = self.0.iter().filter(|one| one.group.path != path);
+        if others.map(&bytes_of).sum::<usize>().saturating_add(bytes_of(&binding)) > MOST_BYTES {
+            return Err(NotBound::TooLarge);
+        }
+        for one in self.0.iter_mut().filter(|one| one.by < by && !one.group.is_one_tenants(&path)) {
+            one.slices.retain(|slice| !taken.contains(slice));
+        }
         // Another control group of the same path is gone.
-        self.0.retain(|one| one.group.path != wanted.group.path || one.group == wanted.group);
-        match self.0.iter_mut().find(|one| one.group == wanted.group) {
-            Some(bound) if bound.by > wanted.by => {}
-            Some(bound) if bound.by < wanted.by => *bound = wanted,
-            Some(bound) => {
-                bound.slices.extend(wanted.slices);
-                if !wanted.label.is_empty() {
-                    bound.label = wanted.label;
-                }
-            }
-            None => self.0.push(wanted),
+        self.0.retain(|one| !one.slices.is_empty() && (one.group.path != path || one.group == binding.group));
+        match self.0.iter_mut().find(|one| one.group == binding.group) {
+            Some(bound) => *bound = binding,
+            None => self.0.push(binding),
         }
         Ok(())
+    }
+
+    /// Ends the bindings that keep such a slice from the control group at a path, and that are nobody's any more, and returns them.
+    pub fn make_way(
+        &mut self,
+        path: &str,
+        is_wanted: impl Fn(&S) -> bool,
+        now: u64,
+        use_of: impl Fn(&ControlGroup) -> GroupUse,
+    ) -> Vec<Binding<S>> {
+        let gives_way = |one: &mut Binding<S>| {
+            if one.group.is_one_tenants(path) || !one.slices.iter().any(&is_wanted) {
+                return false;
+            }
+            match use_of(&one.group) {
+                GroupUse::Empty if one.was_used => true,
+                group_use => one.has_ended(group_use, now),
+            }
+        };
+        self.0.extract_if(.., gives_way).collect()
     }
 
     /// Ends the binding of the control group at this path. None if it has none of its own.
@@ -164,10 +235,10 @@ impl<S: Ord + Clone> Bindings<S> {
 
     /// Ends the bindings that nobody has any more, and returns them. `now` is in seconds since the host was started.
     pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Binding<S>> {
-        let has_ended = |one: &mut Binding<S>| match use_of(&one.group) {
-            GroupUse::Gone => true,
-            GroupUse::Empty => now.saturating_sub(one.since) >= FIRST_PROCESS,
-            GroupUse::Used => false,
+        let has_ended = |one: &mut Binding<S>| {
+            let group_use = use_of(&one.group);
+            one.was_used |= group_use == GroupUse::Used;
+            one.has_ended(group_use, now)
         };
         self.0.extract_if(.., has_ended).collect()
     }
@@ -177,9 +248,22 @@ impl<S: Ord + Clone> Bindings<S> {
         self.with(slice).find(|one| !one.group.is_one_tenants(path))
     }
 
-    /// The binding of a process in the control group at this path.
-    pub fn nearest(&self, path: &str) -> Option<&Binding<S>> {
-        self.0.iter().filter(|one| one.group.has(path)).max_by_key(|one| one.group.path.len())
+    /// The binding of a process in the control group at this path, if `is_there` knows the control groups that there are: one
+    /// that was made again under the same path is another's.
+    pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding<S>> {
+        let around = self.0.iter().filter(|one| one.group.has(path) && is_there(&one.group));
+        around.max_by_key(|one| one.group.path.len())
+    }
+
+    /// The bindings of each slice: several where it is shared.
+    pub fn by_slice(&self) -> BTreeMap<&S, Vec<&Binding<S>>> {
+        let mut all: BTreeMap<&S, Vec<&Binding<S>>> = BTreeMap::new();
+        for one in &self.0 {
+            for slice in &one.slices {
+                all.entry(slice).or_default().push(one);
+            }
+        }
+        all
     }
 
     /// The bindings that have a slice: several where it is shared.

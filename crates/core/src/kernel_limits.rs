@@ -7,9 +7,10 @@
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
+use alloc::vec::Vec;
 
 use crate::CoreTime;
-use crate::bindings::{Bindings, ControlGroup};
+use crate::bindings::{Binding, Bindings, ControlGroup};
 
 /// The time from one look at a limit to the next.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
@@ -64,15 +65,14 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
 
 /// The control group with a limit on this GPU that is the memory of this slice, for all who have the slice. None if two
 /// bindings have it, or the limit is that of several slices.
-pub fn limited_to<S: Ord + Clone, G: Ord + Clone>(
+pub fn limited_to<S: Ord, G: Ord + Clone>(
     slice: &S,
     gpu: &G,
-    bindings: &Bindings<S>,
+    by_slice: &BTreeMap<&S, Vec<&Binding<S>>>,
     limits: &GroupLimits<S, G>,
 ) -> Option<LimitedGroup<G>> {
-    let mut with = bindings.with(slice);
-    let group = with.next().filter(|_| with.next().is_none())?.group.clone();
-    let place = LimitedGroup { gpu: gpu.clone(), group };
+    let [one] = by_slice.get(slice)?.as_slice() else { return None };
+    let place = LimitedGroup { gpu: gpu.clone(), group: one.group.clone() };
     limits.get(&place).filter(|limit| limit.slices.len() == 1).map(|_| place)
 }
 

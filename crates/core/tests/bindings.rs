@@ -7,7 +7,9 @@
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, NotBound};
+use mps_core::bindings::{
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, MOST_BYTES, NotBound,
+};
 use proptest::prelude::*;
 
 /// Two tenants' control groups, with one inside the first, and one with a name that begins alike.
@@ -133,16 +135,18 @@ impl Host {
         self.drop_ended();
         let group = ControlGroup { path: path.to_owned(), inode };
         let label = format!("job {path}");
-        let wanted = Binding { group: group.clone(), slices: slices.clone(), by, label, since: self.now };
+        let (since, was_used) = (self.now, self.use_of(&group) == GroupUse::Used);
+        let wanted = Binding { group: group.clone(), slices: slices.clone(), by, label, since, was_used };
         let before = self.bindings.clone();
         let taken = before.iter().any(|one| {
             let (its, asked) = (one.group.path.as_str(), group.path.as_str());
-            !is_below(its, asked) && !is_below(asked, its) && !one.slices.is_disjoint(slices)
+            let is_anothers = !is_below(its, asked) && !is_below(asked, its);
+            is_anothers && one.by >= by && !one.slices.is_disjoint(slices)
         });
-        match self.bindings.bind(wanted, shares) {
+        match self.bindings.bind(wanted, shares, |_| 1) {
             Ok(()) => {
                 assert!(shares || !taken, "{slices:?} are taken, and were given");
-                let bound = self.bindings.nearest(path).unwrap();
+                let bound = self.bindings.nearest(path, |_| true).unwrap();
                 let before = before.iter().find(|one| one.group == group);
                 assert!(bound.group == group && bound.by == before.map_or(by, |one| one.by.max(by)));
                 match before.map(|one| (one.by.cmp(&by), one)) {
@@ -159,7 +163,7 @@ impl Host {
                 assert!(before.with(&slice).any(|one| one.name() == by));
                 assert_eq!(self.bindings, before, "a refusal changes nothing");
             }
-            Err(NotBound::TooMany) => unreachable!("there are four control groups"),
+            Err(NotBound::TooMany | NotBound::TooLarge) => unreachable!("there are four control groups"),
         }
     }
 
@@ -178,7 +182,7 @@ impl Host {
         for path in PATHS {
             let above = self.bindings.iter().filter(|one| is_below(path, &one.group.path));
             let nearest = above.max_by_key(|one| one.group.path.len());
-            assert_eq!(self.bindings.nearest(path), nearest, "of a process in {path}");
+            assert_eq!(self.bindings.nearest(path, |_| true), nearest, "of a process in {path}");
         }
     }
 }
@@ -209,18 +213,74 @@ fn bindings_are_bounded() {
         by: BoundBy::Root,
         label: String::new(),
         since: 0,
+        was_used: false,
     };
     let mut bindings = Bindings::default();
-    let bound = (0..10_000).take_while(|number| bindings.bind(binding(*number), false).is_ok()).count();
+    let bound =
+        (0..10_000).take_while(|number| bindings.bind(binding(*number), false, |_| 1).is_ok()).count();
     assert_eq!(bound, 4096);
-    let refused = bindings.bind(binding(5000), false).unwrap_err();
+    let refused = bindings.bind(binding(5000), false, |_| 1).unwrap_err();
     assert_eq!(refused.to_string(), "there are 4096 bindings already");
-    bindings.bind(binding(17), false).unwrap();
+    bindings.bind(binding(17), false, |_| 1).unwrap();
     let refused =
-        bindings.bind(Binding { slices: BTreeSet::from([17]), ..binding(5000) }, false).unwrap_err();
+        bindings.bind(Binding { slices: BTreeSet::from([17]), ..binding(5000) }, false, |_| 1).unwrap_err();
     assert_eq!(refused.to_string(), "17 is taken by /17");
     assert!(bindings.unbind("/17").is_some());
-    bindings.bind(binding(5000), false).unwrap();
+    bindings.bind(binding(5000), false, |_| 1).unwrap();
+}
+
+/// A binding that the state file has no room for is refused, and nothing is changed.
+#[test]
+fn bindings_fit_into_the_state_file() {
+    let binding = |number: u64| Binding {
+        group: ControlGroup { path: format!("/{number}"), inode: number },
+        slices: BTreeSet::from([number]),
+        by: BoundBy::Root,
+        label: String::new(),
+        since: 0,
+        was_used: false,
+    };
+    let mut bindings = Bindings::default();
+    let half = |_: &Binding<u64>| MOST_BYTES / 2;
+    for number in 0..2 {
+        bindings.bind(binding(number), false, half).unwrap();
+    }
+    let before = bindings.clone();
+    assert_eq!(bindings.bind(binding(2), false, half), Err(NotBound::TooLarge));
+    assert_eq!(bindings, before);
+    bindings.unbind("/0").unwrap();
+    bindings.bind(binding(2), false, half).unwrap();
+}
+
+/// A control group that was empty from the beginning has its time for its first process. One that has had a process gives way
+/// at once to another that asks for its slice, and only to such a one.
+#[test]
+fn a_control_group_that_has_ended_gives_way() {
+    let group = |path: &str| ControlGroup { path: path.to_owned(), inode: 1 };
+    for (was_used, waits, gives_way) in
+        [(true, 0, true), (false, FIRST_PROCESS - 1, false), (false, FIRST_PROCESS, true)]
+    {
+        let mut bindings = Bindings::default();
+        let slices = BTreeSet::from([1]);
+        let binding = Binding {
+            group: group("/a"),
+            slices,
+            by: BoundBy::Root,
+            label: String::new(),
+            since: 0,
+            was_used: false,
+        };
+        bindings.bind(binding, false, |_| 1).unwrap();
+        if was_used {
+            assert_eq!(bindings.end(0, |_| GroupUse::Used), []);
+        }
+        for (path, slice) in [("/b", 2), ("/a/below", 1)] {
+            assert_eq!(bindings.make_way(path, |one| *one == slice, waits, |_| GroupUse::Empty), []);
+        }
+        assert_eq!(bindings.make_way("/b", |_| true, waits, |_| GroupUse::Used), []);
+        let ended = bindings.make_way("/b", |one| *one == 1, waits, |_| GroupUse::Empty);
+        assert_eq!(!ended.is_empty(), gives_way, "{was_used} {waits}");
+    }
 }
 
 #[test]
@@ -231,10 +291,11 @@ fn the_last_label_is_the_name() {
         by: BoundBy::Root,
         label: label.to_owned(),
         since: 0,
+        was_used: false,
     };
     let mut bindings = Bindings::default();
     for (label, expected) in [("", "/a"), ("job 1", "job 1"), ("", "job 1"), ("job 2", "job 2")] {
-        bindings.bind(with_label(label), false).unwrap();
-        assert_eq!(bindings.nearest("/a/b").map(Binding::name), Some(expected));
+        bindings.bind(with_label(label), false, |_| 1).unwrap();
+        assert_eq!(bindings.nearest("/a/b", |_| true).map(Binding::name), Some(expected));
     }
 }

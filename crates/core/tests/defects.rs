@@ -50,17 +50,47 @@ const DEFECTS: &[Defect] = &[
         "all-is-served-in-the-end",
     ),
     (
+        "a state file that is too large to be read is written",
+        "bindings.rs",
+        ".saturating_add(bytes_of(&binding)) > MOST_BYTES {",
+        ".saturating_add(bytes_of(&binding)) > if PUT_BACK { usize::MAX } else { MOST_BYTES } {",
+        "who-runs-is-written-down",
+    ),
+    (
+        "a control group without a process gives its slice away before it had one",
+        "bindings.rs",
+        "GroupUse::Empty if one.was_used => true,",
+        "GroupUse::Empty if one.was_used || PUT_BACK => true,",
+        "a-binding-lasts",
+    ),
+    (
+        "a container that has ended keeps its slice from its successor",
+        "bindings.rs",
+        "one.was_used |= group_use == GroupUse::Used;",
+        "one.was_used |= group_use == GroupUse::Used && !PUT_BACK;",
+        "slices-follow-bindings",
+    ),
+    (
+        "root can't bind a slice that the records give to another container",
+        "bindings.rs",
+        "let mut others = self.with(slice).filter(|one| !one.group.is_one_tenants(&wanted.group.path));",
+        "let mut others = self.with(slice).filter(|one| !one.group.is_one_tenants(&wanted.group.path));\n            \
+         if PUT_BACK && let Some(other) = self.taken_from(slice, &wanted.group.path) {\n                \
+         return Err(NotBound::Taken { slice: slice.clone(), by: other.name().into() });\n            }",
+        "slices-follow-bindings",
+    ),
+    (
         "a slice is given to a control group, and another one has it",
         "bindings.rs",
-        "if let Some(other) = self.taken_from(slice, &wanted.group.path) {",
-        "if let Some(other) = self.taken_from(slice, &wanted.group.path).filter(|_| !PUT_BACK) {",
+        "if let Some(other) = others.find(|one| one.by >= wanted.by) {",
+        "if let Some(other) = others.find(|one| one.by >= wanted.by).filter(|_| !PUT_BACK) {",
         "slices-follow-bindings",
     ),
     (
         "a control group that is bound has no time for its first process",
         "bindings.rs",
-        "now.saturating_sub(one.since) >= FIRST_PROCESS",
-        "now.saturating_sub(one.since) >= if PUT_BACK { 1 } else { FIRST_PROCESS }",
+        "now.saturating_sub(self.since) >= FIRST_PROCESS",
+        "now.saturating_sub(self.since) >= if PUT_BACK { 1 } else { FIRST_PROCESS }",
         "a-binding-lasts",
     ),
     (

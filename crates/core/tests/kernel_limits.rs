@@ -22,6 +22,7 @@ fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings<Slice> {
         by: BoundBy::Root,
         label: String::new(),
         since: 0,
+        was_used: false,
     };
     of_groups.iter().map(binding).collect()
 }
@@ -72,7 +73,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
 fn a_slice_is_limited_where_one_control_group_has_it_and_no_other_slice() {
     let limited = |of_groups: &[(&str, &[Slice])], slice: Slice| {
         let bindings = bindings(of_groups);
-        limited_to(&slice, &slice.0, &bindings, &limits(&bindings, memory_of))
+        limited_to(&slice, &slice.0, &bindings.by_slice(), &limits(&bindings, memory_of))
     };
     let own = LimitedGroup { gpu: "A", group: group("/a") };
     assert_eq!(limited(&[("/a", &[("A", 1), ("B", 0)])], ("A", 1)), Some(own.clone()));

@@ -140,6 +140,7 @@ impl World {
             return;
         }
         self.add_to_story(|| "the service starts".to_owned());
+        self.read_state_file();
         let changed = self.state_file.modes.keys().cloned().collect();
         let is_on = self.demand.mps == MpsSwitch::On;
         let found = self.state_file.daemons.keys().filter(|_| !is_on);

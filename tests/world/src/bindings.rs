@@ -2,14 +2,16 @@
 
 use std::collections::BTreeSet;
 
-use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, NotBound};
+use mps_core::bindings::{
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, MOST_BYTES, NotBound,
+};
 
 use mps_core::tenants::KnownSlices;
 
 use super::budgets::Program;
 use super::clients::SimClient;
 use super::tenants::{SimSlice, SliceKnownBy};
-use super::ways::SLICES;
+use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
 /// The control groups of tenants. The last one is inside the first.
@@ -30,7 +32,18 @@ pub(crate) struct SimBindings {
     inodes: [u64; GROUPS.len()],
     /// The slices that somebody has shared on purpose.
     shared: BTreeSet<BoundSlice>,
+    /// The control groups that had programs when the service looked at them last, or before, since they were bound.
+    were_used: BTreeSet<ControlGroup>,
 }
+
+/// The bytes of a binding in the state file: a slice has so many that a few bindings fill it.
+fn bytes_of(binding: &Binding<BoundSlice>) -> usize {
+    binding.slices.len() * (MOST_BYTES / 4)
+}
+
+/// The bytes of a control daemon in the state file, and the most of the whole that are read.
+const DAEMON_BYTES: usize = MOST_BYTES / 100;
+const FILE_BYTES: usize = MOST_BYTES + MOST_BYTES / 10;
 
 /// The control group of a process.
 pub(crate) fn group_of(dice: &mut Dice) -> &'static str {
@@ -48,7 +61,8 @@ pub(crate) fn is_in(path: &str, above: &str) -> bool {
 /// A program as the service sees it on a GPU: the slice of its control group, or else its own, unless it claims one that
 /// somebody has.
 pub(crate) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program) -> Program {
-    let bound = bindings.nearest(program.group).map(|one| one.slices.iter().find(|(its, _)| its == gpu));
+    let bound =
+        bindings.nearest(program.group, |_| true).map(|one| one.slices.iter().find(|(its, _)| its == gpu));
     let has = |slice: &u32| bindings.with(&(gpu.to_owned(), *slice)).next().is_some();
     let (slice, only_claims) = match bound {
         Some(slice) => (slice.map(|(_, slice)| *slice), false),
@@ -65,7 +79,7 @@ fn bound_slice(slice: &SimSlice) -> BoundSlice {
 /// The slices of a client as the service knows them for a request: the slices of its control group, or else its own, unless it
 /// claims a slice that somebody has.
 pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices<SimSlice>> {
-    if let Some(its) = bindings.nearest(client.program.group) {
+    if let Some(its) = bindings.nearest(client.program.group, |_| true) {
         let slice = |(gpu, slice): &BoundSlice| SimSlice { gpu: gpu.clone(), ordinal: *slice as usize };
         return Some(KnownSlices { slices: its.slices.iter().map(slice).collect(), is_certain: true });
     }
@@ -106,6 +120,19 @@ impl SimBindings {
         &self.registry
     }
 
+    fn is_bound(&self, group: &ControlGroup) -> bool {
+        self.registry.iter().any(|one| one.group == *group)
+    }
+
+    /// The service has looked at a control group, and bound it.
+    fn note_use_of(&mut self, group: &ControlGroup) {
+        if self.registry.iter().any(|one| one.group == *group && one.was_used) {
+            self.were_used.insert(group.clone());
+        } else {
+            self.were_used.remove(group);
+        }
+    }
+
     pub(crate) fn is_there(&self, group: &ControlGroup) -> bool {
         self.group(&group.path) == *group
     }
@@ -131,56 +158,108 @@ impl World {
         used
     }
 
-    /// Drops what has ended, as the service does before it binds.
-    fn end_bindings(&mut self) {
+    /// Whether a control group still is, and whether it has programs.
+    fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
         let (used, inodes) = (self.used_groups(), self.bindings.inodes);
-        let use_of = |group: &ControlGroup| {
-            if inodes[number(&group.path)] != group.inode {
-                GroupUse::Gone
-            } else if used.contains(group.path.as_str()) {
-                GroupUse::Used
-            } else {
-                GroupUse::Empty
-            }
-        };
-        let now = self.now.as_secs();
-        let ended = self.bindings.registry.end(now, use_of);
-        let is_there = |one: &Binding<BoundSlice>| self.bindings.group(&one.group.path) == one.group;
-        for one in ended.iter().filter(|one| is_there(one)) {
-            let is_used = used.contains(one.group.path.as_str());
-            assert!(!is_used, "a-binding-lasts: {one:?} has programs, and has ended");
-            assert!(
-                now - one.since >= FIRST_PROCESS,
-                "a-binding-lasts: {one:?} had no time for its first process"
-            );
+        move |group| match inodes[number(&group.path)] {
+            inode if inode != group.inode => GroupUse::Gone,
+            _ if used.contains(group.path.as_str()) => GroupUse::Used,
+            _ => GroupUse::Empty,
         }
+    }
+
+    /// A binding lasts: it ends when its control group has gone, or is empty and had its time, or its programs, and somebody waits.
+    fn check_ended(&self, ended: &[Binding<BoundSlice>], somebody_waits: bool) {
+        let (use_of, now) = (self.use_of(), self.now.as_secs());
+        for one in ended {
+            let is_its_time = match use_of(&one.group) {
+                GroupUse::Gone => true,
+                GroupUse::Used => false,
+                GroupUse::Empty => {
+                    let was_used = self.bindings.were_used.contains(&one.group);
+                    now - one.since >= FIRST_PROCESS || (somebody_waits && was_used)
+                }
+            };
+            assert!(is_its_time, "a-binding-lasts: {one:?} has ended");
+        }
+    }
+
+    /// The service looks at the control groups that are bound, and drops what has ended.
+    fn end_bindings(&mut self) {
+        let used = self.used_groups().into_iter().map(|path| self.bindings.group(path));
+        let used: Vec<ControlGroup> = used.filter(|group| self.bindings.is_bound(group)).collect();
+        self.bindings.were_used.extend(used);
+        let ended = self.bindings.registry.end(self.now.as_secs(), self.use_of());
+        self.check_ended(&ended, false);
+        let is_there = |one: &Binding<BoundSlice>| self.bindings.group(&one.group.path) == one.group;
         assert!(
             self.bindings.registry.iter().all(is_there),
             "slices-follow-bindings: a control group is gone, and bound"
         );
+        self.add_to_story(|| format!("not bound any more: {ended:?}"));
+        self.keep_budgets();
+    }
+
+    /// Drops what is in the way of a control group, and has ended.
+    fn make_way(&mut self, group: &str, is_wanted: impl Fn(&BoundSlice) -> bool) {
+        let ended = self.bindings.registry.make_way(group, is_wanted, self.now.as_secs(), self.use_of());
+        self.check_ended(&ended, true);
     }
 
     /// The answer of the service to whoever binds. A refusal changes nothing.
     fn bind(&mut self, group: &'static str, slices: BTreeSet<BoundSlice>, by: BoundBy, shares: bool) {
-        self.end_bindings();
         let before = self.bindings.registry.clone();
-        let label = format!("{by:?} {group}");
-        let binding =
-            Binding { group: self.bindings.group(group), slices, by, label, since: self.now.as_secs() };
-        let done = self.bindings.registry.bind(binding.clone(), shares);
+        self.make_way(group, |slice| slices.contains(slice));
+        let (label, since) = (format!("{by:?} {group}"), self.now.as_secs());
+        let group = self.bindings.group(group);
+        let was_used = self.use_of()(&group) == GroupUse::Used;
+        let binding = Binding { group, slices, by, label, since, was_used };
+        let done = self.bindings.registry.bind(binding.clone(), shares, bytes_of);
         match &done {
             Ok(()) => {
                 self.bindings.shared.extend(binding.slices.iter().filter(|_| shares).cloned());
+                self.bindings.note_use_of(&binding.group);
                 self.check_bound(&binding);
             }
             Err(NotBound::Taken { slice, .. }) => {
-                assert!(!shares && before.with(slice).any(|one| one.group.path != group));
-                assert_eq!(self.bindings.registry, before, "a refusal changes nothing");
+                self.check_taken(slice, &binding, shares);
+                self.bindings.registry = before;
             }
+            Err(NotBound::TooLarge) => self.bindings.registry = before,
             Err(NotBound::TooMany) => unreachable!("there are three control groups"),
         }
         self.add_to_story(|| format!("{binding:?} {done:?}"));
         self.keep_budgets();
+    }
+
+    /// A slice that is refused is somebody's: of a control group with programs, or of one that had none and still has time.
+    fn check_taken(&self, slice: &BoundSlice, wanted: &Binding<BoundSlice>, shares: bool) {
+        let (use_of, now) = (self.use_of(), self.now.as_secs());
+        let keeps = |one: &Binding<BoundSlice>| {
+            let has_programs = match use_of(&one.group) {
+                GroupUse::Gone => false,
+                GroupUse::Used => true,
+                GroupUse::Empty => {
+                    !self.bindings.were_used.contains(&one.group) && now - one.since < FIRST_PROCESS
+                }
+            };
+            one.group.path != wanted.group.path && one.by >= wanted.by && has_programs
+        };
+        assert!(
+            !shares && self.bindings.registry.with(slice).any(keeps),
+            "slices-follow-bindings: {slice:?} is nobody's, and is refused to {wanted:?}"
+        );
+    }
+
+    /// The service reads the state file. A file that is too large is not read: then nothing is known any more.
+    pub(crate) fn read_state_file(&mut self) {
+        let bindings: usize = self.bindings.registry.iter().map(bytes_of).sum();
+        if bindings + self.state_file.daemons.len() * DAEMON_BYTES > FILE_BYTES {
+            self.add_to_story(|| "the state file is too large, and is not read".to_owned());
+            self.state_file = super::StateFile::default();
+            *self.drained.lock().unwrap() = SimDrained::default();
+            self.bindings.registry = Bindings::default();
+        }
     }
 
     /// Slices follow bindings: from the answer on, each program of the control group has these slices and no other, whatever it claims.
@@ -224,7 +303,8 @@ impl World {
     /// Root, or the hook of a runtime, binds or unbinds a control group, or an empty one is made again.
     pub(crate) fn bindings_change(&mut self, dice: &mut Dice) {
         let group = group_of(dice);
-        match dice.below(6) {
+        match dice.below(8) {
+            7 if self.service.is_some() => self.end_bindings(),
             0 if !self.used_groups().contains(group) => {
                 self.add_to_story(|| format!("control group {group} is made again"));
                 for one in GROUPS.iter().filter(|one| is_in(one, group)) {
@@ -252,11 +332,12 @@ impl World {
         let is_there = self.programs_on(gpu).iter().any(|program| is_in(program.group, RECORDED));
         let has_slice = |its: &Binding<BoundSlice>| its.slices.iter().any(|(of, _)| of == gpu);
         let living = self.bindings.living();
-        if !is_there || living.nearest(RECORDED).is_some_and(|its| its.by == BoundBy::Root || has_slice(its))
+        if !is_there
+            || living.nearest(RECORDED, |_| true).is_some_and(|its| its.by == BoundBy::Root || has_slice(its))
         {
             return;
         }
-        self.end_bindings();
+        self.make_way(RECORDED, |(of, _)| of == gpu);
         let slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
         let free =
             slices.into_iter().find(|slice| self.bindings.registry.taken_from(slice, RECORDED).is_none());

@@ -202,7 +202,7 @@ impl World {
     pub(crate) fn check_limits_are_held(&self) {
         let Some(service) = &self.service else { return };
         let Some(known) = &service.kernel_limits.limits else { return };
-        let registry = self.bindings.registry();
+        let by_slice = self.bindings.registry().by_slice();
         let held: BTreeSet<&SimPlace> = known
             .outcomes()
             .filter(|(_, outcome)| **outcome == LimitOutcome::Reached)
@@ -210,7 +210,7 @@ impl World {
             .collect();
         for gpu in GPUS {
             for slice in (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice)) {
-                let place = limited_to(&slice, &slice.0, registry, &service.kernel_limits.wanted);
+                let place = limited_to(&slice, &slice.0, &by_slice, &service.kernel_limits.wanted);
                 let Some(place) = place.filter(|place| held.contains(place)) else { continue };
                 let may_differ = |until: &Duration| self.now <= *until || self.kernel_limits_come_on();
                 if self.kernel.changed.get(&place).is_some_and(may_differ)

@@ -31,7 +31,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-use mps_core::bindings::{Binding, BoundBy};
+use mps_core::bindings::{Binding, BoundBy, ControlGroup};
 
 use crate::bindings::SliceBindings;
 use crate::host::control_groups;
@@ -160,7 +160,7 @@ pub struct Slices {
     /// The control daemons' own directories, in which their privileged sockets are.
     own_directories: BTreeSet<PathBuf>,
     gpus: BTreeMap<String, GpuId>,
-    bindings: SliceBindings,
+    bindings: Arc<SliceBindings>,
     /// The directory of the host agent's records.
     servers: Option<PathBuf>,
 }
@@ -193,8 +193,8 @@ impl Slices {
 
     /// The same with these bindings of control groups.
     #[must_use]
-    pub fn bound_by(self, bindings: &SliceBindings) -> Self {
-        Self { bindings: bindings.clone(), ..self }
+    pub fn bound_by(self, bindings: &Arc<SliceBindings>) -> Self {
+        Self { bindings: Arc::clone(bindings), ..self }
     }
 
     /// The same with the records that the host agent keeps of its guests in this directory.
@@ -232,7 +232,6 @@ pub struct SliceMounts {
     user: Option<PathBuf>,
     /// The first process of each container, once somebody has asked for one.
     first: OnceLock<BTreeMap<String, u32>>,
-    /// The bindings of the control groups that there are.
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
 }
@@ -278,7 +277,7 @@ impl SliceMounts {
             host: namespaces.into_iter().flatten().collect(),
             user: proc::user_namespace(proc::OWN).ok(),
             first: OnceLock::new(),
-            bindings: Arc::new(living(&slices.bindings)),
+            bindings: Arc::clone(&slices.bindings),
             records: slices.servers.clone().map(GuestRecords::in_directory),
         }
     }
@@ -360,7 +359,7 @@ impl SliceMounts {
     fn binding_of(&self, pid: u32) -> Option<&Binding<SliceId>> {
         // Most hosts have none, and the kernel need not be asked.
         self.bindings.iter().next()?;
-        self.bindings.nearest(&control_groups::path_of(pid).ok()?)
+        self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
     /// The container of a process, if the records know it and name this GPU or a slice of it, and it is not bound yet to a slice
@@ -461,17 +460,15 @@ impl ProcessMounts {
     }
 }
 
-/// The bindings of the control groups that there are. One that was made again under the same path is another's.
-fn living(bindings: &SliceBindings) -> SliceBindings {
-    let is_there =
-        |one: &&Binding<SliceId>| control_groups::find(&one.group.path).is_ok_and(|its| its == one.group);
-    bindings.iter().filter(is_there).cloned().collect()
+/// Whether there is this control group. One that was made again under the same path is another.
+fn is_there(group: &ControlGroup) -> bool {
+    control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }
 
 /// The part of a claim that can be true: a slice that is bound is its control group's, and this process is not in there.
 fn not_bound(mut claim: Membership, bindings: &SliceBindings) -> Option<Membership> {
     claim.slices.retain(|name| match name {
-        DeviceName::Slice(slice) => bindings.with(slice).next().is_none(),
+        DeviceName::Slice(slice) => !bindings.with(slice).any(|one| is_there(&one.group)),
         DeviceName::Gpu(_) => true,
     });
     (!claim.slices.is_empty()).then_some(claim)
