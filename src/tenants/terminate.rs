@@ -17,7 +17,7 @@ use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
 use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
-use common::membership::containers::{containers_in, is_the_hosts};
+use common::membership::containers::{containers_in, of_the_hosts};
 use common::membership::{SliceMounts, Slices};
 use common::published::termination::TerminationTarget;
 
@@ -130,11 +130,14 @@ impl TerminationShell for EndingShell<Processes> {
 
     async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
         let around = |cgroups: &str| {
-            let container =
-                |id: &str| EnclosingContainer { id: id.to_owned(), is_the_hosts: is_the_hosts(cgroups, id) };
+            let of_the_hosts = of_the_hosts(cgroups);
+            let container = |id: &str| EnclosingContainer {
+                id: id.to_ascii_lowercase(),
+                is_the_hosts: of_the_hosts == Some(id),
+            };
             containers_in(cgroups).map(container).collect()
         };
-        self.processes.try_ask(move |_| Ok(around(&proc::cgroups_text(pid)?.to_ascii_lowercase()))).await
+        self.processes.try_ask(move |_| Ok(around(&proc::cgroups_text(pid)?))).await
     }
 
     async fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> Whose {

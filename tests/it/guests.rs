@@ -2,7 +2,7 @@
 //! names no slice to the container, and has written down for itself which container has which device.
 
 use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -203,6 +203,54 @@ fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     wait_for(&words, || platform.host.log().contains(&words).then_some(()));
 }
 
+/// A user who owns a control group makes others in it, and gives one the name of a neighbour's container: a unit with Delegate=,
+/// for one. Nobody takes the user's program for that guest, the guest keeps its work, and its runtime binds its slice.
+#[test]
+fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
+    let test = "a_control_group_of_a_users_is_no_guest_whatever_its_name_is";
+    let Some((platform, group)) = Platform::with(test, "cuda_mps_overuse: terminate") else { return };
+    let host = &platform.host;
+    platform.record("u-1", &group, OWN);
+    let delegated = group.directory.with_file_name(format!("job-{}", &group.id[..12]));
+    let forged = ContainerGroup { id: group.id.clone(), directory: delegated.join(&group.id) };
+    fs::create_dir_all(&forged.directory).unwrap();
+    for directory in [&delegated, &forged.directory] {
+        chown(directory, Some(65534), Some(65534)).unwrap();
+    }
+    let hold =
+        |group: &ContainerGroup, claim| platform.client(group, &["hold", "600", "--mib", "20000"], claim);
+    let liar = hold(&forged, None);
+    let guest = hold(&group, None);
+    let of_guest = platform.listed(&guest);
+    assert_eq!((known(&of_guest), names(&of_guest)), ([OWN, "platform"], NAMES), "{of_guest:#}");
+    let of_liar = platform.listed(&liar);
+    assert_eq!((known(&of_liar), names(&of_liar)), (["", ""], ["", "", ""]), "{of_liar:#}");
+    wait_for("the guest in its slice", || (platform.clients_of(OWN) == 1).then_some(()));
+    succeeded(&host.mpsctl(&["bind", OWN, "--pid", &guest.id().to_string(), "--label", "train-1"]));
+    let said = host.mpsctl(&["terminate", "--container", &group.id]);
+    assert!(said.status.success() && alive(liar.id()), "{}", text(&said));
+    drop((liar, guest, forged));
+    wait_for("no process in the control group", || fs::remove_dir(&delegated).ok());
+}
+
+/// The records name a container, and root may know better: the control group that root binds to its slice has it from then on.
+#[test]
+fn root_takes_a_slice_from_a_container_that_the_records_name() {
+    let test = "root_takes_a_slice_from_a_container_that_the_records_name";
+    let Some((platform, group)) = Platform::with(test, "") else { return };
+    let Some(other) = ContainerGroup::of_a_guest() else { unreachable!() };
+    let host = &platform.host;
+    platform.record("u-1", &group, OWN);
+    let client = platform.client(&group, &["hold", "600"], None);
+    let bound = || host.list().into_iter().find(|one| one["addr"] == OWN).unwrap()["bound_to"].clone();
+    wait_for("the container in its slice", || (bound() == "train-1/main").then_some(()));
+    let own = platform.client(&other, &["hold", "600"], None);
+    succeeded(&host.mpsctl(&["bind", OWN, "--pid", &own.id().to_string(), "--label", "own"]));
+    assert_eq!(bound(), "own");
+    assert_eq!(known(&platform.listed(&own)), [OWN, "bound"]);
+    assert!(alive(client.id()));
+}
+
 /// A record that somebody else can write, or that can't be read, leaves the client to its own claim.
 #[test]
 fn bad_records_are_not_believed() {
@@ -354,9 +402,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
         platform.host.list().into_iter().map(|device| device["bound_to"].clone()).collect()
     };
     assert_eq!(bound(&platform), ["train-1/main", "train-1/main", "", ""]);
-    // Nobody else gets it, and everything counts.
-    let refused = platform.host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string()]);
-    assert!(text(&refused).contains(&format!("{OWN} is taken by train-1/main")), "{}", text(&refused));
+    // Everything counts.
     let mut new = hold(&platform, &group, "20000");
     let status = wait_for("the end of the newest", || new.try_wait().unwrap());
     assert_eq!(status.code(), Some(4), "CUDA error 810");

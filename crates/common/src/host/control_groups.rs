@@ -89,6 +89,24 @@ pub fn directory(path: &str) -> PathBuf {
     Hierarchies::of_this_host().directory(path)
 }
 
+/// Whether root has made the control group at a path, and each one above it. `hierarchy` is a name in `/proc/PID/cgroup`.
+pub fn are_roots(hierarchy: &str, path: &str) -> bool {
+    let mount = match hierarchy {
+        // On a host with several hierarchies too, this one may be in use.
+        "" if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
+        "" => PathBuf::from(MOUNT),
+        named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
+    };
+    are_roots_in(mount, path)
+}
+
+fn are_roots_in(mut directory: PathBuf, path: &str) -> bool {
+    path.split('/').filter(|name| !name.is_empty()).all(|name| {
+        directory.push(name);
+        fs::symlink_metadata(&directory).is_ok_and(|found| found.is_dir() && found.uid() == 0)
+    })
+}
+
 /// Whether a control group still is, and whether it has processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
@@ -184,6 +202,31 @@ mod tests {
         {
             assert_eq!(shared_by(path), None, "{path}");
         }
+    }
+
+    #[test]
+    fn a_control_group_is_roots_if_each_one_above_it_is() {
+        if !rustix::process::geteuid().is_root() {
+            return;
+        }
+        let mount = tempfile::tempdir().unwrap();
+        let directory = |path: &str| mount.path().join(path);
+        fs::create_dir_all(directory("docker/own")).unwrap();
+        fs::create_dir_all(directory("job.service/delegated/forged")).unwrap();
+        let [uid, gid] = [65534; 2].map(Some);
+        std::os::unix::fs::chown(directory("job.service/delegated"), uid, gid).unwrap();
+        std::os::unix::fs::symlink("own", directory("docker/link")).unwrap();
+        for (path, expected) in [
+            ("/docker/own", true),
+            ("/job.service", true),
+            ("/job.service/delegated", false),
+            ("/job.service/delegated/forged", false),
+            ("/docker/link", false),
+            ("/docker/none", false),
+        ] {
+            assert_eq!(are_roots_in(mount.path().to_owned(), path), expected, "{path}");
+        }
+        assert!(!are_roots("name=no-such-hierarchy", "/docker"), "it is not there");
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! The containers around a process, by its control groups.
 
+use crate::host::control_groups;
+
 /// The ids of all containers around a process, from its cgroup paths, the innermost of each hierarchy first. Every
 /// runtime puts the 64 hexadecimal digits of the id there, in one form of name or another.
 pub fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
@@ -10,13 +12,19 @@ fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
     cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
-/// Whether the host's own runtime has made a container, as far as these cgroup paths tell: the container is the
-/// outermost of its path, and not in the part of the tree where a user's own service manager lets that user choose
-/// names.
-pub fn is_the_hosts(cgroups: &str, id: &str) -> bool {
-    paths_in(cgroups).filter(|path| !path.contains("/user@")).any(|path| {
-        let mut names = path.split('/').filter_map(container_in_name);
-        names.next() == Some(id)
+/// The container that the host's own runtime has made for the process with these cgroup paths: the outermost of a path, if
+/// root has made its control group and each one above it. Nobody else can have chosen the name then.
+pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
+    made_by(cgroups, control_groups::are_roots)
+}
+
+/// The same, where `are_roots` says of a hierarchy and a path in it whether that control group and each one above it is root's.
+fn made_by(cgroups: &str, are_roots: impl Fn(&str, &str) -> bool) -> Option<&str> {
+    cgroups.lines().find_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (hierarchy, path) = (fields.next()?, fields.next()?);
+        let id = path.split('/').find_map(container_in_name)?;
+        are_roots(hierarchy, &up_to_container(path, id)?).then_some(id)
     })
 }
 
@@ -27,11 +35,6 @@ fn container_in_name(name: &str) -> Option<&str> {
         return None;
     }
     name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
-}
-
-/// The container that the host's own runtime has made for the process with these cgroup paths.
-pub(super) fn of_the_hosts(cgroups: &str) -> Option<&str> {
-    containers_in(cgroups).find(|id| is_the_hosts(cgroups, id))
 }
 
 /// The part of the path of a control group that ends with this container.
@@ -98,16 +101,19 @@ mod tests {
     #[test]
     fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
         let (own, other) = ("a".repeat(64), "b".repeat(64));
-        for path in [
-            format!("0::/system.slice/docker-{own}.scope/docker-{other}.scope"),
-            format!("1:name=systemd:/user.slice\n7:freezer:/docker/{own}"),
+        // A user has the control groups of these units, and makes others in them.
+        let are_roots = |_: &str, path: &str| {
+            !["/hz-job.service/", "/user@1000.service/"].iter().any(|one| path.contains(one))
+        };
+        for (path, expected) in [
+            (format!("0::/system.slice/docker-{own}.scope"), Some(&own)),
+            (format!("0::/system.slice/docker-{own}.scope/docker-{other}.scope"), Some(&own)),
+            (format!("1:name=systemd:/user.slice\n7:freezer:/docker/{own}"), Some(&own)),
+            (format!("0::/user.slice/user-1000.slice/user@1000.service/app.slice/docker-{own}.scope"), None),
+            (format!("0::/hz-job.service/{own}"), None),
+            (format!("1:name=systemd:/hz-job.service/{own}\n0::/"), None),
         ] {
-            assert!(is_the_hosts(&path, &own) && !is_the_hosts(&path, &other), "{path}");
+            assert_eq!(made_by(&path, are_roots), expected.map(String::as_str), "{path}");
         }
-        let path = format!("0::/user.slice/user-1000.slice/user@1000.service/app.slice/docker-{own}.scope");
-        assert!(!is_the_hosts(&path, &own));
-        assert_eq!(of_the_hosts(&path), None);
-        let path = format!("0::/system.slice/docker-{own}.scope/docker-{other}.scope");
-        assert_eq!(of_the_hosts(&path), Some(own.as_str()), "and not the container inside");
     }
 }
