@@ -10,6 +10,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::sleep;
 use std::time::Duration;
@@ -33,6 +34,9 @@ const OUR_TYPE: &str = "NVIDIA_MPS";
 
 /// The largest file that is read, in bytes. A guest's description has some ten thousand.
 const LARGEST: u64 = 4 * 1024 * 1024;
+
+/// The most bytes of all files that are read for one look. The files of 4,096 guests have less.
+const ALL: u64 = 64 * 1024 * 1024;
 
 /// The most guests that are looked at.
 const GUESTS: usize = 4096;
@@ -68,10 +72,29 @@ pub(super) struct GuestRecord {
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
+    room: Room,
     /// The container of each id, with the directory of its guest and its key there. None for an id that two guests have.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
     /// The descriptions that were read.
     guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
+}
+
+/// The bytes that may still be read.
+#[derive(Debug)]
+struct Room(AtomicU64);
+
+impl Room {
+    fn new() -> Self {
+        Self(AtomicU64::new(ALL))
+    }
+
+    fn left(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn take(&self, bytes: u64) {
+        self.0.store(self.left().saturating_sub(bytes), Ordering::Relaxed);
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -112,15 +135,15 @@ struct IsolatedDevice {
 
 impl GuestRecords {
     pub(super) fn in_directory(directory: PathBuf) -> Self {
-        Self { directory, containers: OnceLock::new(), guests: Mutex::default() }
+        Self { directory, room: Room::new(), containers: OnceLock::new(), guests: Mutex::default() }
     }
 
     /// The record of the container with this id of 64 hexadecimal digits. None if no guest has it, or two have.
     pub(super) fn record_of(&self, id: &str) -> Option<GuestRecord> {
-        let containers = self.containers.get_or_init(|| read_containers(&self.directory));
+        let containers = self.containers.get_or_init(|| read_containers(&self.directory, &self.room));
         let (guest, key) = containers.get(id)?.as_ref()?;
         let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = || believed_file(&self.directory, guest, DESCRIPTION).ok();
+        let read = || believed_file(&self.directory, guest, DESCRIPTION, &self.room).ok();
         guests.entry(guest.clone()).or_insert_with(read).as_ref()?.record_of(key)
     }
 }
@@ -158,6 +181,8 @@ enum BadRecord {
     /// Others than the service's user can write it, or it is no regular file or directory.
     NotTheAgents,
     TooLarge,
+    /// The files that were read before it have used up the bytes for all.
+    NoRoom,
     /// It may be half-written.
     NotUnderstood {
         line: usize,
@@ -179,6 +204,7 @@ impl fmt::Display for BadRecord {
                 write!(f, "not a file or directory that only root can write; it is not believed")
             }
             Self::TooLarge => write!(f, "larger than {LARGEST} bytes; it is not read"),
+            Self::NoRoom => write!(f, "all files together are larger than {ALL} bytes; it is not read"),
             Self::NotUnderstood { line, column } => {
                 write!(f, "not understood at line {line}, column {column}")
             }
@@ -193,7 +219,7 @@ impl From<rustix::io::Errno> for BadRecord {
 }
 
 /// The containers of all guests, by the ids that the container runtime knows them by.
-fn read_containers(directory: &Path) -> BTreeMap<String, Option<(OsString, String)>> {
+fn read_containers(directory: &Path, room: &Room) -> BTreeMap<String, Option<(OsString, String)>> {
     let mut containers = BTreeMap::new();
     let mut left = guests_in(directory).unwrap_or_else(|error| {
         tracing::debug!("{}: {error}", directory.display());
@@ -202,7 +228,8 @@ fn read_containers(directory: &Path) -> BTreeMap<String, Option<(OsString, Strin
     for attempt in 1..=ATTEMPTS {
         let mut half_written = Vec::new();
         for guest in left {
-            let found: Result<BTreeMap<String, RecordedId>, _> = read_file(directory, &guest, CONTAINERS);
+            let found: Result<BTreeMap<String, RecordedId>, _> =
+                read_file(directory, &guest, CONTAINERS, room);
             match found {
                 Ok(found) => keep(&mut containers, &guest, found),
                 Err(BadRecord::NotUnderstood { .. }) if attempt < ATTEMPTS => half_written.push(guest),
@@ -240,7 +267,12 @@ fn guests_in(directory: &Path) -> Result<Vec<OsString>, BadRecord> {
     Ok(names.filter(|name| !name.starts_with(b".")).take(GUESTS).map(OsString::from_vec).collect())
 }
 
-fn read_file<T: DeserializeOwned>(directory: &Path, guest: &OsString, file: &str) -> Result<T, BadRecord> {
+fn read_file<T: DeserializeOwned>(
+    directory: &Path,
+    guest: &OsString,
+    file: &str,
+    room: &Room,
+) -> Result<T, BadRecord> {
     let flags = directory_flags() | OFlags::NOFOLLOW;
     let guest = openat(CWD, directory.join(guest), flags, Mode::empty())?;
     believed(&fstat(&guest)?)?;
@@ -252,9 +284,15 @@ fn read_file<T: DeserializeOwned>(directory: &Path, guest: &OsString, file: &str
         return Err(BadRecord::NotTheAgents);
     }
     let mut bytes = Vec::new();
-    file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
-    if u64::try_from(bytes.len()).is_ok_and(|length| length > LARGEST) {
+    let left = room.left();
+    file.take(LARGEST.min(left) + 1).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
+    let length = bytes.len() as u64;
+    room.take(length);
+    if length > LARGEST {
         return Err(BadRecord::TooLarge);
+    }
+    if length > left {
+        return Err(BadRecord::NoRoom);
     }
     // The words of the error could quote the file.
     let place =
@@ -277,14 +315,15 @@ fn believed_file<T: DeserializeOwned>(
     directory: &Path,
     guest: &OsString,
     file: &str,
+    room: &Room,
 ) -> Result<T, BadRecord> {
-    let mut read = read_file(directory, guest, file);
+    let mut read = read_file(directory, guest, file, room);
     for _ in 1..ATTEMPTS {
         if !matches!(read, Err(BadRecord::NotUnderstood { .. })) {
             break;
         }
         sleep(PAUSE);
-        read = read_file(directory, guest, file);
+        read = read_file(directory, guest, file, room);
     }
     read.inspect_err(|error| not_read(&directory.join(guest).join(file), error))
 }
@@ -296,18 +335,18 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
         Err(error) if error.is_missing() => return Vec::new(),
         Err(error) => return vec![(directory.to_owned(), error.to_string())],
     };
-    let mut found = Vec::new();
+    let (mut found, room) = (Vec::new(), Room::new());
     for guest in guests {
         let mut look = |file: &str, error: BadRecord| {
             if !error.is_missing() {
                 found.push((directory.join(&guest).join(file), error.to_string()));
             }
         };
-        match believed_file::<BTreeMap<String, RecordedId>>(directory, &guest, CONTAINERS) {
+        match believed_file::<BTreeMap<String, RecordedId>>(directory, &guest, CONTAINERS, &room) {
             // A virtual machine has no containers, and nobody reads its description.
             Ok(containers) if containers.is_empty() => {}
             Ok(_) => {
-                if let Err(error) = believed_file::<Guest>(directory, &guest, DESCRIPTION) {
+                if let Err(error) = believed_file::<Guest>(directory, &guest, DESCRIPTION, &Room::new()) {
                     look(DESCRIPTION, error);
                 }
             }
@@ -488,9 +527,26 @@ mod tests {
         let huge = File::options().write(true).open(servers.file("bad", DESCRIPTION)).unwrap();
         huge.set_len(LARGEST + 1).unwrap();
         assert!(matches!(
-            read_file::<Guest>(servers.0.path(), &"bad".into(), DESCRIPTION),
+            read_file::<Guest>(servers.0.path(), &"bad".into(), DESCRIPTION, &Room::new()),
             Err(BadRecord::TooLarge)
         ));
+    }
+
+    /// A damaged directory costs a look no more than its share of memory, and people read why.
+    #[test]
+    fn all_files_together_are_bounded() {
+        let servers = Servers::new();
+        let large = format!("{{{}}}", " ".repeat(usize::try_from(LARGEST).unwrap() - 2));
+        for number in 0..ALL / LARGEST + 2 {
+            servers.one(&format!("g{number}"), ID, &[]);
+            fs::write(servers.file(&format!("g{number}"), CONTAINERS), &large).unwrap();
+        }
+        let records = GuestRecords::in_directory(servers.0.path().to_owned());
+        assert_eq!(records.record_of(ID), None);
+        assert_eq!(records.room.left(), 0);
+        let told = records_without_effect(servers.0.path());
+        let words = "all files together are larger than 67108864 bytes; it is not read";
+        assert!(told.len() == 2 && told.iter().all(|(_, why)| why == words), "{told:?}");
     }
 
     /// The agent writes in place: a reader who comes in between waits for the rest.
@@ -518,8 +574,9 @@ mod tests {
         let servers = Servers::new();
         servers.write("guest", &json!({"c": {"cri_id": ["secret"]}}), &json!({"name": {"secret": "secret"}}));
         let directory = servers.0.path();
-        let containers = read_file::<BTreeMap<String, RecordedId>>(directory, &"guest".into(), CONTAINERS);
-        let description = read_file::<Guest>(directory, &"guest".into(), DESCRIPTION);
+        let containers =
+            read_file::<BTreeMap<String, RecordedId>>(directory, &"guest".into(), CONTAINERS, &Room::new());
+        let description = read_file::<Guest>(directory, &"guest".into(), DESCRIPTION, &Room::new());
         for error in [containers.map(drop).unwrap_err(), description.map(drop).unwrap_err()] {
             let words = format!("{error} {error:?}");
             assert!(
