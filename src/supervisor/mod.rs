@@ -346,7 +346,11 @@ impl Worker {
     fn slices(&self) -> Slices {
         let Instructions { plan, supervision } = &self.order;
         let state_file = self.tools.state_file.lock();
-        Slices::from_plans([plan]).bound_by(state_file.bindings()).recorded_in(&supervision.servers_path)
+        let running = state_file.control_daemon(&plan.id).into_iter();
+        Slices::from_plans([plan])
+            .and_of(running.flat_map(Running::named_gpus))
+            .bound_by(state_file.bindings())
+            .recorded_in(&supervision.servers_path)
     }
 
     /// Whether only its clients still need the control daemon.

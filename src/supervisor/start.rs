@@ -264,6 +264,8 @@ impl Worker {
             output,
         })
         .map_err(not_started)?;
+        let of_plan = plan.gpus.iter().filter(|gpu| gpus.contains(&gpu.uuid));
+        let gpu_names = of_plan.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string())));
         let running = Running {
             process: waiting.identity(),
             pipe_directory: plan.pipe_directory.clone(),
@@ -271,6 +273,7 @@ impl Worker {
             slice_directories: plan.slice_directories.clone(),
             log_directory: plan.log_directory.clone(),
             gpus: gpus.to_vec(),
+            gpu_names: gpu_names.collect(),
             multiuser,
             near_cpus: plan.cpus.is_some(),
             log_offset: begin,

@@ -285,6 +285,7 @@ mod tests {
             slice_directories: None,
             log_directory: "/log".into(),
             gpus: vec![UUID.to_owned()],
+            gpu_names: BTreeMap::from([(UUID.to_owned(), "0000:ff:1f.7".to_owned())]),
             multiuser: true,
             near_cpus: false,
             log_offset: 0,

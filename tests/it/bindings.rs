@@ -21,6 +21,10 @@ const NEIGHBOURS: &str = "00:06.0-2";
 
 /// A host that serves, and two containers' control groups. None where no control group can be made.
 pub(crate) fn with_containers(test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
+    on_board("h200", test, lines)
+}
+
+fn on_board(board: &str, test: &str, lines: &str) -> Option<(Host, [ContainerGroup; 2])> {
     if !root_or_skip(test) {
         return None;
     }
@@ -28,7 +32,7 @@ pub(crate) fn with_containers(test: &str, lines: &str) -> Option<(Host, [Contain
         skip(test, NO_CONTAINER_GROUP);
         return None;
     };
-    let mut host = Host::new("h200");
+    let mut host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}\n{lines}", host.path("run/cdi").display()));
     host.start();
     host.wait_for_state("ready");
@@ -226,6 +230,36 @@ fn what_is_drained_taken_or_shared_is_refused() {
     let said = call(&["1", FIRST, "0", "2", "control_group", "s", &its_path, "label", "s", "job 17"]);
     assert_eq!(said.trim(), format!("as 1 \"{FIRST}\""));
     assert_eq!(bound_to(&host, FIRST), "job 17");
+}
+
+/// A GPU that leaves the configuration stays with its control daemon until the last job there has ended, and so does the slice of
+/// a bound job.
+#[test]
+fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
+    let test = "a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration";
+    let Some((mut host, [group, _other])) = on_board("h200x8", test, "") else { return };
+    let entries = ["renderD128", "renderD129"]
+        .map(|node| format!("path: /dev/dri/{node}, type: NVIDIA_MPS, virtual_number: 4"));
+    host.devices(&entries.each_ref().map(String::as_str));
+    host.reload();
+    let [slice, gpu] = ["addr", "device_path"].map(|key| host.list()[5][key].as_str().unwrap().to_owned());
+    succeeded(&bind(&host, &slice, &group, &["--label", "job 7"]));
+    let mut command = host.program_of(&slice, &["hold", "600"]);
+    let job = host.served(command.env("CUDA_VISIBLE_DEVICES", gpu));
+    group.take(job.id(), "");
+    assert_eq!(known(&host, &job), has(&slice, "job 7"));
+    host.devices(&[&entries[0]]);
+    host.reload();
+    assert_eq!(host.list().len(), 4);
+    assert_eq!(known(&host, &job), has(&slice, "job 7"));
+    // The next service knows of no plan with this GPU.
+    host.signal(Signal::KILL);
+    host.ended();
+    host.start();
+    host.wait_for_status("the control daemon of before", |status| {
+        !status["control_daemons"][0]["pid"].is_null()
+    });
+    assert_eq!(known(&host, &job), has(&slice, "job 7"));
 }
 
 /// A GPU stands for its lowest slice that is free. The binding goes with its control group, without a question.

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bindings::SliceBindings;
 use crate::drained::Drained;
+use crate::host::device_name::GpuId;
 use crate::host::identity::Identity;
 use crate::host::regular_file::{self, Unreadable};
 
@@ -34,6 +35,9 @@ pub struct Running {
     pub log_directory: PathBuf,
     /// The UUIDs of its GPUs; the position is the ordinal.
     pub gpus: Vec<String>,
+    /// The names of its GPUs, by UUID: a GPU may leave the configuration while it runs.
+    #[serde(default)]
+    pub gpu_names: BTreeMap<String, String>,
     pub multiuser: bool,
     /// Whether it was to be bound to the CPUs near its GPUs.
     #[serde(default)]
@@ -43,6 +47,11 @@ pub struct Running {
 }
 
 impl Running {
+    /// Its GPUs with a known name, by UUID.
+    pub fn named_gpus(&self) -> impl Iterator<Item = (&str, GpuId)> {
+        self.gpu_names.iter().filter_map(|(uuid, name)| Some((uuid.as_str(), name.parse().ok()?)))
+    }
+
     /// The directory in which it makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
     pub fn control_directory(&self) -> &Path {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)

@@ -59,6 +59,7 @@ impl Fleet {
         let directories = running.iter().flat_map(|(id, running)| running.directories_of_clients(id));
         let commanded = statuses.iter().map(|status| status.view.control_directory.as_path());
         Slices::from_plans(statuses.iter().map(|status| &*status.plan).chain(pending))
+            .and_of(running.values().flat_map(Running::named_gpus))
             .and_in(directories)
             .commanded_in(commanded.chain(running.values().map(Running::control_directory)))
             .bound_by(state_file.bindings())

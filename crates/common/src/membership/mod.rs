@@ -177,6 +177,13 @@ impl Slices {
         slices
     }
 
+    /// The same with further GPUs, by UUID: a control daemon keeps its GPUs while it runs, whatever is planned.
+    #[must_use]
+    pub fn and_of<'a>(mut self, gpus: impl IntoIterator<Item = (&'a str, GpuId)>) -> Self {
+        self.gpus.extend(gpus.into_iter().map(|(uuid, gpu)| (uuid.to_owned(), gpu)));
+        self
+    }
+
     /// The same with further pipe directories.
     #[must_use]
     pub fn and_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
