@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::supervisor::bypass;
 use crate::supervisor::{GpuStatus, Status};
 use common::bindings::SliceBindings;
-use common::config::{Isolation, Settings};
+use common::config::{Isolation, MayTerminate, Settings};
 use common::counted::counted;
 use common::drained::Drained;
 use common::host::device_name::SliceId;
@@ -72,6 +72,7 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
         state,
         reason,
         enabled: settings.enabled,
+        users_may_terminate: settings.may_terminate == MayTerminate::Owner,
         driver_version: parts.driver.as_ref().cloned().unwrap_or_default(),
         pipe_directory: settings.pipe_directory.clone(),
         log_directory: settings.log_directory.clone(),

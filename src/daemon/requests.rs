@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use mps_core::tenants::TerminationError;
+use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::fleet::Fleet;
 use super::{Daemon, reload};
@@ -15,7 +15,6 @@ use crate::tenants::clients::{self, ServingDaemon};
 use crate::tenants::describe::{Whose, describe};
 use crate::tenants::terminate::{self, Processes};
 use common::bus::error::RequestError;
-use common::config::MayTerminate;
 use common::host::blocking::Blocking;
 use common::membership::Slices;
 use common::published::client::ClientView;
@@ -27,10 +26,6 @@ use common::published::termination::TerminationTarget;
 /// The most terminations that ask the kernel about processes at a time. It takes microseconds.
 const TERMINATIONS: usize = 4;
 
-/// The most terminations for users at a time. The control daemons are asked for each of them, and the supervisors wait
-/// meanwhile.
-const OF_USERS: usize = 8;
-
 /// The most callers that wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
 
@@ -38,8 +33,6 @@ const LISTINGS: usize = 256;
 pub(super) struct Requests {
     /// Takes the requests for the list of clients.
     listings: mpsc::Sender<Listing>,
-    /// The places for terminations that users ask for.
-    of_users: Arc<Semaphore>,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
     nvml: ComputeModes,
@@ -60,13 +53,7 @@ impl Requests {
     pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<EndedTermination>) -> Self {
         let (listings, asked) = mpsc::channel(LISTINGS);
         tokio::spawn(list_clients(asked, compute_modes.clone()));
-        Self {
-            listings,
-            of_users: Arc::new(Semaphore::new(OF_USERS)),
-            kernel: Blocking::new(TERMINATIONS),
-            nvml: compute_modes.clone(),
-            terminated,
-        }
+        Self { listings, kernel: Blocking::new(TERMINATIONS), nvml: compute_modes.clone(), terminated }
     }
 
     fn list_clients(&self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
@@ -78,27 +65,13 @@ impl Requests {
     }
 }
 
-impl Requests {
-    /// A place for a termination that a user asks for. Root needs none.
-    fn place_for(&self, wanted: &TerminationTarget) -> Result<Option<OwnedSemaphorePermit>, RequestError> {
-        if !matches!(wanted, TerminationTarget::ProcessOf { .. }) {
-            return Ok(None);
-        }
-        let place = Arc::clone(&self.of_users).try_acquire_owned();
-        let taken = |_| RequestError::Busy(format!("{OF_USERS} users end GPU work already; ask again later"));
-        place.map(Some).map_err(taken)
-    }
-}
-
 impl Daemon {
     pub(super) async fn answer(&mut self, request: Request) {
         match request {
             Request::Reload(reply) => reload::and_tell(self, reply).await,
             Request::Clients(reply) => self.requests.list_clients(&self.fleet, reply),
             Request::LookAtClients(reply) => self.look_at_clients(reply),
-            Request::Terminate(pid, user, reply) => {
-                self.terminate(process(pid, user, self.settings.may_terminate), reply);
-            }
+            Request::Terminate(pid, user, reply) => self.terminate(Ok(process(pid, user)), reply),
             Request::ReleaseDevices(devices, reply) => {
                 let wanted = slices(&self.snapshot.borrow(), devices);
                 self.terminate(wanted, reply);
@@ -127,9 +100,8 @@ impl Daemon {
     }
 
     fn terminate(&self, wanted: Result<TerminationTarget, RequestError>, reply: Reply<()>) {
-        let begun = wanted.and_then(|wanted| Ok((self.requests.place_for(&wanted)?, wanted)));
-        let (place, wanted) = match begun {
-            Ok(begun) => begun,
+        let wanted = match wanted {
+            Ok(wanted) => wanted,
             Err(error) => return drop(reply.send(Err(error))),
         };
         let daemons = self.fleet.with_clients();
@@ -140,7 +112,6 @@ impl Daemon {
             let (had_work, ended) = terminate::terminate(daemons, wanted, processes).await;
             let event = describe(had_work).map(|clients| event + &clients);
             let answer = ended.map_err(|error| not_ended(&error));
-            drop(place);
             let _ = terminated.send(EndedTermination { event, answer, reply }).await;
         });
     }
@@ -170,18 +141,10 @@ impl Daemon {
 }
 
 /// The process that root, or a user, names.
-fn process(
-    pid: u32,
-    user: Option<u32>,
-    may_terminate: MayTerminate,
-) -> Result<TerminationTarget, RequestError> {
-    match (user, may_terminate) {
-        (None, _) => Ok(TerminationTarget::Process(pid)),
-        (Some(user), MayTerminate::Owner) => Ok(TerminationTarget::ProcessOf { pid, user }),
-        (Some(user), MayTerminate::Root) => Err(RequestError::AccessDenied(format!(
-            "only root may end GPU work, not user {user}: a program that does not let go would keep the control daemon \
-             from everybody; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
-        ))),
+fn process(pid: u32, user: Option<u32>) -> TerminationTarget {
+    match user {
+        None => TerminationTarget::Process(pid),
+        Some(user) => TerminationTarget::ProcessOf { pid, user },
     }
 }
 

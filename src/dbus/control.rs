@@ -6,17 +6,18 @@ use zbus::message::Header;
 use zbus::{Connection, interface};
 
 use super::binding::{self, CallOptions};
-use super::request::{NAME_MAX, Reply, Request, Result, ask, bounded_name, bounded_names, user_behind};
+use super::request::{Callers, NAME_MAX, Reply, Request, Result, ask, bounded_name, bounded_names};
 use common::bus::error::RequestError;
 
 /// The methods that change something.
 pub(super) struct ControlInterface {
     requests: mpsc::Sender<Request>,
+    callers: Callers,
 }
 
 impl ControlInterface {
-    pub(super) fn new(requests: mpsc::Sender<Request>) -> Self {
-        Self { requests }
+    pub(super) fn new(requests: mpsc::Sender<Request>, callers: Callers) -> Self {
+        Self { requests, callers }
     }
 
     /// Hands a request of root's to the daemon's loop and waits for the answer.
@@ -26,7 +27,7 @@ impl ControlInterface {
         call: &Header<'_>,
         request: impl FnOnce(Reply<T>) -> Request,
     ) -> Result<T> {
-        if let Some(uid) = user_behind(bus, call).await? {
+        if let Some(uid) = self.callers.user_behind(bus, call).await? {
             return Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}")));
         }
         ask(&self.requests, request).await

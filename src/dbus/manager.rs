@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Serialize, Serializer};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc, watch};
 use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, Signature, Type, interface};
 
-use super::request::{Request, Result, ask, bounded_name, bounded_names, user_behind};
+use super::request::{Callers, Request, Result, ask, bounded_name, bounded_names};
 use common::bus::error::RequestError;
 use common::bus::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service};
 use common::published::container::{ContainerConfig, ContainerError, container_config};
@@ -17,17 +17,43 @@ use common::published::one_slice;
 use common::published::snapshot::{Named, Snapshot};
 use common::text::clean;
 
+/// The most terminations for users at a time, from the call to its answer. The control daemons are asked for each of them,
+/// and the supervisors wait meanwhile.
+const OF_USERS: usize = 8;
+
 /// The entry point of everything that may be read.
 pub(super) struct Manager {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
+    callers: Callers,
+    /// The places for terminations that users ask for.
+    of_users: Semaphore,
     /// The GPUs of which somebody was given several slices at once.
     given_several: Mutex<BTreeSet<String>>,
 }
 
 impl Manager {
-    pub(super) fn new(snapshot: watch::Receiver<Arc<Snapshot>>, requests: mpsc::Sender<Request>) -> Self {
-        Self { snapshot, requests, given_several: Mutex::default() }
+    pub(super) fn new(
+        snapshot: watch::Receiver<Arc<Snapshot>>,
+        requests: mpsc::Sender<Request>,
+        callers: Callers,
+    ) -> Self {
+        let of_users = Semaphore::new(OF_USERS);
+        Self { snapshot, requests, callers, of_users, given_several: Mutex::default() }
+    }
+
+    /// A place for a termination that a user asks for. Root needs none. Who may not ask is refused here: however often that
+    /// happens, it costs neither the bus nor the daemon's loop a question.
+    fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
+        let Some(user) = user else { return Ok(None) };
+        if !self.snapshot.borrow().users_may_terminate {
+            return Err(RequestError::AccessDenied(format!(
+                "only root may end GPU work, not user {user}: a program that does not let go would keep the control daemon \
+                 from everybody; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
+            )));
+        }
+        let taken = |_| RequestError::Busy(format!("{OF_USERS} users end GPU work already; ask again later"));
+        self.of_users.try_acquire().map(Some).map_err(taken)
     }
 
     /// Warns of slices of one GPU that are given together, once for each GPU: a caller may ask as often as it likes.
@@ -143,7 +169,8 @@ impl Manager {
         // keeps it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop
         // the client all the time: for as long as that goes on, whatever continues it. So the configuration decides
         // whether users may do this.
-        let user = user_behind(bus, &call).await?;
+        let user = self.callers.user_behind(bus, &call).await?;
+        let _place = self.place_for(user)?;
         ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await
     }
 

@@ -36,6 +36,7 @@ use common::text::clean;
 use control::ControlInterface;
 use manager::Manager;
 use objects::ObjectManager;
+use request::Callers;
 pub use request::{Reply, Request, WantedBinding};
 
 /// The service's connection to the bus, with everything that it serves there.
@@ -70,10 +71,11 @@ impl BusConnection {
         requests: mpsc::Sender<Request>,
     ) -> Result<Self, zbus::Error> {
         let first = Arc::clone(&snapshot.borrow());
+        let callers = Callers::default();
         let connection = Builder::address(address)
             .serve_at(ROOT, ObjectManager(snapshot.clone()))
-            .serve_at(MANAGER, Manager::new(snapshot, requests.clone()))
-            .serve_at(MANAGER, ControlInterface::new(requests))
+            .serve_at(MANAGER, Manager::new(snapshot, requests.clone(), callers.clone()))
+            .serve_at(MANAGER, ControlInterface::new(requests, callers))
             .build()
             .await?;
         let told = Arc::new(Snapshot { gpus: None, ..Snapshot::clone(&first) });

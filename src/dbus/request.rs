@@ -1,6 +1,8 @@
 //! Requests that only the daemon can carry out, their errors, and the bounds of the names in them.
 
 use common::bus::error::RequestError;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
@@ -30,8 +32,8 @@ pub enum Request {
     Clients(Reply<Vec<ClientView>>),
     /// Look at the clients of all GPUs; the answer comes when the Snapshot has them.
     LookAtClients(Reply<()>),
-    /// End the GPU work of a process; the answer comes when it is no client any more. With a user: only if the
-    /// configuration lets users do this, and the process is this user's.
+    /// End the GPU work of a process; the answer comes when it is no client any more. With a user: only if the process is
+    /// this user's.
     Terminate(u32, Option<u32>, Reply<()>),
     /// End the GPU work of the clients of slices, as the caller names them; the answer comes when none is left.
     ReleaseDevices(Vec<String>, Reply<()>),
@@ -109,15 +111,47 @@ pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     names.iter().try_for_each(|name| bounded_name(name))
 }
 
-/// The user behind a call, as the kernel has told the bus. If the service does not run as root, its own user counts as root. None for root.
-///
-/// # Errors
-/// The bus does not say who has called: the caller has gone, most often.
-pub(super) async fn user_behind(connection: &Connection, call: &Header<'_>) -> Result<Option<u32>> {
-    let unknown = || RequestError::AccessDenied("the bus doesn't say who you are".to_owned());
-    let sender = call.sender().ok_or_else(unknown)?.to_owned();
-    let asked = async { DBusProxy::new(connection).await?.get_connection_unix_user(sender.into()).await };
-    let uid = asked.await.map_err(|_| unknown())?;
-    let is_root = uid == 0 || uid == rustix::process::geteuid().as_raw();
-    Ok((!is_root).then_some(uid))
+/// The most callers that are remembered. The bus lets a user have 256 connections.
+const CALLERS: usize = 1024;
+
+/// The users behind the connections that have called. A connection stays its user's, and no other one gets its name, so the bus is
+/// asked once for each.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Callers(Arc<Mutex<BTreeMap<String, u32>>>);
+
+impl Callers {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, u32>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The user behind a call, as the kernel has told the bus. If the service does not run as root, its own user counts as
+    /// root. None for root.
+    ///
+    /// # Errors
+    /// The bus does not say who has called: the caller has gone, most often.
+    pub(super) async fn user_behind(
+        &self,
+        connection: &Connection,
+        call: &Header<'_>,
+    ) -> Result<Option<u32>> {
+        let unknown = || RequestError::AccessDenied("the bus doesn't say who you are".to_owned());
+        let sender = call.sender().ok_or_else(unknown)?.to_owned();
+        let known = self.lock().get(sender.as_str()).copied();
+        let uid = if let Some(known) = known {
+            known
+        } else {
+            let name = sender.to_string();
+            let asked =
+                async { DBusProxy::new(connection).await?.get_connection_unix_user(sender.into()).await };
+            let uid = asked.await.map_err(|_| unknown())?;
+            let mut all = self.lock();
+            if all.len() >= CALLERS {
+                all.clear();
+            }
+            all.insert(name, uid);
+            uid
+        };
+        let is_root = uid == 0 || uid == rustix::process::geteuid().as_raw();
+        Ok((!is_root).then_some(uid))
+    }
 }

@@ -944,6 +944,46 @@ async fn control_is_roots_whatever_the_policy_says() {
     assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
 }
 
+/// A member who may not end GPU work is refused without a question to the daemon, and where members may, eight of them wait for
+/// its answer at a time: however many ask, root is the next.
+#[tokio::test]
+async fn terminations_of_members_hold_up_nobody() {
+    if !root_or_skip("terminations_of_members_hold_up_nobody") {
+        return;
+    }
+    let mut service = Service::start(p40_board()).await;
+    let terminate = |service: &Service, member: bool| {
+        let bus = &service.bus;
+        let mut gdbus = if member { bus.command_as_member("gdbus") } else { bus.command("gdbus") };
+        gdbus.args(["call", "--system", "--dest", NAME, "--object-path", MANAGER, "--method"]);
+        gdbus.args(["io.yunion.Mps1.Manager.TerminateClient", "7"]);
+        gdbus.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+        gdbus
+    };
+    let complaint = complained(&mut terminate(&service, true)).await;
+    assert!(complaint.contains("AccessDenied: only root may end GPU work, not user 65534"), "{complaint}");
+    assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
+    service.publish(Snapshot { users_may_terminate: true, ..p40_board() }).await;
+    let mut waiting = Vec::new();
+    for _ in 0..8 {
+        let member = terminate(&service, true).spawn().unwrap();
+        let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
+        assert!(matches!(asked, Request::Terminate(7, Some(65534), _)), "{asked:?}");
+        waiting.push((member, asked));
+    }
+    let complaint = complained(&mut terminate(&service, true)).await;
+    assert!(complaint.contains("Busy: 8 users end GPU work already"), "{complaint}");
+    let _root = terminate(&service, false).spawn().unwrap();
+    let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
+    assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
+    // An answer makes room for the next.
+    let (_member, Request::Terminate(.., reply)) = waiting.pop().unwrap() else { unreachable!() };
+    reply.send(Ok(())).unwrap();
+    let _next = terminate(&service, true).spawn().unwrap();
+    let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
+    assert!(matches!(asked, Request::Terminate(7, Some(65534), _)), "{asked:?}");
+}
+
 #[tokio::test]
 async fn names_that_are_none_are_refused_without_being_repeated() {
     let service = Service::start(p40_board()).await;

@@ -329,7 +329,7 @@ fn bad_records_bind_nobody() {
         (
             "the agent is another user",
             Box::new(|of| {
-                std::os::unix::fs::chown(of.host.path("servers/u-1/desc"), Some(1000), None).unwrap();
+                chown(of.host.path("servers/u-1/desc"), Some(1000), None).unwrap();
             }),
         ),
         (

@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -162,7 +163,7 @@ fn an_id_of_two_containers_is_refused() {
 }
 
 /// A stranger who gives a control group of his own a name with the same beginning keeps nobody's container from being
-/// released: his part of the tree is known by its place.
+/// released: it is not root who has made it.
 #[test]
 fn a_strangers_control_group_is_in_no_containers_way() {
     let mut scene = Neighbours::new();
@@ -170,12 +171,13 @@ fn a_strangers_control_group_is_in_no_containers_way() {
         skip("a_strangers_control_group_is_in_no_containers_way", NO_CONTAINER_GROUP);
         return;
     };
-    let parent = container.directory.with_file_name(format!("user@{}.service", std::process::id()));
+    let parent = container.directory.with_file_name(format!("delegated-{}.service", std::process::id()));
     let alike = ContainerGroup {
         id: format!("{}f", &container.id[..63]),
         directory: parent.join(format!("docker-{}f.scope", &container.id[..63])),
     };
     fs::create_dir_all(alike.directory.join("init/deeper")).unwrap();
+    chown(&parent, Some(65534), Some(65534)).unwrap();
     let (victim, stranger) = (scene.victim(), scene.victim());
     container.take(victim.id(), "");
     alike.take(stranger.id(), "");
