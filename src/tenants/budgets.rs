@@ -30,9 +30,6 @@ use mps_core::tenants::{
     BudgetWatch, Enforced, Enforcer, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
 };
 
-/// The least time between two looks: clients that come together share one.
-const SHARE: Duration = Duration::from_millis(250);
-
 /// The age of a look that is new enough for whoever asks: all who ask together cause one look in this time.
 const FRESH: Duration = Duration::from_secs(1);
 
@@ -170,7 +167,7 @@ impl Budgets {
             over: watch::Sender::default(),
             known_owners: BTreeMap::new(),
             members: Members::new(),
-            looked_at: begun.checked_sub(SHARE).unwrap_or(begun),
+            looked_at: begun.checked_sub(FRESH).unwrap_or(begun),
             due: Some(begun),
             enforcer: Enforcer::default(),
         };
@@ -254,7 +251,7 @@ impl GpuWatch {
                 }
                 () = or_never(self.due.map(sleep_until)) => {}
             }
-            sleep_until(self.looked_at + SHARE).await;
+            sleep_until(self.looked_at + self.watch.share(self.begun.elapsed())).await;
             let begins_attempt = self.measure(attempted.is_some()).await;
             self.looked.send_replace(Some(self.looked_at));
             if begins_attempt {

@@ -14,6 +14,29 @@ const CALM: Duration = Duration::from_secs(3);
 /// The messages of one kind about a slice.
 pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
 
+/// The attempts within [`MINUTE`] after which a tenant counts as one who starts over and over.
+const TIMES: usize = 3;
+const MINUTE: Duration = Duration::from_secs(60);
+
+/// The last attempts that have ended work of a slice. A program that starts over after each of them has more than its slice until the
+/// next look, so a slice of such programs is looked at with each newcomer.
+#[derive(Debug, Default)]
+pub(super) struct Endings([Option<CoreTime>; TIMES]);
+
+impl Endings {
+    pub(super) fn note(&mut self, now: CoreTime) {
+        self.0.rotate_right(1);
+        if let Some(last) = self.0.first_mut() {
+            *last = Some(now);
+        }
+    }
+
+    /// Whether its clients start over and over.
+    pub(super) fn are_many(&self, now: CoreTime) -> bool {
+        self.0.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
+    }
+}
+
 /// The overuse of a slice, as it is shown.
 #[derive(Debug)]
 pub(super) struct ShownOveruse {
@@ -87,6 +110,19 @@ mod tests {
         assert!(!shown.observe(&parts(&[]), start + 8 * SECOND));
         assert!(shown.observe(&parts(&[]), start + 11 * SECOND));
         assert_eq!(shown.parts(), parts(&[]));
+    }
+
+    #[test]
+    fn three_endings_in_a_minute_are_many() {
+        let mut endings = Endings::default();
+        let at = |second: u32| CoreTime::ZERO + second * SECOND;
+        for (second, many) in
+            [(0, false), (30, false), (59, true), (61, true), (125, false), (130, false), (140, true)]
+        {
+            endings.note(at(second));
+            assert_eq!(endings.are_many(at(second)), many, "{second}");
+        }
+        assert!(endings.are_many(at(184)) && !endings.are_many(at(185)));
     }
 
     #[test]

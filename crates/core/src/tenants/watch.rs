@@ -8,13 +8,20 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::budget::{self, Budget, InUse, Member, MemberProcess, Part};
-use super::overuse::{MESSAGES, ShownOveruse};
+use super::overuse::{Endings, MESSAGES, ShownOveruse};
 use super::spared::Spared;
 use crate::{CoreTime, Permit, RateLimit};
 
 /// The time to the next look while some slice has two clients or more, and after a client has come: the driver lists a
 /// client a moment after the control daemon has admitted it.
 pub const PERIOD: Duration = Duration::from_secs(1);
+
+/// The least time between two looks: clients that come together share one.
+const SHARE: Duration = Duration::from_millis(250);
+
+/// The same, and the time to the next look after a client has come, while clients of some slice start over and over after they were
+/// ended.
+const QUICK: Duration = Duration::from_millis(100);
 
 /// The longest pause between two attempts to end clients of which none could be ended.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
@@ -198,6 +205,8 @@ pub struct BudgetWatch<P> {
     spared: Spared<P>,
     /// By the ordinals of the slices. One that was never over its budget has none.
     slices: BTreeMap<u32, SliceMessages>,
+    /// By the ordinals of the slices with clients that were ended.
+    endings: BTreeMap<u32, Endings>,
     /// A client has come since the last look.
     has_come: bool,
     /// Some slice had two clients or more at the last look.
@@ -212,6 +221,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
             gpu,
             spared: Spared::new(),
             slices: BTreeMap::new(),
+            endings: BTreeMap::new(),
             has_come: false,
             is_busy: false,
             attempt: Attempt { at: now, pause: PERIOD, is_under_way: false },
@@ -225,14 +235,30 @@ impl<P: MemberProcess> BudgetWatch<P> {
         }
         let is_there = |slice: &u32| usize::try_from(*slice).is_ok_and(|slice| slice < gpu.budgets.len());
         self.slices.retain(|slice, _| is_there(slice));
+        self.endings.retain(|slice, _| is_there(slice));
         self.gpu = gpu;
     }
 
     /// A client has come, as the control daemon says.
     pub fn client_has_come(&mut self, now: CoreTime) {
         self.has_come = true;
-        self.attempt.at = self.attempt.at.min(now + PERIOD);
+        self.attempt.at = self.attempt.at.min(now + self.period(now));
         self.attempt.pause = PERIOD;
+    }
+
+    /// The least time from one look to the next, whoever asks.
+    pub fn share(&self, now: CoreTime) -> Duration {
+        if self.start_over(now) { QUICK } else { SHARE }
+    }
+
+    /// The time to the next look after a client has come, and between two attempts that end somebody.
+    fn period(&self, now: CoreTime) -> Duration {
+        if self.start_over(now) { QUICK } else { PERIOD }
+    }
+
+    /// Whether clients of some slice start over and over after they were ended.
+    fn start_over(&self, now: CoreTime) -> bool {
+        self.endings.values().any(|endings| endings.are_many(now))
     }
 
     /// The clients could not be looked at. Returns when to look again.
@@ -282,10 +308,11 @@ impl<P: MemberProcess> BudgetWatch<P> {
             }
         }
         self.is_busy = uses.iter().any(|(in_use, _)| in_use.clients > 1);
-        let again = self.slices.values_mut().filter_map(|told| told.shown.next_check(now));
         let has_come = core::mem::take(&mut self.has_come);
-        let busy = (has_come || self.is_busy).then(|| now + PERIOD);
-        let due = again.chain(busy).min();
+        let busy = self.is_busy.then(|| now + PERIOD);
+        let soon = (has_come || !over.is_empty()).then(|| now + self.period(now));
+        let again = self.slices.values_mut().filter_map(|told| told.shown.next_check(now));
+        let due = again.chain(busy).chain(soon).min();
         Look { uses, news, begins_attempt: self.begins_attempt(&over, now), over, due }
     }
 
@@ -314,8 +341,13 @@ impl<P: MemberProcess> BudgetWatch<P> {
             self.spared.spare_all();
         }
         let victims = victims.unwrap_or_default();
-        let has_ended_one = victims.iter().any(|victim| victim.state == VictimState::Ended);
-        let pause = if has_ended_one { PERIOD } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
+        let of_ended = victims.iter().filter(|victim| victim.state == VictimState::Ended);
+        let cut_back: BTreeSet<u32> = of_ended.map(|victim| victim.slice).collect();
+        for slice in &cut_back {
+            self.endings.entry(*slice).or_default().note(now);
+        }
+        let pause =
+            if !cut_back.is_empty() { self.period(now) } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
         self.attempt = Attempt { at: now + pause, pause, is_under_way: false };
         let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
         let of = |slice: u32| victims.iter().filter(move |victim| victim.slice == slice);
@@ -534,6 +566,37 @@ mod tests {
         let news = watch.has_attempted(Some(ended(&[9])), 61 * SECOND);
         let text = news.first().unwrap().text("slice 1", "9");
         assert!(text.ends_with("of 9; before, also of 2 clients that are not named"), "{text}");
+    }
+
+    /// A tenant who starts over after each end has more than the slice until the next look. So from the third end in a minute on, a
+    /// newcomer is looked at with the others of a tenth of a second and ended at once, and a minute later it is as before.
+    #[test]
+    fn who_starts_over_and_over_is_looked_at_with_each_newcomer() {
+        let mut watch = watch(gpu(true));
+        let mut now = SECOND;
+        let mut pids = 2..;
+        let mut starts_over = |watch: &mut BudgetWatch<Process>, now: CoreTime| {
+            let (newcomer, share) = (pids.next().unwrap(), watch.share(now));
+            watch.client_has_come(now);
+            let over = look(watch, &[member(1, 60), member(newcomer, 60)], now);
+            if over.begins_attempt {
+                watch.has_attempted(Some([victim(newcomer, VictimState::Ended)].to_vec()), now);
+            }
+            (over.begins_attempt, over.due.unwrap() - now, share)
+        };
+        for _ in 0..2 {
+            assert_eq!(starts_over(&mut watch, now), (true, PERIOD, SHARE));
+            assert_eq!(starts_over(&mut watch, now + PERIOD / 2), (false, PERIOD, SHARE), "it has time");
+            now += PERIOD;
+        }
+        assert_eq!(starts_over(&mut watch, now), (true, PERIOD, SHARE));
+        now += QUICK;
+        for _ in 0..30 {
+            assert_eq!(starts_over(&mut watch, now), (true, QUICK, QUICK));
+            now += QUICK;
+        }
+        now += 61 * SECOND;
+        assert_eq!(starts_over(&mut watch, now), (true, PERIOD, SHARE));
     }
 
     #[test]
