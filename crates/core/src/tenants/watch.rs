@@ -347,7 +347,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
             self.endings.entry(*slice).or_default().note(now);
         }
         let pause =
-            if !cut_back.is_empty() { self.period(now) } else { (self.attempt.pause * 2).min(LAST_PAUSE) };
+            if cut_back.is_empty() { (self.attempt.pause * 2).min(LAST_PAUSE) } else { self.period(now) };
         self.attempt = Attempt { at: now + pause, pause, is_under_way: false };
         let slices: BTreeSet<u32> = victims.iter().map(|victim| victim.slice).collect();
         let of = |slice: u32| victims.iter().filter(move |victim| victim.slice == slice);
