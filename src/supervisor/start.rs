@@ -255,17 +255,14 @@ impl Worker {
             ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
             ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
         ];
-        let arguments = driver::control_daemon_arguments(multiuser);
         let waiting = PausedProcess::start(Launch {
             program,
-            arguments: &arguments,
+            arguments: &driver::control_daemon_arguments(multiuser),
             cpus: plan.cpus,
             environment: &environment,
             output,
         })
         .map_err(not_started)?;
-        let of_plan = plan.gpus.iter().filter(|gpu| gpus.contains(&gpu.uuid));
-        let gpu_names = of_plan.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string())));
         let running = Running {
             process: waiting.identity(),
             pipe_directory: plan.pipe_directory.clone(),
@@ -273,7 +270,7 @@ impl Worker {
             slice_directories: plan.slice_directories.clone(),
             log_directory: plan.log_directory.clone(),
             gpus: gpus.to_vec(),
-            gpu_names: gpu_names.collect(),
+            gpu_names: plan.gpu_names(gpus),
             multiuser,
             near_cpus: plan.cpus.is_some(),
             log_offset: begin,

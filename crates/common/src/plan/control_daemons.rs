@@ -98,6 +98,12 @@ pub struct Present<'a> {
 }
 
 impl ControlDaemonPlan {
+    /// The names of these of its GPUs, by UUID, as far as they are known.
+    pub fn gpu_names(&self, uuids: &[String]) -> BTreeMap<String, String> {
+        let its = self.gpus.iter().filter(|gpu| uuids.contains(&gpu.uuid));
+        its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
+    }
+
     /// The GPUs that the control daemon serves as planned only after it has been told more than for `before`.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {

@@ -582,21 +582,21 @@ mod tests {
             if over.begins_attempt {
                 watch.has_attempted(Some([victim(newcomer, VictimState::Ended)].to_vec()), now);
             }
-            (over.begins_attempt, over.due.unwrap() - now, share)
+            (over.begins_attempt, over.due, share)
         };
         for _ in 0..2 {
-            assert_eq!(starts_over(&mut watch, now), (true, PERIOD, SHARE));
-            assert_eq!(starts_over(&mut watch, now + PERIOD / 2), (false, PERIOD, SHARE), "it has time");
+            assert_eq!(starts_over(&mut watch, now), (true, Some(now + PERIOD), SHARE));
+            let soon = now + PERIOD / 2;
+            assert_eq!(starts_over(&mut watch, soon), (false, Some(soon + PERIOD), SHARE), "it has time");
             now += PERIOD;
         }
-        assert_eq!(starts_over(&mut watch, now), (true, PERIOD, SHARE));
-        now += QUICK;
+        assert_eq!(starts_over(&mut watch, now), (true, Some(now + PERIOD), SHARE));
         for _ in 0..30 {
-            assert_eq!(starts_over(&mut watch, now), (true, QUICK, QUICK));
             now += QUICK;
+            assert_eq!(starts_over(&mut watch, now), (true, Some(now + QUICK), QUICK));
         }
         now += 61 * SECOND;
-        assert_eq!(starts_over(&mut watch, now), (true, PERIOD, SHARE));
+        assert_eq!(starts_over(&mut watch, now), (true, Some(now + PERIOD), SHARE));
     }
 
     #[test]
