@@ -125,7 +125,7 @@ impl Run {
                 }
             }
             Meaning::ClientLeft(client) | Meaning::TornDown { client, .. } => {
-                _ = self.at_work.remove(&client)
+                self.at_work.remove(&client);
             }
             Meaning::ServerExited { .. } => self.at_work.clear(),
             _ => {}

@@ -13,6 +13,7 @@ use crate::mps::log::Follower;
 use crate::mps::process::{self, Process};
 use common::directories::{self, BadDirectory, LogFile, immutable};
 use common::host::{driver, systemd};
+use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
@@ -249,17 +250,11 @@ impl Worker {
         let begin = file.metadata().map_err(log_error)?.len();
         let log = Follower::new(file, &path, begin, &self.tools.changes);
 
-        let environment = [
-            (driver::PROTOCOL.0, driver::PROTOCOL.1.to_owned()),
-            ("CUDA_MPS_PIPE_DIRECTORY", plan.control_directory().display().to_string()),
-            ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
-            ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
-        ];
         let waiting = PausedProcess::start(Launch {
             program,
             arguments: &driver::control_daemon_arguments(multiuser),
             cpus: plan.cpus,
-            environment: &environment,
+            environment: &environment(plan, gpus),
             output,
         })
         .map_err(not_started)?;
@@ -303,4 +298,14 @@ impl Worker {
         self.reporter.event(format!("control daemon {id} started as PID {pid}"));
         Ok(Run::new(process, running, Arc::clone(control), log, 0))
     }
+}
+
+/// The variables by which a control daemon finds its directories and its GPUs.
+fn environment(plan: &ControlDaemonPlan, gpus: &[String]) -> [(&'static str, String); 4] {
+    [
+        (driver::PROTOCOL.0, driver::PROTOCOL.1.to_owned()),
+        ("CUDA_MPS_PIPE_DIRECTORY", plan.control_directory().display().to_string()),
+        ("CUDA_MPS_LOG_DIRECTORY", plan.log_directory.display().to_string()),
+        ("CUDA_VISIBLE_DEVICES", gpus.join(",")),
+    ]
 }

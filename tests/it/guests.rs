@@ -269,9 +269,9 @@ fn bad_records_are_not_believed() {
         platform.record("u-1", &group, OWN);
         assert_eq!(known(&platform.listed(&client)), [OWN, "platform"]);
         let path = servers.join("u-1").join(file);
-        std::os::unix::fs::chown(&path, Some(1000), None).unwrap();
+        chown(&path, Some(1000), None).unwrap();
         is_claimed("another owner");
-        std::os::unix::fs::chown(&path, Some(0), None).unwrap();
+        chown(&path, Some(0), None).unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o777)).unwrap();
         is_claimed("written by everybody");
     }

@@ -63,10 +63,10 @@ impl Mps {
     pub(crate) fn is_succeeded(&mut self, pid: u32) {
         let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
         self.client_leaves(pid);
-        if let Some(pid) = self.free_pid.take_if(|free| *free == pid) {
-            if ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
-                self.client_is_admitted(ordinals, Some(pid));
-            }
+        if ordinals.iter().all(|ordinal| self.is_led_to(*ordinal))
+            && let Some(pid) = self.free_pid.take_if(|free| *free == pid)
+        {
+            self.client_is_admitted(ordinals, Some(pid));
         }
     }
 

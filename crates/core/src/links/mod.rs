@@ -46,6 +46,8 @@ pub struct LinkEvents {
 }
 
 /// The links to one control daemon: where they shall be, and where they are.
+// Each flag is a fact of its own.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
     /// None for a control daemon that nobody has an order for: its links stay, except for drained slices.

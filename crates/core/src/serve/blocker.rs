@@ -237,6 +237,8 @@ impl Blockers {
 }
 
 /// The way to its order that a control daemon has behind it.
+// Each flag is a fact of its own.
+#[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
     /// It has been made to serve.

@@ -17,7 +17,7 @@ fn misfit() -> Story {
 
 /// The places of these calls, each the first of its name.
 fn order(story: &Story, calls: &[&str]) -> Vec<u128> {
-    calls.iter().map(|call| *story.times(call).first().expect(call)).collect()
+    calls.iter().map(|call| *story.times(call).first().unwrap()).collect()
 }
 
 #[test]
