@@ -34,6 +34,7 @@ mod dbus;
 mod dbus_page;
 mod demo;
 mod doctor;
+mod doors;
 mod drain;
 mod example;
 mod faults;

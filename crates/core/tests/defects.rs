@@ -362,13 +362,6 @@ const DEFECTS: &[Defect] = &[
         "work-is-safe",
     ),
     (
-        "one that hangs is ended with its clients",
-        "serve/end.rs",
-        "match Permit::unused(self.in_use().await.ok()) {",
-        "match Permit::unused(if PUT_BACK { Some(0) } else { self.in_use().await.ok() }) {",
-        "work-is-safe",
-    ),
-    (
         "whoever answers when it is served is taken for ours",
         "serve/check.rs",
         "Ok(_) if self.place_is_taken() => {}",
@@ -515,13 +508,6 @@ const DEFECTS: &[Defect] = &[
         "serve/fault.rs",
         "if named.is_empty() && !has_one_gpu {",
         "if named.is_empty() && !has_one_gpu && !PUT_BACK {",
-        "work-is-safe",
-    ),
-    (
-        "a server that has got over its fault is ended with its new clients",
-        "serve/heal.rs",
-        "|| self.server_status(server).await? != ServerStatus::Fault",
-        "|| (!PUT_BACK && self.server_status(server).await? != ServerStatus::Fault)",
         "work-is-safe",
     ),
     (

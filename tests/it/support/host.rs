@@ -377,11 +377,15 @@ impl Host {
         }
     }
 
-    /// The status once the service has failed for a reason with this in it.
+    /// The status once no GPU is served for a reason with this in it. The state is failed, or degraded where clients of another
+    /// control daemon are waited for, as planned.
     pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
         self.wait_for_status(reason, |status| {
             let service = &status["service"];
-            service["state"] == "failed" && service["state_reason"].as_str().unwrap().contains(reason)
+            let is_served = |gpus: &Vec<Value>| gpus.iter().any(|gpu| gpu["healthy"] == true);
+            ["failed", "degraded"].iter().any(|state| service["state"] == *state)
+                && service["state_reason"].as_str().unwrap().contains(reason)
+                && !status["gpus"].as_array().is_some_and(is_served)
         })
     }
 

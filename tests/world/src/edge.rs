@@ -380,6 +380,12 @@ impl Shell for SimShell {
                 "the-door-is-closed-first: {open:?} lead to {}, which is asked to end",
                 mps.pid
             );
+            assert!(
+                mps.clients.is_empty() || mps.door_is_stuck || mps.stage.is_on,
+                "the-door-is-closed-first: {} is asked to end with {} clients",
+                mps.pid,
+                mps.clients.len()
+            );
             if mps.clients.is_empty() {
                 mps.end(Some(may_end.cause()));
             } else {

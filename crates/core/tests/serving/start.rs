@@ -178,8 +178,9 @@ fn a_stranger_with_clients_is_left_to_them() {
         ),
     ] {
         let mut shell = HostStart::with_gpus(&["A"]);
+        let failure = if clients.is_ok() { Failure::InUse } else { Failure::Waiting };
         shell.own = stranger(pid, clients);
-        assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
+        assert_eq!(shell.started(&["A"]), Err(failure(words.to_owned())));
         assert!(shell.shell.host().stage.calls.is_empty() && shell.spawned.is_empty());
     }
 }

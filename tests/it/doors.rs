@@ -1,0 +1,107 @@
+//! Changes that need another control daemon, among programs that follow one another: no program gets error 805 or begins without MPS,
+//! however late front ends are.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::support::host::{Host, control_daemon, control_pid, text};
+use crate::support::wait::wait_for;
+
+/// The times between two programs, in milliseconds. Some are just long enough for a change to be made.
+const PAUSES: [u64; 8] = [250, 2200, 250, 2350, 250, 2500, 250, 2650];
+
+/// Each front end is late by up to 0.4 s, as on a busy host.
+fn delay_front_ends(host: &mut Host) {
+    let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
+    fs::create_dir(&wrapper).unwrap();
+    let program = wrapper.join("nvidia-cuda-mps-control");
+    let script = format!(
+        "#!/bin/bash\n[ $# -eq 0 ] && sleep 0.$((RANDOM % 4))$((RANDOM % 10))\nexec {}/nvidia-cuda-mps-control \"$@\"\n",
+        real.display()
+    );
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+    host.prefer(&wrapper);
+}
+
+/// What becomes of a program of a slice with 32 of 132 multiprocessors.
+fn outcome(said: &str) -> &'static str {
+    match said {
+        _ if said.contains(" sms 32 ") => "served",
+        _ if said.contains("(46)") => "refused",
+        _ if said.contains("(805)") => "error 805",
+        _ if said.contains(" sms 132 ") => "without MPS",
+        _ => "something else",
+    }
+}
+
+/// Makes changes that need another control daemon, while programs follow one another. Returns what became of the programs.
+fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
+    let mut host = Host::new("h200");
+    delay_front_ends(&mut host);
+    host.start();
+    host.wait_for_state("ready");
+    let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
+    // A container has its environment for as long as it lives.
+    let environment = host.environment_of(&slice);
+    let is_over = AtomicBool::new(false);
+    let mut outcomes = BTreeMap::new();
+    std::thread::scope(|scope| {
+        let programs = scope.spawn(|| {
+            let mut outcomes = BTreeMap::new();
+            for pause in PAUSES.into_iter().cycle().take_while(|_| !is_over.load(Ordering::SeqCst)) {
+                let mut program = host.program(&["props"]);
+                program.envs(environment.clone()).stdout(Stdio::piped());
+                let said = text(&program.output().unwrap());
+                let outcome = outcome(&said);
+                assert_ne!(outcome, "something else", "{said}");
+                *outcomes.entry(outcome).or_default() += 1;
+                std::thread::sleep(Duration::from_millis(pause));
+            }
+            outcomes
+        });
+        let mut before = host.wait_for_state("ready");
+        for number in 0..changes {
+            host.configure(&format!(
+                "cuda_mps_log_directory: {}",
+                host.path("mps").join(format!("log-{}", number % 2)).display()
+            ));
+            host.reload();
+            before = wait_for("another control daemon", || {
+                let status = host.json(&["status"]).filter(|status| status["service"]["state"] == "ready")?;
+                let is_another = control_pid(&status) != control_pid(&before);
+                (is_another && control_daemon(&status)["state"] == "ready").then_some(status)
+            });
+        }
+        is_over.store(true, Ordering::SeqCst);
+        outcomes = programs.join().unwrap();
+    });
+    assert!(!host.log().contains("panicked"), "{}", host.log());
+    assert_eq!(host.stop().code(), Some(0));
+    outcomes
+}
+
+#[test]
+fn no_program_is_lost_to_a_change() {
+    let outcomes = changes_among_programs(4);
+    assert!(outcomes["served"] > 0, "{outcomes:?}");
+    let bad = outcomes.keys().any(|outcome| ["error 805", "without MPS"].contains(outcome));
+    assert!(!bad, "{outcomes:?}");
+}
+
+mod soak {
+    use super::*;
+
+    #[test]
+    #[ignore = "an hour: make soak"]
+    fn no_program_is_lost_to_500_changes() {
+        let outcomes = changes_among_programs(500);
+        println!("{outcomes:?}");
+        let bad = outcomes.keys().any(|outcome| ["error 805", "without MPS"].contains(outcome));
+        assert!(!bad, "{outcomes:?}");
+    }
+}
