@@ -24,7 +24,7 @@ use std::sync::Mutex;
 use std::thread;
 
 /// The histories within which a defect must be found.
-const HISTORIES: &str = "25000";
+const HISTORIES: &str = "60000";
 
 /// The histories of the copy without a defect. It is the core of today, which `histories.rs` tries.
 const HISTORIES_WITHOUT: &str = "1000";
@@ -317,7 +317,7 @@ const DEFECTS: &[Defect] = &[
         "serve/end.rs",
         "Ok(0) if self.is_any_server_faulted().await => {",
         "Ok(0) if !PUT_BACK && self.is_any_server_faulted().await => {",
-        "work-is-safe",
+        "the-door-is-closed-first",
     ),
     (
         "another control daemon that takes the place is asked for the clients of ours",
