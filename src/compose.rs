@@ -422,7 +422,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
 }
 
-/// Whether a GPU that is not served needs nobody: clients of another control daemon are waited for, as planned, or a server gets over
+/// Returns whether a GPU that is not served needs nobody: clients of another control daemon are waited for, as planned, or a server gets over
 /// a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
     let waits = |status: &Status| status.left_to_others || status.view.state == ControlDaemonState::Faulted;

@@ -46,7 +46,7 @@ pub(super) struct HostLook {
     driver: watch::Sender<Option<Arc<Driver>>>,
     /// Asks the driver in force. None while a look does.
     nvml: Option<GpuQuestions>,
-    /// A look that has no answer yet. It goes on, for whoever waits next: an answer that is thrown away would close a driver that
+    /// A look that has no answer yet. It goes on, for the next who waits: an answer that is thrown away would close a driver that
     /// has just woken all GPUs.
     under_way: Option<LookUnderWay>,
     /// The answer to a look that nobody has waited for.

@@ -42,7 +42,7 @@ impl WaitingSocket {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
             bind(&listener, &SocketAddrUnix::new(&path)?)?;
-            // As that of a control daemon: whoever may write to a socket may connect to it.
+            // As that of a control daemon: a program that may write to a socket may connect to it.
             fs::set_permissions(&path, Permissions::from_mode(0o666))?;
             listen(&listener, PROGRAMS)?;
             Ok(listener)

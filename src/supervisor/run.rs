@@ -190,7 +190,7 @@ impl Run {
         format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
     }
 
-    /// What its servers wait for.
+    /// The reason why its servers wait.
     pub(super) fn not_ready_yet(&self) -> Option<&'static str> {
         self.last_words.iter().any(|line| driver::fabric_is_not_ready(line)).then_some(FABRIC)
     }

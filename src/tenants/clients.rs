@@ -32,7 +32,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServingDaemon {
-    /// Whether others have its GPUs too.
+    /// Returns whether others have its GPUs too.
     pub tenure: Tenure,
     /// The way to ask it. None while no control daemon runs.
     pub control: watch::Receiver<Option<Arc<Control>>>,

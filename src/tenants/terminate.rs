@@ -40,7 +40,7 @@ pub(crate) async fn terminate(
     (termination.had_work(), result)
 }
 
-/// Whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up the release
+/// Returns whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up the release
 /// of this one.
 fn can_serve(daemon: &ClientsDaemon, wanted: &TerminationTarget) -> bool {
     match (wanted, daemon.slice) {

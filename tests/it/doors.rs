@@ -28,7 +28,7 @@ fn delay_front_ends(host: &mut Host) {
     host.prefer(&wrapper);
 }
 
-/// What becomes of a program of a slice with 32 of 132 multiprocessors.
+/// The outcome of a program of a slice with 32 of 132 multiprocessors.
 fn outcome(said: &str) -> &'static str {
     match said {
         _ if said.contains(" sms 32 ") => "served",

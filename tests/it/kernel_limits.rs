@@ -145,7 +145,7 @@ fn memory_from_before_the_limit_is_no_limit() {
     enforced_by(&host, OWN, "kernel");
 }
 
-/// A hook of NVIDIA's container toolkit may set other limits for the container just after the one that has bound it.
+/// A hook of NVIDIA's container toolkit may set other limits for the container just after the hook that has bound it.
 #[test]
 fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
     let test = "the_limits_of_another_hook_are_replaced_within_seconds_and_told";

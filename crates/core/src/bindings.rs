@@ -66,7 +66,7 @@ pub struct Binding<S> {
     pub label: String,
     /// When it was made, in seconds since the host was started.
     pub since: u64,
-    /// Whether the control group has had a process since.
+    /// True if the control group has had a process since.
     pub was_used: bool,
 }
 
@@ -141,7 +141,7 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Whether it is nobody's any more, as `group_use` tells. `now` is in seconds since the host was started.
+    /// Returns whether it is nobody's any more, as `group_use` tells. `now` is in seconds since the host was started.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,

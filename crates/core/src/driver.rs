@@ -1,6 +1,6 @@
 //! The driver in force: the one through which everybody asks about GPUs.
 
-/// What a look at the host says of the driver. `D` is an open driver.
+/// The news of the driver from a look at the host. `D` is an open driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverNews<D> {
     /// This driver has listed its GPUs: the driver in force, or one that the look has opened since there was none.

@@ -3,7 +3,7 @@
 //! The limit of a control group on a GPU is the memory of its slices there, with the slices of the control groups inside it:
 //! their memory counts as its own, and nobody is to be refused memory that a slice has. Everything is looked at again after
 //! [`CHECK`], since others can change a limit, and a refusal may pass. A limit that is new is looked at after [`SOON`] too: hooks
-//! of the same container may run after the one that binds it.
+//! of the same container may run after the hook that binds it.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;

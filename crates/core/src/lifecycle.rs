@@ -21,7 +21,7 @@ const HELD_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause while something that starts beside a control daemon is not ready yet.
 const SOON: Duration = Duration::from_secs(3);
 
-/// Whether programs wait for the next control daemon during a pause after a failure. After several failures in a row nobody knows
+/// Returns whether programs wait for the next control daemon during a pause after a failure. After several failures in a row nobody knows
 /// when it comes.
 pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE

@@ -164,7 +164,7 @@ fn while_programs_keep_the_server_out_it_is_tried_each_second() {
     }
 }
 
-/// What starts beside it comes soon: it is tried every few seconds, and not ended for that.
+/// Something that starts beside it comes soon: it is tried every few seconds, and not ended for that.
 #[test]
 fn what_is_not_ready_yet_is_waited_for_in_short_pauses() {
     let mut core = serving("A", &["A"]);

@@ -158,7 +158,7 @@ impl World {
         used
     }
 
-    /// Whether a control group still is, and whether it has programs.
+    /// Returns whether a control group still is, and whether it has programs.
     fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
         let (used, inodes) = (self.used_groups(), self.bindings.inodes);
         move |group| match inodes[number(&group.path)] {

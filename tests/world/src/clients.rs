@@ -51,7 +51,7 @@ impl Mps {
         self.client_is_admitted(ordinals, pid)
     }
 
-    /// Whether a program finds it by a directory of a slice of this GPU.
+    /// Returns whether a program finds it by a directory of a slice of this GPU.
     fn is_led_to(&self, ordinal: usize) -> bool {
         let Some(ways) = &self.ways else { return true };
         let Some(gpu) = self.gpus.get(ordinal) else { return false };

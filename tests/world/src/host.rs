@@ -14,7 +14,7 @@ const SCAN: Duration = Duration::from_secs(5);
 /// NVML as it is.
 #[derive(Debug, Default)]
 pub(crate) struct SimNvml {
-    /// The number of times that the driver was loaded anew: whoever has opened it before has to open it again.
+    /// The number of times that the driver was loaded anew: those who have opened it before have to open it again.
     loads: u32,
     /// It does not list the GPUs, and answers about each.
     lists_none: bool,

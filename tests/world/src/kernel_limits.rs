@@ -113,7 +113,7 @@ impl World {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
         let is_new = matches!(goal, LimitGoal::Hold(_)) && !self.kernel.limits.contains_key(&place);
-        // A hook of somebody else for the same container runs after the one that has bound it.
+        // A hook of somebody else for the same container runs after the hook that has bound it.
         let hook_comes = is_new && !self.is_calm && dice.one_in(3);
         let now = self.now;
         let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));

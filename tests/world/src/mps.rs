@@ -213,7 +213,7 @@ impl Mps {
         self.is_stopped || self.hangs_until > self.now
     }
 
-    /// Whether it answers front ends.
+    /// Returns whether it answers front ends.
     pub(crate) fn answers(&self) -> bool {
         !self.is_hung() && !self.quits_when_idle
     }

@@ -196,7 +196,7 @@ impl SimAdmission {
         let _ = self.apply(Some(mps));
     }
 
-    /// Nobody waits for the next control daemon any more.
+    /// Programs do not wait for the next control daemon any more.
     pub(crate) fn let_go(&self) {
         self.links.lock().unwrap().let_go();
     }

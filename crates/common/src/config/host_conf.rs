@@ -182,7 +182,7 @@ impl Draft {
             return;
         }
         let found = format!(
-            "found {:?}, which is in the pipe directory, where control daemons have files of their own, and where whoever \
+            "found {:?}, which is in the pipe directory, where control daemons have files of their own, and where a program that \
              has the pipe directory reads every log",
             log_directory.display()
         );

@@ -89,7 +89,7 @@ pub fn directory(path: &str) -> PathBuf {
     Hierarchies::of_this_host().directory(path)
 }
 
-/// Whether root has made the control group at a path, and each one above it. `hierarchy` is a name in `/proc/PID/cgroup`.
+/// Returns whether root has made the control group at a path, and each one above it. `hierarchy` is a name in `/proc/PID/cgroup`.
 pub fn are_roots(hierarchy: &str, path: &str) -> bool {
     let mount = match hierarchy {
         // On a host with several hierarchies too, this one may be in use.

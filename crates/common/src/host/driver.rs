@@ -149,7 +149,7 @@ pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
 }
 
-/// Whether a server says that the GPUs are not connected yet: CUDA's error 802.
+/// Returns whether a server says that the GPUs are not connected yet: CUDA's error 802.
 pub fn fabric_is_not_ready(line: &str) -> bool {
     line.contains("system not yet initialized")
 }

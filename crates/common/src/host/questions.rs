@@ -35,7 +35,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // What came late is old by now, and shows only that there is an answer again.
+        // A late answer is old by now, and shows only that there is an answer again.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
@@ -109,7 +109,7 @@ mod tests {
         let mut ask = |patience| questions.ask([1, 7, 9], patience, SHORT, question.clone());
         let others = BTreeMap::from([(1, 2), (9, 18)]);
         assert_eq!(ask(SHORT), others);
-        // Nobody waits long for it a second time.
+        // A second wait for it is short.
         let begun = Instant::now();
         assert_eq!(ask(LONG), others);
         assert!(begun.elapsed() < LONG / 2);

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-/// What follows from a critical error.
+/// The consequence of a critical error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FollowUp {
     /// A program has made it, and the GPU is well.
@@ -14,7 +14,7 @@ pub enum FollowUp {
     Reset,
 }
 
-/// What the driver itself says of a GPU at the moment (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`).
+/// The driver's own word on a GPU at the moment (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecoveryAction {
     /// Nothing is to be done.
@@ -32,7 +32,7 @@ pub enum RecoveryAction {
 pub struct CriticalError {
     /// Its number, as NVIDIA's catalogue has it.
     pub xid: u64,
-    /// What the driver says to it. None with older drivers, and of a GPU that does not answer.
+    /// The driver's word on it. None with older drivers, and of a GPU that does not answer.
     pub action: Option<RecoveryAction>,
 }
 
@@ -76,7 +76,7 @@ impl CriticalError {
         all.find(|(number, ..)| *number == self.xid).map(|(_, meaning, follow_up)| (meaning, follow_up))
     }
 
-    /// What follows from it. The driver's own word is stronger than the catalogue.
+    /// Its consequence. The driver's own word is stronger than the catalogue.
     pub fn follow_up(self) -> FollowUp {
         match (self.action, self.known()) {
             (Some(RecoveryAction::Reset | RecoveryAction::Reboot), _) => Reset,

@@ -467,7 +467,7 @@ impl ProcessMounts {
     }
 }
 
-/// Whether there is this control group. One that was made again under the same path is another.
+/// Returns whether there is this control group. One that was made again under the same path is another.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }

@@ -74,7 +74,7 @@ fn own_place(directory: &Path) -> PathBuf {
     format!("{SLICE_DIRECTORY}-{name}").into()
 }
 
-/// Whether a variable gives a container its GPUs. A CDI device of NVIDIA's sets it as well, so that no GPU is given twice.
+/// Returns whether a variable gives a container its GPUs. A CDI device of NVIDIA's sets it as well, so that no GPU is given twice.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }

@@ -46,7 +46,7 @@ pub struct Snapshot {
     /// Why, in one line; empty when ready.
     pub reason: String,
     pub enabled: bool,
-    /// Whether users who are not root may end their own GPU work.
+    /// True if users who are not root may end their own GPU work.
     pub users_may_terminate: bool,
     /// The driver's version; empty when there is none.
     pub driver_version: String,

@@ -402,12 +402,12 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Whether links are made for all open ways.
+    /// Returns whether links are made for all open ways.
     fn makes_all(&self) -> bool {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Whether the link for a way is made: also for one that has led to the control daemon, whatever order has come since.
+    /// Returns whether the link for a way is made: also for one that has led to the control daemon, whatever order has come since.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }

@@ -180,7 +180,7 @@ pub trait Shell: GpuShell {
     /// The last words of the log, as the end of a sentence.
     fn words(&self) -> String;
 
-    /// What its servers wait for, by the last words of the log, if that comes by itself.
+    /// The reason why its servers wait, by the last words of the log, if that comes by itself.
     fn not_ready_yet(&self) -> Option<String>;
 
     /// Whether the process has ended, or ends at this moment.

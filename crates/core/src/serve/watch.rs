@@ -175,7 +175,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Whether clients come to it, though it is to end.
+    /// Returns whether clients come to it, though it is to end.
     fn takes_clients(&self) -> bool {
         !self.wanted.retiring && !self.run.blockers.is_unreached()
     }

@@ -31,7 +31,7 @@ impl Endings {
         }
     }
 
-    /// Whether its clients start over and over.
+    /// Returns whether its clients start over and over.
     pub(super) fn are_many(&self, now: CoreTime) -> bool {
         self.0.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }

@@ -246,7 +246,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
         self.attempt.pause = PERIOD;
     }
 
-    /// The least time from one look to the next, whoever asks.
+    /// The least time from one look to the next, for all who ask.
     pub fn share(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { SHARE }
     }
@@ -256,7 +256,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
         if self.start_over(now) { QUICK } else { PERIOD }
     }
 
-    /// Whether clients of some slice start over and over after they were ended.
+    /// Returns whether clients of some slice start over and over after they were ended.
     fn start_over(&self, now: CoreTime) -> bool {
         self.endings.values().any(|endings| endings.are_many(now))
     }

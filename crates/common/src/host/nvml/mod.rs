@@ -88,7 +88,7 @@ impl Driver {
         self.nvml.device_count().map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))
     }
 
-    /// Whether NVML says that the driver is of no use any more, and has to be opened anew.
+    /// Returns whether NVML says that the driver is of no use any more, and has to be opened anew.
     pub fn is_unusable(&self) -> bool {
         matches!(
             self.nvml.device_count(),
@@ -226,7 +226,7 @@ impl Driver {
     }
 }
 
-/// What the driver says is to be done about a GPU. None with older drivers, and of a GPU that does not answer.
+/// The driver's word on the action for a GPU. None with older drivers, and of a GPU that does not answer.
 fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
     let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     match values.into_iter().next()?.ok()?.value.ok()? {
