@@ -121,8 +121,8 @@ impl SharedAdmission {
     }
 
     /// The ways lead to the control daemon again.
-    pub(super) fn lead_again(&self) {
-        self.lock().links.lead_again();
+    pub(super) fn reopen_ways(&self) {
+        self.lock().links.reopen_ways();
         if let Err(bad) = self.apply() {
             tracing::debug!("{bad}");
         }

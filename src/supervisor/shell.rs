@@ -323,8 +323,8 @@ impl Shell for RunShell<'_> {
         self.worker.admission.keep_waiting()
     }
 
-    fn lead_again(&mut self) {
-        self.worker.admission.lead_again();
+    fn reopen_ways(&mut self) {
+        self.worker.admission.reopen_ways();
     }
 
     fn let_go(&mut self) {

@@ -502,10 +502,10 @@ impl Shell for SimShell {
         kept
     }
 
-    fn lead_again(&mut self) {
+    fn reopen_ways(&mut self) {
         let mut mps = self.lock();
         mps.note(format_args!("lead again"));
-        self.admission.lead_again(&mut mps);
+        self.admission.reopen_ways(&mut mps);
     }
 
     /// Programs wait for a server: without one, they would begin without MPS and keep it out. A server may have ended of which

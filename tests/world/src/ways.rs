@@ -191,8 +191,8 @@ impl SimAdmission {
         ways.iter().filter(|(_, leads)| **leads == pid).map(|(name, _)| name.clone()).collect()
     }
 
-    pub(crate) fn lead_again(&self, mps: &mut Mps) {
-        self.links.lock().unwrap().lead_again();
+    pub(crate) fn reopen_ways(&self, mps: &mut Mps) {
+        self.links.lock().unwrap().reopen_ways();
         let _ = self.apply(Some(mps));
     }
 

@@ -183,7 +183,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     /// The ways lead to the control daemon again, as they did before programs had to wait.
-    pub fn lead_again(&mut self) {
+    pub fn reopen_ways(&mut self) {
         self.end_at(WayEnd::ControlDaemon);
     }
 

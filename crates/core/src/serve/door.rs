@@ -46,7 +46,7 @@ impl<S: Shell> Serving<'_, S> {
         if let Err(why) = self.shell.keep_waiting()
             && !self.run.blockers.is_unreached()
         {
-            self.shell.lead_again();
+            self.shell.reopen_ways();
             return Err(format!("programs that come can't be kept waiting: {why}"));
         }
         self.run.door = Door::Closed;
@@ -63,7 +63,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Opens the door again, unless the control daemon was asked to end.
     pub(super) fn open_door(&mut self) {
         if self.run.door == Door::Closed {
-            self.shell.lead_again();
+            self.shell.reopen_ways();
             self.run.door = Door::Opened;
             self.show_state();
         }

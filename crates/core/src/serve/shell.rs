@@ -294,7 +294,7 @@ pub trait Shell: GpuShell {
     fn keep_waiting(&mut self) -> Result<(), String>;
 
     /// Leads clients to the control daemon again, by the ways that have led there before.
-    fn lead_again(&mut self);
+    fn reopen_ways(&mut self);
 
     /// Lets the programs go that have waited. Each begins without MPS, unless a server keeps it off the GPU.
     fn let_go(&mut self);
