@@ -41,7 +41,7 @@ pub(crate) struct Parts<'a> {
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
     pub bindings: &'a SliceBindings,
-    /// The GPUs that need a reset, by UUID, each with the critical error that says so.
+    /// The GPUs that need a reset, by name, each with the critical error that says so.
     pub to_reset: &'a BTreeMap<String, String>,
     /// The slices for which the kernel was to hold the memory of their control groups: whether it does, or why not.
     pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
@@ -135,7 +135,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     GpuView {
         plan: plan.clone(),
         healthy: trouble.is_none(),
-        needs_reset: parts.to_reset.contains_key(uuid),
+        needs_reset: parts.to_reset.contains_key(&plan.gpu.id().to_string()),
         reason: trouble.unwrap_or_else(|| worth_knowing(plan, &serving)),
         compute_mode: serving
             .iter()
@@ -167,7 +167,7 @@ fn of_all<T: PartialEq>(
 /// Why a GPU is not served, and why single slices of it are not. Where each slice has a control daemon of its own, a GPU is
 /// served while one of its slices is.
 fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
-    let to_reset = || parts.to_reset.get(uuid).map(|error| needs_reset(plan, error));
+    let to_reset = || parts.to_reset.get(&plan.gpu.id().to_string()).map(|error| needs_reset(plan, error));
     if let Some(reason) = plan.unusable().or_else(to_reset).or_else(|| in_the_way(uuid, parts)) {
         return (Some(reason), BTreeMap::new());
     }

@@ -2,45 +2,47 @@
 
 use super::Daemon;
 use crate::message::{Message, Subject};
+use common::host::device_name::GpuId;
 use common::host::xid::{CriticalError, FollowUp};
 
 impl Daemon {
     /// A GPU has met a critical error.
     pub(super) fn met(&mut self, uuid: &str, error: CriticalError) {
-        let name = self.name_of(uuid);
-        let text = match error.follow_up() {
-            FollowUp::Reset => {
-                let written = self.state_file.lock().remember_reset(uuid, &error.to_string());
-                if let Err(error) = written {
-                    tracing::warn!("it can't be written down that GPU {name} needs a reset: {error}");
-                }
-                format!("GPU {name} met a critical error, {error}; it takes no new client before a reset")
-            }
-            FollowUp::Application | FollowUp::Look => format!("GPU {name} met a critical error, {error}"),
-        };
+        let planned = self.planned_gpus().iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
+        let gpu = planned.map(|gpu| gpu.gpu.id());
+        let name = gpu.map_or_else(|| uuid.to_owned(), |gpu| gpu.to_string());
+        let mut text = format!("GPU {name} met a critical error, {error}");
+        if let Some(gpu) = gpu.filter(|_| error.follow_up() == FollowUp::Reset) {
+            self.close(gpu, &error);
+            text += "; it takes no new client before a reset";
+        }
         Message::CriticalError.log(Subject { xid: Some(error.xid), ..Subject::gpu(uuid) }, &text);
         self.keep_event(text);
         self.fleet.met_xid(uuid, error.xid);
     }
 
+    /// Takes a GPU out of use for new clients, until it has had a reset.
+    fn close(&mut self, gpu: GpuId, error: &CriticalError) {
+        let written = self.state_file.lock().remember_reset(gpu, &error.to_string());
+        if let Err(error) = written {
+            tracing::warn!("it can't be written down that GPU {gpu} needs a reset: {error}");
+        }
+        if let Err(stuck) = self.fleet.link() {
+            tracing::warn!("programs still get to GPU {gpu}, which needs a reset: {stuck}");
+        }
+    }
+
     /// The GPUs take clients again, by the word of an administrator.
     pub(super) fn forget_resets(&mut self) {
-        let uuids: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
-        if uuids.is_empty() {
+        let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
+        if names.is_empty() {
             return;
         }
         if let Err(error) = self.state_file.lock().forget_resets() {
             return tracing::warn!("that GPUs need no reset any more can't be written down: {error}");
         }
-        for uuid in uuids {
-            let name = self.name_of(&uuid);
+        for name in names {
             self.event(format!("GPU {name} no longer counts as in need of a reset"));
         }
-    }
-
-    /// The GPU as everything else names it.
-    fn name_of(&self, uuid: &str) -> String {
-        let planned = self.planned_gpus().iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
-        planned.map_or_else(|| uuid.to_owned(), |gpu| gpu.gpu.id().to_string())
     }
 }

@@ -48,6 +48,10 @@ impl Daemon {
             Ok(()) => {
                 self.refused.clear();
                 self.forget_resets();
+                // Programs get to those GPUs again.
+                if let Err(stuck) = self.fleet.link() {
+                    tracing::warn!("{stuck}");
+                }
                 self.reloads += 1;
                 self.event("configuration reloaded".to_owned());
             }

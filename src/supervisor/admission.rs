@@ -13,7 +13,7 @@ use crate::mps::waiting::WaitingSocket;
 use common::plan::ControlDaemonPlan;
 
 use super::state_file::SharedStateFile;
-use common::drained::Drained;
+use common::drained::ClosedSlices;
 use common::state_file::Running;
 
 /// The directories that lead to one control daemon, in the hands of everybody who changes them.
@@ -147,12 +147,12 @@ impl SharedAdmission {
         }
     }
 
-    /// Makes and takes away links, as the state file has slices drained. The error is the control daemon's own directory.
+    /// Makes and takes away links, as the state file has slices closed. The error is the control daemon's own directory.
     pub(super) fn apply(&self) -> Result<(), Bad> {
-        let drained = self.state_file.lock().drained().clone();
+        let closed = self.state_file.lock().closed();
         let mut admission = self.lock();
         let before = admission.links.missing().clone();
-        let done = admission.apply(&drained);
+        let done = admission.apply(&closed);
         if *admission.links.missing() != before {
             self.changed.notify_one();
         }
@@ -195,10 +195,10 @@ impl SharedAdmission {
     }
 }
 
-/// Takes the links of drained slices away from a control daemon that no supervisor has. The error says which link stays.
-pub(crate) fn close_unsupervised(running: &Running, drained: &Drained) -> Result<(), String> {
+/// Takes the links of closed slices away from a control daemon that no supervisor has. The error says which link stays.
+pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedSlices) -> Result<(), String> {
     let mut admission = Admission::new(None, Some(running.clone()));
-    admission.apply(drained)?;
+    admission.apply(closed)?;
     let stuck = admission.links.stuck();
     if stuck.is_empty() { Ok(()) } else { Err(stuck.iter().cloned().collect::<Vec<_>>().join("; ")) }
 }
@@ -218,8 +218,8 @@ impl Admission {
         }
     }
 
-    fn apply(&mut self, drained: &Drained) -> Result<(), Bad> {
-        let done = self.links.apply(&mut self.directories, drained);
+    fn apply(&mut self, closed: &ClosedSlices) -> Result<(), Bad> {
+        let done = self.links.apply(&mut self.directories, closed);
         // Nothing stays open between two passes.
         (self.directories.socket, self.directories.slices) = (None, None);
         done

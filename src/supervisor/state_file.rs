@@ -15,8 +15,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::bindings::SliceBindings;
-use common::drained::Drained;
+use common::drained::{ClosedSlices, Drained};
 use common::host::compute_mode::ComputeMode;
+use common::host::device_name::GpuId;
 use common::whole_file;
 
 /// The state file in the hands of everybody who keeps something in it.
@@ -168,8 +169,8 @@ impl StateFile {
     }
 
     /// Writes down that a GPU needs a reset, and which critical error says so.
-    pub(crate) fn remember_reset(&mut self, uuid: &str, error: &str) -> io::Result<()> {
-        self.change(|contents| _ = contents.to_reset.insert(uuid.to_owned(), error.to_owned()))
+    pub(crate) fn remember_reset(&mut self, gpu: GpuId, error: &str) -> io::Result<()> {
+        self.change(|contents| _ = contents.to_reset.insert(gpu.to_string(), error.to_owned()))
     }
 
     /// Forgets that GPUs need a reset.
@@ -177,9 +178,14 @@ impl StateFile {
         self.change(|contents| contents.to_reset.clear())
     }
 
-    /// The GPUs that need a reset, by UUID, each with the critical error that says so, in words.
+    /// The GPUs that need a reset, by name, each with the critical error that says so, in words.
     pub(crate) fn to_reset(&self) -> &BTreeMap<String, String> {
         &self.contents.to_reset
+    }
+
+    /// The slices that take no new client.
+    pub(crate) fn closed(&self) -> ClosedSlices {
+        ClosedSlices { drained: self.contents.drained.clone(), to_reset: self.contents.to_reset.clone() }
     }
 
     /// Writes down the slices to which control groups are bound from now on.

@@ -756,6 +756,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let healthy = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
+    let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
+    let before = host.environment_of(&sick);
     // Programs have met these, and the driver wants nothing done.
     host.plant("gpus/2/recovery_action", "0");
     for (gpu, number) in [(1, 13), (1, 94), (2, 154)] {
@@ -775,9 +777,11 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
         "{reason}"
     );
     assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
-    let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
     let refused = host.mpsctl(&["run", &sick, "--", "true"]);
     assert!(!refused.status.success() && text(&refused).contains("Xid 48"), "{}", text(&refused));
+    // A container that was started before has its environment for as long as it lives.
+    let late = host.program(&["props"]).envs(before).stdout(Stdio::piped()).output().unwrap();
+    assert!(text(&late).contains("(46)"), "{}", text(&late));
     host.signal(Signal::KILL);
     host.ended();
     host.start();

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::links::DrainedSlices;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::host::device_name::{DeviceName, GpuId, SliceId};
@@ -69,13 +68,22 @@ impl Drained {
     }
 }
 
-impl DrainedSlices for Drained {
+/// The slices that take no new client: those that are drained, and all of a GPU that needs a reset.
+#[derive(Debug, Clone)]
+pub struct ClosedSlices {
+    pub drained: Drained,
+    /// The GPUs that need a reset, by name, each with the reason.
+    pub to_reset: BTreeMap<String, String>,
+}
+
+impl mps_core::links::ClosedSlices for ClosedSlices {
     fn is_all(&self) -> bool {
-        self.all
+        self.drained.all
     }
 
     fn closes(&self, directory: &str) -> Option<bool> {
-        SliceId::with_directory_name(directory).map(|slice| self.has(slice))
+        let slice = SliceId::with_directory_name(directory)?;
+        Some(self.drained.has(slice) || self.to_reset.contains_key(&slice.gpu.to_string()))
     }
 }
 
@@ -131,6 +139,24 @@ mod tests {
         drained.drain(&[]);
         drained.undrain(&[], &there());
         assert_eq!(drained, Drained::default());
+    }
+
+    #[test]
+    fn a_gpu_that_needs_a_reset_closes_its_own_slices_alone() {
+        use mps_core::links::ClosedSlices as _;
+        let mut drained = Drained::default();
+        drained.drain(&names(&["0001:1a:00.0-1"]));
+        let to_reset = BTreeMap::from([("00:06.0".to_owned(), "Xid 95".to_owned())]);
+        let closed = ClosedSlices { drained, to_reset };
+        let table = [
+            ("00_06.0-0", Some(true)),
+            ("0001_1a_00.0-1", Some(true)),
+            ("0001_1a_00.0-0", Some(false)),
+            ("GPU-1", None),
+        ];
+        for (directory, expected) in table {
+            assert_eq!(closed.closes(directory), expected, "{directory}");
+        }
     }
 
     #[test]

@@ -83,7 +83,7 @@ pub struct Contents {
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]
     pub drained: Drained,
-    /// The GPUs that need a reset, by UUID, each with the critical error that says so, in words.
+    /// The GPUs that need a reset, by name, each with the critical error that says so, in words.
     #[serde(default)]
     pub to_reset: BTreeMap<String, String>,
     #[serde(default, with = "crate::bindings")]

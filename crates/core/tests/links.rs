@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::links::{
-    Bad, Directories, DrainedSlices, LinkEvents, Linked, Links, MissingLinks, SocketId, WantedLinks, Way,
+    Bad, ClosedSlices, Directories, LinkEvents, Linked, Links, MissingLinks, SocketId, WantedLinks, Way,
 };
 
 type Path = &'static str;
@@ -163,7 +163,7 @@ struct Drained {
     all: bool,
 }
 
-impl DrainedSlices for Drained {
+impl ClosedSlices for Drained {
     fn is_all(&self) -> bool {
         self.all
     }

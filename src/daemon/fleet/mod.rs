@@ -222,17 +222,17 @@ impl Fleet {
         }
     }
 
-    /// Makes and takes away the links to all control daemons of ours that run, as the state file has slices drained. The error
+    /// Makes and takes away the links to all control daemons of ours that run, as the state file has slices closed. The error
     /// says which links can't be taken away.
     pub(super) fn link(&self) -> Result<(), String> {
-        let (running, drained) = {
+        let (running, closed) = {
             let state_file = self.tools.state_file.lock();
-            (state_file.control_daemons().clone(), state_file.drained().clone())
+            (state_file.control_daemons().clone(), state_file.closed())
         };
         let mut stuck: BTreeSet<String> = self.ask_all(Supervisor::link).into_iter().flatten().collect();
         let conducted = self.conductor.lock();
         for (_, running) in running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(*id)) {
-            stuck.extend(close_unsupervised(running, &drained).err());
+            stuck.extend(close_unsupervised(running, &closed).err());
         }
         if stuck.is_empty() { Ok(()) } else { Err(stuck.into_iter().collect::<Vec<_>>().join("; ")) }
     }

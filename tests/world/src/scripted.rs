@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use mps_core::links::DrainedSlices;
+use mps_core::links::ClosedSlices;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Requested, ShownAs};
 use mps_core::{Configured, Demand, Goal, MpsSwitch, Order, Tenure};

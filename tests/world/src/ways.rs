@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use mps_core::links::{Bad, Directories, DrainedSlices, Linked, Links, SocketId, WantedLinks};
+use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, WantedLinks};
 use mps_core::{Goal, Tenure};
 
 use super::mps::Mps;
@@ -27,7 +27,7 @@ pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SimDrained(BTreeSet<String>);
 
-impl DrainedSlices for SimDrained {
+impl ClosedSlices for SimDrained {
     fn is_all(&self) -> bool {
         false
     }

@@ -1,5 +1,5 @@
 //! Critical errors of GPUs (Xid): their meanings, and what follows from them for the slices of a GPU, after NVIDIA's catalogue
-//! of Xid errors.
+//! of Xid errors (its immediate actions for A100 and newer GPUs).
 
 use std::fmt;
 
@@ -42,9 +42,11 @@ const ACTION_CHANGED: u64 = 154;
 use FollowUp::{Application, Look, Reset};
 
 /// The errors that are known, by their numbers.
-const CATALOGUE: [(u64, &str, FollowUp); 25] = [
+const CATALOGUE: [(u64, &str, FollowUp); 35] = [
     (8, "the GPU stopped processing", Application),
+    (11, "a command buffer that can't be read", Application),
     (13, "an exception of the graphics engine", Application),
+    (25, "a command buffer that can't be read", Application),
     (31, "a page fault in a program", Application),
     (32, "a command buffer that can't be read", Application),
     (43, "the GPU stopped a program", Application),
@@ -61,13 +63,21 @@ const CATALOGUE: [(u64, &str, FollowUp); 25] = [
     (92, "many ECC errors of one bit", Look),
     (94, "an ECC error that hit one program", Application),
     (95, "an ECC error that may have hit every program", Reset),
-    (109, "a program did not make room in time", Application),
+    (109, "a program did not make room in time", Reset),
+    (110, "a security fault", Reset),
     (119, "the GPU's system processor does not answer", Reset),
     (120, "an error of the GPU's system processor", Reset),
     (121, "an error of the link to the CPU", Look),
+    (136, "the training of an NVLink has failed", Reset),
+    (137, "an access through NVLink without the right to it", Application),
     (140, "an ECC error that was not recovered", Reset),
     (143, "the GPU could not be initialised", Reset),
+    (151, "a key could not be replaced", Reset),
     (ACTION_CHANGED, "the driver asks for another recovery action", Reset),
+    (155, "an NVLink error that software has defined", Reset),
+    (156, "a defective part is retired, at the next reset", Reset),
+    (157, "a defective part can't be retired", Look),
+    (158, "the GPU did not finish in time", Reset),
 ];
 
 impl CriticalError {
@@ -112,13 +122,13 @@ mod tests {
 
     #[test]
     fn errors_of_programs_keep_no_client_off_and_those_that_ask_for_a_reset_do() {
-        for xid in [13, 31, 43, 45, 68, 94] {
+        for xid in [13, 31, 43, 45, 68, 94, 137] {
             assert_eq!(follows(xid, None), Application, "{xid}");
         }
-        for xid in [48, 79, 95, 119, 120, 140, 154] {
+        for xid in [48, 79, 95, 109, 119, 120, 140, 154, 158] {
             assert_eq!(follows(xid, None), Reset, "{xid}");
         }
-        for xid in [63, 74, 999] {
+        for xid in [63, 74, 157, 999] {
             assert_eq!(follows(xid, None), Look, "{xid}");
         }
         assert!(CATALOGUE.is_sorted_by_key(|(number, ..)| *number));

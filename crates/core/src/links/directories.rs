@@ -38,12 +38,12 @@ pub struct Linked<D> {
     pub gpus: BTreeSet<GpuUuid>,
 }
 
-/// The slices that are drained.
-pub trait DrainedSlices {
-    /// Whether everything is, also a GPU that comes later.
+/// The slices that take no new client: they are drained, or their GPU needs a reset.
+pub trait ClosedSlices {
+    /// Whether all are closed, those of a GPU that comes later too.
     fn is_all(&self) -> bool;
 
-    /// Whether the slice with a directory of this name is. None: no slice can have such a directory.
+    /// Whether the slice with a directory of this name is closed. None: no slice can have such a directory.
     fn closes(&self, directory: &str) -> Option<bool>;
 }
 

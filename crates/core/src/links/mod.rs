@@ -1,5 +1,5 @@
 //! The ways by which clients find a control daemon: links in its pipe directory and in the directories of slices. Without one
-//! no client comes. A slice that is drained has none.
+//! no client comes. A closed slice has none: it is drained, or its GPU needs a reset.
 //!
 //! A program that finds no control daemon runs without MPS. So while one control daemon is to end and the next one is not there,
 //! the ways lead to a waiting socket.
@@ -11,7 +11,7 @@ use alloc::vec::Vec;
 
 mod directories;
 
-pub use directories::{Bad, Directories, DrainedSlices, Linked, SocketId, WantedLinks};
+pub use directories::{Bad, ClosedSlices, Directories, Linked, SocketId, WantedLinks};
 
 use crate::GpuUuid;
 
@@ -27,7 +27,7 @@ pub enum Way {
     Slice(String),
 }
 
-/// The ways that an order wants and that lead nowhere, each with the reason. A drained slice is not here.
+/// The ways that an order wants and that lead nowhere, each with the reason. A closed slice is not here.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MissingLinks {
     /// The slices, by the names of their directories.
@@ -50,7 +50,7 @@ pub struct LinkEvents {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
-    /// None for a control daemon that nobody has an order for: its links stay, except for drained slices.
+    /// None for a control daemon that nobody has an order for: its links stay, except for closed slices.
     wanted: Option<WantedLinks<D>>,
     /// The control daemon that runs, or may run.
     running: Option<Linked<D>>,
@@ -90,7 +90,7 @@ enum WayEnd {
 enum LinkTarget {
     /// It leads to this control daemon.
     Leads,
-    /// It leads to no control daemon at all: the slice is drained.
+    /// It leads to no control daemon at all: the slice is closed.
     Closed,
     /// It does not lead to this control daemon.
     NotHere,
@@ -115,9 +115,9 @@ fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
     gpus: &BTreeSet<GpuUuid>,
-    drained: &impl DrainedSlices,
+    closed: &impl ClosedSlices,
 ) -> LinkTarget {
-    match drained.closes(directory) {
+    match closed.closes(directory) {
         Some(true) => LinkTarget::Closed,
         Some(false) if wanted.is_none_or(|wanted| wanted.leads(directory, gpus)) => LinkTarget::Leads,
         _ => LinkTarget::NotHere,
@@ -125,18 +125,18 @@ fn target<D: Clone + PartialEq>(
 }
 
 /// Whether a pipe directory with a link leads to the control daemon: as long as one of its slices takes clients.
-fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, drained: &impl DrainedSlices) -> bool {
+fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) -> bool {
     match wanted {
         Some(wanted) => {
-            !wanted.retiring && wanted.slices.keys().any(|slice| drained.closes(slice) == Some(false))
+            !wanted.retiring && wanted.slices.keys().any(|slice| closed.closes(slice) == Some(false))
         }
-        None => !drained.is_all(),
+        None => !closed.is_all(),
     }
 }
 
 impl<D: Clone + PartialEq> Links<D> {
     /// The links to the control daemon of an order, which may run already. Without an order they stay as they are, but for
-    /// drained slices.
+    /// closed slices.
     pub fn new(wanted: Option<WantedLinks<D>>, running: Option<Linked<D>>) -> Self {
         Self {
             wanted,
@@ -281,7 +281,7 @@ impl<D: Clone + PartialEq> Links<D> {
     pub fn apply(
         &mut self,
         directories: &mut impl Directories<D>,
-        drained: &impl DrainedSlices,
+        closed: &impl ClosedSlices,
     ) -> Result<(), Bad> {
         self.missing = MissingLinks::default();
         self.events.stuck.clear();
@@ -293,7 +293,7 @@ impl<D: Clone + PartialEq> Links<D> {
         let mut done = Ok(());
         for _ in 0..PASSES {
             self.made = false;
-            done = self.pass(&running, slices_in.as_ref(), directories, drained);
+            done = self.pass(&running, slices_in.as_ref(), directories, closed);
             self.has_turned = false;
             if !self.made {
                 break;
@@ -307,7 +307,7 @@ impl<D: Clone + PartialEq> Links<D> {
         running: &Linked<D>,
         slices_in: Option<&D>,
         directories: &mut impl Directories<D>,
-        drained: &impl DrainedSlices,
+        closed: &impl ClosedSlices,
     ) -> Result<(), Bad> {
         self.missing = MissingLinks::default();
         let mut found = directories.find_socket();
@@ -321,14 +321,14 @@ impl<D: Clone + PartialEq> Links<D> {
         let is_found = matches!(found, Ok(Some(_)));
         let mut lead = BTreeSet::new();
         if running.has_link {
-            self.apply_to_pipe(&running.pipe, is_found, directories, drained, &mut lead);
+            self.apply_to_pipe(&running.pipe, is_found, directories, closed, &mut lead);
         }
         if let Some(slices_in) = slices_in {
-            self.apply_to_slices(slices_in, running, is_found, directories, drained, &mut lead);
+            self.apply_to_slices(slices_in, running, is_found, directories, closed, &mut lead);
         } else if let Some(why) = &self.missing.pipe {
             // Its slices have no other way.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
-            let open = all.filter(|slice| drained.closes(slice) == Some(false));
+            let open = all.filter(|slice| closed.closes(slice) == Some(false));
             self.missing.slices = open.map(|slice| (slice.clone(), why.clone())).collect();
         }
         if self.keeps() && running.has_link {
@@ -343,10 +343,10 @@ impl<D: Clone + PartialEq> Links<D> {
         pipe: &D,
         is_found: bool,
         directories: &mut impl Directories<D>,
-        drained: &impl DrainedSlices,
+        closed: &impl ClosedSlices,
         lead: &mut BTreeSet<Way>,
     ) {
-        if !pipe_leads(self.wanted.as_ref(), drained) {
+        if !pipe_leads(self.wanted.as_ref(), closed) {
             let closed = self.sockets().map(|socket| directories.close_pipe(pipe, socket));
             let stuck: Vec<Bad> = closed.filter_map(Result::err).collect();
             self.events.stuck.extend(stuck);
@@ -364,13 +364,13 @@ impl<D: Clone + PartialEq> Links<D> {
         running: &Linked<D>,
         is_found: bool,
         directories: &mut impl Directories<D>,
-        drained: &impl DrainedSlices,
+        closed: &impl ClosedSlices,
         lead: &mut BTreeSet<Way>,
     ) {
         let found = directories.open_slices(slices_in, is_found && self.makes_all());
         let is_there = matches!(found, Ok(true));
         for name in self.names(is_there, directories) {
-            let target = target(&name, self.wanted.as_ref(), &running.gpus, drained);
+            let target = target(&name, self.wanted.as_ref(), &running.gpus, closed);
             let led = match (target, &found) {
                 (LinkTarget::Leads, Err(bad)) => Err(Some(bad.clone())),
                 (LinkTarget::Leads, Ok(_)) => {
@@ -482,7 +482,7 @@ mod tests {
     /// The names that are drained, where a slice's directory begins with `00_`.
     struct Names(&'static [&'static str], bool);
 
-    impl DrainedSlices for Names {
+    impl ClosedSlices for Names {
         fn is_all(&self) -> bool {
             self.1
         }
