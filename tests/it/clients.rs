@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -578,7 +579,8 @@ fn a_long_command_leaves_room_for_user_and_age() {
     let directory = host.path(&"a".repeat(100));
     fs::create_dir_all(&directory).unwrap();
     let program = directory.join("cuda-client");
-    fs::copy(host.path("bin/cuda-client"), &program).unwrap();
+    // A copy is busy while another thread, which starts a program, still has it open for writing.
+    symlink(host.path("bin/cuda-client"), &program).unwrap();
     let mut command = host.command(&program);
     command.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).stdout(Stdio::null());
     let client = host.served(&mut command);
