@@ -40,7 +40,7 @@ pub(crate) struct Parts<'a> {
     /// The slices that an administrator has taken out of use for new clients.
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
-    pub bindings: &'a SliceBindings,
+    pub bindings: &'a Arc<SliceBindings>,
     /// The GPUs that need a reset, by name, each with the critical error that says so.
     pub to_reset: &'a BTreeMap<String, String>,
     /// The slices for which the kernel was to hold the memory of their control groups: whether it does, or why not.
@@ -78,6 +78,7 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
         log_directory: settings.log_directory.clone(),
         gpus,
         control_daemons: all(parts).map(|status| status.view.clone()).collect(),
+        bindings: Arc::clone(parts.bindings),
         events: last_events(parts),
     }
 }

@@ -8,15 +8,17 @@ use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse, NotBound};
 use tokio::time::Instant;
 
 use super::Daemon;
-use crate::dbus::{Reply, WantedBinding};
+use crate::dbus::{Reply, WantedBinding, WantedSlices};
 use common::bindings::{SliceBindings, bytes_of};
 use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
 use common::host::device_name::{DeviceName, SliceId};
 use common::host::{control_groups, proc};
 use common::membership::RecordedContainer;
-use common::published::container::ContainerError;
-use common::published::snapshot::{GpuView, Named, Snapshot};
+use common::published::access::{Asker, choose};
+use common::published::container::{ChosenSlice, ContainerError};
+use common::published::free;
+use common::published::snapshot::{Named, Snapshot};
 
 /// The time between two looks at the control groups that are bound.
 const LOOK_PERIOD: Duration = Duration::from_secs(5);
@@ -38,9 +40,15 @@ impl Daemon {
         let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
-            let named = wanted.slices.iter().filter_map(|name| Some(snapshot.find(name)?.id()));
-            let ended = make_way(&mut bindings, &group, &named.collect::<Vec<_>>());
-            (ended, slices(&snapshot, wanted, &group, &bindings)?)
+            let named: Vec<DeviceName> = match &wanted.slices {
+                WantedSlices::All(names) => {
+                    names.iter().filter_map(|name| Some(snapshot.find(name)?.id())).collect()
+                }
+                WantedSlices::OneOf(all) => all.iter().map(|one| DeviceName::Slice(one.slice)).collect(),
+            };
+            let ended = make_way(&mut bindings, &group, &named);
+            let asker = Asker { control_group: Some(&group.path), by: BoundBy::Root, shares: wanted.shares };
+            (ended, slices(&snapshot, &wanted.slices, &bindings, asker)?)
         };
         let names: Vec<String> = slices.iter().map(ToString::to_string).collect();
         let path = group.path.clone();
@@ -75,8 +83,16 @@ impl Daemon {
             match snapshot.find(&device.to_string()) {
                 // It has the slice already, drained or not.
                 Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
-                Some(Named::Gpu(gpu)) => lowest_free(gpu, &group, &bindings)?,
-                None => return Err(ContainerError::no_such_device(&snapshot, &device.to_string()).into()),
+                // Any slice of the GPU that is free will do.
+                _ => {
+                    let asker =
+                        Asker { control_group: Some(&group.path), by: BoundBy::Platform, shares: false };
+                    let names = [device.to_string()];
+                    match choose(&snapshot, &names, &bindings, asker)?.first() {
+                        Some(chosen) => chosen.slice(),
+                        None => return Err(ContainerError::NoneNamed.into()),
+                    }
+                }
             }
         };
         let event = format!("{slice} bound to {label}, for which the host agent's records name {device}");
@@ -204,63 +220,18 @@ fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
     })
 }
 
-/// The slices that are asked for, if each takes clients. A GPU stands for its lowest slice that is free, or for the slice of it
-/// that the control group has already.
+/// The slices for a control group.
 fn slices(
     snapshot: &Snapshot,
-    wanted: &WantedBinding,
-    group: &ControlGroup,
+    wanted: &WantedSlices,
     bindings: &SliceBindings,
-) -> Result<Vec<SliceId>, RequestError> {
-    if snapshot.gpus.is_none() {
-        return Err(ContainerError::not_ready(snapshot).into());
-    }
-    let own = bindings.iter().find(|one| one.group == *group);
-    let slice = |name: &String| match snapshot.find(name) {
-        Some(Named::Slice(gpu, ordinal)) => served(gpu, ordinal),
-        Some(Named::Gpu(gpu)) => {
-            let of_gpu = |slice: &&SliceId| slice.gpu == gpu.plan.gpu.id();
-            let had = own.and_then(|own| own.slices.iter().find(of_gpu)).copied();
-            had.map_or_else(|| lowest_free(gpu, group, bindings), Ok)
-        }
-        None => Err(ContainerError::no_such_device(snapshot, name).into()),
+    asker: Asker<'_>,
+) -> Result<Vec<SliceId>, ContainerError> {
+    let chosen = match wanted {
+        WantedSlices::All(names) => choose(snapshot, names, bindings, asker)?,
+        WantedSlices::OneOf(candidates) => vec![free::choose(snapshot, candidates, bindings, asker)?],
     };
-    let slices: Vec<SliceId> = wanted.slices.iter().map(slice).collect::<Result<_, _>>()?;
-    if slices.is_empty() {
-        return Err(RequestError::Failed("no slice is named".to_owned()));
-    }
-    Ok(slices)
-}
-
-fn served(gpu: &GpuView, ordinal: u32) -> Result<SliceId, RequestError> {
-    let slice = gpu.plan.slice(ordinal);
-    if gpu.drained.contains(&ordinal) {
-        return Err(RequestError::Drained(format!("{slice} is {}", gpu.slice_reason(ordinal))));
-    }
-    if !gpu.slice_healthy(ordinal) {
-        return Err(RequestError::NotServed(format!("{slice} is not served: {}", gpu.slice_reason(ordinal))));
-    }
-    Ok(slice)
-}
-
-fn lowest_free(
-    gpu: &GpuView,
-    group: &ControlGroup,
-    bindings: &SliceBindings,
-) -> Result<SliceId, RequestError> {
-    let mut why = RequestError::NotServed(format!("{} has no slice: {}", gpu.plan.gpu.id(), gpu.reason));
-    for ordinal in 0..gpu.plan.slices() {
-        match served(gpu, ordinal) {
-            Ok(slice) => match bindings.taken_from(&slice, &group.path) {
-                None => return Ok(slice),
-                Some(_) => why = RequestError::Taken(format!("no slice of {} is free", gpu.plan.gpu.id())),
-            },
-            // A slice that is taken may become free.
-            Err(error) if !matches!(why, RequestError::Taken(_)) => why = error,
-            Err(_) => {}
-        }
-    }
-    Err(why)
+    Ok(chosen.iter().map(ChosenSlice::slice).collect())
 }
 
 fn refused(error: &NotBound<SliceId>) -> RequestError {

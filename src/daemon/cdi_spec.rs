@@ -4,15 +4,15 @@ use std::path::{Path, PathBuf};
 
 use super::Ending;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
-use common::published::cdi::{self, CdiError};
-use common::published::snapshot::{Snapshot, State};
+use common::published::cdi;
+use common::published::snapshot::Snapshot;
 
 /// The spec, and the last trouble with it.
 #[derive(Debug)]
 pub(super) struct CdiSpec {
     state_file: SharedStateFile,
-    /// The program of the hooks.
-    hooks: Option<PathBuf>,
+    /// The program of the hooks, or why there is none.
+    hooks: Result<PathBuf, String>,
     /// Why the spec is not as it should be; empty if it is.
     pub(super) problem: String,
 }
@@ -22,8 +22,7 @@ impl CdiSpec {
         Self { state_file, hooks: beside_this_program(), problem: String::new() }
     }
 
-    /// Makes the spec say what the Snapshot says, or once the service ends, as much of that as stays. Gives the news to
-    /// tell, if there are any.
+    /// Makes the spec have the slices that are planned. Gives the news to tell, if there are any.
     pub(super) fn keep(
         &mut self,
         snapshot: &Snapshot,
@@ -50,44 +49,29 @@ impl CdiSpec {
         snapshot: &Snapshot,
         directory: Option<&Path>,
         ending: Option<Ending>,
-    ) -> Result<(), CdiError> {
+    ) -> Result<(), String> {
+        // It outlives this service: an engine that starts a container before the next one finds the slice, and its hook waits.
+        // The plan is not known yet, or is not looked for any more.
+        if ending.is_some() || (snapshot.enabled && snapshot.gpus.is_none()) {
+            return Ok(());
+        }
         let file = directory.map(|directory| directory.join(cdi::FILE));
         let mut state_file = self.state_file.lock();
         let known = state_file.cdi_spec().map(Path::to_owned);
         if let Some(old) = known.as_ref().filter(|known| file.as_ref() != Some(known)) {
-            cdi::remove(old)?;
+            cdi::remove(old).map_err(|error| error.to_string())?;
             remember(&mut state_file, None);
         }
         let (Some(directory), Some(file)) = (directory, file) else { return Ok(()) };
-        let is_former = known.as_ref() == Some(&file);
-        let hooks = self.hooks.as_deref();
-        let spec = match ending {
-            // It holds after this service as long as the slices do.
-            Some(Ending::ForRestart | Ending::Interrupted) if is_former => return Ok(()),
-            Some(_) => None,
-            None if snapshot.state == State::Starting && is_former => {
-                let former: Vec<_> = state_file.control_daemons().values().collect();
-                if snapshot.gpus.is_none()
-                    && !former.is_empty()
-                    && former.iter().all(|one| one.process.runs())
-                {
-                    return Ok(());
-                }
-                let alive: Vec<_> = former.into_iter().filter(|one| one.process.runs()).collect();
-                let served = |uuid: &str| alive.iter().any(|one| one.gpus.iter().any(|gpu| gpu == uuid));
-                cdi::spec_while_starting(snapshot, hooks, directory, served)
-            }
-            None => cdi::spec(snapshot, hooks),
-        };
-        let mut remember = |file: Option<PathBuf>| remember(&mut state_file, file);
-        match spec {
+        let hooks = self.hooks.as_ref().map_err(Clone::clone)?;
+        match cdi::spec(snapshot, hooks) {
             Some(spec) => {
-                remember(Some(file));
-                cdi::write(directory, &spec)
+                remember(&mut state_file, Some(file));
+                cdi::write(directory, &spec).map_err(|error| error.to_string())
             }
             None => {
-                cdi::remove(&file)?;
-                remember(None);
+                cdi::remove(&file).map_err(|error| error.to_string())?;
+                remember(&mut state_file, None);
                 Ok(())
             }
         }
@@ -95,9 +79,17 @@ impl CdiSpec {
 }
 
 /// Where yunion-mpsctl is. Both programs are in one package.
-fn beside_this_program() -> Option<PathBuf> {
-    let program = std::env::current_exe().ok()?.with_file_name("yunion-mpsctl");
-    program.is_file().then_some(program)
+fn beside_this_program() -> Result<PathBuf, String> {
+    let own = std::env::current_exe().map_err(|error| format!("the path of this program: {error}"))?;
+    let program = own.with_file_name("yunion-mpsctl");
+    if program.is_file() {
+        Ok(program)
+    } else {
+        Err(format!(
+            "{} is not there, and devices need its hook; install the package again",
+            program.display()
+        ))
+    }
 }
 
 /// If it can't be written down, the next service does not find a spec in a directory that it does not know.

@@ -32,17 +32,19 @@ impl Daemon {
         }
     }
 
-    /// The GPUs take clients again, by the word of an administrator.
-    pub(super) fn forget_resets(&mut self) {
+    /// The GPUs take clients again, by the word of an administrator. Returns whether any has needed a reset.
+    pub(super) fn forget_resets(&mut self) -> bool {
         let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
         if names.is_empty() {
-            return;
+            return false;
         }
         if let Err(error) = self.state_file.lock().forget_resets() {
-            return tracing::warn!("that GPUs need no reset any more can't be written down: {error}");
+            tracing::warn!("that GPUs need no reset any more can't be written down: {error}");
+            return false;
         }
         for name in names {
             self.event(format!("GPU {name} no longer counts as in need of a reset"));
         }
+        true
     }
 }

@@ -47,9 +47,9 @@ impl Daemon {
         match &result {
             Ok(()) => {
                 self.refused.clear();
-                self.forget_resets();
-                // Programs get to those GPUs again.
-                if let Err(stuck) = self.fleet.link() {
+                if self.forget_resets()
+                    && let Err(stuck) = self.fleet.link()
+                {
                     tracing::warn!("{stuck}");
                 }
                 self.reloads += 1;

@@ -1,12 +1,12 @@
-//! The arguments of `Bind` and `Unbind`: whatever a caller sends is a bounded request, or an error that says what is wrong.
+//! The arguments of `Bind`, `Unbind` and `TakeDevices`: whatever a caller sends is a bounded request, or an error that says what is wrong.
 
 use std::collections::HashMap;
 
 use zbus::OwnedVariant;
 
-use super::request::{Result, WantedBinding, bounded_names};
+use super::request::{Result, bounded_names};
 use common::bus::error::RequestError;
-use common::bus::proxy::GroupOf;
+use common::bus::proxy::{GroupOf, SliceWish};
 
 /// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381.
 const LABEL: usize = 384;
@@ -18,24 +18,47 @@ const PATH: usize = 4096;
 pub(super) type CallOptions = HashMap<String, OwnedVariant>;
 
 /// The binding that a caller wants.
-pub(super) fn wanted(slices: Vec<String>, pid: u32, mut options: CallOptions) -> Result<WantedBinding> {
-    bounded_names(&slices)?;
+pub(super) struct BindArguments {
+    pub(super) wish: SliceWish,
+    pub(super) group: GroupOf,
+    pub(super) label: String,
+}
+
+/// The arguments of `Bind`.
+pub(super) fn wanted(names: Vec<String>, pid: u32, mut options: CallOptions) -> Result<BindArguments> {
     let label: String = take(&mut options, "label")?.unwrap_or_default();
-    let shares: bool = take(&mut options, "share")?.unwrap_or_default();
+    let wish = take_wish(names, &mut options)?;
     let group = group(pid, options)?;
     if label.len() > LABEL || label.chars().any(char::is_control) {
         return Err(failed(format!("label has to have at most {LABEL} bytes, and no control characters")));
     }
-    Ok(WantedBinding { slices, group, label, shares })
+    Ok(BindArguments { wish, group, label })
+}
+
+/// The arguments of `TakeDevices`.
+pub(super) fn wish(names: Vec<String>, mut options: CallOptions) -> Result<SliceWish> {
+    let wish = take_wish(names, &mut options)?;
+    nothing_else(&options)?;
+    Ok(wish)
+}
+
+fn take_wish(names: Vec<String>, options: &mut CallOptions) -> Result<SliceWish> {
+    bounded_names(&names)?;
+    let free: bool = take(options, "free")?.unwrap_or_default();
+    let share: bool = take(options, "share")?.unwrap_or_default();
+    Ok(SliceWish { names, free, share })
+}
+
+fn nothing_else(options: &CallOptions) -> Result<()> {
+    let Some(unknown) = options.keys().min() else { return Ok(()) };
+    let name: String = unknown.chars().take(LABEL).collect();
+    Err(failed(format!("there is no option {name:?}")))
 }
 
 /// The control group that a caller means: the control group of a process, or with 0 the control group that the options name.
 pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     let path: Option<String> = take(&mut options, "control_group")?;
-    if let Some(unknown) = options.keys().min() {
-        let name: String = unknown.chars().take(LABEL).collect();
-        return Err(failed(format!("there is no option {name:?}")));
-    }
+    nothing_else(&options)?;
     match (pid, path) {
         (0, None) => Err(failed("a process or the option control_group has to be given".to_owned())),
         (pid, None) => Ok(GroupOf::Process(pid)),
@@ -101,13 +124,15 @@ mod tests {
         let label = "guest train-1, container main";
         let given = options([("label", label.into()), ("share", true.into())]);
         let binding = wanted(slices(), 7, given).unwrap();
-        assert_eq!((binding.label.as_str(), binding.shares), (label, true));
+        assert_eq!((binding.label.as_str(), binding.wish.share, binding.wish.free), (label, true, false));
         let binding = wanted(slices(), 7, CallOptions::new()).unwrap();
-        assert_eq!((binding.label.as_str(), binding.shares), ("", false));
+        assert_eq!((binding.label.as_str(), binding.wish.share), ("", false));
+        assert!(wish(slices(), options([("free", true.into())])).unwrap().free);
+        assert!(wish(slices(), options([("label", label.into())])).is_err());
         let long = "x".repeat(LABEL + 1);
         for bad in [options([("label", long.as_str().into())]), options([("label", "a\nb".into())])] {
-            wanted(slices(), 7, bad).unwrap_err();
+            assert!(wanted(slices(), 7, bad).is_err());
         }
-        wanted(vec!["x".repeat(65)], 7, CallOptions::new()).unwrap_err();
+        assert!(wanted(vec!["x".repeat(65)], 7, CallOptions::new()).is_err());
     }
 }

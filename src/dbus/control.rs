@@ -6,18 +6,30 @@ use zbus::message::Header;
 use zbus::{Connection, interface};
 
 use super::binding::{self, CallOptions};
-use super::request::{Callers, NAME_MAX, Reply, Request, Result, ask, bounded_name, bounded_names};
+use super::request::{
+    Callers, NAME_MAX, Reply, Request, Result, WantedBinding, ask, bounded_name, bounded_names,
+};
+use super::slices::SliceDesk;
 use common::bus::error::RequestError;
 
 /// The methods that change something.
 pub(super) struct ControlInterface {
     requests: mpsc::Sender<Request>,
     callers: Callers,
+    desk: SliceDesk,
 }
 
 impl ControlInterface {
-    pub(super) fn new(requests: mpsc::Sender<Request>, callers: Callers) -> Self {
-        Self { requests, callers }
+    pub(super) fn new(requests: mpsc::Sender<Request>, callers: Callers, desk: SliceDesk) -> Self {
+        Self { requests, callers, desk }
+    }
+
+    /// Refuses everybody but root.
+    async fn for_root(&self, bus: &Connection, call: &Header<'_>) -> Result<()> {
+        match self.callers.user_behind(bus, call).await? {
+            Some(uid) => Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}"))),
+            None => Ok(()),
+        }
     }
 
     /// Hands a request of root's to the daemon's loop and waits for the answer.
@@ -27,9 +39,7 @@ impl ControlInterface {
         call: &Header<'_>,
         request: impl FnOnce(Reply<T>) -> Request,
     ) -> Result<T> {
-        if let Some(uid) = self.callers.user_behind(bus, call).await? {
-            return Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}")));
-        }
+        self.for_root(bus, call).await?;
         ask(&self.requests, request).await
     }
 }
@@ -103,8 +113,12 @@ impl ControlInterface {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<Vec<String>> {
-        let wanted = binding::wanted(devices, pid, options)?;
-        self.ask(bus, &call, |reply| Request::Bind(wanted, reply)).await
+        let binding::BindArguments { wish, group, label } = binding::wanted(devices, pid, options)?;
+        self.for_root(bus, &call).await?;
+        let shares = wish.share;
+        let slices = self.desk.to_bind(wish).await?;
+        let wanted = WantedBinding { slices, group, label, shares };
+        ask(&self.requests, |reply| Request::Bind(wanted, reply)).await
     }
 
     async fn unbind(

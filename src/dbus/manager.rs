@@ -1,6 +1,7 @@
 //! `io.yunion.Mps1.Manager`, documented in `config/io.yunion.Mps1.Manager.xml`.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Serialize, Serializer};
@@ -9,10 +10,12 @@ use zbus::message::Header;
 use zbus::object_server::SignalEmitter;
 use zbus::{Connection, Signature, Type, interface};
 
-use super::request::{Callers, Request, Result, ask, bounded_name, bounded_names};
+use super::binding::{self, CallOptions};
+use super::request::{Callers, Request, Result, ask, bounded_name};
+use super::slices::SliceDesk;
 use common::bus::error::RequestError;
 use common::bus::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service};
-use common::published::container::{ContainerConfig, ContainerError, container_config};
+use common::published::container::{ContainerConfig, ContainerError};
 use common::published::one_slice;
 use common::published::snapshot::{Named, Snapshot};
 use common::text::clean;
@@ -28,6 +31,7 @@ pub(super) struct Manager {
     callers: Callers,
     /// The places for terminations that users ask for.
     of_users: Semaphore,
+    desk: SliceDesk,
     /// The GPUs of which somebody was given several slices at once.
     given_several: Mutex<BTreeSet<String>>,
 }
@@ -37,9 +41,10 @@ impl Manager {
         snapshot: watch::Receiver<Arc<Snapshot>>,
         requests: mpsc::Sender<Request>,
         callers: Callers,
+        desk: SliceDesk,
     ) -> Self {
         let of_users = Semaphore::new(OF_USERS);
-        Self { snapshot, requests, callers, of_users, given_several: Mutex::default() }
+        Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
     /// A place for a termination that a user asks for. Root needs none. Who may not ask is refused here: however often that
@@ -62,7 +67,9 @@ impl Manager {
         for (gpu, slices) in one_slice::given_several(config.devices()) {
             if told.insert(gpu.to_owned()) {
                 let words = one_slice::describe(&slices);
-                tracing::warn!("GetContainerConfig: {words}; logged once for each GPU");
+                tracing::warn!(
+                    "a container was given several slices of a GPU: {words}; logged once for each GPU"
+                );
             }
         }
     }
@@ -83,6 +90,16 @@ fn not_ready(snapshot: &Snapshot) -> RequestError {
 
 fn known(snapshot: &Snapshot) -> Result<()> {
     if snapshot.gpus.is_some() { Ok(()) } else { Err(not_ready(snapshot)) }
+}
+
+fn environment(config: &ContainerConfig) -> Vec<(String, String)> {
+    config.environment.iter().map(|(name, value)| ((*name).to_owned(), clean(value))).collect()
+}
+
+fn mounts(config: &ContainerConfig) -> Vec<(String, String, bool)> {
+    let text = |path: &Path| clean(&path.to_string_lossy());
+    let mounts = config.mounts.iter();
+    mounts.map(|mount| (text(&mount.host), text(&mount.container), mount.read_only)).collect()
 }
 
 /// The answer of `ListDevices`. Of its rows, no more than one exists at a time.
@@ -127,24 +144,30 @@ impl Manager {
     }
 
     #[zbus(out_args("environment", "mounts", "gpus"))]
-    #[expect(
-        clippy::type_complexity,
-        reason = "under another name zbus would not see that it is three answers"
-    )]
-    fn get_container_config(
+    async fn get_container_config(
         &self,
         devices: Vec<String>,
+        #[zbus(connection)] bus: &Connection,
+        #[zbus(header)] call: Header<'_>,
     ) -> Result<(Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)> {
-        bounded_names(&devices)?;
-        let config = container_config(&self.snapshot(), devices)?;
+        let wish = binding::wish(devices, CallOptions::new())?;
+        let (_, config) = self.desk.settings(&wish, bus, &call).await?;
         self.warn_of_several(&config);
-        let environment =
-            config.environment.into_iter().map(|(name, value)| (name.to_owned(), clean(&value)));
-        let mounts = config.mounts.into_iter().map(|mount| {
-            let text = |path: std::path::PathBuf| clean(&path.to_string_lossy());
-            (text(mount.host), text(mount.container), mount.read_only)
-        });
-        Ok((environment.collect(), mounts.collect(), config.gpus))
+        Ok((environment(&config), mounts(&config), config.gpus))
+    }
+
+    #[zbus(out_args("taken", "environment", "mounts", "gpus"))]
+    async fn take_devices(
+        &self,
+        devices: Vec<String>,
+        options: CallOptions,
+        #[zbus(connection)] bus: &Connection,
+        #[zbus(header)] call: Header<'_>,
+    ) -> Result<(Vec<String>, Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>)> {
+        let wish = binding::wish(devices, options)?;
+        let (taken, config) = self.desk.settings(&wish, bus, &call).await?;
+        self.warn_of_several(&config);
+        Ok((taken, environment(&config), mounts(&config), config.gpus))
     }
 
     #[zbus(out_args("clients"))]

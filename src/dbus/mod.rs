@@ -30,6 +30,7 @@ mod manager;
 mod objects;
 pub(crate) mod presence;
 mod request;
+mod slices;
 
 use common::bus::rows::{Object, Row, Service, Slice, WholeGpu};
 use common::text::clean;
@@ -37,7 +38,9 @@ use control::ControlInterface;
 use manager::Manager;
 use objects::ObjectManager;
 use request::Callers;
+pub(crate) use request::WantedSlices;
 pub use request::{Reply, Request, WantedBinding};
+use slices::SliceDesk;
 
 /// The service's connection to the bus, with everything that it serves there.
 #[derive(Debug)]
@@ -72,10 +75,11 @@ impl BusConnection {
     ) -> Result<Self, zbus::Error> {
         let first = Arc::clone(&snapshot.borrow());
         let callers = Callers::default();
+        let desk = SliceDesk::new(snapshot.clone(), requests.clone(), callers.clone());
         let connection = Builder::address(address)
             .serve_at(ROOT, ObjectManager(snapshot.clone()))
-            .serve_at(MANAGER, Manager::new(snapshot, requests.clone(), callers.clone()))
-            .serve_at(MANAGER, ControlInterface::new(requests, callers))
+            .serve_at(MANAGER, Manager::new(snapshot, requests.clone(), callers.clone(), desk.clone()))
+            .serve_at(MANAGER, ControlInterface::new(requests, callers, desk))
             .build()
             .await?;
         let told = Arc::new(Snapshot { gpus: None, ..Snapshot::clone(&first) });

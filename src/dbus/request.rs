@@ -11,7 +11,9 @@ use zbus::fdo::DBusProxy;
 use zbus::message::Header;
 
 use common::bus::proxy::GroupOf;
+use common::host::control_groups;
 use common::published::client::ClientView;
+use common::published::free::Candidate;
 
 /// The time that a request may take. It is longer than a caller waits, so that it only ends a request that nobody waits
 /// for.
@@ -54,11 +56,20 @@ pub enum Request {
     RestartServer(String, Reply<()>),
 }
 
+/// The slices that a caller wants.
+#[derive(Debug, PartialEq, Eq)]
+pub enum WantedSlices {
+    /// All of them, as the caller names them. A GPU stands for a free slice of it.
+    All(Vec<String>),
+    /// The first of them that can be had.
+    OneOf(Vec<Candidate>),
+}
+
 /// The slices that a control group is to have.
 #[derive(Debug, PartialEq, Eq)]
 pub struct WantedBinding {
-    /// As the caller names them. A GPU stands for a free slice of it.
-    pub slices: Vec<String>,
+    /// The slices.
+    pub slices: WantedSlices,
     /// The control group.
     pub group: GroupOf,
     /// Its name for people; it may be empty.
@@ -122,6 +133,18 @@ pub(super) struct Callers(Arc<Mutex<BTreeMap<String, u32>>>);
 impl Callers {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, u32>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The path of the control group of the process behind a call. None: it has ended, or its kernel tells nothing.
+    pub(super) async fn control_group_of(
+        &self,
+        connection: &Connection,
+        call: &Header<'_>,
+    ) -> Option<String> {
+        let sender = call.sender()?.to_owned();
+        let bus = DBusProxy::new(connection).await.ok()?;
+        let pid = bus.get_connection_unix_process_id(sender.into()).await.ok()?;
+        control_groups::path_of(pid).ok()
     }
 
     /// The user behind a call, as the kernel has told the bus. If the service does not run as root, its own user counts as

@@ -13,7 +13,7 @@ use crate::mps::waiting::WaitingSocket;
 use common::plan::ControlDaemonPlan;
 
 use super::state_file::SharedStateFile;
-use common::drained::ClosedSlices;
+use common::drained::ClosedDevices;
 use common::state_file::Running;
 
 /// The directories that lead to one control daemon, in the hands of everybody who changes them.
@@ -196,7 +196,7 @@ impl SharedAdmission {
 }
 
 /// Takes the links of closed slices away from a control daemon that no supervisor has. The error says which link stays.
-pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedSlices) -> Result<(), String> {
+pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedDevices) -> Result<(), String> {
     let mut admission = Admission::new(None, Some(running.clone()));
     admission.apply(closed)?;
     let stuck = admission.links.stuck();
@@ -218,7 +218,7 @@ impl Admission {
         }
     }
 
-    fn apply(&mut self, closed: &ClosedSlices) -> Result<(), Bad> {
+    fn apply(&mut self, closed: &ClosedDevices) -> Result<(), Bad> {
         let done = self.links.apply(&mut self.directories, closed);
         // Nothing stays open between two passes.
         (self.directories.socket, self.directories.slices) = (None, None);

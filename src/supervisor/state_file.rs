@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::bindings::SliceBindings;
-use common::drained::{ClosedSlices, Drained};
+use common::drained::{ClosedDevices, Drained};
 use common::host::compute_mode::ComputeMode;
 use common::host::device_name::GpuId;
 use common::whole_file;
@@ -184,8 +184,8 @@ impl StateFile {
     }
 
     /// The slices that take no new client.
-    pub(crate) fn closed(&self) -> ClosedSlices {
-        ClosedSlices { drained: self.contents.drained.clone(), to_reset: self.contents.to_reset.clone() }
+    pub(crate) fn closed(&self) -> ClosedDevices {
+        ClosedDevices { drained: self.contents.drained.clone(), to_reset: self.contents.to_reset.clone() }
     }
 
     /// Writes down the slices to which control groups are bound from now on.

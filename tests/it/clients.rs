@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -579,8 +578,9 @@ fn a_long_command_leaves_room_for_user_and_age() {
     let directory = host.path(&"a".repeat(100));
     fs::create_dir_all(&directory).unwrap();
     let program = directory.join("cuda-client");
-    // A copy is busy while another thread, which starts a program, still has it open for writing.
-    symlink(host.path("bin/cuda-client"), &program).unwrap();
+    // A file that this process has written is busy while a child of another thread still has it open.
+    let copied = Command::new("cp").arg(host.path("bin/cuda-client")).arg(&program).status().unwrap();
+    assert!(copied.success());
     let mut command = host.command(&program);
     command.args(["hold", "600"]).env("CUDA_MPS_PIPE_DIRECTORY", host.path("mps/pipe")).stdout(Stdio::null());
     let client = host.served(&mut command);

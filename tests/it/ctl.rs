@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use crate::support::bus::{PrivateBus, ctl, ended, printed};
 use crate::support::host::binaries;
 use crate::support::service::Service;
-use crate::support::snapshot::{P40, first_gpu, p40_board, serving, starting, tesla_p40};
+use crate::support::snapshot::{P40, first_gpu, p40_board, serving, starting, tesla_p40, with_socket};
 use crate::support::wait::DEADLINE;
 
 #[tokio::test]
@@ -126,13 +126,18 @@ async fn status_works_before_the_first_plan() {
 #[tokio::test]
 async fn env_speaks_shell_docker_and_json() {
     let mut odd = p40_board();
-    first_gpu(&mut odd).plan.pipe_directory = "/srv/it's here".into();
+    let base = tempfile::tempdir().unwrap();
+    let pipe = base.path().join("it's here");
+    std::fs::create_dir(&pipe).unwrap();
+    std::fs::write(pipe.join("control"), "").unwrap();
+    first_gpu(&mut odd).plan.pipe_directory.clone_from(&pipe);
+    let pipe = pipe.to_str().unwrap();
     let service = Service::start(odd).await;
     let shell = printed(&mut ctl(&service.bus, &["env", "00:06.0-1"])).await;
     // A shell that reads it has the very values.
     let script = format!("{shell}printf '%s\\n' \"$CUDA_MPS_PIPE_DIRECTORY\" \"$CUDA_VISIBLE_DEVICES\"");
     let values = printed(Command::new("sh").args(["-c", &script])).await;
-    assert_eq!(values, format!("/srv/it's here\n{P40}\n"));
+    assert_eq!(values, format!("{pipe}\n{P40}\n"));
     assert_eq!(shell.lines().filter(|line| line.starts_with("export ")).count(), 11);
 
     let docker = printed(&mut ctl(&service.bus, &["env", "00:06.0-1", "--format", "docker"])).await;
@@ -140,7 +145,7 @@ async fn env_speaks_shell_docker_and_json() {
         docker.lines().collect::<Vec<_>>(),
         [
             "--runtime=nvidia",
-            "--env=CUDA_MPS_PIPE_DIRECTORY=/srv/it's here",
+            &format!("--env=CUDA_MPS_PIPE_DIRECTORY={pipe}"),
             &format!("--env=NVIDIA_VISIBLE_DEVICES={P40}"),
             "--env=NVIDIA_DRIVER_CAPABILITIES=all",
             "--env=CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25",
@@ -151,7 +156,7 @@ async fn env_speaks_shell_docker_and_json() {
             "--env=YUNION_MPS_MEMORY_MIB=5553",
             "--env=YUNION_MPS_DEVICE=00:06.0-1",
             "--volume=/dev/shm:/dev/shm",
-            "--volume=/srv/it's here:/srv/it's here",
+            &format!("--volume={pipe}:{pipe}"),
         ]
     );
 
@@ -237,7 +242,8 @@ async fn env_speaks_podman_compose_and_cdi() {
 async fn slices_of_one_gpu_are_said_to_be_one_slice() {
     const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are of one GPU, and MPS can't join slices: \
                            together they have the memory and the threads of one slice\n";
-    let service = Service::start(p40_board()).await;
+    let (board, _directory) = with_socket(p40_board());
+    let service = Service::start(board).await;
     let (_, one, err) = ended(&mut ctl(&service.bus, &["env", "00:06.0-1", "0000:00:06.0-1"])).await;
     assert_eq!(err, "", "the same slice twice is one slice");
     let two = ["env", "00:06.0-1", "00:06.0-2", "00:06.0-1"];
@@ -365,7 +371,8 @@ async fn every_subcommand_has_examples() {
 
 #[tokio::test]
 async fn a_reader_that_leaves_is_no_error() {
-    let service = Service::start(p40_board()).await;
+    let (board, _directory) = with_socket(p40_board());
+    let service = Service::start(board).await;
     for arguments in [
         &["list"][..],
         &["list", "--json"],
@@ -413,7 +420,8 @@ async fn a_reader_that_leaves_does_not_change_the_answer() {
 
 #[tokio::test]
 async fn run_gives_the_environment_and_returns_the_exit_status() {
-    let service = Service::start(p40_board()).await;
+    let (board, directory) = with_socket(p40_board());
+    let service = Service::start(board).await;
     let script = "env | grep -E '^(CUDA|NVIDIA|YUNION)_' | LC_ALL=C sort; cat; exit 7";
     let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--", "sh", "-c", script]);
     let (status, out, err) = ended(run.env("CUDA_VISIBLE_DEVICES", "0,1")).await;
@@ -421,7 +429,7 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
     let expected = format!(
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25\n\
          CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=5760M\n\
-         CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe\n\
+         CUDA_MPS_PIPE_DIRECTORY={}\n\
          CUDA_VISIBLE_DEVICES={P40}\n\
          NVIDIA_DRIVER_CAPABILITIES=all\n\
          NVIDIA_GPU_MEMORY_LIMIT=5760\n\
@@ -429,7 +437,8 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
          NVIDIA_VISIBLE_DEVICES={P40}\n\
          YUNION_MPS_DEVICE=00:06.0-1\n\
          YUNION_MPS_MEMORY_FRACTION=0.241\n\
-         YUNION_MPS_MEMORY_MIB=5553\n"
+         YUNION_MPS_MEMORY_MIB=5553\n",
+        directory.path().display()
     );
     assert_eq!(out, expected);
 
@@ -449,7 +458,8 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
 
 #[tokio::test]
 async fn run_passes_signals_on() {
-    let mut service = Service::start(p40_board()).await;
+    let (board, _directory) = with_socket(p40_board());
+    let mut service = Service::start(board).await;
     // There is nobody to ask for clients.
     service.requests.close();
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
@@ -471,7 +481,8 @@ async fn run_passes_signals_on() {
 /// Signals that programs give a meaning reach the command, and no process that the command has started.
 #[tokio::test]
 async fn run_passes_signals_on_that_mean_something() {
-    let mut service = Service::start(p40_board()).await;
+    let (board, _directory) = with_socket(p40_board());
+    let mut service = Service::start(board).await;
     service.requests.close();
     let end = |pid| kill_process(pid, Signal::USR2).unwrap();
     let script = "trap 'got=it; echo got it' USR1; sleep 60 & echo ready; until [ $got ]; do sleep 0.01; done; \

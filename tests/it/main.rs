@@ -19,6 +19,7 @@
     clippy::unused_self
 )]
 
+mod access;
 mod attacks;
 mod bad_input;
 mod bench;

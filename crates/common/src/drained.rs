@@ -68,15 +68,15 @@ impl Drained {
     }
 }
 
-/// The slices that take no new client: those that are drained, and all of a GPU that needs a reset.
+/// The slices and GPUs that take no new client: they are drained, or need a reset.
 #[derive(Debug, Clone)]
-pub struct ClosedSlices {
+pub struct ClosedDevices {
     pub drained: Drained,
     /// The GPUs that need a reset, by name, each with the reason.
     pub to_reset: BTreeMap<String, String>,
 }
 
-impl mps_core::links::ClosedSlices for ClosedSlices {
+impl mps_core::links::ClosedSlices for ClosedDevices {
     fn is_all(&self) -> bool {
         self.drained.all
     }
@@ -147,7 +147,7 @@ mod tests {
         let mut drained = Drained::default();
         drained.drain(&names(&["0001:1a:00.0-1"]));
         let to_reset = BTreeMap::from([("00:06.0".to_owned(), "Xid 95".to_owned())]);
-        let closed = ClosedSlices { drained, to_reset };
+        let closed = ClosedDevices { drained, to_reset };
         let table = [
             ("00_06.0-0", Some(true)),
             ("0001_1a_00.0-1", Some(true)),

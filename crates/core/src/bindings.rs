@@ -149,6 +149,11 @@ impl<S> Binding<S> {
             GroupUse::Used => false,
         }
     }
+
+    /// Returns whether it gives way to a control group that asks for its slices, as `group_use` tells.
+    pub fn gives_way(&self, group_use: GroupUse, now: u64) -> bool {
+        (group_use == GroupUse::Empty && self.was_used) || self.has_ended(group_use, now)
+    }
 }
 
 impl<S> Default for Bindings<S> {
@@ -178,8 +183,8 @@ impl<S: Ord + Clone> Bindings<S> {
         bytes_of: impl Fn(&Binding<S>) -> usize,
     ) -> Result<(), NotBound<S>> {
         for slice in wanted.slices.iter().filter(|_| !shares) {
-            let mut others = self.with(slice).filter(|one| !one.group.is_one_tenants(&wanted.group.path));
-            if let Some(other) = others.find(|one| one.by >= wanted.by) {
+            let other = self.taken_from(slice, Some(&wanted.group.path), wanted.by, |_| true);
+            if let Some(other) = other {
                 return Err(NotBound::Taken { slice: slice.clone(), by: other.name().into() });
             }
         }
@@ -219,10 +224,7 @@ impl<S: Ord + Clone> Bindings<S> {
             if one.group.is_one_tenants(path) || !one.slices.iter().any(&is_wanted) {
                 return false;
             }
-            match use_of(&one.group) {
-                GroupUse::Empty if one.was_used => true,
-                group_use => one.has_ended(group_use, now),
-            }
+            one.gives_way(use_of(&one.group), now)
         };
         self.0.extract_if(.., gives_way).collect()
     }
@@ -243,9 +245,17 @@ impl<S: Ord + Clone> Bindings<S> {
         self.0.extract_if(.., has_ended).collect()
     }
 
-    /// The binding that keeps a slice from the control group at a path.
-    pub fn taken_from(&self, slice: &S, path: &str) -> Option<&Binding<S>> {
-        self.with(slice).find(|one| !one.group.is_one_tenants(path))
+    /// The binding that keeps a slice from a program that is to have it by the word of `by`. `path` is the program's control
+    /// group, as far as it is known, and `holds` says whether a binding is still somebody's.
+    pub fn taken_from(
+        &self,
+        slice: &S,
+        path: Option<&str>,
+        by: BoundBy,
+        holds: impl Fn(&Binding<S>) -> bool,
+    ) -> Option<&Binding<S>> {
+        let is_anothers = |one: &&Binding<S>| path.is_none_or(|path| !one.group.is_one_tenants(path));
+        self.with(slice).filter(is_anothers).find(|one| one.by >= by && holds(one))
     }
 
     /// The binding of a process in the control group at this path, if `is_there` knows the control groups that there are: one

@@ -15,6 +15,7 @@
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
+//! | `access.rs` | who may have a slice now |
 //! | `bindings.rs` | the slices to which control groups are bound |
 //! | `kernel_limits.rs` | the memory limits that the kernel holds for bound control groups |
 //! | `links/` | the links by which clients find a control daemon |
@@ -31,6 +32,7 @@
 
 extern crate alloc;
 
+pub mod access;
 mod act;
 pub mod bindings;
 mod configured;

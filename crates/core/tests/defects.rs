@@ -70,8 +70,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a control group without a process gives its slice away before it had one",
         "bindings.rs",
-        "GroupUse::Empty if one.was_used => true,",
-        "GroupUse::Empty if one.was_used || PUT_BACK => true,",
+        "(group_use == GroupUse::Empty && self.was_used)",
+        "(group_use == GroupUse::Empty && (self.was_used || PUT_BACK))",
         "a-binding-lasts",
     ),
     (
@@ -84,17 +84,15 @@ const DEFECTS: &[Defect] = &[
     (
         "root can't bind a slice that the records give to another container",
         "bindings.rs",
-        "let mut others = self.with(slice).filter(|one| !one.group.is_one_tenants(&wanted.group.path));",
-        "let mut others = self.with(slice).filter(|one| !one.group.is_one_tenants(&wanted.group.path));\n            \
-         if PUT_BACK && let Some(other) = self.taken_from(slice, &wanted.group.path) {\n                \
-         return Err(NotBound::Taken { slice: slice.clone(), by: other.name().into() });\n            }",
+        "one.by >= by && holds(one)",
+        "(one.by >= by || PUT_BACK) && holds(one)",
         "slices-follow-bindings",
     ),
     (
         "a slice is given to a control group, and another one has it",
         "bindings.rs",
-        "if let Some(other) = others.find(|one| one.by >= wanted.by) {",
-        "if let Some(other) = others.find(|one| one.by >= wanted.by).filter(|_| !PUT_BACK) {",
+        "if let Some(other) = other {",
+        "if let Some(other) = other.filter(|_| !PUT_BACK) {",
         "slices-follow-bindings",
     ),
     (

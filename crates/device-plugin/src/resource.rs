@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy};
+use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
 use tokio::net::UnixListener;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout_at};
@@ -226,7 +226,10 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     let offered = answers.offered.borrow().clone();
     let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
     let config = async || -> Result<ContainerAnswer, Status> {
-        service.container_config(names).await.map_err(|error| no_answer(names, &error.into()))
+        // The kubelet decides which pod has a slice, and the former pod's containers may still end.
+        let wish = SliceWish { names: names.to_vec(), free: false, share: true };
+        let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error.into()))?;
+        Ok(taken.1)
     };
     match &slices[..] {
         slices if answers.manner.without_cdi => Ok(without_cdi(slices, config().await?)),

@@ -14,7 +14,6 @@ mod chosen;
 mod complete;
 mod cuda;
 mod doctor;
-mod given_out;
 mod measure;
 mod platform;
 mod screen;
@@ -186,12 +185,11 @@ enum Command {
         /dev/tty.\n\n\
         The exit status is the command's, or 128 plus the number of the signal that ended it; 126 and 127 mean that \
         it could not be started.\n\n\
-        --free takes one slice that is served, not drained and not full, and says on standard error which. Among \
+        --free takes one slice that is served, not drained, nobody else's and not full, and says on standard error which. Among \
         slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
         of the configuration. The clients of this moment count, and a command is a client only once it has started \
-        CUDA: so each slice that --free gave out in the last minute counts as one with one client more. That is known to the \
-        commands of the same user alone. Nobody knows of a command that takes longer to start CUDA, or of a slice that was \
-        named and is not used yet.\n\n\
+        CUDA: so each slice that the service has chosen for somebody in the last minute counts as one with one client more. \
+        It can't know of a command that takes longer to start CUDA, or of a slice that was named and is not used yet.\n\n\
         --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
         stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
         The command of root is bound to its slices, as by `yunion-mpsctl bind`: nobody else gets them while it runs, unless \

@@ -95,9 +95,9 @@ impl Host {
         variables.map(|(name, value)| (name.clone(), here(value))).collect()
     }
 
-    /// Everything that a container is given for a slice.
+    /// Everything that a container is given for a slice. The slice may be bound to the container already.
     pub(crate) fn container_of(&self, device: &str) -> Value {
-        let answer = self.mpsctl(&["env", device, "--format", "json"]);
+        let answer = self.mpsctl(&["env", device, "--share", "--format", "json"]);
         assert!(answer.status.success(), "{}", text(&answer));
         serde_json::from_slice(&answer.stdout).unwrap()
     }

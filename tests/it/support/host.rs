@@ -86,7 +86,6 @@ impl Host {
             ("LD_LIBRARY_PATH", root.join("lib").display().to_string()),
             ("DBUS_SYSTEM_BUS_ADDRESS", bus.address()),
             ("RUNTIME_DIRECTORY", root.join("run").display().to_string()),
-            ("XDG_RUNTIME_DIR", root.join("run").display().to_string()),
         ];
         let environment = environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         Self { directory, first_slice: None, bus, second_bus: None, environment, daemon: None }

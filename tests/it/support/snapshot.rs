@@ -1,9 +1,12 @@
 //! Snapshots as the daemon would publish them.
 
 use std::collections::VecDeque;
+use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
+
+use tempfile::TempDir;
 
 use common::host::gpu::PcieLink;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, Event};
@@ -63,6 +66,16 @@ pub(crate) fn first_gpu(snapshot: &mut Snapshot) -> &mut GpuView {
 /// The board of the platform's own documentation: one Tesla P40 at 0000:00:06.0, four slices.
 pub(crate) fn p40_board() -> Snapshot {
     serving(vec![tesla_p40("0000:00:06.0", P40)])
+}
+
+/// The same host with a socket where its clients connect, in a directory that goes with the second value.
+pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
+    let directory = tempfile::tempdir().unwrap();
+    fs::write(directory.path().join("control"), "").unwrap();
+    for gpu in snapshot.gpus.iter_mut().flatten() {
+        Arc::make_mut(gpu).plan.pipe_directory = directory.path().to_owned();
+    }
+    (snapshot, directory)
 }
 
 /// Before the first plan.

@@ -339,8 +339,9 @@ impl World {
         }
         self.make_way(RECORDED, |(of, _)| of == gpu);
         let slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
-        let free =
-            slices.into_iter().find(|slice| self.bindings.registry.taken_from(slice, RECORDED).is_none());
+        let free = slices.into_iter().find(|slice| {
+            self.bindings.registry.taken_from(slice, Some(RECORDED), BoundBy::Platform, |_| true).is_none()
+        });
         if let Some(free) = free {
             self.bind(RECORDED, BTreeSet::from([free]), BoundBy::Platform, false);
         }

@@ -1,5 +1,6 @@
 //! The errors of the service on D-Bus.
 
+use mps_core::access::Obstacle;
 use zbus::DBusError;
 use zbus::message::{Header, Message};
 use zbus::names::ErrorName;
@@ -74,8 +75,20 @@ impl From<ContainerError> for RequestError {
         let text = error.to_string();
         match error {
             ContainerError::NotReady(_) => Self::NotReady(text),
-            ContainerError::NoSuchDevice { .. } => Self::NoSuchDevice(text),
-            _ => Self::Failed(text),
+            ContainerError::NoSuchDevice { .. } | ContainerError::NoneCalled { .. } => {
+                Self::NoSuchDevice(text)
+            }
+            ContainerError::Refused { obstacle, .. }
+            | ContainerError::NoneFree { easiest: Some(obstacle), .. } => match obstacle {
+                Obstacle::Unserved(_) => Self::NotServed(text),
+                Obstacle::Taken(_) => Self::Taken(text),
+                Obstacle::Drained => Self::Drained(text),
+                Obstacle::Unusable(_) => Self::Failed(text),
+            },
+            ContainerError::NoneFree { easiest: None, .. } => Self::Taken(text),
+            ContainerError::NoneNamed
+            | ContainerError::NoUuid { .. }
+            | ContainerError::SeveralControlDaemons { .. } => Self::Failed(text),
         }
     }
 }

@@ -167,10 +167,26 @@ pub trait Manager {
     /// Everything that a container needs to use these devices.
     #[zbus(name = "GetContainerConfig")]
     fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError>;
+
+    fn take_devices(&self, devices: &[String], options: &OptionValues<'_>) -> Result<TakenAnswer, BusError>;
 }
 
-/// The options of `Bind` and `Unbind`.
-type BindOptions<'o> = HashMap<&'static str, Variant<'o>>;
+/// The answer of `TakeDevices`: the names of the devices, and the fields of [`ContainerAnswer`].
+type TakenAnswer = (Vec<String>, Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>);
+
+/// The options of `Bind`, `Unbind` and `TakeDevices`.
+type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
+
+/// The slices that somebody asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SliceWish {
+    /// As `list` shows them. A GPU stands for one slice of it.
+    pub names: Vec<String>,
+    /// One of them will do, the one with the fewest clients; without names, one of all.
+    pub free: bool,
+    /// Others may have them too.
+    pub share: bool,
+}
 
 /// A control group as a caller names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -181,10 +197,10 @@ pub enum GroupOf {
 }
 
 impl GroupOf {
-    fn pid_and_options(&self) -> (u32, BindOptions<'_>) {
+    fn pid_and_options(&self) -> (u32, OptionValues<'_>) {
         match self {
-            Self::Process(pid) => (*pid, BindOptions::new()),
-            Self::Path(path) => (0, BindOptions::from([("control_group", path.as_str().into())])),
+            Self::Process(pid) => (*pid, OptionValues::new()),
+            Self::Path(path) => (0, OptionValues::from([("control_group", path.as_str().into())])),
         }
     }
 }
@@ -199,8 +215,8 @@ trait Control {
     fn apply(&self, force: bool) -> zbus::Result<()>;
     fn release_devices(&self, devices: &[String]) -> zbus::Result<()>;
     fn release_container(&self, id: &str) -> zbus::Result<()>;
-    fn bind(&self, devices: &[String], pid: u32, options: &BindOptions<'_>) -> zbus::Result<Vec<String>>;
-    fn unbind(&self, pid: u32, options: &BindOptions<'_>) -> zbus::Result<()>;
+    fn bind(&self, devices: &[String], pid: u32, options: &OptionValues<'_>) -> zbus::Result<Vec<String>>;
+    fn unbind(&self, pid: u32, options: &OptionValues<'_>) -> zbus::Result<()>;
     fn drain(&self, names: &[String]) -> zbus::Result<()>;
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
@@ -280,17 +296,23 @@ impl DaemonProxy {
         for_root(self.control.release_container(id).await)
     }
 
+    /// The devices that the caller may have now, and the settings for a program that uses them.
+    pub async fn take(&self, wish: &SliceWish) -> Result<(Vec<String>, ContainerAnswer), BusError> {
+        let options = OptionValues::from([("free", wish.free.into()), ("share", wish.share.into())]);
+        let (taken, environment, mounts, gpus) = self.manager.take_devices(&wish.names, &options).await?;
+        Ok((taken, ContainerAnswer { environment, mounts, gpus }))
+    }
+
     /// Gives slices to a control group, and returns their names. For root.
     pub async fn bind(
         &self,
-        devices: &[String],
+        wish: &SliceWish,
         group: &GroupOf,
         label: &str,
-        share: bool,
     ) -> Result<Vec<String>, BusError> {
         let (pid, mut options) = group.pid_and_options();
-        options.extend([("label", label.into()), ("share", share.into())]);
-        for_root(self.control.bind(devices, pid, &options).await)
+        options.extend([("label", label.into()), ("free", wish.free.into()), ("share", wish.share.into())]);
+        for_root(self.control.bind(&wish.names, pid, &options).await)
     }
 
     /// Ends the binding of a control group. For root.

@@ -48,7 +48,7 @@ use guests::{GuestRecord, GuestRecords};
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 
 /// The environment variable that names the directory in which a process looks for its control daemon.
-const DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
+pub const PIPE_DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
 /// The most slices that a process can claim. A container has one of each GPU.
 const CLAIMS: usize = 64;
@@ -546,7 +546,7 @@ fn named(environment: &[u8]) -> Option<Vec<DeviceName>> {
 
 /// The slice in which directory a process with this environment looks for its control daemon.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
-    let directory = Path::new(OsStr::from_bytes(proc::variable(environment, DIRECTORY_VARIABLE)?));
+    let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
     pipe_directories.iter().filter_map(inside).find_map(SliceId::with_directory)
 }

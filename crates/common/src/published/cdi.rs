@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::directories;
 use crate::host::regular_file;
-use crate::published::container::{Mount, container_config, gives_gpus};
+use crate::published::container::{ChosenSlice, Mount, container_config, gives_gpus};
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
 
@@ -20,7 +20,7 @@ pub const FILE: &str = "yunion.io-mps.json";
 /// The vendor and the class of every device. A runtime takes `yunion.io/mps=NAME`.
 pub const KIND: &str = "yunion.io/mps";
 
-/// The seconds after which a runtime gives up on a hook. The hook itself waits 10 s at most for a service that restarts.
+/// The seconds after which a runtime gives up on a hook. The hook itself waits 25 s at most for a slice.
 const HOOK_SECONDS: u32 = 30;
 
 /// The service's spec is far smaller; a file of somebody else need not be read.
@@ -29,45 +29,12 @@ const MAX_BYTES: u64 = 16 * 1024 * 1024;
 /// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
 const VERSION: &str = "0.5.0";
 
-/// The spec of all slices that a new client can use now. With `hooks`, the path of yunion-mpsctl, a container's control group is
-/// bound to its slices, and a container with a drained slice is refused with the reason: an engine that does not find the name
-/// can't say why. None if there are none: a spec without devices is not valid.
-pub fn spec(snapshot: &Snapshot, hooks: Option<&Path>) -> Option<String> {
-    text(snapshot, hooks, |gpu, ordinal, _| gpu.slice_healthy(ordinal))
-}
-
-/// The same while the service starts: besides, the slices of the spec in `directory` that are planned as they are there, on
-/// the GPUs that still are `served` by the control daemon of the former service.
-pub fn spec_while_starting(
-    snapshot: &Snapshot,
-    hooks: Option<&Path>,
-    directory: &Path,
-    served: impl Fn(&str) -> bool,
-) -> Option<String> {
-    let former = directories::open(directory).ok().and_then(|_| read(&directory.join(FILE)));
-    let former: Value = former.and_then(|spec| serde_json::from_slice(&spec).ok()).unwrap_or_default();
-    let former = former.get("devices").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
-    text(snapshot, hooks, |gpu, ordinal, device| {
-        gpu.slice_healthy(ordinal) || (served(gpu.uuid()) && former.contains(device))
-    })
-}
-
-/// The spec of the slices that are wanted.
-fn text(
-    snapshot: &Snapshot,
-    hooks: Option<&Path>,
-    wanted: impl Fn(&GpuView, u32, &Value) -> bool,
-) -> Option<String> {
-    let devices: Vec<Value> = snapshot
-        .slices()
-        .filter_map(|(gpu, ordinal)| {
-            let name = gpu.slice_name(ordinal);
-            if gpu.drained.contains(&ordinal) {
-                return Some(drained_device(hooks?, &name));
-            }
-            device(snapshot, hooks, &name).filter(|device| wanted(gpu, ordinal, device))
-        })
-        .collect();
+/// The spec of all planned slices. Each has a hook, whose program is yunion-mpsctl: it binds the container's control group to the
+/// slice, waits for a slice that is not served at this moment, and refuses with the reason. An engine that does not find a name
+/// can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
+pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
+    let devices: Vec<Value> =
+        snapshot.slices().map(|(gpu, ordinal)| device(snapshot, hooks, gpu, ordinal)).collect();
     if devices.is_empty() {
         return None;
     }
@@ -75,21 +42,26 @@ fn text(
     Some(format!("{spec:#}\n"))
 }
 
-fn device(snapshot: &Snapshot, hooks: Option<&Path>, name: &str) -> Option<Value> {
-    // A container may have several devices, and a runtime makes one mount of two at the same place.
-    let config = container_config(snapshot, [name]).ok()?.at_own_places();
-    // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
-    let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
-    let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
-    let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
-    let hooks: Vec<Value> = hooks.iter().map(|program| hook(program, &["bind", "--oci", name])).collect();
-    Some(json!({"name": name, "containerEdits": {"env": environment, "mounts": mounts, "hooks": hooks}}))
-}
-
-/// A device that nobody gets.
-fn drained_device(program: &Path, name: &str) -> Value {
-    let refuses = hook(program, &["bind", "--oci", "--drained", name]);
-    json!({"name": name, "containerEdits": {"hooks": [refuses]}})
+fn device(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> Value {
+    let name = gpu.slice_name(ordinal);
+    // The hook of a user without root can't ask the service, so it is told of a drain here.
+    let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
+    let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
+    let hooks = json!([hook(hooks, &bind)]);
+    // The hook refuses a container for a GPU of which NVML tells nothing.
+    let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
+        Ok(config) => {
+            // A container may have several devices, and a runtime makes one mount of two at the same place.
+            let config = config.at_own_places();
+            // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
+            let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
+            let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
+            let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
+            json!({"env": environment, "mounts": mounts, "hooks": hooks})
+        }
+        Err(_) => json!({"hooks": hooks}),
+    };
+    json!({"name": name, "containerEdits": edits})
 }
 
 /// The runtime calls it when the container's first process is in its control group, and before the container's program runs. If
@@ -156,11 +128,12 @@ mod tests {
     use super::*;
     use crate::published::samples::{gpu, snapshot};
 
+    const HOOKS: &str = "/usr/bin/yunion-mpsctl";
+
     #[test]
     fn a_device_has_what_a_container_needs() {
         let snapshot = snapshot(Some(vec![gpu("00:06.0", "GPU-1")]));
-        let hooks = Some(Path::new("/usr/bin/yunion-mpsctl"));
-        let spec: Value = serde_json::from_str(&spec(&snapshot, hooks).unwrap()).unwrap();
+        let spec: Value = serde_json::from_str(&spec(&snapshot, Path::new(HOOKS)).unwrap()).unwrap();
         let names: Vec<&Value> =
             spec["devices"].as_array().unwrap().iter().map(|device| &device["name"]).collect();
         assert_eq!(names, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]);
@@ -200,31 +173,28 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_left_out() {
-        let mut ill = gpu("00:07.0", "GPU-2");
-        ill.healthy = false;
-        let both = spec(&snapshot(Some(vec![ill.clone(), gpu("00:06.0", "GPU-1")])), None).unwrap();
-        assert!(both.contains("00:06.0-3") && !both.contains("00:07.0"), "{both}");
-        for nothing in [None, Some(Vec::new()), Some(vec![ill])] {
-            assert_eq!(spec(&snapshot(nothing), None), None);
+    fn a_device_is_there_whatever_happens_to_its_slice() {
+        let text = |change: &dyn Fn(&mut GpuView)| {
+            let mut one = gpu("00:06.0", "GPU-1");
+            change(&mut one);
+            spec(&snapshot(Some(vec![one])), Path::new(HOOKS)).unwrap()
+        };
+        let healthy = text(&|_| ());
+        let drained: Value = serde_json::from_str(&text(&|gpu| _ = gpu.drained.insert(1))).unwrap();
+        let words = &drained["devices"][1]["containerEdits"]["hooks"][0]["args"];
+        assert_eq!(*words, json!(["yunion-mpsctl", "bind", "--oci", "--drained", "00:06.0-1"]));
+        assert_eq!(text(&|gpu| gpu.healthy = false), healthy);
+        assert_eq!(text(&|gpu| gpu.needs_reset = true), healthy);
+        assert_eq!(text(&|gpu| _ = gpu.bound.insert(1, "train-1".to_owned())), healthy);
+        let lost: Value =
+            serde_json::from_str(&text(&|gpu| gpu.plan.gpu.nvml = Err("GPU is lost".into()))).unwrap();
+        let healthy: Value = serde_json::from_str(&healthy).unwrap();
+        assert_eq!(lost["devices"][1]["name"], "00:06.0-1");
+        let edits = |spec: &Value| spec["devices"][1]["containerEdits"].clone();
+        assert_eq!(edits(&lost), json!({"hooks": edits(&healthy)["hooks"]}));
+        for nothing in [None, Some(Vec::new())] {
+            assert_eq!(spec(&snapshot(nothing), Path::new(HOOKS)), None);
         }
-    }
-
-    #[test]
-    fn a_drained_slice_refuses_every_container() {
-        let mut one = gpu("00:06.0", "GPU-1");
-        one.drained.insert(1);
-        let drained = snapshot(Some(vec![one]));
-        let with_hooks: Value =
-            serde_json::from_str(&spec(&drained, Some(Path::new("/usr/bin/yunion-mpsctl"))).unwrap())
-                .unwrap();
-        let edits = with_hooks["devices"][1]["containerEdits"].as_object().unwrap();
-        assert_eq!(edits.keys().collect::<Vec<_>>(), ["hooks"]);
-        assert_eq!(
-            edits["hooks"][0]["args"],
-            json!(["yunion-mpsctl", "bind", "--oci", "--drained", "00:06.0-1"])
-        );
-        assert!(!spec(&drained, None).unwrap().contains("00:06.0-1"));
     }
 
     #[test]

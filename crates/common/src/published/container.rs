@@ -3,11 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use crate::host::cpus::Cpus;
+use crate::host::device_name::SliceId;
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
-use crate::membership::DEVICE_VARIABLE;
+use crate::membership::{DEVICE_VARIABLE, PIPE_DIRECTORY_VARIABLE};
 use crate::plan::SliceSize;
-use crate::problem::Problem;
 use crate::published::snapshot::{GpuView, Snapshot, drained};
+use mps_core::access::Obstacle;
 
 /// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
@@ -38,6 +39,21 @@ const CONTEXT_MIB_PER_PERCENT: u64 = 7;
 /// The part of a GPU's memory that no process can allocate, in MiB: of the driver, a server and one context. Measured: 1208
 /// on an H200 with driver 580.
 const NEVER_FREE_MIB: u64 = 1280;
+
+/// A slice that a program may have.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ChosenSlice<'s> {
+    pub gpu: &'s GpuView,
+    pub ordinal: u32,
+    /// The published name of the device that was asked for: a slice, or a GPU.
+    pub name: String,
+}
+
+impl ChosenSlice<'_> {
+    pub fn slice(&self) -> SliceId {
+        self.gpu.plan.slice(self.ordinal)
+    }
+}
 
 /// The settings that a container runtime adds to a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,13 +123,17 @@ pub enum ContainerError {
     /// A name that stands for nothing, and the names that look like it.
     #[error("there is no device {asked:?}{}", offer(.near))]
     NoSuchDevice { asked: String, near: Vec<String> },
+    /// A name among which to choose that is nothing's, and the GPUs that there are.
+    #[error("no slice, GPU or model is called {asked:?}; there are {there}")]
+    NoneCalled { asked: String, there: String },
+    /// None of the slices to choose from can be had. The easiest of the obstacles; None: they are full.
+    #[error("no slice is free: {why}")]
+    NoneFree { why: String, easiest: Option<Obstacle> },
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
     NoUuid { device: String, reason: String },
-    #[error("{device} can't be served: {reason}")]
-    NotServable { device: String, reason: String },
-    /// A slice that is drained, or a GPU without any other slice.
-    #[error("{device} is {reason}")]
-    Drained { device: String, reason: Problem },
+    /// A slice that the asker may not have now, or a GPU without a slice that it may have.
+    #[error("{}", refusal(.device, .obstacle))]
+    Refused { device: String, obstacle: Obstacle },
     #[error(
         "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
          of one control daemon, or set cuda_mps_topology to shared"
@@ -144,6 +164,17 @@ impl ContainerError {
     }
 }
 
+fn refusal(device: &str, obstacle: &Obstacle) -> String {
+    match obstacle {
+        Obstacle::Unserved(reason) => format!("{device} is not served: {reason}"),
+        Obstacle::Taken(by) => {
+            format!("{device} is taken by {by}; yunion-mpsctl list -o wide shows who has which slice")
+        }
+        Obstacle::Drained => format!("{device} is {}", drained(device)),
+        Obstacle::Unusable(reason) => format!("{device} can't be served: {reason}"),
+    }
+}
+
 /// The end of the sentence about a name that stands for nothing.
 fn offer(near: &[String]) -> String {
     match near {
@@ -152,39 +183,23 @@ fn offer(near: &[String]) -> String {
     }
 }
 
-/// The settings for a container that uses these devices.
+/// The settings for a container that uses these slices.
 ///
-/// A name is the name of a slice (`00:06.0-1`) or of a GPU (its address or UUID). The name of a GPU stands for its first
-/// slice that is not drained. Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice,
-/// and a client can only tighten them. So two slices of one GPU get the same answer as one slice.
+/// Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only tighten
+/// them. So two slices of one GPU get the same answer as one slice.
 pub fn container_config(
     snapshot: &Snapshot,
-    names: impl IntoIterator<Item = impl AsRef<str>>,
+    slices: &[ChosenSlice<'_>],
 ) -> Result<ContainerConfig, ContainerError> {
-    if snapshot.gpus.is_none() {
-        return Err(ContainerError::not_ready(snapshot));
-    }
     let mut devices: Vec<String> = Vec::new();
     let mut gpus: Vec<(&GpuView, SliceSize)> = Vec::new();
     let mut directories: Vec<PathBuf> = Vec::new();
     let mut connect: Option<PathBuf> = None;
-    for asked in names {
-        let asked = asked.as_ref();
-        let found = snapshot.find(asked).ok_or_else(|| ContainerError::no_such_device(snapshot, asked))?;
-        let (gpu, name) = (found.gpu(), found.name());
+    for ChosenSlice { gpu, ordinal, name } in slices {
+        let (gpu, ordinal, name) = (*gpu, *ordinal, name.clone());
         if let Err(reason) = &gpu.plan.gpu.nvml {
             return Err(ContainerError::NoUuid { device: name, reason: reason.to_string() });
         }
-        if !gpu.plan.servable() {
-            let reason = gpu.plan.unusable().unwrap_or_default();
-            return Err(ContainerError::NotServable { device: name, reason });
-        }
-        if gpu.needs_reset {
-            return Err(ContainerError::NotServable { device: name, reason: gpu.reason.clone() });
-        }
-        let Some(ordinal) = found.undrained() else {
-            return Err(ContainerError::Drained { reason: drained(&name), device: name });
-        };
         let pipe_directory = gpu.plan.slice_pipe_directory(ordinal);
         if let (Some(first), Some(device)) = (&connect, devices.first())
             && *first != pipe_directory
@@ -208,7 +223,7 @@ pub fn container_config(
     let smallest_mib = gpus.iter().map(|(_, size)| size.memory_mib).min().ok_or(ContainerError::NoneNamed)?;
     let uuids: Vec<String> = gpus.iter().map(|(gpu, _)| gpu.uuid().to_owned()).collect();
     let mut environment = vec![
-        ("CUDA_MPS_PIPE_DIRECTORY", connect.display().to_string()),
+        (PIPE_DIRECTORY_VARIABLE, connect.display().to_string()),
         (VISIBLE_DEVICES, uuids.join(",")),
         (DRIVER_CAPABILITIES, "all".to_owned()),
         ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage.to_string()),
@@ -292,9 +307,20 @@ fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> 
 mod tests {
     use std::sync::Arc;
 
+    use mps_core::bindings::BoundBy;
+
     use super::*;
+    use crate::bindings::SliceBindings;
     use crate::problem::NamedProblem;
+    use crate::published::access::{Asker, choose};
     use crate::published::samples::{gpu, snapshot};
+
+    /// The settings for a program of which nothing is known, where nothing is bound.
+    fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, ContainerError> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
+        super::container_config(snapshot, &choose(snapshot, &names, &SliceBindings::default(), asker)?)
+    }
 
     fn two_gpus() -> Snapshot {
         let mut second = gpu("00:07.0", "GPU-2");
@@ -310,7 +336,7 @@ mod tests {
 
     #[test]
     fn one_slice() {
-        let config = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        let config = container_config(&two_gpus(), &["00:06.0-1"]).unwrap();
         assert_eq!(
             environment(&config),
             [
@@ -340,7 +366,7 @@ mod tests {
                 let gpu = Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]);
                 let nvml = gpu.plan.gpu.nvml.as_mut().unwrap();
                 nvml.compute_capability = Some(if volta { (7, 0) } else { (6, 1) });
-                let config = container_config(&snapshot, ["00:06.0-1"]).unwrap();
+                let config = container_config(&snapshot, &["00:06.0-1"]).unwrap();
                 let pipe = mount("/tmp/nvidia-mps/pipe", volta && read_only);
                 assert_eq!(config.mounts, [mount("/dev/shm", false), pipe]);
             }
@@ -350,7 +376,7 @@ mod tests {
 
     #[test]
     fn several_gpus_get_the_smallest_percentage_and_limits_by_uuid() {
-        let config = container_config(&two_gpus(), ["00:07.0-0", "00:06.0-3"]).unwrap();
+        let config = container_config(&two_gpus(), &["00:07.0-0", "00:06.0-3"]).unwrap();
         assert_eq!(
             environment(&config)[1..],
             [
@@ -393,8 +419,8 @@ mod tests {
 
     #[test]
     fn two_slices_of_one_gpu_are_one_slice() {
-        let two = container_config(&two_gpus(), ["00:06.0-1", "00:06.0-2", "00:06.0-1"]).unwrap();
-        let mut one = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        let two = container_config(&two_gpus(), &["00:06.0-1", "00:06.0-2", "00:06.0-1"]).unwrap();
+        let mut one = container_config(&two_gpus(), &["00:06.0-1"]).unwrap();
         one.environment.pop();
         one.environment.push(("YUNION_MPS_DEVICE", "00:06.0-1,00:06.0-2".to_owned()));
         assert_eq!(two, one);
@@ -445,17 +471,17 @@ mod tests {
             assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps"));
             assert_eq!(config.mounts, mounts.iter().copied().map(mount).collect::<Vec<_>>());
         }
-        let config = container_config(&snapshot, ["00:06.0-1"]).unwrap().at_own_places();
+        let config = container_config(&snapshot, &["00:06.0-1"]).unwrap().at_own_places();
         assert_eq!(config.mounts, [mount(("00_06.0-1", "/run/yunion-mps-00_06.0-1"))]);
         assert_eq!(environment(&config)[0], ("CUDA_MPS_PIPE_DIRECTORY", "/run/yunion-mps-00_06.0-1"));
-        let whole = container_config(&two_gpus(), ["00:06.0-1"]).unwrap();
+        let whole = container_config(&two_gpus(), &["00:06.0-1"]).unwrap();
         assert_eq!(whole.clone().at_own_places(), whole);
     }
 
     #[test]
     fn a_gpu_stands_for_one_slice_of_it() {
-        let by_uuid = container_config(&two_gpus(), ["GPU-1"]).unwrap();
-        assert_eq!(by_uuid, container_config(&two_gpus(), ["0000:00:06.0"]).unwrap());
+        let by_uuid = container_config(&two_gpus(), &["GPU-1"]).unwrap();
+        assert_eq!(by_uuid, container_config(&two_gpus(), &["0000:00:06.0"]).unwrap());
         assert_eq!(by_uuid.environment.last().unwrap().1, "00:06.0");
         assert_eq!(by_uuid.environment[4].1, "0=5760M");
     }
@@ -464,9 +490,9 @@ mod tests {
     fn a_gpu_that_needs_a_reset_is_given_to_nobody() {
         let mut view = gpu("00:07.0", "GPU-2");
         (view.needs_reset, view.reason) = (true, "Xid 48".to_owned());
-        let refused =
-            ContainerError::NotServable { device: "00:07.0-1".to_owned(), reason: "Xid 48".to_owned() };
-        assert_eq!(container_config(&snapshot(Some(vec![view])), ["00:07.0-1"]), Err(refused));
+        let obstacle = Obstacle::Unusable("Xid 48".to_owned());
+        let refused = ContainerError::Refused { device: "00:07.0-1".to_owned(), obstacle };
+        assert_eq!(container_config(&snapshot(Some(vec![view])), &["00:07.0-1"]), Err(refused));
     }
 
     #[test]
@@ -476,20 +502,25 @@ mod tests {
             change(view.plan.gpu.nvml.as_mut().unwrap());
             view.plan.obstacles = vec![NamedProblem::new("mig-enabled", "the reason", "")];
             view.healthy = false;
-            container_config(&snapshot(Some(vec![gpu("00:06.0", "GPU-1"), view])), ["00:06.0-0", "00:07.0-1"])
+            view.reason = "the reason".to_owned();
+            container_config(
+                &snapshot(Some(vec![gpu("00:06.0", "GPU-1"), view])),
+                &["00:06.0-0", "00:07.0-1"],
+            )
         };
-        let refused = Err(ContainerError::NotServable {
-            device: "00:07.0-1".to_owned(),
-            reason: "the reason".to_owned(),
-        });
+        let refused_by = |obstacle| Err(ContainerError::Refused { device: "00:07.0-1".to_owned(), obstacle });
+        let refused = refused_by(Obstacle::Unusable("the reason".to_owned()));
         assert_eq!(with(&|facts| facts.state.mig_enabled = true), refused);
         assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
         assert_eq!(
             with(&|facts| facts.state.compute_mode = Some(crate::host::compute_mode::ComputeMode::Prohibited)),
             refused
         );
-        // A program without MPS ends some day, and a container that starts after that needs the answer.
-        assert!(with(&|facts| facts.state.foreign_processes = vec![(7, "job".to_owned())]).is_ok());
+        // A program without MPS ends some day.
+        assert_eq!(
+            with(&|facts| facts.state.foreign_processes = vec![(7, "job".to_owned())]),
+            refused_by(Obstacle::Unserved("the reason".to_owned()))
+        );
     }
 
     #[test]
@@ -514,14 +545,13 @@ mod tests {
 
     #[test]
     fn no_answer_says_why() {
-        let nothing: [&str; 0] = [];
-        assert_eq!(container_config(&two_gpus(), nothing), Err(ContainerError::NoneNamed));
+        assert_eq!(container_config(&two_gpus(), &[]), Err(ContainerError::NoneNamed));
         assert_eq!(
-            container_config(&snapshot(None), ["00:06.0-1"]),
+            container_config(&snapshot(None), &["00:06.0-1"]),
             Err(ContainerError::NotReady("the GPUs are not known yet; ask again in a moment".to_owned()))
         );
         assert_eq!(
-            container_config(&two_gpus(), ["00:06.0-1", "00:06.0-4"]),
+            container_config(&two_gpus(), &["00:06.0-1", "00:06.0-4"]),
             Err(ContainerError::no_such_device(&two_gpus(), "00:06.0-4"))
         );
         let said = |asked: &str| ContainerError::no_such_device(&two_gpus(), asked).to_string();
@@ -534,8 +564,11 @@ mod tests {
         let mut lost = gpu("00:06.0", "GPU-1");
         lost.plan.gpu.nvml = Err("GPU is lost".into());
         assert_eq!(
-            container_config(&snapshot(Some(vec![lost])), ["00:06.0-1"]),
-            Err(ContainerError::NoUuid { device: "00:06.0-1".to_owned(), reason: "GPU is lost".to_owned() })
+            container_config(&snapshot(Some(vec![lost])), &["00:06.0-1"]),
+            Err(ContainerError::Refused {
+                device: "00:06.0-1".to_owned(),
+                obstacle: Obstacle::Unusable("GPU is lost".to_owned())
+            })
         );
     }
 
@@ -545,9 +578,9 @@ mod tests {
         for gpu in snapshot.gpus.iter_mut().flatten().map(Arc::make_mut) {
             gpu.plan.pipe_directory.push(gpu.plan.gpu.nvml.as_ref().unwrap().uuid.clone());
         }
-        let error = container_config(&snapshot, ["00:06.0-1", "00:07.0-2"]).unwrap_err();
+        let error = container_config(&snapshot, &["00:06.0-1", "00:07.0-2"]).unwrap_err();
         assert!(error.to_string().starts_with("00:06.0-1 and 00:07.0-2 have different pipe directories"));
-        let alone = container_config(&snapshot, ["00:07.0-2"]).unwrap();
+        let alone = container_config(&snapshot, &["00:07.0-2"]).unwrap();
         assert_eq!(alone.environment[0].1, "/tmp/nvidia-mps/pipe/GPU-2");
     }
 }

@@ -1,9 +1,11 @@
 //! Everything that the service tells others, as plain data: the Snapshot, and what is made from it alone.
 
+pub mod access;
 pub mod cdi;
 pub mod client;
 pub mod container;
 pub mod control_daemon;
+pub mod free;
 pub mod one_slice;
 #[cfg(any(test, feature = "samples"))]
 pub mod samples;

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::bindings::SliceBindings;
 use crate::config::Isolation;
 use crate::host::compute_mode::ComputeMode;
 use crate::host::device_name::{self, DeviceName};
@@ -56,6 +57,8 @@ pub struct Snapshot {
     /// not changed is the same one in the next Snapshot.
     pub gpus: Option<Vec<Arc<GpuView>>>,
     pub control_daemons: Vec<ControlDaemonView>,
+    /// The slices to which control groups are bound.
+    pub bindings: Arc<SliceBindings>,
     /// The last things that happened, oldest first.
     pub events: VecDeque<Event>,
 }
@@ -227,16 +230,6 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// The ordinal of the slice. The name of a GPU stands for its first slice that is not drained. None if that is drained.
-    pub(super) fn undrained(&self) -> Option<u32> {
-        let (gpu, mut ordinals) = match self {
-            Self::Gpu(gpu) => (gpu, 0..gpu.plan.slices()),
-            Self::Slice(gpu, ordinal) => (gpu, *ordinal..ordinal.saturating_add(1)),
-        };
-        let open = ordinals.clone().find(|ordinal| gpu.slice_healthy(*ordinal));
-        open.or_else(|| ordinals.find(|ordinal| !gpu.drained.contains(ordinal)))
-    }
-
     /// The name that is published for it.
     pub fn id(&self) -> DeviceName {
         match self {
@@ -341,7 +334,6 @@ mod tests {
         let mut view = gpu("00:06.0", "GPU-1");
         view.drained.insert(1);
         assert!(view.slice_healthy(0) && !view.slice_healthy(1) && view.healthy);
-        assert_eq!(Named::Gpu(&view).undrained(), Some(0));
         assert_eq!(view.slice_reason(0), "");
         let drained = "drained for new clients; yunion-mpsctl undrain 00:06.0-1 takes that back";
         assert_eq!(view.slice_reason(1), drained);
@@ -353,9 +345,5 @@ mod tests {
             (view.slice_reason(0), view.slice_reason(1)),
             ("GPU is lost".to_owned(), format!("{drained}; GPU is lost"))
         );
-        view.drained = (0..2).collect();
-        assert_eq!((Named::Gpu(&view).undrained(), Named::Slice(&view, 0).undrained()), (Some(2), None));
-        view.drained.extend(0..4);
-        assert_eq!(Named::Gpu(&view).undrained(), None);
     }
 }

@@ -4,24 +4,18 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde::Deserialize;
-use tokio::time::sleep;
 
+use crate::chosen::{passes, until_served};
 use crate::complete;
 use crate::screen::say;
 use crate::{Error, Result, slurm};
-use common::bus::proxy::{BusError, DaemonProxy, GroupOf};
+use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::proc;
 use common::published::snapshot::drained;
 use common::text::printable;
-
-/// The time in which a service that is just restarted, or a control daemon that has ended, serves again. A container that starts
-/// meanwhile waits.
-const RESTART: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(100);
 
 /// The most bytes of a container's state that are read. A runtime writes some hundred, and the annotations.
 const STATE: u64 = 1024 * 1024;
@@ -116,19 +110,11 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
         return Err(Error::Failed(format!("{names} is {}", drained(&names))));
     }
     let Some(ToBind { devices, group, label }) = wanted(arguments)? else { return Ok(()) };
-    let bind = async || {
-        let daemon = DaemonProxy::connect().await?;
-        daemon.bind(&devices, &group, &label, arguments.share).await
-    };
+    let wish = SliceWish { names: devices, free: false, share: arguments.share };
+    let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
     // Somebody's container or job is to start, and a service that is just restarted is no reason against it.
     let waits = arguments.hook.oci || arguments.slurm;
-    let deadline = Instant::now() + RESTART;
-    let bound = loop {
-        match bind().await {
-            Err(error) if waits && passes(&error) && Instant::now() < deadline => sleep(PAUSE).await,
-            answer => break answer?,
-        }
-    };
+    let bound = until_served(bind, |error| waits && (passes(error) || is_away(error))).await?;
     if waits {
         return Ok(());
     }
@@ -182,14 +168,12 @@ fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
         .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
 }
 
-/// Whether a service that is just restarted answers like this. A service that ends before it answers may have bound the control
-/// group, which then is bound as before.
-fn passes(error: &BusError) -> bool {
+/// Returns whether the service is just restarted. A service that ends before it answers may have bound the control group, which
+/// then is bound as before.
+fn is_away(error: &BusError) -> bool {
     match error {
         BusError::NotRunning => true,
-        BusError::Refused { name, .. } => {
-            matches!(name.rsplit('.').next(), Some("NotReady" | "NotServed" | "NoReply"))
-        }
+        BusError::Refused { name, .. } => name.ends_with(".NoReply"),
         _ => false,
     }
 }

@@ -24,12 +24,12 @@ use tokio::process::Command;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::chosen::Devices;
+use crate::chosen::{Devices, passes, take, tell_choice, until_served};
 use crate::screen::say;
-use crate::show::env::{host_environment, quoted, warn_of_several};
+use crate::show::env::{ensure_reachable, host_environment, quoted, warn_of_several};
 use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, Result};
-use common::bus::proxy::{BusError, DaemonProxy, GroupOf};
+use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::device_name::{self, GpuId};
 use common::host::{control_groups, proc, systemd};
 use common::text::printable;
@@ -59,21 +59,23 @@ const CAUGHT: [Signal; 8] = [
 pub(crate) struct Arguments {
     #[command(flatten)]
     devices: Devices,
-    /// Others may have the slices too; without it, root's command is refused a slice that somebody has, and keeps others out
-    #[arg(long)]
-    share: bool,
     /// The command, and its arguments
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
 }
 
 pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8> {
-    let mut slices = arguments.devices.names(&daemon).await?;
+    let mut wish = arguments.devices.wish()?;
     if takes_control_group(&arguments.command).await {
-        let label = label(&arguments.command);
-        slices = daemon.bind(&slices, &GroupOf::Process(id()), &label, arguments.share).await?;
+        let (label, group) = (label(&arguments.command), GroupOf::Process(id()));
+        let bound = until_served(async || daemon.bind(&wish, &group, &label).await, passes).await?;
+        if wish.free {
+            tell_choice(&daemon, &bound).await?;
+        }
+        wish = SliceWish { names: bound, free: false, ..wish };
     }
-    let answer = daemon.container_config(&slices).await?;
+    let answer = take(&daemon, &wish).await?;
+    ensure_reachable(&answer)?;
     warn_of_several(&answer);
     // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
     drop(daemon);

@@ -2,15 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::Write;
+use std::fs;
+use std::io::{self, Write};
+use std::path::Path;
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
 
-use crate::chosen::Devices;
+use crate::chosen::{Devices, take};
 use crate::screen::say;
 use crate::{Error, Result, print_json};
 use common::bus::proxy::{ContainerAnswer, DaemonProxy};
+use common::membership::PIPE_DIRECTORY_VARIABLE;
 use common::published::cdi;
 use common::published::container::{devices_in, gives_gpus};
 use common::published::one_slice;
@@ -81,13 +84,14 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
 }
 
 pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
-    let answer = daemon.container_config(&arguments.devices.names(daemon).await?).await?;
+    let answer = take(daemon, &arguments.devices.wish()?).await?;
     // Several CDI devices are refused.
     if arguments.format != EnvFormat::Cdi {
         warn_of_several(&answer);
     }
     match arguments.format {
         EnvFormat::Shell => {
+            ensure_reachable(&answer)?;
             for (name, value) in host_environment(&answer) {
                 writeln!(out, "export {name}={}", quoted(&value))?;
             }
@@ -206,6 +210,26 @@ pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)
     }
     environment.push(("CUDA_VISIBLE_DEVICES".to_owned(), answer.gpus.join(",")));
     environment
+}
+
+/// Makes sure that a program that is started from here finds its control daemon. A program that does not find it begins without
+/// MPS, or gets error 46.
+///
+/// # Errors
+/// This process sees other directories than the service.
+pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
+    let environment = host_environment(answer);
+    let directory = environment.iter().find(|(name, _)| name == PIPE_DIRECTORY_VARIABLE);
+    let Some((_, directory)) = directory else { return Ok(()) };
+    match fs::metadata(Path::new(directory).join("control")) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Failed(format!(
+            "{directory}/control is not there for this process, and is for the service: this process has a /tmp of its own \
+             (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set cuda_mps_pipe_directory to a directory outside of it, \
+             /run/nvidia-mps for one"
+        ))),
+        // Another user may not be allowed to look, and CUDA says that itself.
+        _ => Ok(()),
+    }
 }
 
 /// A word that a POSIX shell reads as this text.

@@ -1,0 +1,104 @@
+//! The slices that a program may have now: the answer for every door that hands out a slice.
+
+use mps_core::access::{self, Obstacle, Standing};
+use mps_core::bindings::{Binding, BoundBy};
+
+use crate::bindings::SliceBindings;
+use crate::host::control_groups;
+use crate::host::device_name::SliceId;
+use crate::host::proc;
+use crate::published::container::{ChosenSlice, ContainerError};
+use crate::published::snapshot::{GpuView, Named, Snapshot};
+
+/// A program that is to have slices.
+#[derive(Debug, Clone, Copy)]
+pub struct Asker<'a> {
+    /// The path of its control group. None: it is not known yet.
+    pub control_group: Option<&'a str>,
+    /// The slices are its by this word. A weaker binding of somebody else is no obstacle for a slice that is named.
+    pub by: BoundBy,
+    /// Others may have the slices too.
+    pub shares: bool,
+}
+
+/// Says whether a program may have a slice now.
+///
+/// # Errors
+/// It may not.
+pub fn may_have(
+    gpu: &GpuView,
+    ordinal: u32,
+    bindings: &SliceBindings,
+    asker: Asker<'_>,
+) -> Result<(), Obstacle> {
+    let now = proc::uptime().unwrap_or_default().as_secs();
+    let holds = |one: &Binding<SliceId>| !one.gives_way(control_groups::use_of(&one.group), now);
+    let taker = || bindings.taken_from(&gpu.plan.slice(ordinal), asker.control_group, asker.by, holds);
+    access::may_have(Standing {
+        unusable: unusable(gpu),
+        drained: gpu.drained.contains(&ordinal),
+        taken_by: (!asker.shares).then(taker).flatten().map(|one| one.name().to_owned()),
+        unserved: (!gpu.slice_healthy(ordinal)).then(|| gpu.slice_reason(ordinal)),
+    })
+}
+
+/// Why an administrator has to act before the GPU is given to anybody.
+fn unusable(gpu: &GpuView) -> Option<String> {
+    if gpu.needs_reset {
+        return Some(gpu.reason.clone());
+    }
+    if let Err(reason) = &gpu.plan.gpu.nvml {
+        return Some(reason.to_string());
+    }
+    (!gpu.plan.servable()).then(|| gpu.plan.unusable().unwrap_or_default())
+}
+
+/// The slices that these names stand for. A GPU stands for the slice of it that the asker has, or else for the first that it may
+/// have.
+///
+/// # Errors
+/// The first name that stands for nothing, or for nothing that the asker may have.
+pub fn choose<'s>(
+    snapshot: &'s Snapshot,
+    names: &[String],
+    bindings: &SliceBindings,
+    asker: Asker<'_>,
+) -> Result<Vec<ChosenSlice<'s>>, ContainerError> {
+    if snapshot.gpus.is_none() {
+        return Err(ContainerError::not_ready(snapshot));
+    }
+    if names.is_empty() {
+        return Err(ContainerError::NoneNamed);
+    }
+    let chosen = |asked: &String| {
+        let found = snapshot.find(asked).ok_or_else(|| ContainerError::no_such_device(snapshot, asked))?;
+        let name = found.name();
+        let refused = |obstacle| ContainerError::Refused { device: name.clone(), obstacle };
+        let (gpu, ordinal) = match found {
+            Named::Slice(gpu, ordinal) => {
+                may_have(gpu, ordinal, bindings, asker).map_err(refused)?;
+                (gpu, ordinal)
+            }
+            Named::Gpu(gpu) => (gpu, of_gpu(gpu, bindings, asker).map_err(refused)?),
+        };
+        Ok(ChosenSlice { gpu, ordinal, name })
+    };
+    names.iter().map(chosen).collect()
+}
+
+/// The slice of a GPU that an asker gets. The error is the easiest to overcome.
+fn of_gpu(gpu: &GpuView, bindings: &SliceBindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
+    // None of them is named, so none is taken from a weaker binding.
+    let asker = Asker { by: BoundBy::Platform, ..asker };
+    let own = bindings.iter().find(|one| Some(one.group.path.as_str()) == asker.control_group);
+    let has = |ordinal: &u32| own.is_some_and(|own| own.slices.contains(&gpu.plan.slice(*ordinal)));
+    let mut refused: Option<Obstacle> = None;
+    let all = 0..gpu.plan.slices();
+    for ordinal in all.clone().filter(has).chain(all.filter(|ordinal| !has(ordinal))) {
+        match may_have(gpu, ordinal, bindings, asker) {
+            Ok(()) => return Ok(ordinal),
+            Err(obstacle) => refused = refused.into_iter().chain([obstacle]).min(),
+        }
+    }
+    Err(refused.unwrap_or_else(|| Obstacle::Unusable("it has no slices".to_owned())))
+}

@@ -1,0 +1,343 @@
+//! The slices among which the service chooses for a caller that leaves the choice to it: the one with the fewest clients.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use mps_core::access::Obstacle;
+
+use crate::bindings::SliceBindings;
+use crate::counted::counted;
+use crate::host::device_name::{DeviceName, SliceId};
+use crate::published::access::{Asker, may_have};
+use crate::published::client::ClientView;
+use crate::published::container::{ChosenSlice, ContainerError};
+use crate::published::snapshot::{GpuView, Named, Snapshot};
+
+/// A slice among which the service chooses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Candidate {
+    pub slice: SliceId,
+    /// It has so many clients that one more would be over its budget: that number.
+    pub full: Option<u32>,
+}
+
+/// The slices that are meant: all of the host, or those with one of these names. A name is that of a slice or a GPU, or a part
+/// of a model's name. The slice with the fewest clients comes first. Among several, those on the GPU with the fewest clients
+/// come first, in the order of the configuration. A slice among the `recent` ones, which were just given to somebody, has a
+/// client more each time: a program is a client only once it has started CUDA.
+///
+/// # Errors
+/// A name stands for nothing, or nothing is known of the GPUs.
+pub fn candidates(
+    snapshot: &Snapshot,
+    names: &[String],
+    clients: &[ClientView],
+    recent: &[SliceId],
+) -> Result<Vec<Candidate>, ContainerError> {
+    if snapshot.gpus.is_none() {
+        return Err(ContainerError::not_ready(snapshot));
+    }
+    let all = || snapshot.slices();
+    let meant = |gpu: &GpuView, ordinal: u32, name: &str| match snapshot.find(name) {
+        Some(Named::Slice(of, number)) => of.uuid() == gpu.uuid() && number == ordinal,
+        Some(Named::Gpu(of)) => of.plan.gpu.id() == gpu.plan.gpu.id(),
+        None => is_model(gpu, name),
+    };
+    let is_nothing = |name: &&String| !all().any(|(gpu, ordinal)| meant(gpu, ordinal, name));
+    if let Some(asked) = names.iter().find(is_nothing) {
+        return Err(ContainerError::NoneCalled { asked: asked.clone(), there: gpus(snapshot) });
+    }
+    let wanted = all()
+        .filter(|(gpu, ordinal)| names.is_empty() || names.iter().any(|name| meant(gpu, *ordinal, name)));
+    let mut counted: Vec<((usize, usize), Candidate)> = wanted
+        .map(|(gpu, ordinal)| {
+            let slice = gpu.plan.slice(ordinal);
+            let own = count(clients, |client| uses(client, gpu) && has(client, slice));
+            let given = |of: &dyn Fn(&SliceId) -> bool| recent.iter().filter(|slice| of(slice)).count();
+            let on_slice = own + given(&|recent| *recent == slice);
+            let on_gpu =
+                count(clients, |client| uses(client, gpu)) + given(&|recent| recent.gpu == slice.gpu);
+            let full = gpu.plan.max_clients(ordinal);
+            let full = full.filter(|most| usize::try_from(*most).is_ok_and(|most| own >= most));
+            ((on_slice, on_gpu), Candidate { slice, full })
+        })
+        .collect();
+    // The sort is stable: slices with as many clients stay in the order of the configuration.
+    counted.sort_by_key(|(clients, _)| *clients);
+    Ok(counted.into_iter().map(|(_, candidate)| candidate).collect())
+}
+
+/// The first candidate that is not full and that the asker may have.
+///
+/// # Errors
+/// There is none, and each GPU has its reason.
+pub fn choose<'s>(
+    snapshot: &'s Snapshot,
+    candidates: &[Candidate],
+    bindings: &SliceBindings,
+    asker: Asker<'_>,
+) -> Result<ChosenSlice<'s>, ContainerError> {
+    let mut easiest: Option<Obstacle> = None;
+    // In the order of the configuration: the reasons of each GPU, each with its number of slices.
+    let mut refused: Vec<(&GpuView, BTreeMap<String, usize>)> = Vec::new();
+    for Candidate { slice, full } in candidates {
+        let Some(Named::Slice(gpu, ordinal)) = snapshot.find(&slice.to_string()) else { continue };
+        let reason = match (may_have(gpu, ordinal, bindings, asker), full) {
+            (Ok(()), None) => return Ok(ChosenSlice { gpu, ordinal, name: slice.to_string() }),
+            (Ok(()), Some(most)) => {
+                format!("full: {} at most (max_clients)", counted(*most as usize, "client"))
+            }
+            (Err(obstacle), _) => {
+                let words = in_words(&obstacle);
+                easiest = easiest.into_iter().chain([obstacle]).min();
+                words
+            }
+        };
+        let of_gpu = match refused.iter().position(|(known, _)| known.plan.gpu.id() == slice.gpu) {
+            Some(place) => refused.get_mut(place),
+            None => {
+                refused.push((gpu, BTreeMap::new()));
+                refused.last_mut()
+            }
+        };
+        if let Some((_, reasons)) = of_gpu {
+            *reasons.entry(reason).or_default() += 1;
+        }
+    }
+    refused.sort_by_key(|(gpu, _)| place(snapshot, gpu));
+    let why = refused.into_iter().map(|(gpu, reasons)| of_gpu(gpu, &reasons)).collect::<Vec<_>>();
+    Err(ContainerError::NoneFree { why: why.join("; "), easiest })
+}
+
+fn place(snapshot: &Snapshot, gpu: &GpuView) -> Option<usize> {
+    snapshot.gpus.iter().flatten().position(|one| one.plan.gpu.id() == gpu.plan.gpu.id())
+}
+
+fn in_words(obstacle: &Obstacle) -> String {
+    match obstacle {
+        Obstacle::Unserved(reason) => format!("not served: {reason}"),
+        Obstacle::Taken(by) => format!("bound to {by}"),
+        Obstacle::Drained => "drained".to_owned(),
+        Obstacle::Unusable(reason) => format!("can't be served: {reason}"),
+    }
+}
+
+fn of_gpu(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
+    let reasons: Vec<String> = match reasons.keys().next() {
+        Some(only) if reasons.len() == 1 => vec![only.clone()],
+        _ => reasons.iter().map(|(why, slices)| format!("{} {why}", counted(*slices, "slice"))).collect(),
+    };
+    format!("{}: {}", gpu.plan.gpu.id(), reasons.join(", "))
+}
+
+/// Whether this is a part of a name of the GPU's model.
+fn is_model(gpu: &GpuView, name: &str) -> bool {
+    let part = name.to_lowercase();
+    let by_nvidia = gpu.plan.gpu.facts().map(|facts| facts.name.to_lowercase());
+    !part.is_empty()
+        && [Some(gpu.plan.gpu.model().to_lowercase()), by_nvidia]
+            .into_iter()
+            .flatten()
+            .any(|model| model.contains(&part))
+}
+
+/// Every GPU with its model.
+fn gpus(snapshot: &Snapshot) -> String {
+    let named = snapshot.gpus.iter().flatten().map(|gpu| format!("{} ({})", gpu.plan.gpu.id(), model(gpu)));
+    named.collect::<Vec<_>>().join(", ")
+}
+
+fn model(gpu: &GpuView) -> String {
+    let model = Some(gpu.plan.gpu.model()).filter(|model| !model.is_empty());
+    let by_nvidia = || gpu.plan.gpu.facts().map(|facts| facts.name.clone());
+    model.or_else(by_nvidia).unwrap_or_else(|| "unknown model".to_owned())
+}
+
+/// The number of processes.
+fn count(clients: &[ClientView], of: impl Fn(&ClientView) -> bool) -> usize {
+    let pids = clients.iter().filter(|client| !client.bypass && of(client)).map(|client| client.pid);
+    pids.collect::<BTreeSet<u32>>().len()
+}
+
+fn names(client: &ClientView) -> impl Iterator<Item = &DeviceName> {
+    client.slices.iter().flat_map(|known| &known.slices)
+}
+
+/// Whether a client was given this slice.
+fn has(client: &ClientView, slice: SliceId) -> bool {
+    names(client).any(|name| *name == DeviceName::Slice(slice))
+}
+
+/// Whether a client uses this GPU, or still waits for a server of it.
+fn uses(client: &ClientView, gpu: &GpuView) -> bool {
+    if client.gpu_uuid.is_empty() {
+        names(client).any(|name| name.gpu() == gpu.plan.gpu.id())
+    } else {
+        client.gpu_uuid == gpu.uuid()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use mps_core::bindings::{Binding, BoundBy, ControlGroup};
+
+    use super::*;
+    use crate::membership::{KnownBy, Membership};
+    use crate::published::samples::{gpu, snapshot};
+
+    /// A Tesla P40 with two slices, which count no clients, and an H200 with two slices of two clients at most.
+    fn host(change: impl Fn(&mut GpuView)) -> Snapshot {
+        let host = [("00:06.0", "GPU-06", "Tesla P40"), ("00:07.0", "GPU-07", "NVIDIA H200")];
+        let gpus = host.map(|(address, uuid, name)| {
+            let mut view = gpu(address, uuid);
+            view.plan.sizes.truncate(2);
+            view.plan.clients_counted = name == "NVIDIA H200";
+            view.plan.sizes.iter_mut().for_each(|size| size.max_clients = 2);
+            view.plan.gpu.nvml.as_mut().unwrap().name = name.to_owned();
+            change(&mut view);
+            view
+        });
+        snapshot(Some(gpus.into()))
+    }
+
+    fn client(pid: u32, gpu_uuid: &str, slices: &str) -> ClientView {
+        let slices: Vec<DeviceName> =
+            slices.split(' ').filter(|name| !name.is_empty()).map(|name| name.parse().unwrap()).collect();
+        ClientView {
+            pid,
+            bypass: false,
+            waiting: gpu_uuid.is_empty(),
+            uid: None,
+            user: None,
+            command: String::new(),
+            gpu_uuid: gpu_uuid.to_owned(),
+            slices: (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Environment }),
+            may_command: None,
+            container_id: None,
+            guest: None,
+            label: None,
+            memory_mib: None,
+            since: None,
+        }
+    }
+
+    fn clients(of: &[(&str, &str)]) -> Vec<ClientView> {
+        (1..).zip(of).map(|(pid, (gpu, slices))| client(pid, gpu, slices)).collect()
+    }
+
+    fn slice(name: &str) -> SliceId {
+        let Ok(DeviceName::Slice(slice)) = name.parse() else { panic!("{name}") };
+        slice
+    }
+
+    fn chosen(
+        snapshot: &Snapshot,
+        names: &[&str],
+        clients: &[ClientView],
+        recent: &[&str],
+    ) -> Result<String, String> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        let recent: Vec<SliceId> = recent.iter().map(|name| slice(name)).collect();
+        let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
+        candidates(snapshot, &names, clients, &recent)
+            .and_then(|candidates| choose(snapshot, &candidates, &snapshot.bindings, asker))
+            .map(|chosen| chosen.name)
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_slice_with_the_fewest_clients_is_taken() {
+        let host = host(|_| ());
+        let (p40, h200) = ("GPU-06", "GPU-07");
+        for (of, expected) in [
+            (&[][..], "00:06.0-0"),
+            // An idle GPU comes before an idle slice of a busy one.
+            (&[(p40, "00:06.0-0")], "00:07.0-0"),
+            (&[(p40, "00:06.0-0"), (h200, "00:07.0-0")], "00:06.0-1"),
+            (&[(p40, "00:06.0-0"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
+            // A client that waits for a server has a slice and no GPU yet.
+            (&[("", "00:06.0-0"), ("", "00:07.0-1"), ("", "00:07.0-1")], "00:06.0-1"),
+            // A client without a known slice is somewhere on its GPU.
+            (&[(p40, "")], "00:07.0-0"),
+            (&[(p40, "00:06.0-0 00:07.0-1"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
+        ] {
+            assert_eq!(chosen(&host, &[], &clients(of), &[]).unwrap(), expected, "{of:?}");
+        }
+        let bypass = ClientView { bypass: true, ..client(1, p40, "00:06.0-0") };
+        assert_eq!(chosen(&host, &[], &[bypass], &[]).unwrap(), "00:06.0-0", "it has no slice");
+    }
+
+    #[test]
+    fn a_slice_that_was_just_given_has_a_client_more() {
+        let host = host(|_| ());
+        let (p40, first, other) = ("GPU-06", "00:06.0-0", "00:07.0-0");
+        for (recent, of, expected) in [
+            (&[first][..], &[][..], "00:07.0-0"),
+            (&[first, other], &[], "00:06.0-1"),
+            (&[first, other, "00:06.0-1", "00:07.0-1"], &[], "00:06.0-0"),
+            (&[first, first, other, "00:06.0-1", "00:07.0-1"], &[], "00:07.0-0"),
+            (&[other, "00:07.0-1"], &[(p40, first)], "00:06.0-1"),
+        ] {
+            assert_eq!(chosen(&host, &[], &clients(of), recent).unwrap(), expected, "{recent:?}");
+        }
+        // It refuses nobody: a command that has ended within the minute leaves the slice to the next one.
+        assert_eq!(chosen(&host, &["00:07.0-1"], &[], &["00:07.0-1"; 3]).unwrap(), "00:07.0-1");
+    }
+
+    #[test]
+    fn a_name_is_that_of_a_slice_or_a_gpu_or_part_of_a_models() {
+        let host = host(|_| ());
+        for (names, expected) in [
+            (&["h200"][..], "00:07.0-0"),
+            (&["NVIDIA H200"], "00:07.0-0"),
+            (&["gpu-07"], "00:07.0-0"),
+            (&["0000:00:07.0"], "00:07.0-0"),
+            (&["00:07.0-1"], "00:07.0-1"),
+            (&["h200", "p40"], "00:06.0-0"),
+        ] {
+            assert_eq!(chosen(&host, names, &[], &[]).unwrap(), expected, "{names:?}");
+        }
+        for wrong in ["h100", "", "00:08.0", "00:07.0-2"] {
+            let refused = chosen(&host, &["p40", wrong], &[], &[]).unwrap_err();
+            assert!(
+                refused
+                    .starts_with(&format!("no slice, GPU or model is called {wrong:?}; there are 00:06.0 (")),
+                "{refused}"
+            );
+        }
+    }
+
+    #[test]
+    fn without_a_free_slice_each_gpu_has_its_reason() {
+        let full = clients(&[("GPU-07", "00:07.0-0"); 2]);
+        assert_eq!(chosen(&host(|_| ()), &["h200"], &full, &[]).unwrap(), "00:07.0-1");
+        let one_drained = host(|gpu| _ = gpu.drained.insert(1));
+        assert_eq!(
+            chosen(&one_drained, &["h200"], &full, &[]).unwrap_err(),
+            "no slice is free: 00:07.0: 1 slice drained, 1 slice full: 2 clients at most (max_clients)"
+        );
+        let mut bound = host(|_| ());
+        let binding = Binding {
+            group: ControlGroup { path: "/".to_owned(), inode: 1 },
+            slices: ["00:07.0-0", "00:07.0-1"].map(slice).into(),
+            by: BoundBy::Root,
+            label: "train-1".to_owned(),
+            since: u64::MAX,
+            was_used: false,
+        };
+        bound.bindings = Arc::new([binding].into_iter().collect());
+        assert_eq!(chosen(&bound, &[], &clients(&[("GPU-06", "00:06.0-0")]), &[]).unwrap(), "00:06.0-1");
+        let lost = host(|gpu| {
+            gpu.healthy = false;
+            gpu.reason = "GPU is lost".to_owned();
+            if gpu.uuid() == "GPU-07" {
+                gpu.drained.extend(0..2);
+            }
+        });
+        assert_eq!(
+            chosen(&lost, &[], &[], &[]).unwrap_err(),
+            "no slice is free: 00:06.0: not served: GPU is lost; 00:07.0: drained"
+        );
+    }
+}

@@ -1,0 +1,76 @@
+//! The answer to one question: may this program have this slice now? Every door that hands out a slice asks it.
+
+use alloc::string::String;
+
+/// A slice as it stands for the program that is to have it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Standing {
+    /// Why an administrator has to act before the GPU is given to anybody.
+    pub unusable: Option<String>,
+    /// An administrator has taken it out of use for new clients.
+    pub drained: bool,
+    /// The name of the binding that keeps it from others.
+    pub taken_by: Option<String>,
+    /// Why a program that begins now is not served with its limits.
+    pub unserved: Option<String>,
+}
+
+/// The reason why a program may not have a slice, the easiest to overcome first.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Obstacle {
+    /// It is not served at this moment, and may be at the next: the asker may wait.
+    Unserved(String),
+    /// It is bound to somebody else, by name.
+    Taken(String),
+    /// It takes no new clients.
+    Drained,
+    /// Nobody can have it before an administrator has acted.
+    Unusable(String),
+}
+
+impl Obstacle {
+    /// Returns whether the service removes it by itself, so that it is worth waiting for.
+    pub fn passes(&self) -> bool {
+        matches!(self, Self::Unserved(_))
+    }
+}
+
+/// Says whether a program may have a slice now.
+///
+/// # Errors
+/// It may not. Of several reasons, the one that lasts is told.
+pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
+    let Standing { unusable, drained, taken_by, unserved } = standing;
+    let obstacles = [
+        unusable.map(Obstacle::Unusable),
+        drained.then_some(Obstacle::Drained),
+        taken_by.map(Obstacle::Taken),
+        unserved.map(Obstacle::Unserved),
+    ];
+    obstacles.into_iter().flatten().next().map_or(Ok(()), Err)
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::borrow::ToOwned;
+
+    use super::*;
+
+    #[test]
+    fn only_a_slice_that_is_not_served_at_this_moment_is_waited_for() {
+        let some = || Some("why".to_owned());
+        for number in 0..16_u32 {
+            let has = |bit: u32| number & (1 << bit) != 0;
+            let standing = Standing {
+                unusable: some().filter(|_| has(0)),
+                drained: has(1),
+                taken_by: some().filter(|_| has(2)),
+                unserved: some().filter(|_| has(3)),
+            };
+            let answer = may_have(standing.clone());
+            assert_eq!(answer.is_ok(), number == 0, "{standing:?}");
+            let waits = answer.is_err_and(|obstacle| obstacle.passes());
+            assert_eq!(waits, number == 8, "{standing:?}");
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! The slices that callers get for their programs. Every door asks the same question: may this program have this slice now?
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use mps_core::bindings::BoundBy;
+use tokio::sync::{mpsc, watch};
+use zbus::Connection;
+use zbus::message::Header;
+
+use super::request::{Callers, Request, Result, WantedSlices, ask};
+use common::bus::proxy::SliceWish;
+use common::host::device_name::SliceId;
+use common::published::access::{Asker, choose};
+use common::published::client::ClientView;
+use common::published::container::{ChosenSlice, ContainerConfig, container_config};
+use common::published::free;
+use common::published::snapshot::Snapshot;
+
+/// The time in which a program becomes a client, as a rule. Before that, nobody counts it.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// Of more slices in that time, the earlier ones are forgotten.
+const MOST: usize = 1024;
+
+/// Gives slices to callers.
+#[derive(Clone)]
+pub(super) struct SliceDesk {
+    snapshot: watch::Receiver<Arc<Snapshot>>,
+    requests: mpsc::Sender<Request>,
+    callers: Callers,
+    /// The slices that the service has chosen for somebody in the last minute.
+    given: Arc<Mutex<VecDeque<(Instant, SliceId)>>>,
+}
+
+impl SliceDesk {
+    pub(super) fn new(
+        snapshot: watch::Receiver<Arc<Snapshot>>,
+        requests: mpsc::Sender<Request>,
+        callers: Callers,
+    ) -> Self {
+        Self { snapshot, requests, callers, given: Arc::default() }
+    }
+
+    /// The names of the devices that the caller may have now, and the settings for a program that uses them.
+    pub(super) async fn settings(
+        &self,
+        wish: &SliceWish,
+        bus: &Connection,
+        call: &Header<'_>,
+    ) -> Result<(Vec<String>, ContainerConfig)> {
+        let clients = self.clients_for(wish).await?;
+        // A slice that is bound to the caller's own control group is no other's.
+        let is_anything_bound = self.snapshot.borrow().bindings.iter().next().is_some();
+        let group = if is_anything_bound { self.callers.control_group_of(bus, call).await } else { None };
+        let asker = Asker { control_group: group.as_deref(), by: BoundBy::Platform, shares: wish.share };
+        let snapshot = Arc::clone(&self.snapshot.borrow());
+        let chosen = if wish.free {
+            self.choose_free(&snapshot, wish, &clients, asker)?
+        } else {
+            choose(&snapshot, &wish.names, &snapshot.bindings, asker)?
+        };
+        let config = container_config(&snapshot, &chosen)?;
+        Ok((chosen.into_iter().map(|one| one.name).collect(), config))
+    }
+
+    fn choose_free<'s>(
+        &self,
+        snapshot: &'s Snapshot,
+        wish: &SliceWish,
+        clients: &[ClientView],
+        asker: Asker<'_>,
+    ) -> Result<Vec<ChosenSlice<'s>>> {
+        // Held until the choice is written down, so that the next caller gets another.
+        let mut given = self.lock();
+        let candidates = free::candidates(snapshot, &wish.names, clients, &recent(&given))?;
+        let chosen = free::choose(snapshot, &candidates, &snapshot.bindings, asker)?;
+        given.push_back((Instant::now(), chosen.slice()));
+        Ok(vec![chosen])
+    }
+
+    /// The slices for a control group that is to be bound.
+    pub(super) async fn to_bind(&self, wish: SliceWish) -> Result<WantedSlices> {
+        let clients = self.clients_for(&wish).await?;
+        if !wish.free {
+            return Ok(WantedSlices::All(wish.names));
+        }
+        let recent = recent(&self.lock());
+        let candidates = free::candidates(&self.snapshot.borrow(), &wish.names, &clients, &recent)?;
+        Ok(WantedSlices::OneOf(candidates))
+    }
+
+    async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
+        if wish.free { ask(&self.requests, Request::Clients).await } else { Ok(Vec::new()) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<(Instant, SliceId)>> {
+        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
+        while given.len() >= MOST || given.front().is_some_and(|(at, _)| at.elapsed() >= REMEMBERED) {
+            given.pop_front();
+        }
+        given
+    }
+}
+
+fn recent(given: &VecDeque<(Instant, SliceId)>) -> Vec<SliceId> {
+    given.iter().map(|(_, slice)| *slice).collect()
+}
