@@ -370,7 +370,8 @@ fn budgets(facts: &Facts) -> Outcome {
             &device.addr,
             format!("{overuse}{in_use}"),
             "yunion-mpsctl clients lists them, yunion-mpsctl terminate PID ends the work of one; max_clients in the \
-             device file allows more clients, and cuda_mps_overuse: terminate in host.conf ends the newest by itself",
+             device file allows more clients, and cuda_mps_overuse: terminate in host.conf ends the newest by itself, where \
+             all of them are of one user and one container and none is known by its environment alone",
         ))
     })
 }

@@ -31,7 +31,7 @@ struct Form {
     /// `wide` adds columns: index, NUMA node, compute mode, UUID, directories
     #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
     output: Option<Output>,
-    /// Print the table of the platform's command line, with its columns and borders
+    /// Print a table with the heads and the borders of the platform's command line
     #[arg(long)]
     platform: bool,
     /// Print the names alone, one a line

@@ -223,7 +223,7 @@ fn about_clients(published: &Published, devices: &[Listed<Device>], to: &mut Fam
         }
     }
     let used = |device: &Device| used.get(device.addr.as_str()).map(Vec::as_slice).unwrap_or_default();
-    to.each("device_clients", "The processes that say that they were given the slice.", devices, |device| {
+    to.each("device_clients", "The processes that have the slice.", devices, |device| {
         number(used(device).len())
     });
     to.each(
