@@ -1,6 +1,6 @@
 //! Makes the Snapshot from the plan and the supervisors' statuses.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::supervisor::bypass;
@@ -12,7 +12,8 @@ use common::drained::Drained;
 use common::host::device_name::SliceId;
 use common::host::nvml::facts::GpuState;
 use common::plan::{GpuPlan, Plan, only_slice};
-use common::published::control_daemon::{ControlDaemonState, EVENTS_KEPT, Event};
+use common::published::control_daemon::ControlDaemonState;
+use common::published::events::{Event, Events};
 use common::published::snapshot::{GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
@@ -48,7 +49,7 @@ pub(crate) struct Parts<'a> {
     /// The clients of each GPU and of each slice together, by the UUIDs of the GPUs.
     pub uses: &'a BTreeMap<String, GpuUse>,
     /// Events that concern no control daemon.
-    pub events: &'a VecDeque<Event>,
+    pub events: &'a Events,
     /// A standing problem that serves nobody worse, such as a new configuration that was refused.
     pub problem: &'a str,
     /// Whether the service is on the way down.
@@ -430,12 +431,11 @@ fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
     parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| waits(status))
 }
 
-fn last_events(parts: &Parts<'_>) -> VecDeque<Event> {
+fn last_events(parts: &Parts<'_>) -> Events {
     let theirs = all(parts).flat_map(|status| &status.events);
-    let mut events: Vec<Event> = parts.events.iter().chain(theirs).cloned().collect();
+    let mut events: Vec<&Event> = parts.events.iter().chain(theirs).collect();
     events.sort_by_key(|event| event.seen);
-    let surplus = events.len().saturating_sub(EVENTS_KEPT);
-    events.into_iter().skip(surplus).collect()
+    events.into_iter().cloned().collect()
 }
 
 /// The unit's status line.

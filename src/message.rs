@@ -5,6 +5,8 @@ use std::fmt::Display;
 
 use tracing::Level;
 
+use common::published::events::Event;
+
 /// A kind of message. The ids never change: catalogs of other versions and the alerts of administrators name them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Message {
@@ -110,6 +112,19 @@ impl Message {
             | Self::ClientsEnd
             | Self::ComputeModeStays => Level::WARN,
         }
+    }
+
+    /// The event that goes with a message of this kind.
+    pub(crate) fn event(self, text: String) -> Event {
+        let fault = matches!(
+            self,
+            Self::CriticalError
+                | Self::ServerFault
+                | Self::ClientsHit
+                | Self::ServerFailed
+                | Self::ClientsEnd
+        );
+        Event { fault, ..Event::now(text) }
     }
 
     /// Logs a line about one of the clients that a message names, so that it is found by the client's PID.

@@ -54,11 +54,11 @@ impl Daemon {
         let path = group.path.clone();
         let binding = new_binding(group, slices, BoundBy::Root, wanted.label.clone());
         bindings.bind(binding, wanted.shares, bytes_of).map_err(|error| refused(&error))?;
-        let event = match wanted.label.as_str() {
+        let change = match wanted.label.as_str() {
             "" => format!("{} bound to {path}", names.join(", ")),
             label => format!("{} bound to {label} ({path})", names.join(", ")),
         };
-        self.change_bindings(bindings, event)?;
+        self.change_bindings(bindings, &change)?;
         tell_ended(&ended);
         Ok(names)
     }
@@ -95,10 +95,10 @@ impl Daemon {
                 }
             }
         };
-        let event = format!("{slice} bound to {label}, for which the host agent's records name {device}");
+        let change = format!("{slice} bound to {label}, for which the host agent's records name {device}");
         let binding = new_binding(group, vec![slice], BoundBy::Platform, label);
         bindings.bind(binding, false, bytes_of).map_err(|error| refused(&error))?;
-        self.change_bindings(bindings, event)?;
+        self.change_bindings(bindings, &change)?;
         tell_ended(&ended);
         Ok(())
     }
@@ -112,7 +112,7 @@ impl Daemon {
         let path = path_of(group)?;
         let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
         match bindings.unbind(&path) {
-            Some(ended) => self.change_bindings(bindings, said(&ended, "not bound any more")),
+            Some(ended) => self.change_bindings(bindings, &said(&ended, "not bound any more")),
             None => Err(RequestError::Failed(format!("control group {path} is not bound"))),
         }
     }
@@ -140,7 +140,7 @@ impl Daemon {
         }
     }
 
-    fn change_bindings(&mut self, bindings: SliceBindings, event: String) -> Result<(), RequestError> {
+    fn change_bindings(&mut self, bindings: SliceBindings, change: &str) -> Result<(), RequestError> {
         if **self.state_file.lock().bindings() == bindings {
             return Ok(());
         }
@@ -153,7 +153,7 @@ impl Daemon {
             // A client may have come before it was bound.
             self.keep_limits(&plan);
         }
-        self.event(event);
+        tracing::debug!("{change}");
         self.settle();
         Ok(())
     }
@@ -183,7 +183,7 @@ fn new_binding(group: ControlGroup, slices: Vec<SliceId>, by: BoundBy, label: St
 
 fn tell_ended(ended: &[Binding<SliceId>]) {
     for one in ended {
-        tracing::info!("{}", said(one, "not bound any more, since the control group has ended"));
+        tracing::debug!("{}", said(one, "not bound any more, since the control group has ended"));
     }
 }
 

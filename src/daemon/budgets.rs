@@ -52,6 +52,6 @@ impl Daemon {
 
     fn tell_of_slice(&mut self, message: Message, slice: &str, text: String) {
         message.log(Subject { slice: Some(slice), ..Subject::default() }, &text);
-        self.keep_event(text);
+        self.events.push(message.event(text));
     }
 }

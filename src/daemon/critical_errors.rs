@@ -17,7 +17,7 @@ impl Daemon {
             text += "; it takes no new client before a reset";
         }
         Message::CriticalError.log(Subject { xid: Some(error.xid), ..Subject::gpu(uuid) }, &text);
-        self.keep_event(text);
+        self.events.push(Message::CriticalError.event(text));
         self.fleet.met_xid(uuid, error.xid);
     }
 

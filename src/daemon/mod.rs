@@ -19,7 +19,6 @@ mod service_manager;
 mod shutdown_report;
 mod signals;
 
-use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -45,7 +44,7 @@ use common::host::inventory::Inventory;
 use common::host::systemd::{self, Stopping};
 use common::plan::{self, Plan, PlanError};
 use common::problem::LocatedProblem;
-use common::published::control_daemon::{EVENTS_KEPT, Event};
+use common::published::events::{Event, Events};
 use common::published::snapshot::Snapshot;
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::{Fleet, Moment};
@@ -146,7 +145,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         changed,
         snapshot,
         on_the_bus,
-        events: VecDeque::new(),
+        events: Events::default(),
         refused: String::new(),
         problem: String::new(),
         shutdown_report: String::new(),
@@ -208,7 +207,7 @@ struct Daemon {
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: watch::Receiver<bool>,
     /// Events that concern no control daemon.
-    events: VecDeque<Event>,
+    events: Events,
     /// The reason why a new configuration was refused, until the next one is granted.
     refused: String,
     /// The trouble that the last look at the host found with the configuration in force.
@@ -488,7 +487,7 @@ impl Daemon {
             Some(Ok(good)) => self.event(good),
             Some(Err(problem)) => {
                 tracing::warn!("{problem}");
-                self.keep_event(problem);
+                self.events.push(Event::now(problem));
             }
         }
         self.changed.notify_one();
@@ -504,14 +503,7 @@ impl Daemon {
 
     fn event(&mut self, text: String) {
         tracing::info!("{text}");
-        self.keep_event(text);
-    }
-
-    fn keep_event(&mut self, text: String) {
-        if self.events.len() >= EVENTS_KEPT {
-            self.events.pop_front();
-        }
-        self.events.push_back(Event::now(text));
+        self.events.push(Event::now(text));
     }
 }
 

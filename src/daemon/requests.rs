@@ -19,6 +19,7 @@ use common::host::blocking::Blocking;
 use common::membership::Slices;
 use common::published::client::ClientView;
 use common::published::container::ContainerError;
+use common::published::events::Event;
 use common::published::snapshot::{Named, Snapshot};
 use common::published::termination::ContainerId;
 use common::published::termination::TerminationTarget;
@@ -121,7 +122,7 @@ impl Daemon {
         let EndedTermination { event, answer, reply } = terminated;
         if let Some(event) = event {
             // The journal has it already.
-            self.keep_event(event);
+            self.events.push(Event::now(event));
             self.settle();
         }
         let _ = reply.send(answer);

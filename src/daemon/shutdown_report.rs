@@ -12,6 +12,7 @@ use crate::tenants::describe::{Whose, describe as describe_clients};
 use common::host::blocking::Blocking;
 use common::membership::Slices;
 use common::published::client::ClientView;
+use common::published::events::Event;
 
 /// The time for the list of clients. It takes milliseconds. A control daemon that hangs must not hold up its own end.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -26,12 +27,12 @@ impl Daemon {
         // One that is stopped would not name its clients.
         for continued in self.fleet.continue_stopped() {
             tracing::warn!("{continued}");
-            self.keep_event(continued);
+            self.events.push(Event::now(continued));
         }
         let (clients, unknown) = list(doomed, &self.fleet.slices(), self.fleet.compute_modes()).await;
         let Some(shutdown_report) = describe(cause, &clients, &unknown) else { return };
         Message::ClientsEnd.log(Subject::default(), &shutdown_report);
-        self.keep_event(shutdown_report.clone());
+        self.events.push(Message::ClientsEnd.event(shutdown_report.clone()));
         self.shutdown_report = shutdown_report;
         self.tell_service_manager(false);
     }

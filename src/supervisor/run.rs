@@ -163,7 +163,7 @@ impl Run {
                 format_args!("lost its work with control daemon {control}: {named}"),
             );
         }
-        reporter.keep_event(text);
+        reporter.keep_event(Message::ClientsEnd.event(text));
     }
 
     fn end(&self) -> String {
@@ -224,7 +224,7 @@ impl Run {
         for (pid, named) in pids.iter().zip(named) {
             Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));
         }
-        reporter.keep_event(text.clone());
+        reporter.keep_event(Message::ClientsHit.event(text.clone()));
         if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason: text }) {
             tracing::debug!("a fault is not told: {error}");
         }

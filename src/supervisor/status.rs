@@ -1,6 +1,6 @@
 //! The status that a supervisor publishes.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -13,7 +13,8 @@ use crate::supervisor::bypass::Bypass;
 use common::host::compute_mode::ComputeMode;
 use common::host::identity::Identity;
 use common::plan::ControlDaemonPlan;
-use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, EVENTS_KEPT, Event};
+use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
+use common::published::events::{Event, Events};
 
 /// The status of a control daemon and its GPUs.
 // Each flag is a fact of its own: none of them excludes another.
@@ -41,7 +42,7 @@ pub(crate) struct Status {
     /// The slices without a link to it, and why.
     pub missing_links: MissingLinks,
     /// The last things that happened to it, oldest first.
-    pub events: VecDeque<Event>,
+    pub events: Events,
 }
 
 impl Status {
@@ -154,7 +155,7 @@ impl Reporter {
             left_to_others: false,
             ends_when_idle: false,
             missing_links: MissingLinks::default(),
-            events: VecDeque::new(),
+            events: Events::default(),
         });
         (Self { status, changed }, seen)
     }
@@ -229,29 +230,24 @@ impl Reporter {
 
     pub(super) fn event(&self, text: String) {
         tracing::info!(mps_control = self.id(), "{text}");
-        self.keep_event(text);
+        self.keep_event(Event::now(text));
     }
 
     /// A message of this kind, and an event.
     pub(super) fn report(&self, message: Message, about: Subject<'_>, text: String) {
         let id = self.id();
         message.log(Subject { control: Some(&id), ..about }, &text);
-        self.keep_event(text);
+        self.keep_event(message.event(text));
     }
 
     pub(super) fn warning(&self, text: String) {
         tracing::warn!(mps_control = self.id(), "{text}");
-        self.keep_event(text);
+        self.keep_event(Event::now(text));
     }
 
     /// Keeps an event that the log has already.
-    pub(super) fn keep_event(&self, text: String) {
-        self.update(|status| {
-            if status.events.len() >= EVENTS_KEPT {
-                status.events.pop_front();
-            }
-            status.events.push_back(Event::now(text));
-        });
+    pub(super) fn keep_event(&self, event: Event) {
+        self.update(|status| status.events.push(event));
     }
 
     pub(super) fn id(&self) -> String {

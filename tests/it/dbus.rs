@@ -8,6 +8,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use common::bus::error::RequestError;
 use common::membership::{GuestContainer, KnownBy, MayCommand, Membership};
 use common::published::client::ClientView;
+use common::published::events::Events;
 use common::published::snapshot::{GpuView, Snapshot, State};
 use common::published::usage::SliceUse;
 use serde_json::{Value, json};
@@ -456,7 +457,8 @@ async fn control_daemons_and_events_are_listed() {
     assert_eq!(daemons, json!([[expected]]));
     let (_, events) = busctl(&service.bus, "ListEvents", &[]).await;
     let at = 1_700_000_000_000_000_i64;
-    assert_eq!(events, json!([[{"at": ["x", at], "text": ["s", "control daemon shared is ready"]}]]));
+    let text = "control daemon shared is ready";
+    assert_eq!(events, json!([[{"at": ["x", at], "fault": ["b", false], "text": ["s", text]}]]));
 }
 
 #[tokio::test]
@@ -711,7 +713,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
 
     // The same again, and something that no property shows: not a word, up to the next signal.
     let mut quiet = sick.clone();
-    quiet.events.clear();
+    quiet.events = Events::default();
     service.publish(sick).await;
     service.publish(quiet).await;
     service.served.client_fault(P40, &[807, 822], "fatal GPU error").await;

@@ -7,16 +7,18 @@
 use crate::support::host::mpsctl;
 use std::collections::HashMap;
 use std::fs;
+use std::iter;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use regex::Regex;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use zbus::connection::Builder;
 use zbus::{OwnedVariant, Variant, interface};
 
 use crate::support::bus::{PrivateBus, output};
 use crate::support::golden::{Golden, directory};
+use crate::support::screen::Screen;
 
 /// The name of a file without its end, and the command.
 const SCREENS: &[(&str, &[&str])] = &[
@@ -37,6 +39,9 @@ const SCREENS: &[(&str, &[&str])] = &[
 /// The moment at which the answers were recorded, and the time that has gone by since.
 const RECORDED: i64 = 1_795_264_496;
 const AGO: i64 = 200;
+
+/// The beginning of an event.
+const FAULT: &str = "server 4712 met a fatal GPU error on device 0";
 
 /// The answers of a host.
 struct Played {
@@ -64,6 +69,24 @@ impl Played {
             clients: rows("clients.json"),
             status: file("status.json"),
         }
+    }
+
+    /// The same host, on which a fault lies longer back than more events than a status has lines for.
+    fn after_a_fault(mut self) -> Self {
+        let events = self.status["events"].as_array_mut().unwrap();
+        let at = events[0]["at"].clone();
+        let event = |fault, text| json!({"at": at, "fault": fault, "text": text});
+        let later = (0..6).map(|number| event(false, format!("00:06.0-{number} is drained")));
+        let all = iter::once(event(true, format!("{FAULT} of user alice"))).chain(later);
+        *events = all.chain(events.drain(..)).collect();
+        self
+    }
+
+    async fn serve(self, bus: &PrivateBus) -> zbus::Connection {
+        let address: zbus::Address = bus.address().as_str().try_into().unwrap();
+        let builder =
+            Builder::address(address).serve_at("/io/yunion/Mps1/Manager", self).name("io.yunion.Mps1");
+        builder.build().await.unwrap()
     }
 
     fn text(&self, key: &str) -> String {
@@ -182,6 +205,24 @@ async fn mixed() {
     board("mixed", &["", "/broken"]).await;
 }
 
+/// Of a host with 8 GPUs, or long reasons, the status has more lines than a low terminal.
+#[tokio::test]
+async fn the_state_and_the_last_fault_stay_on_the_terminal() {
+    for host in ["tesla-p40", "h200", "h200/broken", "h200x8", "h200x8/broken", "mixed", "mixed/broken"] {
+        let bus = PrivateBus::start();
+        let _service = Played::read(&directory(host)).after_a_fault().serve(&bus).await;
+        for rows in [24, 40] {
+            let mut shell = bus.command("sh");
+            shell.args(["-c", "\"$0\" status && printf 'the prompt'", mpsctl()]);
+            let shown = move || Screen::start(shell.as_std(), rows, 80).wait_for("the prompt");
+            let shown = tokio::task::spawn_blocking(shown).await.unwrap();
+            assert!(shown.starts_with("State:  ") && shown.contains(FAULT), "{host}, {rows} rows:\n{shown}");
+            let is_cut = shown.contains("yunion-mpsctl status -o wide shows all)");
+            assert!(!is_cut || rows == 24, "{host}, {rows} rows:\n{shown}");
+        }
+    }
+}
+
 /// The screens in the README are recorded ones, in both languages.
 #[test]
 fn the_readme_shows_recorded_screens() {
@@ -206,7 +247,7 @@ async fn help() {
     let mut golden = Golden::new("help");
     let top = mpsctl::command();
     let subcommands = top.get_subcommands().map(clap::Command::get_name).filter(|name| *name != "help");
-    for name in std::iter::once("yunion-mpsctl").chain(subcommands) {
+    for name in iter::once("yunion-mpsctl").chain(subcommands) {
         let command = if name == "yunion-mpsctl" { &["--help"][..] } else { &[name, "--help"] };
         golden.hold(&format!("{name}.txt"), command, &screen(&bus, command, 80).await);
         screen(&bus, command, 120).await;
@@ -219,13 +260,7 @@ async fn board(name: &str, hosts: &[&str]) {
         let answers = format!("{name}{host}");
         let mut golden = Golden::new(&format!("{answers}/screens"));
         let bus = PrivateBus::start();
-        let address: zbus::Address = bus.address().as_str().try_into().unwrap();
-        let service = Builder::address(address)
-            .serve_at("/io/yunion/Mps1/Manager", Played::read(&directory(&answers)))
-            .name("io.yunion.Mps1")
-            .build()
-            .await
-            .unwrap();
+        let service = Played::read(&directory(&answers)).serve(&bus).await;
         for (file, command) in SCREENS {
             let (narrow, wide) = (screen(&bus, command, 80).await, screen(&bus, command, 120).await);
             golden.hold_both(file, command, &narrow, &wide);

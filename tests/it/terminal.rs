@@ -1,5 +1,7 @@
 //! yunion-mpsctl on a terminal.
 
+use common::published::events::Event;
+
 use crate::support::bus::printed;
 use crate::support::host::mpsctl;
 use crate::support::service::Service;
@@ -106,9 +108,7 @@ async fn times_are_those_of_the_place() {
     let mut board = p40_board();
     let at = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_795_264_496);
     board.control_daemons[0].since = at;
-    for event in &mut board.events {
-        event.at = at;
-    }
+    board.events = board.events.iter().map(|event| Event { at, ..event.clone() }).collect();
     let service = Service::start(board).await;
     let screen = shown(&service, 200, &[], "status").await;
     assert!(screen.contains("\n  2026-11-21 13:34:56  "), "{screen}");

@@ -170,7 +170,7 @@ fn a_watched_status_is_drawn_again_and_fits_the_terminal() {
     assert!(first.starts_with("yunion-mpsctl status at 20") && first.contains("ready"), "{first}");
     screen.wait_until("another time", |text| text.lines().next() != first.lines().next());
     screen.resize(12, 60);
-    screen.wait_for("lines more; yunion-mpsctl status shows all)");
+    screen.wait_for("lines more; yunion-mpsctl status -o wide shows all)");
     screen.resize(40, 120);
     host.stop();
     let away = screen.wait_for("yunion-mps-daemon is not running; waiting for it");

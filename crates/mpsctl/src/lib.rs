@@ -56,11 +56,15 @@ enum Command {
         yunion-mpsctl list --names | xargs -n 1 yunion-mpsctl probe\n  \
         yunion-mpsctl list --json | jq -r '.[] | select(.healthy) | .addr'")]
     List(show::list::Arguments),
-    /// Shows the service, its control daemons, the GPUs with their limits, and the last events
-    #[command(after_help = "Examples:\n  \
+    /// Shows the service, the last events, the control daemons, and the GPUs with their limits
+    #[command(
+        after_help = "Of the events, five have a line each, the last fault among them. On a terminal that is too low for all, \
+        the end is left out; -o wide prints all.\n\n\
+        Examples:\n  \
         yunion-mpsctl status\n  \
         yunion-mpsctl status --watch\n  \
-        yunion-mpsctl status --json | jq .service.state")]
+        yunion-mpsctl status --json | jq .service.state"
+    )]
     Status(show::status::Arguments),
     /// Lists the processes that use the GPUs, and marks those that bypass MPS
     #[command(after_help = "A container's id is shown with its first 12 digits; JSON has all of it.\n\n\
@@ -83,7 +87,7 @@ enum Command {
     Top,
     /// Prints the last events, oldest first, and with --follow the new ones as they come
     #[command(
-        after_help = "The service keeps the last 32 events; the journal has all of them. Each line is printed at once. \
+        after_help = "The service keeps the last 32 events, among them the last 8 faults; the journal has all of them. Each line is printed at once. \
         Ctrl-C, or a reader that leaves, ends --follow with exit status 0.\n\n\
         Examples:\n  \
         yunion-mpsctl events\n  \
@@ -455,7 +459,7 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
     match command {
         Command::List(arguments) => show::list::list(&daemon().await?, &arguments, out).await?,
         Command::Status(arguments) if arguments.watch => watch::status::watch(&arguments, out).await?,
-        Command::Status(arguments) => show::status::status(&daemon().await?, &arguments, out).await?,
+        Command::Status(arguments) => show::status::print(&daemon().await?, &arguments, out).await?,
         Command::Clients(arguments) => show::clients::clients(&daemon().await?, &arguments, out).await?,
         Command::Top => status = watch::top::top(out).await?,
         Command::Events(arguments) => watch::events::events(&arguments, out).await?,

@@ -3,13 +3,30 @@
 use std::fmt::Write as _;
 use std::io::{self, Write};
 
+use common::counted::counted;
 use common::text::printable;
 
 /// The columns and rows of the terminal.
 pub(super) fn size() -> (u16, u16) {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
-    let known = |cells: Option<u16>, otherwise| cells.filter(|cells| *cells > 0).unwrap_or(otherwise);
-    (known(size.map(|size| size.ws_col), 80), known(size.map(|size| size.ws_row), 24))
+    let columns = size.map(|size| size.ws_col).filter(|columns| *columns > 0);
+    (columns.unwrap_or(80), rows().unwrap_or(24))
+}
+
+/// The rows of the terminal. None: no terminal, or a terminal that doesn't know.
+pub(super) fn rows() -> Option<u16> {
+    let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
+    size.map(|size| size.ws_row).filter(|rows| *rows > 0)
+}
+
+/// The lines of a status that have room in so many rows. The last line counts the others.
+pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
+    if lines.len() > rows {
+        let more = lines.len() - rows.saturating_sub(1);
+        lines.truncate(rows.saturating_sub(1));
+        lines.push(format!("({} more; yunion-mpsctl status -o wide shows all)", counted(more, "line")));
+    }
+    lines
 }
 
 /// The whole screen, which is drawn again and again.

@@ -1,6 +1,5 @@
 //! Snapshots as the daemon would publish them.
 
-use std::collections::VecDeque;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,7 +8,8 @@ use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 
 use common::host::gpu::PcieLink;
-use common::published::control_daemon::{ControlDaemonState, ControlDaemonView, Event};
+use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
+use common::published::events::{Event, Events};
 use common::published::samples;
 use common::published::snapshot::{GpuView, Snapshot, State};
 
@@ -50,7 +50,7 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
             faults: 0,
             since,
         }],
-        events: VecDeque::from([Event {
+        events: Events::from_iter([Event {
             at: since,
             ..Event::now("control daemon shared is ready".to_owned())
         }]),
@@ -86,7 +86,7 @@ pub(crate) fn starting() -> Snapshot {
         reason: "looking for GPUs".to_owned(),
         gpus: None,
         control_daemons: Vec::new(),
-        events: VecDeque::new(),
+        events: Events::default(),
         ..p40_board()
     }
 }

@@ -21,7 +21,8 @@ use crate::host::gpu::PcieLink;
 use crate::host::variant::json;
 use crate::membership::{GuestContainer, Membership};
 use crate::published::client::ClientView;
-use crate::published::control_daemon::{self, ControlDaemonView};
+use crate::published::control_daemon::ControlDaemonView;
+use crate::published::events;
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::text::clean;
 
@@ -384,8 +385,9 @@ row! {
 
 row! {
     /// An event, with its time in microseconds.
-    Event(event: &control_daemon::Event) {
+    Event(event: &events::Event) {
         at: i64 = microseconds(event.at);
+        fault: bool = event.fault;
         text: String = event.text.clone();
     }
 }
@@ -512,7 +514,7 @@ mod tests {
 
     #[test]
     fn a_nul_never_reaches_the_bus() {
-        let event = control_daemon::Event::now("a\0b".to_owned());
+        let event = events::Event::now("a\0b".to_owned());
         assert_eq!(Event::from_view(&event).dict()["text"], Variant::from("a\u{fffd}b"));
         assert_eq!(vec!["\0\u{1b}[2J\u{9b}".to_owned()].wire().unwrap(), ["\u{fffd}\u{fffd}[2J\u{fffd}"]);
     }

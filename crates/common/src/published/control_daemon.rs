@@ -1,11 +1,9 @@
-//! A control daemon as others see it, and the events that an administrator would want to know.
+//! A control daemon as others see it.
 
 use std::path::PathBuf;
-use std::time::{Instant, SystemTime};
+use std::time::SystemTime;
 
 use crate::host::cpus::Cpus;
-
-pub const EVENTS_KEPT: usize = 32;
 
 /// The state of one control daemon; in lower case it is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
@@ -54,20 +52,4 @@ pub struct ControlDaemonView {
     pub faults: u32,
     /// Since when it is in this state.
     pub since: SystemTime,
-}
-
-/// Something that happened and that an administrator would want to know.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Event {
-    /// When, for people.
-    pub at: SystemTime,
-    /// When, in order: the time of day can be set back.
-    pub seen: Instant,
-    pub text: String,
-}
-
-impl Event {
-    pub fn now(text: String) -> Self {
-        Self { at: SystemTime::now(), seen: Instant::now(), text }
-    }
 }

@@ -5,6 +5,7 @@ pub mod cdi;
 pub mod client;
 pub mod container;
 pub mod control_daemon;
+pub mod events;
 pub mod free;
 pub mod one_slice;
 #[cfg(any(test, feature = "samples"))]

@@ -1,7 +1,7 @@
 //! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line are made from it
 //! alone.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use crate::host::device_name::{self, DeviceName};
 use crate::host::pci_address::PciAddress;
 use crate::plan::GpuPlan;
 use crate::problem::Problem;
-use crate::published::control_daemon::{ControlDaemonView, Event};
+use crate::published::control_daemon::ControlDaemonView;
+use crate::published::events::Events;
 use crate::published::usage::InUse;
 use crate::published::usage::SliceUse;
 
@@ -60,7 +61,7 @@ pub struct Snapshot {
     /// The slices to which control groups are bound.
     pub bindings: Arc<SliceBindings>,
     /// The last things that happened, oldest first.
-    pub events: VecDeque<Event>,
+    pub events: Events,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

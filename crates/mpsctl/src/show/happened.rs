@@ -1,11 +1,15 @@
-//! The last events at a glance: the ones that say the same are one line.
+//! The last events at a glance: a few lines, and events that say the same are one of them.
 
-use std::time::SystemTime;
-
-use crate::show::table::{Shown, Table, pairs};
+use crate::show::table::{Shown, Tone, cut, pairs};
 use crate::show::time;
 use common::bus::proxy::Listed;
 use common::bus::rows::Event;
+
+/// The most lines.
+const LINES: usize = 5;
+
+/// The room for the time of an event, and the blanks around it.
+const TIME: usize = "  2026-11-21 12:34:56  ".len();
 
 /// Events with the same words, apart from the processes that they name.
 #[derive(Debug)]
@@ -13,22 +17,33 @@ struct Happened<'e> {
     words: String,
     /// The last of them.
     last: &'e Event,
-    first: SystemTime,
     times: usize,
 }
 
-/// The events, the last one last.
-pub(super) fn lines(events: &[Listed<Event>]) -> Table {
-    let mut lines = pairs();
-    for event in folded(events) {
-        let often = match event.times {
-            1 => String::new(),
-            times => format!(" ({times} times since {})", time::local(event.first)),
-        };
-        let at = time::local(time::from_microseconds(event.last.at));
-        lines.add_row([format!("  {at}"), format!("{}{often}", event.last.text.shown())]);
+/// A heading, and below it the last events, the last one last. The first line is the last fault, if that is older than the others:
+/// people look here for the reason of an error, and many events follow a fault. None if there are no events.
+pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
+    let mut shown = folded(events);
+    let surplus = shown.len().saturating_sub(LINES);
+    match shown.iter().rposition(|one| one.last.fault).filter(|fault| *fault < surplus) {
+        Some(fault) => {
+            shown.drain(fault + 1..=surplus);
+            shown.drain(..fault);
+        }
+        None => drop(shown.drain(..surplus)),
     }
-    lines
+    let mut is_all = shown.len() == events.len();
+    let mut lines = pairs();
+    for event in &shown {
+        let often = if event.times > 1 { format!("{} times: ", event.times) } else { String::new() };
+        let text = often + &event.last.text.shown();
+        let line = width.map_or_else(|| text.clone(), |width| cut(&text, width.saturating_sub(TIME)));
+        is_all &= line == text;
+        let at = format!("  {}", time::local(time::from_microseconds(event.last.at)));
+        lines.add_toned_row([(at, None), (line, event.last.fault.then_some(Tone::Bad))]);
+    }
+    let hint = if is_all { "" } else { "; yunion-mpsctl events prints all, in full" };
+    (!shown.is_empty()).then(|| format!("Last events{hint}:\n{lines}"))
 }
 
 fn folded(events: &[Listed<Event>]) -> Vec<Happened<'_>> {
@@ -36,9 +51,8 @@ fn folded(events: &[Listed<Event>]) -> Vec<Happened<'_>> {
     for event in events {
         let words = without_processes(&event.text);
         let known = all.iter().position(|one| one.words == words).map(|index| all.remove(index));
-        let (first, times) = known
-            .map_or_else(|| (time::from_microseconds(event.at), 1), |known| (known.first, known.times + 1));
-        all.push(Happened { words, last: event, first, times });
+        let times = known.map_or(1, |known| known.times + 1);
+        all.push(Happened { words, last: event, times });
     }
     all
 }
@@ -64,8 +78,13 @@ mod tests {
     use super::*;
 
     fn events(texts: &[&str]) -> Vec<Listed<Event>> {
+        events_with(texts, |_| false)
+    }
+
+    fn events_with(texts: &[&str], is_fault: fn(&str) -> bool) -> Vec<Listed<Event>> {
         let event = |(second, text): (usize, &&str)| {
-            let event = json!({"at": 1_795_264_496_000_000_usize + second * 1_000_000, "text": text});
+            let at = 1_795_264_496_000_000_usize + second * 1_000_000;
+            let event = json!({"at": at, "fault": is_fault(text), "text": text});
             Listed::read(event.as_object().unwrap().clone()).unwrap()
         };
         texts.iter().enumerate().map(event).collect()
@@ -83,22 +102,43 @@ mod tests {
             "server 6 is ready",
         ]);
         let folded = folded(&events);
-        let seen: Vec<(&str, usize, u64)> = folded
-            .iter()
-            .map(|one| {
-                let after = time::from_microseconds(one.last.at).duration_since(one.first).unwrap();
-                (one.last.text.as_str(), one.times, after.as_secs())
-            })
-            .collect();
+        let seen: Vec<(&str, usize)> = folded.iter().map(|one| (one.last.text.as_str(), one.times)).collect();
         assert_eq!(
             seen,
             [
-                ("GPU 00:06.0 is lost", 1, 0),
-                ("control daemon shared (PID 22) ended", 1, 0),
-                ("control daemon shared started as PID 333", 3, 4),
-                ("server 6 is ready", 2, 1),
+                ("GPU 00:06.0 is lost", 1),
+                ("control daemon shared (PID 22) ended", 1),
+                ("control daemon shared started as PID 333", 3),
+                ("server 6 is ready", 2),
             ]
         );
+        let said = last_events(&events, None).unwrap();
+        assert!(said.contains("  3 times: control daemon shared started as PID 333\n"), "{said}");
+        assert!(said.starts_with("Last events; yunion-mpsctl events prints all, in full:\n"), "{said}");
+    }
+
+    #[test]
+    fn the_last_fault_is_shown_and_no_line_is_broken() {
+        let letters = ["a", "fault", "b", "fault too", "c", "d", "e", "f", "g"];
+        let shown = |count: usize, width| {
+            let events = events_with(&letters[..count], |text| text.starts_with("fault"));
+            let said = last_events(&events, width)?;
+            let lines = said.lines().skip(1).map(|line| line[TIME..].to_owned());
+            Some((said.lines().next()?.to_owned(), lines.collect::<Vec<_>>()))
+        };
+        assert_eq!(shown(0, None), None);
+        let hint = "Last events; yunion-mpsctl events prints all, in full:";
+        for (count, heading, expected) in [
+            (3, "Last events:", vec!["a", "fault", "b"]),
+            (5, "Last events:", vec!["a", "fault", "b", "fault too", "c"]),
+            (6, hint, vec!["fault", "b", "fault too", "c", "d"]),
+            (9, hint, vec!["fault too", "d", "e", "f", "g"]),
+        ] {
+            let expected = expected.into_iter().map(str::to_owned).collect();
+            assert_eq!(shown(count, None), Some((heading.to_owned(), expected)), "{count}");
+        }
+        let (heading, lines) = shown(2, Some(TIME + 4)).unwrap();
+        assert_eq!((heading.as_str(), &lines[..]), (hint, &["a".to_owned(), "fau…".to_owned()][..]));
     }
 
     #[test]

@@ -9,9 +9,10 @@ use clap::Args;
 use serde_json::json;
 use tokio::time::timeout;
 
+use crate::screen::{fitted, rows};
 use crate::show::columns::{CONTROL_DAEMONS, GPUS, table_of};
 use crate::show::list::{Output, gpu_name};
-use crate::show::table::{Shown, Table, pairs, tone_of};
+use crate::show::table::{Shown, Table, pairs, tone_of, width};
 use crate::show::{happened, time};
 use crate::{Result, print_json};
 use common::bus::answers::known;
@@ -42,6 +43,20 @@ pub(crate) struct Arguments {
     pub(crate) watch: bool,
 }
 
+/// Prints the status. On a terminal that has no room for all of it, the end is left out and not scrolled over the state.
+pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
+    let rows = rows().filter(|_| !arguments.json && arguments.output.is_none());
+    let Some(rows) = rows else { return status(daemon, arguments, out).await };
+    let mut text = Vec::new();
+    status(daemon, arguments, &mut text).await?;
+    let lines = String::from_utf8_lossy(&text).lines().map(str::to_owned).collect();
+    // The shell has the last row.
+    for line in fitted(lines, usize::from(rows).saturating_sub(1)) {
+        writeln!(out, "{line}")?;
+    }
+    Ok(())
+}
+
 pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
@@ -61,6 +76,9 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
     }
     let wide = arguments.output == Some(Output::Wide);
     print_service(out, &service)?;
+    if let Some(events) = happened::last_events(&events, width()) {
+        writeln!(out, "\n{events}")?;
+    }
     if !control_daemons.is_empty() {
         // The id may be the UUID of its GPU.
         let named = |one: &Listed<ControlDaemon>| ControlDaemon {
@@ -80,9 +98,6 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
     let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
     if let Some(reasons) = reasons {
         writeln!(out, "\n{reasons}")?;
-    }
-    if !events.is_empty() {
-        writeln!(out, "\nLast events:\n{}", happened::lines(&events))?;
     }
     Ok(())
 }

@@ -5,6 +5,7 @@ use std::fmt;
 use std::iter;
 
 use comfy_table::{Cell, CellAlignment, Color, ColumnConstraint, ContentArrangement};
+use unicode_truncate::UnicodeTruncateStr;
 
 use common::bus::rows::PcieInfo;
 use common::text::printable;
@@ -337,6 +338,14 @@ impl<T: Shown> Shown for Vec<T> {
     }
 }
 
+/// The text, or its beginning with a sign that it is cut.
+pub(crate) fn cut(text: &str, room: usize) -> String {
+    if text.unicode_truncate(room).0.len() == text.len() {
+        return text.to_owned();
+    }
+    format!("{}…", text.unicode_truncate(room.saturating_sub(1)).0)
+}
+
 /// The text of a number with a unit behind it; `-` if it is not known.
 pub(crate) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) -> String {
     number.map_or_else(|| UNKNOWN.to_owned(), |number| format!("{number} {unit}"))
@@ -388,8 +397,7 @@ mod tests {
 
     #[test]
     fn no_line_is_longer_than_the_terminal_is_wide() {
-        let long =
-            "not served: control daemon shared is backoff: it ended with exit status 1 before it was ready";
+        let long = "not served: control daemon shared is in backoff: it ended with exit status 1 before it was ready";
         for reason in ["served", long] {
             for width in 24..220 {
                 let text = gpus(reason).render(Some(width), false);

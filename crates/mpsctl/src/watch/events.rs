@@ -13,7 +13,7 @@ use crate::signals::CaughtSignals;
 use crate::{Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
-use common::published::control_daemon::EVENTS_KEPT;
+use common::published::events::{EVENTS_KEPT, FAULTS_KEPT};
 use common::text::escaped;
 
 #[derive(Debug, Args)]
@@ -101,10 +101,11 @@ impl PrintedEvents {
         new
     }
 
-    /// Whether events may have come and gone between two answers.
+    /// Whether events may have come and gone between two answers. Faults stay, so that these are known does not tell.
     fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
-        let is_known = |event: &Listed<Event>| self.0.iter().any(|known| **known == **event);
-        !self.0.is_empty() && events.len() >= EVENTS_KEPT && !events.iter().any(is_known)
+        let is_known = |event: &&Listed<Event>| self.0.iter().any(|known| **known == ***event);
+        let known = events.iter().filter(is_known).count();
+        !self.0.is_empty() && events.len() >= EVENTS_KEPT && known <= FAULTS_KEPT
     }
 }
 
@@ -149,6 +150,9 @@ mod tests {
         assert!(!printed.may_miss_some(&events(1..=many)));
         assert!(!printed.may_miss_some(&events([many])));
         assert!(printed.may_miss_some(&events(many..2 * many)));
+        // The first ones are faults.
+        let faults = i64::try_from(FAULTS_KEPT).unwrap();
+        assert!(printed.may_miss_some(&events((0..faults).chain(many..2 * many - faults))));
     }
 
     #[test]

@@ -7,13 +7,12 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use super::{ReconnectingProxy, describe, in_time, reader_has_gone};
-use crate::screen::{Screen, say, size};
+use crate::screen::{Screen, fitted, say, size};
 use crate::show::status::{Arguments, status};
 use crate::show::table::is_drawn_on;
 use crate::show::time;
 use crate::signals::CaughtSignals;
 use crate::{Error, Result};
-use common::counted::counted;
 use common::text::escaped;
 
 pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
@@ -76,17 +75,12 @@ fn print_change(answer: &Result<String, String>, last: &mut String, out: &mut dy
     Ok(())
 }
 
-/// The text with a first line that tells the time. Lines that have no room are counted in the last line.
+/// The text with a first line that tells the time.
 fn lines(text: &str, rows: usize) -> Vec<String> {
     let now = time::local(SystemTime::now());
     let mut lines = vec![format!("yunion-mpsctl status at {now}; Ctrl-C ends"), String::new()];
     lines.extend(text.lines().map(str::to_owned));
-    if lines.len() > rows {
-        let more = lines.len() - rows.saturating_sub(1);
-        lines.truncate(rows.saturating_sub(1));
-        lines.push(format!("({} more; yunion-mpsctl status shows all)", counted(more, "line")));
-    }
-    lines
+    fitted(lines, rows)
 }
 
 #[cfg(test)]

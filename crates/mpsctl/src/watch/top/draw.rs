@@ -15,7 +15,7 @@ use super::model::Model;
 use super::state::{Focus, Sort, TopState};
 use crate::show::columns::{Column, TOP_CLIENTS, TOP_SLICES};
 use crate::show::health::Health;
-use crate::show::table::{Head, Shown, Tone, tone_of, without_room};
+use crate::show::table::{Head, Shown, Tone, cut, tone_of, without_room};
 use crate::show::time;
 use common::bus::proxy::Listed;
 use common::counted::counted;
@@ -340,14 +340,6 @@ fn side(head: &Head) -> Alignment {
 /// The columns that a text takes on a terminal.
 fn width(text: &str) -> usize {
     Span::raw(text).width()
-}
-
-/// The text, or its beginning with a sign that it is cut.
-fn cut(text: &str, room: usize) -> String {
-    if width(text) <= room {
-        return text.to_owned();
-    }
-    format!("{}…", text.unicode_truncate(room.saturating_sub(1)).0)
 }
 
 /// The text, or its end with a sign that it is cut.

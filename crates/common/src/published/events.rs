@@ -1,0 +1,109 @@
+//! The events that an administrator would want to know. There is room for a few, and a fault must not go for what comes later.
+
+use std::collections::{VecDeque, vec_deque};
+use std::time::{Instant, SystemTime};
+
+/// The most events that are kept.
+pub const EVENTS_KEPT: usize = 32;
+
+/// The most faults among them that stay however many other events come later.
+pub const FAULTS_KEPT: usize = 8;
+
+/// Something that happened and that an administrator would want to know.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// When, for people.
+    pub at: SystemTime,
+    /// When, in order: the time of day can be set back.
+    pub seen: Instant,
+    pub text: String,
+    /// A GPU or a server has failed, or clients have lost their work.
+    pub fault: bool,
+}
+
+impl Event {
+    pub fn now(text: String) -> Self {
+        Self { at: SystemTime::now(), seen: Instant::now(), text, fault: false }
+    }
+}
+
+/// The last events, in the order in which they were added.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Events(VecDeque<Event>);
+
+impl Events {
+    /// Adds an event. If there is no room, the oldest one goes that is not among the last faults.
+    pub fn push(&mut self, event: Event) {
+        if self.0.len() >= EVENTS_KEPT {
+            let faults = self.0.iter().filter(|event| event.fault).count();
+            let oldest = self.0.iter().position(|event| !event.fault || faults > FAULTS_KEPT);
+            self.0.remove(oldest.unwrap_or_default());
+        }
+        self.0.push_back(event);
+    }
+
+    pub fn iter(&self) -> vec_deque::Iter<'_, Event> {
+        self.0.iter()
+    }
+}
+
+impl<'e> IntoIterator for &'e Events {
+    type Item = &'e Event;
+    type IntoIter = vec_deque::Iter<'e, Event>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+impl FromIterator<Event> for Events {
+    fn from_iter<I: IntoIterator<Item = Event>>(events: I) -> Self {
+        let mut all = Self::default();
+        events.into_iter().for_each(|event| all.push(event));
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(events: &Events) -> Vec<&str> {
+        events.iter().map(|event| event.text.as_str()).collect()
+    }
+
+    fn event(text: String, fault: bool) -> Event {
+        Event { fault, ..Event::now(text) }
+    }
+
+    #[test]
+    fn a_fault_outlasts_all_that_comes_later() {
+        let mut events = Events::default();
+        events.push(event("started".to_owned(), false));
+        events.push(event("fault".to_owned(), true));
+        for number in 0..3 * EVENTS_KEPT {
+            events.push(event(number.to_string(), false));
+        }
+        let kept = texts(&events);
+        let last: Vec<String> =
+            (2 * EVENTS_KEPT + 1..3 * EVENTS_KEPT).map(|number| number.to_string()).collect();
+        assert_eq!((kept[0], kept.len()), ("fault", EVENTS_KEPT));
+        assert_eq!(kept[1..], last);
+    }
+
+    #[test]
+    fn only_the_last_faults_outlast_other_events() {
+        let fault = |number: usize| event(format!("fault {number}"), true);
+        let mut events: Events = (0..2 * EVENTS_KEPT).map(fault).collect();
+        assert_eq!(texts(&events)[0], format!("fault {EVENTS_KEPT}"));
+        for number in 0..EVENTS_KEPT {
+            events.push(event(number.to_string(), false));
+        }
+        let last: Vec<String> = (2 * EVENTS_KEPT - FAULTS_KEPT..2 * EVENTS_KEPT)
+            .map(|number| format!("fault {number}"))
+            .collect();
+        assert_eq!(texts(&events)[..FAULTS_KEPT], last);
+        assert_eq!(texts(&events)[FAULTS_KEPT..].last(), Some(&(EVENTS_KEPT - 1).to_string().as_str()));
+        assert_eq!(texts(&events).len(), EVENTS_KEPT);
+    }
+}
