@@ -94,6 +94,8 @@ type GPU struct {
 	// All its MPS clients, also those without a known slice, as of the last look. Changes of them are no changes for Watch.
 	Clients    *uint32 `json:"clients,omitempty"`
 	MemoryUsed *int    `json:"memory_used,omitempty"`
+	// The most clients at once; nil where each slice has so many places of its own.
+	MaxClients *uint32 `json:"max_clients,omitempty"`
 }
 
 // ContainerConfig is what a container needs besides the driver's files, which the NVIDIA runtime adds.

@@ -345,7 +345,13 @@ fn metrics_are_what_the_bus_says() {
         listed_client(&host, "00:06.0-1"),
         listed_client(&host, "00:06.0"),
     ];
-    let exposition = succeeded(&host.mpsctl(&["metrics"]));
+    // Many who ask within a second cause one look.
+    let exposition = wait_for("a look", || {
+        let exposition = succeeded(&host.mpsctl(&["metrics"]));
+        let counted =
+            |(key, value): (&String, &f64)| key.starts_with("yunion_mps_gpu_clients{") && *value == 3.0;
+        samples_of(&exposition).iter().any(counted).then_some(exposition)
+    });
     assert!(exposition.ends_with("\n# EOF\n"), "{exposition}");
     let samples = samples_of(&exposition);
     for (sample, value) in [
@@ -410,7 +416,9 @@ fn metrics_are_what_the_bus_says() {
     let samples = metrics(&host);
     signal_pid(control_pid(&status), Signal::CONT);
     assert_eq!(samples["yunion_mps_clients_known{}"], 0.0);
-    assert!(!samples.keys().any(|key| key.starts_with("yunion_mps_device_clients")));
+    assert!(!samples.keys().any(|key| key.starts_with("yunion_mps_gpu_bypass_processes")));
+    // NVML counts them.
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 0.0);
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(metrics(&host)["yunion_mps_up{}"], 0.0);
@@ -493,7 +501,7 @@ fn clients_without_a_slice_count_for_their_gpu() {
     let rows = succeeded(&host.mpsctl(&["list", "--no-headings"]));
     assert!(!rows.contains("no slice"), "programs read the rows\n{rows}");
     let status = succeeded(&host.mpsctl(&["status"]));
-    assert!(status.lines().any(|line| line.contains("2740 MiB        3  served")), "{status}");
+    assert!(status.lines().any(|line| line.contains("2740 MiB   3 / 48  served")), "{status}");
     let samples = metrics(&host);
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 3.0);
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_memory_used_bytes"), 2740.0 * 1_048_576.0);
@@ -509,11 +517,21 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     let gpu = || host.json(&["list", "--gpus"]).unwrap()[0].clone();
     let clients = |number: u32| move |gpu: &Value| gpu["clients"] == number;
     wait_for("no clients", || Some(gpu()).filter(clients(0)));
-    let both = [host.client(), host.client()];
+    let both = [host.client(), host.served(&mut host.program_of("00:06.0-1", &["hold", "600"]))];
     let counted = wait_for("two clients", || Some(gpu()).filter(clients(2)));
     assert!(counted.get("memory_used").is_none(), "{counted}");
+    assert_eq!(counted["max_clients"], 16);
+    // Nobody counts the clients of its slices, so nothing says how many they are.
     let list = succeeded(&host.mpsctl(&["list"]));
-    assert!(list.lines().any(|line| line == "no slice  2 clients"), "{list}");
+    let said = "2 clients; yunion-mpsctl clients shows their slices";
+    assert!(list.lines().any(|line| line == said) && !list.contains("no slice"), "{list}");
+    assert!(host.list().iter().all(|slice| slice["clients"].is_null()), "{:?}", host.list());
+    let samples = metrics(&host);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 2.0);
+    assert_eq!(of_gpu(&samples, "yunion_mps_gpu_max_clients"), 16.0);
+    let of_clients = ["device_clients", "device_memory_used", "gpu_memory_used"];
+    let unknown = |key: &String| of_clients.iter().any(|name| key.starts_with(&format!("yunion_mps_{name}")));
+    assert!(!samples.keys().any(unknown), "{samples:#?}");
     both.into_iter().for_each(Client::end);
     let none = wait_for("no clients again", || Some(gpu()).filter(clients(0)));
     assert_eq!(none["memory_used"], 0);

@@ -100,8 +100,8 @@ async fn status_is_one_screen() {
     for line in [
         "State:           ready",
         "Pipe directory:  /tmp/nvidia-mps/pipe",
-        "GPU      MODEL      SLICES               HEALTH",
-        "00:06.0  Tesla P40  4 of 5760 MiB, 25 %  not enforced",
+        "GPU      MODEL      SLICES               CLIENTS  HEALTH",
+        "00:06.0  Tesla P40  4 of 5760 MiB, 25 %   - / 16  not enforced",
         "Last events:",
     ] {
         assert!(screen.lines().any(|here| here == line), "no {line:?} in:\n{screen}");

@@ -99,6 +99,7 @@ fn golden_gpu() -> Value {
         "equal_slices": ["b", true],
         "control_daemon": ["s", "shared"],
         "confirmed_thread_percentage": ["i", 25],
+        "max_clients": ["u", 16],
     }))
 }
 

@@ -247,6 +247,22 @@ fn prometheus_answers_every_query_of_the_dashboard() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
+/// A GPU that is full must not look empty since its clients have no slice, nor a slice small since its neighbour is larger.
+#[test]
+fn the_dashboard_shows_all_that_is_taken_and_left() {
+    let queries = queries(&dashboard());
+    let alone = |name: &str| {
+        let whole = format!("yunion_mps_{name}{{instance=~\"gpu1|gpu2\",gpu=~\"[0-9a-f:.]+\"}}");
+        assert!(queries.contains(&whole), "no panel shows {name}: {queries:#?}");
+    };
+    for of in ["clients", "max_clients", "memory_used_bytes"] {
+        alone(&format!("gpu_{of}"));
+        alone(&format!("device_{of}"));
+    }
+    alone("gpu_memory_bytes");
+    alone("device_memory_limit_bytes");
+}
+
 /// Grafana draws panels over each other, and confuses two panels of one id, without a word.
 #[test]
 fn the_dashboard_is_well_formed() {

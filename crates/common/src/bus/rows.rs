@@ -285,6 +285,7 @@ gpu_object! {
         "const" dev_type: String = "GPU".to_owned();
         equal_slices: bool = gpu.plan.equal_slices();
         healthy: bool = gpu.healthy;
+        max_clients: Option<u32> = gpu.plan.shared_places();
         memory_size: Option<i32> = known_mib(gpu.plan.largest().memory_mib);
         "false" memory_used: Option<i32> = gpu.in_use.and_then(|all| all.memory_mib).map(mib);
         mps_memory_limit: Option<i32> = known_mib(gpu.plan.largest().memory_mib);

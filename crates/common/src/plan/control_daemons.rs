@@ -271,7 +271,7 @@ fn control_daemon(
         memory_limit_mib,
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
-        capacity: driver::most_clients(series, facts.compute_capability),
+        capacity: gpu.places,
         // Of several control daemons, nobody can tell to which a client belongs.
         clients_listed: gpu.clients_counted && only.is_none(),
     };

@@ -16,6 +16,8 @@ pub struct GpuPlan {
     /// The slices, by their ordinals.
     pub sizes: Vec<SliceSize>,
     pub isolation: Isolation,
+    /// The most clients that a control daemon can have on it.
+    pub places: u32,
     /// Whether its clients can be counted.
     pub clients_counted: bool,
     pub limits_enforced: bool,
@@ -98,6 +100,12 @@ impl GpuPlan {
     /// The most clients of this slice. None if the GPU's clients can't be counted.
     pub fn max_clients(&self, ordinal: u32) -> Option<u32> {
         self.clients_counted.then(|| self.size(ordinal).max_clients)
+    }
+
+    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has places of its own, or
+    /// NVML can't say what the GPU is.
+    pub fn shared_places(&self) -> Option<u32> {
+        (self.isolation == Isolation::Gpu && self.gpu.facts().is_some()).then_some(self.places)
     }
 
     pub fn slice(&self, ordinal: u32) -> SliceId {

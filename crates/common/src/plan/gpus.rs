@@ -65,6 +65,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     GpuPlan {
         sizes: keys.sizes().map(size).collect(),
         isolation,
+        places,
         clients_counted: NVML_LISTS_CLIENTS.holds(inventory.series(), capability),
         limits_enforced,
         obstacles,

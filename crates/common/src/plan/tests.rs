@@ -164,6 +164,7 @@ fn the_p40_of_the_platforms_documentation() {
             gpu: inventory.gpus[0].clone(),
             sizes: vec![SliceSize { memory_mib: 5760, thread_percentage: 25, max_clients: 4 }; 4],
             isolation: crate::config::Isolation::Gpu,
+            places: 16,
             clients_counted: false,
             limits_enforced: false,
             obstacles: Vec::new(),

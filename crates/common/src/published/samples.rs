@@ -33,6 +33,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
         plan: GpuPlan {
             gpu: Gpu { pci, nvml: Ok(nvml) },
             sizes: vec![SliceSize { memory_mib: 5760, thread_percentage: 25, max_clients: 4 }; 4],
+            places: 16,
             clients_counted: false,
             limits_enforced: false,
             obstacles: Vec::new(),

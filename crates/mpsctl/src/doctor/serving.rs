@@ -7,7 +7,7 @@ use super::{Check, Finding, Outcome, Severity, each, error, finding, info, warni
 use common::bus::proxy::Listed;
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::counted::counted;
-use common::host::driver::{MULTI_USER, most_clients};
+use common::host::driver::MULTI_USER;
 use common::host::proc;
 use common::membership::records_without_effect;
 use common::problem::Problem;
@@ -271,17 +271,12 @@ fn full(facts: &Facts) -> Outcome {
     let is_full = |device: &&Listed<Device>| {
         device.max_clients.zip(device.clients).is_some_and(|(most, clients)| clients >= most)
     };
-    let plans = facts.plan().map(|plan| plan.gpus.as_slice()).unwrap_or_default();
-    let places = |gpu: &Listed<Gpu>| {
-        let plan = plans.iter().find(|plan| plan.gpu.id().to_string() == gpu.addr)?;
-        Some(most_clients(facts.inventory.series(), plan.gpu.facts()?.compute_capability))
-    };
     each(&published.gpus, |gpu| {
         let slices = published.devices.iter().flatten().filter(|device| device.pci_bdf == gpu.pci_bdf);
         let names: Vec<&str> = slices.filter(is_full).map(|device| device.addr.as_str()).collect();
-        let most = gpu.clients.zip(places(gpu)).filter(|(clients, places)| clients >= places);
+        let most = gpu.clients.zip(gpu.max_clients).filter(|(clients, most)| clients >= most);
         let found = match (most, names.as_slice()) {
-            (Some((_, places)), _) => format!("all {places} places for clients are taken"),
+            (Some((_, most)), _) => format!("all {most} places for clients are taken"),
             (None, []) => return None,
             (None, names) => format!("as many clients as max_clients in {}", names.join(", ")),
         };

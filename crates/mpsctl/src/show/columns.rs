@@ -134,7 +134,7 @@ pub(crate) const GPUS: &[Column<Gpu>] = &[
     OfGpu::new("MODEL", |one| one.model.shown()).expendable(2),
     OfGpu::new("SLICES", each),
     OfGpu::new("IN USE", |one| with_unit(one.memory_used, "MiB")).number().expendable(1),
-    OfGpu::new("CLIENTS", |one| one.clients.shown()).number(),
+    OfGpu::new("CLIENTS", |one| of_limit(one.clients, one.max_clients, "")).number(),
     OfGpu::new("INDEX", |one| one.nvidia_index.shown()).expendable(5).wide(),
     OfGpu::new("NUMA", |one| one.numa_node.shown()).expendable(6).wide(),
     OfGpu::new("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(3).wide(),

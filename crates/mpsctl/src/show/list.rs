@@ -116,25 +116,30 @@ fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> 
     }
 }
 
-/// The clients of each GPU that no slice of it is known to have. One GPU alone needs no name.
+/// The clients of each GPU that no slice of it has, or all of them if those of the slices are not counted. One GPU alone needs no
+/// name.
 fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<Device>]) -> io::Result<()> {
+    let number = |clients: u32| counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
     for gpu in gpus {
-        let Some((clients, memory)) = sliceless(gpu, devices).filter(|(clients, _)| *clients > 0) else {
-            continue;
+        let said = match (sliceless(gpu, devices), gpu.clients.unwrap_or_default()) {
+            (Some((0, _)), _) | (None, 0) => continue,
+            (Some((clients, memory)), _) => {
+                let memory = memory.map(|mib| format!("  {mib} MiB")).unwrap_or_default();
+                format!("no slice  {}{memory}", number(clients))
+            }
+            (None, clients) => format!("{}; yunion-mpsctl clients shows their slices", number(clients)),
         };
         let name = if gpus.len() > 1 { format!("{}: ", gpu.addr.shown()) } else { String::new() };
-        let clients = counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
-        let memory = memory.map(|mib| format!("  {mib} MiB")).unwrap_or_default();
-        writeln!(out, "{name}no slice  {clients}{memory}")?;
+        writeln!(out, "{name}{said}")?;
     }
     Ok(())
 }
 
-/// The clients of a GPU that are not among those of its slices, and their memory. None if the clients are not known.
-pub(crate) fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)> {
+/// The clients of a GPU that are not among those of its slices, and their memory. None if the clients of a slice are not known, as
+/// before Volta.
+fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)> {
     let slices = || devices.iter().filter(|device| device.pci_bdf == gpu.pci_bdf);
-    // Before Volta, nobody counts the clients of slices.
-    let of_slices: u32 = slices().filter_map(|slice| slice.clients).sum();
+    let of_slices: u32 = slices().map(|slice| slice.clients).sum::<Option<u32>>()?;
     let in_slices: Option<i64> = slices().map(|slice| slice.memory_used.map(i64::from)).sum();
     let memory = gpu.memory_used.zip(in_slices).map(|(all, in_slices)| (i64::from(all) - in_slices).max(0));
     Some((gpu.clients?.saturating_sub(of_slices), memory))

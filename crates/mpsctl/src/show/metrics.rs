@@ -55,7 +55,7 @@ pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &m
         about_control_daemons(&published.control_daemons, &mut to);
         about_gpus(&published.gpus, &mut to);
         about_devices(devices, &mut to);
-        about_clients(published, devices, &mut to);
+        about_bypasses(published, &mut to);
         if arguments.clients {
             about_each_client(published, devices, &mut to);
         }
@@ -80,7 +80,9 @@ fn replace(file: &Path, text: &str) -> io::Result<()> {
 
 /// A refusal to list the clients is a metric, `yunion_mps_clients_known 0`. Any other failure ends the command.
 async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
-    let published = Published::with(daemon.service().await?, daemon).await?;
+    let service = daemon.service().await?;
+    daemon.look_at_clients().await;
+    let published = Published::with(service, daemon).await?;
     match published.clients {
         Err(error) if !matches!(error, BusError::Refused { .. }) => Err(error),
         _ => Ok(published),
@@ -148,6 +150,21 @@ fn about_gpus(gpus: &[Listed<Gpu>], to: &mut Families) {
     );
     to.each("gpu_devices", "The slices that the GPU is cut into.", gpus, |gpu| f64::from(gpu.virtual_num));
     to.each("gpu_memory_bytes", "The memory of the GPU.", gpus, |gpu| gpu.mps_memory_total.map(bytes));
+    to.each("gpu_clients", "The processes that use the GPU through MPS.", gpus, |gpu| {
+        gpu.clients.map(f64::from)
+    });
+    to.each(
+        "gpu_max_clients",
+        "The most clients that the GPU can hold; the next one gets CUDA error 46.",
+        gpus,
+        |gpu| gpu.max_clients.map(f64::from),
+    );
+    to.each(
+        "gpu_memory_used_bytes",
+        "The GPU memory that all clients of the GPU hold through MPS, also those without a known slice.",
+        gpus,
+        |gpu| gpu.memory_used.map(bytes),
+    );
 }
 
 fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
@@ -176,9 +193,18 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
     to.each("device_limits_enforced", "Whether the GPU enforces the two limits.", devices, |device| {
         flag(device.limits_enforced)
     });
+    to.each("device_clients", "The processes that have the slice.", devices, |device| {
+        device.clients.map(f64::from)
+    });
     to.each("device_max_clients", "The most clients that the slice may have.", devices, |device| {
         device.max_clients.map(f64::from)
     });
+    to.each(
+        "device_memory_used_bytes",
+        "The GPU memory that the clients of the slice hold.",
+        devices,
+        |device| device.memory_used.map(bytes),
+    );
     to.each(
         "device_overuse",
         "Whether the clients of the slice have more memory together, or are more, than it may have.",
@@ -187,50 +213,19 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
     );
 }
 
-fn about_clients(published: &Published, devices: &[Listed<Device>], to: &mut Families) {
+fn about_bypasses(published: &Published, to: &mut Families) {
     to.one(
         "clients_known",
-        "Whether every control daemon listed its clients; if not, the metrics of clients are left out.",
+        "Whether every control daemon listed its clients; if not, the processes without MPS are left out, and each client.",
         flag(published.clients.is_ok()),
     );
     let Ok(clients) = &published.clients else { return };
-    let gpus = &published.gpus;
-    let of_gpu = |gpu: &Gpu, bypass: bool| {
-        let on_it = |client: &&Listed<Client>| gpu.device_path.as_ref() == Some(&client.gpu);
-        number(clients.iter().filter(on_it).filter(|client| client.bypass == bypass).count())
-    };
-    to.each("gpu_clients", "The processes that use the GPU through MPS.", gpus, |gpu| of_gpu(gpu, false));
-    let memory_of = |gpu: &Gpu| {
-        let uuid = gpu.device_path.as_ref()?;
-        let on_it = clients.iter().filter(|client| !client.bypass && client.gpu == *uuid);
-        // The sum without a client would be too small; and that of nobody is -0.
-        on_it.map(|client| client.memory_mib.map(bytes)).sum::<Option<f64>>().map(|sum| sum + 0.0)
-    };
+    let on_gpu = |gpu: &Gpu, client: &Client| client.bypass && gpu.device_path.as_ref() == Some(&client.gpu);
     to.each(
-        "gpu_memory_used_bytes",
-        "The GPU memory that all clients of the GPU hold through MPS, also those without a known slice.",
-        gpus,
-        memory_of,
-    );
-    to.each("gpu_bypass_processes", "The processes that use the GPU without our MPS server.", gpus, |gpu| {
-        of_gpu(gpu, true)
-    });
-    // The memory of each client, by its slice.
-    let mut used: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
-    for client in clients.iter().filter(|client| !client.bypass) {
-        if let Some(device) = slice_of(client, devices) {
-            used.entry(&device.addr).or_default().push(client.memory_mib.map_or(0.0, bytes));
-        }
-    }
-    let used = |device: &Device| used.get(device.addr.as_str()).map(Vec::as_slice).unwrap_or_default();
-    to.each("device_clients", "The processes that have the slice.", devices, |device| {
-        number(used(device).len())
-    });
-    to.each(
-        "device_memory_used_bytes",
-        "The GPU memory that the clients of the slice hold.",
-        devices,
-        |device| used(device).iter().fold(0.0, |sum, bytes| sum + bytes),
+        "gpu_bypass_processes",
+        "The processes that use the GPU without our MPS server.",
+        &published.gpus,
+        |gpu| number(clients.iter().filter(|client| on_gpu(gpu, client)).count()),
     );
 }
 
@@ -244,6 +239,7 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
         number(left_out),
     );
 }
+
 /// The slice that the client was given on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
