@@ -97,7 +97,7 @@ fn clients_are_shown_with_their_users_and_slices() {
         status["service"]["state"] == "disabled" && status["control_daemons"].as_array().unwrap().is_empty()
     });
     let table = succeeded(&host.mpsctl(&["clients"]));
-    assert_eq!(table, "No clients: the service is disabled: enable_cuda_mps is false\n");
+    assert_eq!(table, "No clients of this service: the service is disabled: enable_cuda_mps is false\n");
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -561,21 +561,69 @@ fn who_asks_for_the_slices_gets_the_clients_as_they_are() {
     assert!(looks() - before <= most, "{} looks in {:?}", looks() - before, began.elapsed());
 }
 
+/// The control daemon of somebody else, in the service's pipe directory.
+fn foreign_control_daemon(host: &Host) -> Client {
+    let pipe = host.path("mps/pipe");
+    fs::create_dir_all(&pipe).unwrap();
+    let mut command = host.command("nvidia-cuda-mps-control");
+    let foreign =
+        Client::start(command.arg("-f").env("CUDA_MPS_PIPE_DIRECTORY", &pipe).stdout(Stdio::null()));
+    wait_for("the foreign control daemon", || {
+        (!host.front_end(&pipe, "get_server_list").contains("Cannot")).then_some(())
+    });
+    foreign
+}
+
+/// The platform's control daemon on the platform's host, with two jobs: they compute, the service waits for them, and nothing has
+/// failed.
+#[test]
+fn a_planned_wait_is_no_failure() {
+    let mut host = Host::new("tesla-p40");
+    let foreign = foreign_control_daemon(&host);
+    let jobs = [host.client(), host.client()];
+    host.start();
+    let status = host.wait_for_status("a service that waits", |status| {
+        control_daemon(status)["state"] == "waiting" && status["service"]["state"] != "starting"
+    });
+    assert_eq!(status["service"]["state"], "degraded", "{status:#}");
+    // Between two attempts to start it does not wait.
+    let said = |arguments: &[&str], words: &str| {
+        wait_for(words, || Some(text(&host.mpsctl(arguments))).filter(|said| said.contains(words)))
+    };
+    let table = said(&["clients"], " serves 2 clients");
+    assert!(table.starts_with("No clients of this service: "), "{table}");
+    // The reason says how to end the wait; the clients of others are not listed before Volta.
+    let root = host.path("sysroot").display().to_string();
+    let advice = said(&["doctor", "--sysroot", &root], "control-daemon-waiting");
+    assert!(!advice.contains("lists them"), "{advice}");
+    jobs.into_iter().for_each(Client::end);
+    host.wait_for_state("ready");
+    assert!(!host.log().contains("failed"), "{}", host.log());
+    drop(foreign);
+}
+
+/// So is a change of the isolation, which waits for the clients of the control daemon before.
+#[test]
+fn a_change_of_the_isolation_that_waits_is_no_failure() {
+    let host = Host::serving("h200");
+    let job = listed_client(&host, "00:06.0-1");
+    host.configure("cuda_mps_topology: per_slice");
+    host.reload();
+    let status = host.wait_for_status("a service that waits", |status| {
+        let daemons = status["control_daemons"].as_array().unwrap();
+        daemons.iter().any(|daemon| daemon["state"] == "waiting") && status["service"]["state"] != "starting"
+    });
+    assert_eq!(status["service"]["state"], "degraded", "{status:#}");
+    job.end();
+    host.wait_for_state("ready");
+    assert!(!host.log().contains("failed"), "{}", host.log());
+}
+
 /// A control daemon of somebody else's in the pipe directory is waited for while it has clients. They are listed.
 #[test]
 fn the_clients_of_a_foreign_control_daemon_are_listed() {
     let mut host = Host::new("h200");
-    let pipe = host.path("mps/pipe");
-    fs::create_dir_all(&pipe).unwrap();
-    let foreign = Client::start(
-        host.command("nvidia-cuda-mps-control")
-            .arg("-f")
-            .env("CUDA_MPS_PIPE_DIRECTORY", &pipe)
-            .stdout(Stdio::null()),
-    );
-    wait_for("the foreign control daemon", || {
-        (!host.front_end(&pipe, "get_server_list").contains("Cannot")).then_some(())
-    });
+    let foreign = foreign_control_daemon(&host);
     let client = host.client();
     host.start();
     host.wait_for_status("a service that waits", |status| control_daemon(status)["state"] == "waiting");

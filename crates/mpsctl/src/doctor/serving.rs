@@ -72,8 +72,13 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 ),
             )),
             "waiting" => {
-                let remedy = "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and \
-                              yunion-mpsctl apply --force ends their GPU work";
+                // One without a process waits for something of others, and the reason says how to end it.
+                let remedy = if daemon.pid.is_none() {
+                    "do what the reason says"
+                } else {
+                    "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and \
+                     yunion-mpsctl apply --force ends their GPU work"
+                };
                 let is_served = published.served_by(&daemon.id).all(|gpu| gpu.healthy);
                 let problem = Problem::new(reason, remedy);
                 Some(finding(unless_served(is_served), "control-daemon-waiting", name(daemon), problem))

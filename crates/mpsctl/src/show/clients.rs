@@ -59,9 +59,11 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
 fn why_none(service: &Service) -> String {
     match service.state.as_str() {
         "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
-        "degraded" => {
-            format!("No clients: no process uses a GPU that is served. Note that {}", describe_state(service))
-        }
-        _ => format!("No clients: {}", describe_state(service)),
+        // A control daemon of others may have clients, which are not known here.
+        "degraded" => format!(
+            "No clients of this service: no process uses a GPU that it serves. Note that {}",
+            describe_state(service)
+        ),
+        _ => format!("No clients of this service: {}", describe_state(service)),
     }
 }
