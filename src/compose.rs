@@ -330,7 +330,9 @@ fn said_by(status: &Status) -> String {
         "" => String::new(),
         reason => format!(": {reason}"),
     };
-    format!("control daemon {} is {}{reason}", view.id, view.state)
+    // The other states are adjectives.
+    let within = if view.state == ControlDaemonState::Backoff { "in " } else { "" };
+    format!("control daemon {} is {within}{}{reason}", view.id, view.state)
 }
 
 /// The control daemon that keeps a GPU from another, which is to serve it, in words.
@@ -446,7 +448,7 @@ pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
     let mut line = snapshot.state.to_string();
     if !gpus.is_empty() {
-        line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "device"), gpus.len()));
+        line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "slice"), gpus.len()));
         if drained > 0 {
             line.push_str(&format!(", {drained} drained"));
         }

@@ -93,7 +93,7 @@ fn cut(snapshot: &Snapshot) -> SliceCounts {
 
 fn describe(names: &[DeviceName], one: &str, several: &str, what: &str) -> String {
     match names {
-        [] => format!("every device {one} {what}"),
+        [] => format!("every slice {one} {what}"),
         [name] => format!("{name} {one} {what}"),
         names => {
             let names: Vec<String> = names.iter().map(ToString::to_string).collect();

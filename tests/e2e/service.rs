@@ -324,7 +324,7 @@ fn status_text(machine: &mut Machine) {
     serving(machine);
     let status = machine.printed(&["systemctl", "status", SERVICE]);
     assert!(status.contains("Active: active (running)"), "{status}");
-    assert!(status.contains("Status: \"ready: 4 devices on 1 of 1 GPUs\""), "{status}");
+    assert!(status.contains("Status: \"ready: 4 slices on 1 of 1 GPUs\""), "{status}");
 }
 
 fn bus_root(machine: &mut Machine) {

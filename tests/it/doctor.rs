@@ -477,6 +477,19 @@ fn without_the_platforms_keys(scene: &mut Scene) {
 }
 
 /// The text for people.
+/// With a configuration that can't be read most checks can't be made. The mistake must not scroll away for them.
+#[test]
+fn a_broken_configuration_is_one_screen() {
+    let scene = Scene::new("h200");
+    scene.host.configure("cuda_mps_topology: sideways");
+    let root = scene.host.path("sysroot").display().to_string();
+    let mut command = scene.host.command(binaries().join("yunion-mpsctl"));
+    let output = command.args(["doctor", "--sysroot", &root]).env("COLUMNS", "80").output().unwrap();
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(5), "{said}");
+    assert!(said.contains("sideways") && said.lines().count() < 24, "{said}");
+}
+
 #[test]
 fn a_healthy_host_is_told_so() {
     let mut scene = Scene::new("h200");
@@ -488,7 +501,10 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
     // There is no systemd on this bus, and that is no finding.
-    assert!(said.contains("Not checked, since systemd can't be asked"), "{said}");
+    let hint = " could not be made; yunion-mpsctl doctor -v says which, and why.\n";
+    assert!(said.ends_with(hint) && !said.contains("systemd can't be asked"), "{said}");
+    let more = text(&scene.host.mpsctl(&["doctor", "-v", "--sysroot", &root]));
+    assert!(more.contains("Not checked, since systemd can't be asked") && !more.contains(hint), "{more}");
 
     scene.remove("/dev/nvidia-uvm");
     scene.host.plant("gpus/0/persistence_mode", "Disabled\n");
@@ -563,7 +579,7 @@ fn what_is_for_root_is_not_judged() {
         let mut command = scene.host.command("setpriv");
         command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
         let output =
-            command.arg(binaries().join("yunion-mpsctl")).args(["doctor", "--sysroot", &root]).output();
+            command.arg(binaries().join("yunion-mpsctl")).args(["doctor", "-v", "--sysroot", &root]).output();
         text(&output.unwrap())
     };
     let said = doctor();

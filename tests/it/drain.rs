@@ -172,7 +172,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
 
     assert_eq!(
         done(&host, &["drain", "--all"]),
-        "Every device is drained: no new client gets it.\nNo client is left.\n"
+        "Every slice is drained: no new client gets it.\nNo client is left.\n"
     );
     assert_eq!(drained(&host), all);
     assert_eq!(in_spec(&host), all);
@@ -190,7 +190,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
         drained(&host),
         names(&host.list(), |device| device["base_addr"] != first && device["base_addr"] != second)
     );
-    assert_eq!(done(&host, &["undrain", "--all"]), "Every device takes clients again.\n");
+    assert_eq!(done(&host, &["undrain", "--all"]), "Every slice takes clients again.\n");
     assert!(drained(&host).is_empty());
 }
 
@@ -303,7 +303,7 @@ fn the_waiting_goes_on_over_a_restart_of_the_service() {
     let mut host = Host::serving("h200");
     let client = host.client_of("00:06.0-1");
     let mut waiting = Waiting::start(&host, &["drain", "--all", "--wait"]);
-    assert_eq!(waiting.line(), "Every device is drained: no new client gets it.");
+    assert_eq!(waiting.line(), "Every slice is drained: no new client gets it.");
     assert!(waiting.line().starts_with(&format!("Waiting for process {} ", client.id())));
     for restart in 0..5 {
         host.signal(Signal::KILL);

@@ -239,6 +239,27 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
+/// The share surprises people whose program was alone on the GPU so far. Before Volta a GPU holds nobody to a share.
+#[test]
+fn setup_says_how_much_of_a_gpu_every_program_has() {
+    let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));
+    let share = "every CUDA program then has ";
+    let told = said("h200", &["--yes", "--slices", "3"]);
+    let expected = format!(
+        "\nOn the H200 SXM 141GB {share}47923 MiB of its memory and 33 % of its threads, even if no other program runs. \
+         With 1 slice it has all.\n"
+    );
+    assert!(told.contains(&expected), "{told}");
+    for (board, arguments) in [
+        ("tesla-p40", &["--yes"][..]),
+        ("h200", &["--yes", "--slices", "1"]),
+        ("h200", &["--yes", "--isolate-slices"]),
+    ] {
+        let told = said(board, arguments);
+        assert!(told.contains("Written: ") && !told.contains(share), "{told}");
+    }
+}
+
 #[test]
 fn setup_of_a_host_of_the_platform_names_each_gpu() {
     let host = fresh("mixed");

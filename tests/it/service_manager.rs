@@ -12,9 +12,9 @@ fn ready_is_said_when_it_is_true() {
     let mut manager = ServiceManager::of(&mut host);
     host.start();
     let first = manager.next();
-    assert!(first.starts_with("STATUS=starting: 0 devices on 0 of 1 GPUs"), "{first}");
+    assert!(first.starts_with("STATUS=starting: 0 slices on 0 of 1 GPUs"), "{first}");
     let heard = manager.until(|message| message == "READY=1");
-    assert!(heard.contains(&"STATUS=ready: 4 devices on 1 of 1 GPUs".to_owned()), "{heard:?}");
+    assert!(heard.contains(&"STATUS=ready: 4 slices on 1 of 1 GPUs".to_owned()), "{heard:?}");
     let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
     assert_eq!(status["service"]["state"], "ready");
 
@@ -31,7 +31,7 @@ fn ready_is_said_when_it_is_true() {
     let heard = manager.until(|message| message == "READY=1");
     assert_eq!(heard[0], "RELOADING=1");
     assert!(
-        heard[2].starts_with("STATUS=degraded: 4 devices on 1 of 1 GPUs; the new configuration was refused"),
+        heard[2].starts_with("STATUS=degraded: 4 slices on 1 of 1 GPUs; the new configuration was refused"),
         "{heard:?}"
     );
 
@@ -51,7 +51,7 @@ fn ready_waits_for_the_bus() {
     let mut manager = ServiceManager::of(&mut host);
     host.set("WATCHDOG_USEC", "300000");
     host.start();
-    let mut heard = manager.until(|message| message == "STATUS=ready: 4 devices on 1 of 1 GPUs");
+    let mut heard = manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
     // Two more, and the loop has gone round.
     for _ in 0..2 {
         heard.extend(manager.until(|message| message == "WATCHDOG=1"));
@@ -120,7 +120,7 @@ fn ready_does_not_wait_for_clients() {
     let heard = manager.until(|message| message == "READY=1");
     let last = heard.iter().rev().find(|message| message.starts_with("STATUS=")).unwrap();
     assert!(
-        last.starts_with("STATUS=degraded: 0 devices on 0 of 1 GPUs; 1 of 1 GPUs not served"),
+        last.starts_with("STATUS=degraded: 0 slices on 0 of 1 GPUs; 1 of 1 GPUs not served"),
         "{heard:?}"
     );
     assert!(last.contains("control daemon shared still has it: it is not needed any more"), "{heard:?}");
@@ -131,7 +131,7 @@ fn ready_does_not_wait_for_clients() {
     assert!(client.try_wait().unwrap().is_none());
     client.kill().unwrap();
     client.wait().unwrap();
-    manager.until(|message| message == "STATUS=ready: 4 devices on 1 of 1 GPUs");
+    manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -142,7 +142,7 @@ fn ready_waits_for_the_next_control_daemon() {
     host.wait_for_state("ready");
     let mut manager = started_with_another_topology(&mut host);
     let heard = manager.until(|message| message == "READY=1");
-    assert!(heard.contains(&"STATUS=ready: 4 devices on 1 of 1 GPUs".to_owned()), "{heard:?}");
+    assert!(heard.contains(&"STATUS=ready: 4 slices on 1 of 1 GPUs".to_owned()), "{heard:?}");
     assert!(!heard.iter().any(|message| message.starts_with("STATUS=failed")), "{heard:?}");
     assert_eq!(host.stop().code(), Some(0));
 }

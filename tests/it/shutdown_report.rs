@@ -165,7 +165,7 @@ fn a_forced_change_names_the_clients() {
     assert!(applied.status.success(), "{}", text(&applied));
     manager.until(|message| message.starts_with("STATUS=") && message.ends_with(&expected));
     // It is over when they have ended.
-    manager.until(|message| message == "STATUS=ready: 4 devices on 1 of 1 GPUs");
+    manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
     let status = host.wait_for_state("ready");
     let events = status["events"].as_array().unwrap();
     assert!(events.iter().any(|event| event["text"] == expected), "{events:?}");

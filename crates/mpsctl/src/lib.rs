@@ -149,8 +149,8 @@ enum Command {
     Setup(setup::Arguments),
     /// Looks for problems on this host, and names a remedy for each
     #[command(
-        after_help = "Works without the service too. Some checks need root; for other users, doctor names the checks \
-        that it has left out.\n\n\
+        after_help = "Works without the service too. Some checks need root; for other users, doctor counts the checks \
+        that it has left out, and -v names them.\n\n\
         Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
         Examples:\n  \
         yunion-mpsctl doctor\n  \

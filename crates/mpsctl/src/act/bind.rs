@@ -33,7 +33,7 @@ pub(crate) struct Arguments {
     #[arg(long, conflicts_with_all = ["Group", "label", "oci", "devices"])]
     slurm: bool,
     /// A name for people: a guest, a container, a job
-    #[arg(long, default_value = "")]
+    #[arg(long, default_value = "", hide_default_value = true)]
     label: String,
     /// Other control groups may have the slices too
     #[arg(long)]

@@ -107,7 +107,7 @@ pub(crate) async fn undrain(daemon: &DaemonProxy, what: &What, out: &mut dyn Wri
 
 fn subject(names: &[String], one: &str, several: &str) -> String {
     match names {
-        [] => format!("Every device {one}"),
+        [] => format!("Every slice {one}"),
         [name] => format!("{} {one}", printable(name)),
         names => format!("{} {several}", printable(&names.join(", "))),
     }

@@ -47,6 +47,9 @@ pub(super) struct Arguments {
     /// Read the host's files below this directory, and leave processes out
     #[arg(long, value_name = "DIR", default_value = "/")]
     sysroot: PathBuf,
+    /// Name the checks that could not be made, each with the reason
+    #[arg(short, long, conflicts_with = "json")]
+    verbose: bool,
     /// Print the findings, and the checks that could not be made, as JSON
     #[arg(long)]
     json: bool,
@@ -175,7 +178,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
         // As a value: its keys are sorted as in every other output.
         print_json(out, &serde_json::to_value(&report)?)?;
     } else {
-        write(&report, out)?;
+        write(&report, arguments.verbose, out)?;
     }
     Ok(match report.findings.first().map(|worst| worst.severity) {
         Some(Severity::Error) => ERRORS,
@@ -215,7 +218,7 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
     report
 }
 
-fn write(report: &DoctorReport, out: &mut dyn Write) -> io::Result<()> {
+fn write(report: &DoctorReport, verbose: bool, out: &mut dyn Write) -> io::Result<()> {
     for finding in &report.findings {
         let Finding { name, severity, subject, problem: Problem { found, remedy } } = finding;
         writeln!(out, "{}", hanging(&format!("{}: {name}: {subject}", severity.word())))?;
@@ -237,11 +240,24 @@ fn write(report: &DoctorReport, out: &mut dyn Write) -> io::Result<()> {
             report.made
         )?;
     }
-    let mut not_checked: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for NotChecked { check, reason } in &report.not_checked {
-        not_checked.entry(reason).or_default().push(check);
+    if verbose {
+        return write_not_checked(&report.not_checked, out);
     }
-    for (reason, checks) in not_checked {
+    match report.not_checked.len() {
+        0 => Ok(()),
+        left_out => {
+            let checks = counted(left_out, "check");
+            writeln!(out, "{checks} could not be made; yunion-mpsctl doctor -v says which, and why.")
+        }
+    }
+}
+
+fn write_not_checked(not_checked: &[NotChecked], out: &mut dyn Write) -> io::Result<()> {
+    let mut by_reason: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for NotChecked { check, reason } in not_checked {
+        by_reason.entry(reason).or_default().push(check);
+    }
+    for (reason, checks) in by_reason {
         writeln!(out, "{}", hanging(&format!("Not checked, since {reason}: {}", checks.join("; "))))?;
     }
     Ok(())

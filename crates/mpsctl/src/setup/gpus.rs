@@ -87,22 +87,37 @@ impl HostGpus {
         lines
     }
 
-    /// The share of each of this many slices, as the service's own plan says it.
+    /// The share of each of this many slices.
     pub(super) fn describe_share(&self, group: &ModelGroup, slices: u32) -> String {
+        let (share, model) = (self.share(group, slices), group.describe_model());
+        format!("With {slices} slices of the {model}, each has {share}.")
+    }
+
+    /// The share of every program of the host, where each finds a slice by itself and is held to it. None if a program has the
+    /// whole GPU.
+    pub(super) fn describe_program(&self, group: &ModelGroup, slices: u32) -> Option<String> {
+        let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
+        if slices == 1 || !planned(&plan, group.gpus.first()?)?.limits_enforced {
+            return None;
+        }
+        let (share, model) = (self.share(group, slices), group.describe_model());
+        Some(format!(
+            "On the {model} every CUDA program then has {share}, even if no other program runs. With 1 slice it has all."
+        ))
+    }
+
+    /// The share of one of this many slices, as the service's own plan has it.
+    fn share(&self, group: &ModelGroup, slices: u32) -> String {
         let share = || {
             let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
             let planned = planned(&plan, group.gpus.first()?)?;
             let size = planned.size(0);
             (size.memory_mib > 0).then_some((size.memory_mib, size.thread_percentage))
         };
-        let (memory, threads) = match share() {
-            Some((memory, threads)) => (format!("{memory} MiB"), format!("{threads} %")),
-            None => (format!("1/{slices}"), format!("1/{slices}")),
-        };
-        let model = group.describe_model();
-        format!(
-            "With {slices} slices of the {model}, each has {memory} of its memory and {threads} of its threads."
-        )
+        match share() {
+            Some((memory, threads)) => format!("{memory} MiB of its memory and {threads} % of its threads"),
+            None => format!("1/{slices} of its memory and 1/{slices} of its threads"),
+        }
     }
 }
 

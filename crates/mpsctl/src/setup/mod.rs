@@ -150,6 +150,12 @@ fn ask(
     let isolates = arguments.isolate_slices || asks && ask_isolation(questions, out)?;
     // Programs without a slice look in the pipe directory itself, where no control daemon of a slice listens.
     let by_itself = !platform && !isolates && ask_by_itself(&arguments.sysroot, questions, out)?;
+    if by_itself {
+        let each = found.groups.iter().zip(&slices);
+        for said in each.filter_map(|(group, slices)| found.describe_program(group, *slices)) {
+            writeln!(out, "{}", prose(&said))?;
+        }
+    }
     Ok(Answers::new(found, &slices, platform, by_itself).isolating_slices(isolates))
 }
 

@@ -10,6 +10,9 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::membership::whose::SHORT_ID;
 use common::text::printable;
 
+/// The digits of a container's id.
+const ID: usize = 64;
+
 /// The places between the brackets of a bar.
 const BAR: i32 = 10;
 
@@ -118,7 +121,7 @@ pub(crate) const SLICES: &[Column<Device>] = &[
     OfSlice::new("MEMORY", |one| of_limit(one.memory_used, one.mps_memory_limit, " MiB")).number(),
     SHARE,
     OfSlice::new("CLIENTS", |one| of_limit(one.clients, one.max_clients, "")).number(),
-    OfSlice::new("BOUND TO", |one| one.bound_to.shown()).expendable(2).wide(),
+    OfSlice::new("BOUND TO", |one| short_ids(&one.bound_to).shown()).expendable(1).wide(),
     OfSlice::new("INDEX", |one| one.nvidia_index.shown()).expendable(4).wide(),
     OfSlice::new("NUMA", |one| one.numa_node.shown()).expendable(5).wide(),
     OfSlice::new("COMPUTE MODE", |one| one.compute_mode.shown()).expendable(6).wide(),
@@ -351,9 +354,30 @@ pub(crate) fn short_id(client: &Client) -> Option<String> {
     client.container_id.as_ref().map(|id| id.shown().chars().take(SHORT_ID).collect())
 }
 
+/// The names of bindings, with the beginning of a container's id for the whole of it.
+fn short_ids(names: &str) -> String {
+    let is_id = |name: &str| name.len() == ID && name.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let short = |word: &str| {
+        let (name, end) = word.split_at(word.trim_end_matches(',').len());
+        if is_id(name) { format!("{name:.SHORT_ID$}{end}") } else { word.to_owned() }
+    };
+    names.split(' ').map(short).collect::<Vec<_>>().join(" ")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_containers_id_is_short_among_the_names_of_bindings() {
+        let id = "0123456789abcdef".repeat(4);
+        assert_eq!(short_ids(&id), "0123456789ab");
+        let several = format!("{id}, job 7, {id} and 3 more");
+        assert_eq!(short_ids(&several), "0123456789ab, job 7, 0123456789ab and 3 more");
+        for name in ["", "train-1/main", &id[1..], &id.replace('a', "x")] {
+            assert_eq!(short_ids(name), name);
+        }
+    }
 
     #[test]
     fn a_bar_shows_the_least_use_and_no_more_than_all() {

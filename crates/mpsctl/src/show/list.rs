@@ -31,7 +31,8 @@ struct Form {
     /// `wide` adds columns: index, NUMA node, compute mode, UUID, directories
     #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
     output: Option<Output>,
-    /// Print a table with the heads and the borders of the platform's command line
+    /// Print a table like that of the platform's command line: its borders and names of columns, without its own ids, and with
+    /// the health
     #[arg(long)]
     platform: bool,
     /// Print the names alone, one a line
