@@ -377,10 +377,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
         return (State::Stopping, String::new());
     }
     if !parts.settings.enabled {
-        let reason = match parts.settings.sources.as_slice() {
-            [] => "there is no configuration; `yunion-mpsctl setup` writes it",
-            _ => "enable_cuda_mps is false",
-        };
+        let reason = parts.settings.why_not_enabled();
         let staying = parts.leaving.iter().find(|status| status.view.state == ControlDaemonState::Waiting);
         let staying = staying.map(|status| format!("; {}", said_by(status))).unwrap_or_default();
         return (State::Disabled, format!("{reason}{staying}"));

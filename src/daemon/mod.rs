@@ -276,7 +276,7 @@ impl Daemon {
     /// Looks at the host for the first time. Only now is a wrong configuration fatal.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
-            tracing::info!("enable_cuda_mps is false: no GPU is served");
+            tracing::info!("no GPU is served: {}", self.settings.why_not_enabled());
             if self.fleet.has_leftovers() {
                 // This opens the driver, which restores compute modes.
                 self.look.read().await;

@@ -235,6 +235,11 @@ faults! {
     programs_of_another_cuda: "h200", Serving, other_cuda => ["version-skew"];
     newer_driver: "h200", Before, |scene| scene.host.plant("driver", "590.44.01\n") => ["driver-untried"];
     without_the_platform: "h200", Serving, without_the_platforms_keys => ["programs-need-slice"];
+    slices_of_their_own_without_the_platform: "h200", Before, |scene| {
+        without_the_platforms_keys(scene);
+        scene.host.configure("cuda_mps_topology: per_slice");
+        scene.host.devices(&[&format!("{RENDER}, type: NVIDIA_MPS, virtual_number: 4, memory: 20GiB, isolation: slice")]);
+    } => ["programs-need-slice"];
     node_missing: "h200x8", Serving, |scene| scene.remove("/dev/nvidia3") => ["device-node-missing"];
     node_of_unified_memory_missing: "h200", Serving, |scene| scene.remove("/dev/nvidia-uvm") => ["device-node-missing"];
     render_node_missing: "h200", Serving, |scene| scene.remove("/dev/dri/renderD128") => ["device-node-missing"];
@@ -548,6 +553,30 @@ fn no_remedy_sends_an_administrator_round_in_a_circle() {
         (severity, node.as_str()),
         ("warning".into(), "name the GPU by its render node, /dev/dri/renderD128")
     );
+}
+
+/// A program without a slice gets into a GPU whose slices take turns, and has all of it.
+#[test]
+fn what_a_program_without_slice_gets_goes_by_the_isolation() {
+    let mut scene = Scene::new("h200x8");
+    without_the_platforms_keys(&mut scene);
+    let entry = |node: u32, isolation: &str| {
+        format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: 4, isolation: {isolation}")
+    };
+    let told = |scene: &Scene, first: &str, second: &str| {
+        scene.host.devices(&[&entry(128, first), &entry(129, second)]);
+        let findings = scene.findings();
+        let found = findings.iter().find(|finding| finding["name"] == "programs-need-slice").unwrap();
+        (found["found"].as_str().unwrap().to_owned(), found["remedy"].as_str().unwrap().to_owned())
+    };
+    let (found, remedy) = told(&scene, "gpu", "gpu");
+    assert!(found.ends_with("with a slice gets the error 46, busy or unavailable"), "{found}");
+    assert!(remedy.contains("or set cuda_mps_pipe_directory: /tmp/nvidia-mps"), "{remedy}");
+    let (found, remedy) = told(&scene, "slice", "slice");
+    assert!(found.ends_with("with a slice has the whole GPU, without MPS and without limits"), "{found}");
+    assert!(!remedy.contains("cuda_mps_pipe_directory"), "CUDA finds no slice of its own: {remedy}");
+    let (found, _) = told(&scene, "slice", "gpu");
+    assert!(found.contains("on a GPU with isolation: slice, and gets the error 46"), "{found}");
 }
 
 /// A remedy is typed by root, and a process may say anything of itself.

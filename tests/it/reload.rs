@@ -357,6 +357,11 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         ("NVIDIA_MPS", "", ":3: devices[0].type: found nothing"),
         ("type:", "tpye:", ":2: devices[0].type: missing"),
         ("  type: NVIDIA_MPS\n", "", ":2: devices[0].type: missing"),
+        (
+            "  type: NVIDIA_MPS\n  virtual_number: 4\n",
+            "type: NVIDIA_MPS\nvirtual_number: 4\n",
+            ":3: type: stands outside of the list devices; indent it like path",
+        ),
         ("devices:", "device:", ": devices: no such list"),
         (&entry["devices:\n".len()..], "-\n", ":1: devices[0]: an empty entry"),
     ] {

@@ -15,12 +15,12 @@ mod complete;
 mod cuda;
 mod doctor;
 mod measure;
-mod platform;
 mod screen;
 mod setup;
 mod show;
 mod signals;
 mod slurm;
+mod toolkit;
 mod watch;
 
 /// The exit status of a command that could not be carried out.

@@ -152,7 +152,7 @@ pub fn words(checked: &Checked) -> Vec<String> {
             lines.extend(problems.iter().map(|problem| format!("error: {problem}")));
         }
         Checked::Right { loaded, .. } if !loaded.settings.enabled => {
-            lines.push("enable_cuda_mps is false: no GPU would be served".to_owned());
+            lines.push(format!("no GPU would be served: {}", loaded.settings.why_not_enabled()));
         }
         Checked::Right { driver, plan, missing, .. } => {
             lines.extend(driver.iter().map(|driver| match driver {

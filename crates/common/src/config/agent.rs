@@ -3,9 +3,14 @@
 //! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
 //! and gives every container the configured pipe directory.
 
+use std::path::Path;
+
 use super::host_conf::EmptyKey;
-use super::{DevicePath, Isolation, Settings, Topology};
+use super::{DevicePath, Isolation, Settings, Topology, below};
 use crate::problem::{LocatedProblem, Origin, Problem};
+
+/// The directory of the platform's programs.
+const PROGRAMS: &str = "/opt/yunion";
 
 const TYPES: [&str; 13] = [
     "NVIDIA_MPS",
@@ -31,6 +36,11 @@ pub struct Trouble {
     pub problem: LocatedProblem,
     /// The path that the agent does not know, if the trouble is a path.
     pub path: Option<DevicePath>,
+}
+
+/// Whether the host belongs to the platform, whose own keys stand in the same files. Without the platform there is no agent.
+pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
+    !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }
 
 /// All troubles of these settings. If MPS is off, the agent ignores entries of its type, and only the keys without a value

@@ -52,11 +52,14 @@ fn items<'t>(
             return Err(LocatedProblem::new(place(root.line), "", found, write_list));
         }
     };
-    let empty = pairs.is_empty();
+    let (empty, before) = (pairs.is_empty(), findings.problems.len());
     let mut devices = None;
     for (key, value) in pairs {
         let (origin, name) = (place(key.line), key.value.text());
-        if words(&name) != "devices" {
+        let ours = words(&name);
+        if let Some(key) = KEYS.into_iter().find(|key| *key == ours) {
+            findings.problems.push(outside(origin, key));
+        } else if ours != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
             let found = format!("already written at {earlier}; the last one counts");
@@ -64,16 +67,12 @@ fn items<'t>(
         }
     }
     let Some((origin, list)) = devices else {
-        let problem = |remedy| LocatedProblem::new(place(None), "devices", "no such list", remedy);
-        if !empty {
-            return Err(problem(write_list));
-        }
-        findings.warnings.push(problem(
-            "write one; without NVIDIA_MPS entries every NVIDIA GPU is cut into cuda_mps_replicas slices",
-        ));
-        return Ok((place(None), Vec::new()));
+        let missing = LocatedProblem::new(place(None), "devices", "no such list", write_list);
+        return if empty { Ok((place(None), Vec::new())) } else { Err(missing) };
     };
     match list.value {
+        // An entry lacks the keys that stand outside, so anything said about the entries would be wrong.
+        _ if findings.problems.len() > before => Ok((origin, Vec::new())),
         Value::List(items) if items.len() > MAX_ENTRIES => {
             let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
             Err(LocatedProblem::new(origin, "devices", found, "write one entry for each device of this host"))
@@ -85,6 +84,15 @@ fn items<'t>(
             Err(LocatedProblem::new(origin, "devices", other.found(), remedy))
         }
     }
+}
+
+/// The problem of an entry's key at the left edge of the file.
+fn outside(origin: Origin, key: &str) -> LocatedProblem {
+    let remedy = match key {
+        "path" => "begin an entry with it: `- path: ...` below `devices:`",
+        _ => "indent it like path",
+    };
+    LocatedProblem::new(origin, key, "stands outside of the list devices", remedy)
 }
 
 /// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
@@ -364,6 +372,7 @@ mod tests {
     use super::*;
 
     const FILE: &str = "/etc/yunion/host_container_device.yml";
+    const OUTSIDE: &str = "stands outside of the list devices";
 
     fn read(text: &str) -> (Vec<DeviceEntry>, Findings) {
         let mut findings = Findings::default();
@@ -404,6 +413,29 @@ mod tests {
             mps: Some(MpsEntry::with_slices(4.try_into().unwrap())),
         };
         assert_eq!(entries(text), [entry]);
+    }
+
+    /// The documentation of the platform has the file like this.
+    #[test]
+    fn a_key_of_an_entry_at_the_left_edge_is_named_with_its_line() {
+        for (text, expected) in [
+            (
+                "devices:\n- path: /dev/dri/renderD128\ntype: NVIDIA_MPS\nvirtualNumber: 4\n",
+                vec![(3, "type", OUTSIDE), (4, "virtual_number", OUTSIDE)],
+            ),
+            ("type: NVIDIA_MPS\ndevices:\n- path: []\n", vec![(1, "type", OUTSIDE)]),
+            ("devices:\n- type: NVIDIA_MPS\npath: x\n", vec![(3, "path", OUTSIDE)]),
+            ("devices:\npath: x\n", vec![(2, "path", OUTSIDE)]),
+            ("path: x\n", vec![(1, "path", OUTSIDE), (0, "devices", "no such list")]),
+            (&format!("{}memory: 20GiB\n", mps("virtual_number: 4")), vec![(5, "memory", OUTSIDE)]),
+        ] {
+            let (entries, findings) = read(text);
+            assert_eq!((entries, told(&findings.problems)), (Vec::new(), expected), "{text}");
+            for problem in &findings.problems {
+                let remedy = if problem.key == "type" { "like path" } else { "path" };
+                assert!(problem.key == "devices" || problem.problem.remedy.contains(remedy), "{problem}");
+            }
+        }
     }
 
     #[test]
@@ -718,8 +750,6 @@ mod tests {
         let (_, findings) = read("device:\n- path: x\n");
         assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
         assert_eq!(findings.unknown_keys.len(), 1);
-        let (_, findings) = read("devices: []\n");
-        assert_eq!(findings.warnings, []);
     }
 
     #[test]

@@ -44,6 +44,7 @@ pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
 pub(super) const DEVICE_FILE_KEY: &str = "container_device_config_file";
 const PIPE_KEY: &str = "cuda_mps_pipe_directory";
 pub(crate) const LOG_KEY: &str = "cuda_mps_log_directory";
+pub(super) const REPLICAS_KEY: &str = "cuda_mps_replicas";
 pub(super) const TOPOLOGY_KEY: &str = "cuda_mps_topology";
 
 /// Every key that this service reads, in the documented spelling.
@@ -53,7 +54,7 @@ const KEYS: [(&str, Setter); 21] = [
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
     (PIPE_KEY, |draft, value| directory(value).map(|path| draft.settings.pipe_directory = path)),
     (LOG_KEY, |draft, value| directory(value).map(|path| draft.settings.log_directory = path)),
-    ("cuda_mps_replicas", |draft, value| slices(value).map(|count| draft.settings.replicas = count)),
+    (REPLICAS_KEY, |draft, value| slices(value).map(|count| draft.settings.replicas = count)),
     ("log_level", |draft, value| word(value).map(|level| draft.settings.log_level = level)),
     (TOPOLOGY_KEY, |draft, value| word(value).map(|kind| draft.settings.topology = kind)),
     ("cuda_mps_thread_percentage", |draft, value| {
@@ -251,7 +252,7 @@ fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
         (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
             Some("the platform's host agent reads the text null")
         }
-        (Syntax::Yaml, ENABLE_KEY | "cuda_mps_replicas" | "log_level") => Some(MISTAKE),
+        (Syntax::Yaml, ENABLE_KEY | REPLICAS_KEY | "log_level") => Some(MISTAKE),
         (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some("the platform's host agent reads an empty text"),
         _ => None,
     }
@@ -921,7 +922,9 @@ mod tests {
                 may_terminate,
                 cdi_directory,
                 devices: Vec::new(),
+                says_enabled: false,
                 sources: Vec::new(),
+                absent: Vec::new(),
             }
         }
     }

@@ -21,7 +21,7 @@ use crate::host::pci_address::PciAddress;
 use crate::host::regular_file::{self, Unreadable};
 use crate::problem::{LocatedProblem, Origin, Problem};
 pub(crate) use host_conf::LOG_KEY;
-use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, TOPOLOGY_KEY};
+use host_conf::{DEVICE_FILE_KEY, Draft, ENABLE_KEY, REPLICAS_KEY, TOPOLOGY_KEY};
 pub use host_conf::{LOG_BESIDE_PIPE, has_room_for_sockets};
 use yaml::Value;
 
@@ -29,6 +29,8 @@ use yaml::Value;
 pub struct Settings {
     /// `enable_cuda_mps`. If it is false, no device is published.
     pub enabled: bool,
+    /// Whether a file sets `enable_cuda_mps`. It may be false only because no file mentions it.
+    pub says_enabled: bool,
     /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
     /// `cuda_mps_log_directory`: the directory of control.log.
@@ -54,6 +56,8 @@ pub struct Settings {
     pub devices: Vec<DeviceEntry>,
     /// The files that were read, in the order in which they were layered.
     pub sources: Vec<PathBuf>,
+    /// The files that were looked for, and are not there.
+    pub absent: Vec<PathBuf>,
 }
 
 impl Default for Settings {
@@ -61,6 +65,7 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             enabled: false,
+            says_enabled: false,
             pipe_directory: PathBuf::from("/tmp/nvidia-mps/pipe"),
             log_directory: PathBuf::from("/tmp/nvidia-mps/log"),
             log_in_pipe: None,
@@ -78,6 +83,7 @@ impl Default for Settings {
             cdi_directory: None,
             devices: Vec::new(),
             sources: Vec::new(),
+            absent: Vec::new(),
         }
     }
 }
@@ -247,6 +253,24 @@ impl Settings {
             Topology::PerSlice => Isolation::Slice,
         })
     }
+
+    /// The reason why no GPU is to be served, while MPS is not enabled. A directory with a misspelt name is found by the files
+    /// that are missed.
+    pub fn why_not_enabled(&self) -> Problem {
+        if self.says_enabled {
+            return format!("{ENABLE_KEY} is false").into();
+        }
+        let absent = match self.absent.as_slice() {
+            [] => String::new(),
+            absent => format!("; not there: {}", listed(absent)),
+        };
+        let found = match self.sources.as_slice() {
+            [] => format!("there is no configuration{absent}"),
+            read => format!("no file sets {ENABLE_KEY}; read: {}{absent}", listed(read)),
+        };
+        let remedy = "yunion-mpsctl setup writes the configuration, or says which lines belong in the files that are there";
+        Problem::new(found, remedy)
+    }
 }
 
 /// `cuda_mps_thread_percentage`: the share of a GPU's threads that one of N slices may use.
@@ -327,10 +351,10 @@ pub struct Sources {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub settings: Settings,
-    /// Whether any file sets `enable_cuda_mps`. It may be false only because no file mentions it.
-    pub says_enabled: bool,
     /// Problems that an administrator should look at, although they stop nothing.
     pub warnings: Vec<LocatedProblem>,
+    /// Whether the host belongs to the platform.
+    pub platform: bool,
     /// Settings that are right for this service, but stop the platform's host agent or its containers.
     pub agent: Vec<agent::Trouble>,
     /// The keys that this service does not know, with their places. They help only in a search for a typing error.
@@ -371,17 +395,22 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     read_main_file(sources, &mut draft, &mut findings);
     if let Some(file) = draft.local_file.clone() {
         // The local file is optional, even if a key names it.
-        if let Some(Some(text)) = findings.checked(read_text(&sources.sysroot, &file)) {
-            draft.overlay(&file, &text, &mut findings);
+        match findings.checked(read_text(&sources.sysroot, &file)) {
+            Some(Some(text)) => draft.overlay(&file, &text, &mut findings),
+            Some(None) => draft.settings.absent.push(file),
+            None => {}
         }
     }
     draft.check_together(&mut findings);
     read_device_file(sources, &mut draft, &mut findings);
     let Findings { problems, warnings, unknown_keys, overridden, .. } = findings;
     if problems.is_empty() {
-        let says_enabled = draft.origin(ENABLE_KEY).is_some();
-        let agent = agent::troubles(&draft.settings, draft.origin(TOPOLOGY_KEY), &draft.empty);
-        Ok(Loaded { settings: draft.settings, says_enabled, warnings, agent, unknown_keys, overridden })
+        draft.settings.says_enabled = draft.origin(ENABLE_KEY).is_some();
+        let platform = agent::is_here(&sources.sysroot, &unknown_keys);
+        let agent =
+            platform.then(|| agent::troubles(&draft.settings, draft.origin(TOPOLOGY_KEY), &draft.empty));
+        let agent = agent.unwrap_or_default();
+        Ok(Loaded { settings: draft.settings, platform, warnings, agent, unknown_keys, overridden })
     } else {
         Err(Refused { problems, warnings })
     }
@@ -398,22 +427,27 @@ const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 impl Loaded {
     /// The files that were read, for a message. If there are none, the main file that was looked for.
     pub fn files(&self) -> String {
-        let files: Vec<String> =
-            self.settings.sources.iter().map(|file| file.display().to_string()).collect();
-        if files.is_empty() { MAIN_FILE.to_owned() } else { files.join(", ") }
+        match self.settings.sources.as_slice() {
+            [] => MAIN_FILE.to_owned(),
+            read => listed(read),
+        }
     }
 
     /// The reason why this configuration must not replace one that serves GPUs, although it has no mistake: it would
     /// end the work of all tenants, and nobody has written `enable_cuda_mps: false`. Most often such a host.conf is
     /// being written, or was removed.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
-        (!self.settings.enabled && !self.says_enabled).then(|| {
+        (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
             let remedy = format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work");
             let found = "no longer set, while GPUs are served";
             LocatedProblem::new(Origin::whole(file), ENABLE_KEY, found, remedy)
         })
     }
+}
+
+fn listed(files: &[PathBuf]) -> String {
+    files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
 impl Sources {
@@ -430,7 +464,7 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
     for file in sources.main_files() {
         match findings.checked(read_text(&sources.sysroot, file)) {
             Some(Some(text)) => return draft.overlay(file, &text, findings),
-            Some(None) => {}
+            Some(None) => draft.settings.absent.push(file.to_owned()),
             None => return,
         }
     }
@@ -454,6 +488,9 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
         match findings.checked(read_text(&sources.sysroot, &file)) {
             Some(Some(text)) => {
                 draft.settings.devices = device_file::parse(&file, &text, findings);
+                if findings.problems.is_empty() {
+                    findings.warnings.extend(without_entry(&file, draft));
+                }
                 draft.settings.sources.push(file);
             }
             Some(None) => {
@@ -470,6 +507,23 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
     if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }
+}
+
+/// The warning about a device file without an entry of ours: every GPU is served then. An administrator who has written the
+/// number of slices for that knows it.
+fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
+    let Settings { enabled, devices, replicas, .. } = &draft.settings;
+    let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());
+    (*enabled && !is_wanted).then(|| {
+        let found = format!(
+            "no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut into {replicas} slices"
+        );
+        let remedy = format!(
+            "write type: NVIDIA_MPS in the entry of each GPU that is to be served, or {REPLICAS_KEY}: {replicas} in host.conf if \
+             that is meant"
+        );
+        LocatedProblem::new(Origin::whole(file), "devices", found, remedy)
+    })
 }
 
 /// The largest file that is read. A normal file has a few KiB.
@@ -573,6 +627,7 @@ mod tests {
 
     const LOCAL_FILE: &str = "/etc/yunion/host_local.conf";
     const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
+    const ONE_GPU: &[u8] = b"devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2}\n";
 
     /// A root directory with these files.
     fn sysroot(files: &[(&str, &[u8])]) -> tempfile::TempDir {
@@ -604,11 +659,37 @@ mod tests {
     #[test]
     fn without_any_file_the_defaults_apply() {
         let loaded = load_files(&[]).unwrap();
-        assert_eq!(loaded.settings, Settings::default());
+        let absent = paths(&[PLATFORM_FILE, MAIN_FILE, LOCAL_FILE]);
+        assert_eq!(loaded.settings, Settings { absent, ..Settings::default() });
         assert_eq!(
             texts(&loaded.warnings),
             ["/etc/yunion/host.conf: no such file; without it every key has its default"]
         );
+    }
+
+    #[test]
+    fn the_reason_for_no_mps_names_the_files_that_were_looked_for() {
+        let why = |files: &[(&str, &[u8])]| {
+            let settings = load_files(files).unwrap().settings;
+            assert!(!settings.enabled);
+            settings.why_not_enabled().found
+        };
+        let misspelt = ("/etc/yunin/host.conf", b"enable_cuda_mps: true\n".as_slice());
+        assert_eq!(
+            why(&[misspelt]),
+            "there is no configuration; not there: /opt/yunion/bin/etc/host.conf, /etc/yunion/host.conf, \
+             /etc/yunion/host_local.conf"
+        );
+        assert_eq!(
+            why(&[misspelt, (MAIN_FILE, b"hostname: host1\n")]),
+            "no file sets enable_cuda_mps; read: /etc/yunion/host.conf; not there: /opt/yunion/bin/etc/host.conf, \
+             /etc/yunion/host_local.conf"
+        );
+        assert_eq!(
+            why(&[(PLATFORM_FILE, b"a: b\n"), (LOCAL_FILE, b"enable_cuda_mps:\n")]),
+            "no file sets enable_cuda_mps; read: /opt/yunion/bin/etc/host.conf, /etc/yunion/host_local.conf"
+        );
+        assert_eq!(why(&[(MAIN_FILE, b"enable_cuda_mps: false\n")]), "enable_cuda_mps is false");
     }
 
     #[test]
@@ -723,7 +804,10 @@ mod tests {
         let told = |main: &str, devices: &str| -> Vec<String> {
             let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let files = [(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())];
-            let loaded = load_files(&files).unwrap();
+            // A host without the platform has no agent.
+            assert_eq!(load_files(&files).unwrap().agent, []);
+            let platforms = format!("{main}hostname: host1\n");
+            let loaded = load_files(&[(MAIN_FILE, platforms.as_bytes()), files[1]]).unwrap();
             assert_eq!(loaded.warnings, []);
             loaded.agent.iter().map(|trouble| trouble.problem.to_string()).collect()
         };
@@ -763,6 +847,28 @@ mod tests {
     }
 
     #[test]
+    fn a_device_file_without_an_entry_of_ours_is_a_warning() {
+        let warned = |main: &str, devices: &[u8]| {
+            let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
+            texts(&load_files(&[(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices)]).unwrap().warnings)
+        };
+        let of_others = b"devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_GPU_SHARE}\n".as_slice();
+        for devices in [of_others, b"devices: []\n", b""] {
+            assert_eq!(
+                warned("enable_cuda_mps: true", devices),
+                [
+                    "/etc/yunion/host_container_device.yml: devices: no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry \
+                     names is cut into 10 slices; write type: NVIDIA_MPS in the entry of each GPU that is to be served, or \
+                     cuda_mps_replicas: 10 in host.conf if that is meant"
+                ]
+            );
+            assert!(warned("enable_cuda_mps: true\ncuda_mps_replicas: 10", devices).is_empty());
+            assert!(warned("enable_cuda_mps: false", devices).is_empty());
+        }
+        assert!(warned("enable_cuda_mps: true", ONE_GPU).is_empty());
+    }
+
+    #[test]
     fn a_missing_device_file_is_reported_at_its_key() {
         let main = b"enable_cuda_mps: true\n\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         let problems = load_files(&[(MAIN_FILE, main)]).unwrap_err();
@@ -797,7 +903,7 @@ mod tests {
             assert!(problem.problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
             // The typing error hides nothing if the right key is there too, or if nothing is served.
             let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
-            let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, b"devices:\n")]).unwrap();
+            let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, ONE_GPU)]).unwrap();
             assert_eq!(loaded.warnings, problems);
             let off = main.replace("true", "false");
             assert_eq!(load_files(&[(MAIN_FILE, off.as_bytes())]).unwrap().warnings, problems);
@@ -830,7 +936,11 @@ mod tests {
             let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
             content.truncate(1024 * 1024);
             let loaded = load_files(&[(LOCAL_FILE, &content)]).map(|loaded| loaded.settings);
-            let nothing = Settings { sources: paths(&[LOCAL_FILE]), ..Settings::default() };
+            let nothing = Settings {
+                sources: paths(&[LOCAL_FILE]),
+                absent: paths(&[PLATFORM_FILE, MAIN_FILE]),
+                ..Settings::default()
+            };
             assert!(
                 loaded.as_ref().is_ok_and(|settings| *settings == nothing) || loaded.is_err(),
                 "{unit:?}"
@@ -900,7 +1010,10 @@ mod tests {
             "enable_cuda_mps: true\ncontainer_device_config_file: /etc/yunion/host_container_device.yml\n";
 
         let loaded = load_files(&[(MAIN_FILE, main.as_bytes())]).unwrap();
-        assert_eq!(loaded.settings, Settings { sources: paths(&[MAIN_FILE]), ..Settings::default() });
+        let absent = paths(&[PLATFORM_FILE, LOCAL_FILE]);
+        let untouched =
+            Settings { sources: paths(&[MAIN_FILE]), absent: absent.clone(), ..Settings::default() };
+        assert_eq!(loaded.settings, untouched);
         assert_eq!(loaded.warnings, []);
         let loaded = load_files(&[(MAIN_FILE, on.as_bytes()), (DEVICE_FILE, devices.as_bytes())]).unwrap();
         assert_eq!(loaded.settings.devices, []);
@@ -911,7 +1024,9 @@ mod tests {
         let expected = Settings {
             cdi_directory: Some("/var/run/cdi".into()),
             devices: loaded.settings.devices.clone(),
+            says_enabled: true,
             sources: paths(&[MAIN_FILE, DEVICE_FILE]),
+            absent,
             ..Settings::default()
         };
         assert_eq!(loaded.settings, expected);

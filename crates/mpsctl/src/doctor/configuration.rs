@@ -6,10 +6,10 @@ use std::path::Path;
 
 use super::facts::Facts;
 use super::{Check, Finding, Name, Outcome, Severity, each, error, finding, info, warning};
-use crate::platform::{self, WHERE_CUDA_LOOKS};
+use crate::toolkit::WHERE_CUDA_LOOKS;
 use common::check::Checked;
 use common::check::difference::{DifferenceKind, differences};
-use common::config::Refused;
+use common::config::{Isolation, Refused, Topology};
 use common::plan::Missing;
 use common::problem::LocatedProblem;
 
@@ -51,18 +51,9 @@ fn configuration(facts: &Facts) -> Outcome {
     let warned = |problem| of_problem(Severity::Warning, "configuration-warning", problem);
     findings.extend(facts.checked.warnings().iter().map(warned));
     if let Some(loaded) = facts.loaded().ok().filter(|loaded| !loaded.settings.enabled) {
-        let (found, remedy) = if loaded.says_enabled {
-            (
-                "enable_cuda_mps is false: no GPU is to be served",
-                "write enable_cuda_mps: true, then systemctl reload yunion-mps-daemon",
-            )
-        } else {
-            (
-                "no file sets enable_cuda_mps: no GPU is to be served",
-                "yunion-mpsctl setup writes the configuration, or says which lines belong in the files that are there",
-            )
-        };
-        findings.push(info("mps-disabled", loaded.files(), found, remedy));
+        let switch_on = "write enable_cuda_mps: true, then systemctl reload yunion-mps-daemon";
+        let why = loaded.settings.why_not_enabled().or_remedy(switch_on).prefixed("no GPU is to be served");
+        findings.push(finding(Severity::Info, "mps-disabled", loaded.files(), why));
     }
     Ok(findings)
 }
@@ -124,18 +115,28 @@ fn loaded(facts: &Facts) -> Outcome {
 /// The platform starts every program with a slice. Without it people start their programs themselves.
 fn programs(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
-    let finds_by_itself =
-        settings.pipe_directory == Path::new(WHERE_CUDA_LOOKS) || !settings.supervision.set_compute_mode;
-    if finds_by_itself || platform::is_here(&facts.sources.sysroot, facts.loaded()?) {
+    let finds_by_itself = facts.directories()?.iter().any(|(pipe, _)| pipe == Path::new(WHERE_CUDA_LOOKS));
+    if finds_by_itself || facts.loaded()?.platform {
         return Ok(Vec::new());
     }
-    Ok(vec![info(
-        "programs-need-slice",
-        settings.pipe_directory.display(),
-        "CUDA does not look there by itself: a program that was not started with a slice gets the error 46, busy or \
-         unavailable",
-        format!(
-            "start programs with yunion-mpsctl run --free -- PROGRAM, or set cuda_mps_pipe_directory: {WHERE_CUDA_LOOKS}"
-        ),
-    )])
+    let isolations: Vec<Isolation> = facts.plan()?.gpus.iter().map(|gpu| gpu.isolation).collect();
+    // Compute mode DEFAULT lets in every program.
+    let open = "has the whole GPU, without MPS and without limits";
+    let closed = "gets the error 46, busy or unavailable";
+    let gets = match (isolations.contains(&Isolation::Slice), isolations.contains(&Isolation::Gpu)) {
+        (false, _) if !settings.supervision.set_compute_mode => return Ok(Vec::new()),
+        (false, _) => closed.to_owned(),
+        (true, false) => open.to_owned(),
+        (true, true) => format!("{open} on a GPU with isolation: slice, and {closed}, on the others"),
+    };
+    let start = "start programs with yunion-mpsctl run --free -- PROGRAM";
+    let remedy = match settings.topology {
+        Topology::Shared if isolations.contains(&Isolation::Gpu) => {
+            format!("{start}, or set cuda_mps_pipe_directory: {WHERE_CUDA_LOOKS}")
+        }
+        _ => start.to_owned(),
+    };
+    let found =
+        format!("CUDA does not look there by itself: a program that was not started with a slice {gets}");
+    Ok(vec![info("programs-need-slice", settings.pipe_directory.display(), found, remedy)])
 }

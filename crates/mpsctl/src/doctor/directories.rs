@@ -10,7 +10,7 @@ use rustix::fs::{StatVfs, StatVfsMountFlags};
 
 use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, each, error, finding, info, warning};
-use crate::platform::{WHERE_CUDA_LOOKS, toolkit};
+use crate::toolkit::{self, WHERE_CUDA_LOOKS};
 use common::directories::{check, immutable};
 use common::host::proc;
 use common::host::socket::listener;
@@ -282,7 +282,7 @@ fn shared_memory(facts: &Facts) -> Outcome {
 /// NVIDIA's runtime mounts the directory into every container with a GPU, whenever the directory exists.
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
-    let Some(tool) = toolkit(&facts.sources.sysroot) else { return Ok(Vec::new()) };
+    let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
     let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
                   host.conf, for this service and the host agent alike";
     let pipe = &settings.pipe_directory;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokio::process::Command;
 
 use super::DEADLINE;
-use crate::platform::WHERE_CUDA_LOOKS;
+use crate::toolkit::WHERE_CUDA_LOOKS;
 use common::bus::answers::{BusAnswer, Published};
 use common::bus::proxy::Listed;
 use common::bus::rows::ControlDaemon;
@@ -128,7 +128,7 @@ impl Facts {
     /// The settings, where MPS is switched on.
     pub(super) fn enabled(&self) -> Result<&Settings, String> {
         let settings = &self.loaded()?.settings;
-        if settings.enabled { Ok(settings) } else { Err("enable_cuda_mps is false".to_owned()) }
+        if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".to_owned()) }
     }
 
     pub(super) fn plan(&self) -> Result<&Plan, String> {

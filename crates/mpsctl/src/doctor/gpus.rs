@@ -3,6 +3,7 @@
 use super::facts::Facts;
 use super::serving::{named, unless_served};
 use super::{Check, Outcome, Severity, each, error, finding, info, warning};
+use common::config::Isolation;
 use common::host::compute_mode::ComputeMode;
 use common::host::gpu::Gpu;
 use common::plan::{GpuPlan, HELD, WORTH_KNOWING, tenure_of};
@@ -136,6 +137,7 @@ fn warnings(facts: &Facts) -> Outcome {
     })
 }
 
+/// Slices that take turns have all threads each.
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();
@@ -144,7 +146,8 @@ fn oversubscription(facts: &Facts) -> Outcome {
         } else {
             format!("the percentages of {} slices", plan.slices())
         };
-        (sum > 100 && plan.limits_enforced).then(|| {
+        let at_once = plan.isolation == Isolation::Gpu;
+        (sum > 100 && plan.limits_enforced && at_once).then(|| {
             info(
                 "threads-oversubscribed",
                 names(&plan.gpu),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::gpus::HostGpus;
-use crate::platform::WHERE_CUDA_LOOKS;
+use crate::toolkit::WHERE_CUDA_LOOKS;
 use common::config::{Loaded, MAIN_FILE};
 use common::host::gpu::Gpu;
 use common::text::printable;

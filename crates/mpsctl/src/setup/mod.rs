@@ -18,9 +18,9 @@ use tokio::time::timeout;
 use self::ask::{MOST, Questions};
 use self::files::{Answers, File};
 use self::gpus::HostGpus;
-use crate::platform::WHERE_CUDA_LOOKS;
 use crate::show::table::{hanging, prose};
-use crate::{Error, FAILED, Result, platform};
+use crate::toolkit::{self, WHERE_CUDA_LOOKS};
+use crate::{Error, FAILED, Result};
 use common::bus::proxy::DaemonProxy;
 use common::check::{self, Checked};
 use common::config::{self, Loaded, Sources};
@@ -73,7 +73,7 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
     };
     if loaded.settings.enabled {
         writeln!(out, "MPS is enabled already, so nothing was written.\n")?;
-        return finish(&sources, platform::is_here(&sources.sysroot, &loaded), out).await;
+        return finish(&sources, loaded.platform, out).await;
     }
     let found = find_gpus(&sources.sysroot, out)?;
     let answers = ask(arguments, &loaded, &found, &mut questions, out)?;
@@ -142,7 +142,7 @@ fn ask(
     if slices.iter().all(|slices| *slices == 0) {
         return Err(failed("no GPU is to have slices, so nothing was written"));
     }
-    let platform = platform::is_here(&arguments.sysroot, loaded) || {
+    let platform = loaded.platform || {
         let question = "Does this host belong to a Cloudpods platform? Nothing here looks like it.";
         questions.no_or_yes(question, out)?
     };
@@ -173,7 +173,7 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
                     started with a slice find it.";
-    let Some(tool) = platform::toolkit(sysroot) else { return questions.yes_or_no(question, out) };
+    let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
     let said = format!(
         "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers that were given \
          no slice would find their way too."
