@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use super::limits::too_much;
+use super::limits::wrong_size;
 use super::paths::{Miss, claim, claimed_by, find};
 use super::{Missing, PlanError};
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
@@ -70,7 +70,7 @@ pub(super) fn wanted<'a>(
             }
         };
         if let Some(gpu) = gpu {
-            problems.extend(too_much(gpu, mps).map(|(key, problem)| entry.problem(key, problem)));
+            problems.extend(wrong_size(gpu, mps, settings).map(|(key, problem)| entry.problem(key, problem)));
             wanted.push(ConfiguredGpu { gpu, keys: mps.clone(), gone });
         }
     }
@@ -140,8 +140,8 @@ fn unclaimed<'a>(
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     let file = settings.sources.last().cloned().unwrap_or_default();
-    let too_much = wanted.iter().filter_map(|wanted| too_much(wanted.gpu, &wanted.keys));
-    problems.extend(too_much.map(|(_, problem)| problem.at(Origin::whole(&file), "cuda_mps_replicas")));
+    let wrong = wanted.iter().filter_map(|wanted| wrong_size(wanted.gpu, &wanted.keys, settings));
+    problems.extend(wrong.map(|(_, problem)| problem.at(Origin::whole(&file), "cuda_mps_replicas")));
     wanted
 }
 
@@ -347,8 +347,8 @@ mod tests {
         assert!(lines[1].starts_with("devices.yml:4: devices[2].path: "));
         assert_eq!(
             lines[2],
-            "devices.yml:5: devices[3].virtual_number: 122881 slices of 0000:1b:00.0, which has 122880 MiB; \
-             give each slice 1 MiB or more"
+            "devices.yml:5: devices[3].virtual_number: 122881 slices of 0000:1b:00.0, which has 122880 MiB, have 0 MiB \
+             each, and the CUDA context of a client with 1 % of its threads takes 33 MiB or more; write fewer slices"
         );
         assert!(lines[3].starts_with("devices.yml:6: devices[4].path: /dev/dri/renderD141 does not exist"));
     }

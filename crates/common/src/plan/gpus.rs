@@ -26,11 +26,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let capability = facts.and_then(|facts| facts.compute_capability);
     let limits_enforced = LIMITS.holds(inventory.series(), capability);
     let places = driver::most_clients(inventory.series(), capability);
-    // The slices among which the places and the threads of a control daemon are divided.
-    let sharing = match isolation {
-        Isolation::Gpu => *slices,
-        Isolation::Slice => NonZeroU32::MIN,
-    };
+    let sharing = limits::sharing(isolation, *slices);
     let size = |own: SliceKeys| SliceSize {
         memory_mib: total.map_or(0, |total| {
             own.memory_mib.map_or_else(|| limits::memory_mib(total, *slices), NonZeroU64::get)

@@ -15,6 +15,7 @@ mod warnings;
 
 pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu, only_slice, tenure_of};
 pub use gpu_plan::{GpuPlan, HELD, SliceSize};
+pub use limits::context_mib;
 pub use mps_core::Configured;
 pub use paths::render_node;
 pub use warnings::WORTH_KNOWING;

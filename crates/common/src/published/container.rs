@@ -6,7 +6,7 @@ use crate::host::cpus::Cpus;
 use crate::host::device_name::SliceId;
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::membership::{DEVICE_VARIABLE, PIPE_DIRECTORY_VARIABLE};
-use crate::plan::SliceSize;
+use crate::plan::{SliceSize, context_mib};
 use crate::published::snapshot::{GpuView, Snapshot, drained};
 use mps_core::access::Obstacle;
 
@@ -30,11 +30,6 @@ const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 /// hard one and the reserved one. An image may have them. The hook of this service sets the memory of the slice there.
 const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
 const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
-
-/// The most of a slice's memory that the CUDA context of a process takes, in MiB: a fixed part, and a part for each percent of
-/// the threads. Measured with driver 580: 147 with 25 % on an H100, 514 with 100 % on an H200. Larger GPUs have more SMs.
-const CONTEXT_MIB: u64 = 32;
-const CONTEXT_MIB_PER_PERCENT: u64 = 7;
 
 /// The part of a GPU's memory that no process can allocate, in MiB: of the driver, a server and one context. Measured: 1208
 /// on an H200 with driver 580.
@@ -289,8 +284,7 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let total = gpu.plan.gpu.facts()?.memory_total_mib?;
-        let context = CONTEXT_MIB + CONTEXT_MIB_PER_PERCENT * u64::from(size.thread_percentage);
-        let of_slice = size.memory_mib.checked_sub(context)?;
+        let of_slice = size.memory_mib.checked_sub(*context_mib(size.thread_percentage).end())?;
         let usable = of_slice.min(total.checked_sub(NEVER_FREE_MIB)?);
         Some((usable, usable.checked_mul(1000)?.checked_div(total)?))
     };
