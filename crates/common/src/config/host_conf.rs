@@ -52,7 +52,7 @@ const KEYS: [(&str, Setter); 21] = [
     (ENABLE_KEY, |draft, value| boolean(value).map(|on| draft.settings.enabled = on)),
     (DEVICE_FILE_KEY, |draft, value| optional(value, file).map(|path| draft.device_file = path)),
     ("local_config_file", |draft, value| optional(value, file).map(|path| draft.local_file = path)),
-    (PIPE_KEY, |draft, value| directory(value).map(|path| draft.settings.pipe_directory = path)),
+    (PIPE_KEY, |draft, value| directory_for_engines(value).map(|path| draft.settings.pipe_directory = path)),
     (LOG_KEY, |draft, value| directory(value).map(|path| draft.settings.log_directory = path)),
     (REPLICAS_KEY, |draft, value| slices(value).map(|count| draft.settings.replicas = count)),
     ("log_level", |draft, value| word(value).map(|level| draft.settings.log_level = level)),
@@ -412,6 +412,17 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
     }
 }
 
+/// The path of a directory that stands in options of container engines: in `--volume=HOST:CONTAINER`, and unquoted in a shell,
+/// which splits it at blanks and replaces patterns.
+fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, String> {
+    let path = directory(value)?;
+    if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {
+        let remedy = "write a path without blanks and without any of : * ? [ \\, which options of Docker and Podman can't have";
+        return Err(remedy.to_owned());
+    }
+    Ok(path)
+}
+
 fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, String> {
     value.text().parse().map_err(|_| match T::VARIANTS {
         [others @ .., last] => format!("write {} or {last}", others.join(", ")),
@@ -634,6 +645,20 @@ mod tests {
         assert!(problems("a: &a [*a]\n")[0].problem.found.contains("alias"));
     }
 
+    /// `options=$(yunion-mpsctl env ... --format docker) && docker run $options` is what the documents teach.
+    #[test]
+    fn the_pipe_directory_is_one_word_of_an_option() {
+        for path in ["/x y/pipe", "/a:b/pipe", "/a*b", "/a?b", "/a[b", "/a\\b", "/a\u{3000}b"] {
+            let told = problems(&format!("cuda_mps_pipe_directory: '{path}'\n"));
+            assert_eq!(told.len(), 1, "{path}");
+            assert!(told[0].problem.remedy.contains("Docker and Podman"), "{}", told[0]);
+            let (_, of_logs) = overlaid(&format!("cuda_mps_log_directory: '{path}'\n"));
+            assert_eq!(of_logs.problems, [], "{path}");
+        }
+        let (_, word) = overlaid("cuda_mps_pipe_directory: '/a$HOME,é/pipe'\n");
+        assert_eq!(word.problems, []);
+    }
+
     #[test]
     fn every_bad_value_is_reported_with_line_key_and_finding() {
         let text = concat!(
@@ -756,7 +781,7 @@ mod tests {
     fn directories_are_normalised_and_checked() {
         let pipe = |path: &str| settings(&format!("cuda_mps_pipe_directory: {path}")).pipe_directory;
         assert_eq!(pipe("//run///mps/./pipe//").as_os_str(), "/run/mps/pipe");
-        assert_eq!(pipe("'/run/a b/é'").as_os_str(), "/run/a b/é");
+        assert_eq!(pipe("'/run/a-b/é'").as_os_str(), "/run/a-b/é");
         for path in [
             "''",
             "pipe",
@@ -869,6 +894,10 @@ mod tests {
         assert_eq!((draft.device_file, draft.local_file), (default.device_file, default.local_file));
     }
 
+    fn directory_in_one_word() -> impl Strategy<Value = PathBuf> {
+        "/[a-zA-Z0-9_é][a-zA-Z0-9_.,é$'-]{0,20}[a-z]".prop_map(PathBuf::from)
+    }
+
     /// A directory that both forms can write. In the older form # begins a comment even within quotes.
     fn any_directory() -> impl Strategy<Value = PathBuf> {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
@@ -877,7 +906,7 @@ mod tests {
     prop_compose! {
         fn any_settings()(
             (enabled, prewarm, set_compute_mode) in any::<(bool, bool, bool)>(),
-            (pipe_directory, log_directory) in (any_directory(), any_directory()).prop_filter("differ", |(a, b)| a != b),
+            (pipe_directory, log_directory) in (directory_in_one_word(), any_directory()).prop_filter("differ", |(a, b)| a != b),
             cdi_directory in proptest::option::of(any_directory()),
             replicas in 1u32..=999,
             log_level in prop::sample::select(vec![LogLevel::Debug, LogLevel::Info, LogLevel::Warn, LogLevel::Error]),
