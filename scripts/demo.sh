@@ -304,7 +304,9 @@ exports=$(yunion-mps-sim create "$board" "$host") || fail "no simulated host of 
 eval "$exports"
 # Nothing here reports to a systemd that may have started us.
 unset NOTIFY_SOCKET JOURNAL_STREAM WATCHDOG_USEC WATCHDOG_PID
-export RUNTIME_DIRECTORY=$dir/run
+# Where doctor looks for it.
+export RUNTIME_DIRECTORY=$host/sysroot/run/yunion-mps-daemon
+mkdir -p "$host/sysroot/run"
 
 # A bus as closed as the system's.
 scripts/bus-conf.sh "$dir"

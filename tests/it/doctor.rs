@@ -579,6 +579,19 @@ fn what_a_program_without_slice_gets_goes_by_the_isolation() {
     assert!(found.contains("on a GPU with isolation: slice, and gets the error 46"), "{found}");
 }
 
+/// systemd gives `RUNTIME_DIRECTORY` to every unit that has one, and doctor may run in any.
+#[test]
+fn the_runtime_directory_of_another_unit_is_not_the_services() {
+    let mut scene = Scene::new("h200");
+    scene.host.start();
+    scene.host.wait_for_state("ready");
+    scene.host.signal(Signal::KILL);
+    scene.host.ended();
+    let elsewhere = scene.host.path("elsewhere").display().to_string();
+    scene.host.set("RUNTIME_DIRECTORY", &elsewhere);
+    scene.finds(&["service-not-running"]);
+}
+
 /// A remedy is typed by root, and a process may say anything of itself.
 #[test]
 fn a_remedy_does_not_let_others_type() {

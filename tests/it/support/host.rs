@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io::Write;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -78,6 +78,9 @@ impl Host {
             .output()
             .unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        // At the place that yunion-mpsctl looks for.
+        fs::create_dir_all(root.join("sysroot/run")).unwrap();
+        symlink(root.join("run"), root.join("sysroot/run/yunion-mps-daemon")).unwrap();
         let bus = PrivateBus::start();
         let path = std::env::var("PATH").unwrap_or_default();
         let environment = [

@@ -91,8 +91,8 @@ impl Facts {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
             Err(refused) => Checked::Refused(refused),
         };
-        let runtime_directory = std::env::var_os("RUNTIME_DIRECTORY")
-            .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
+        // RUNTIME_DIRECTORY is of the unit in which doctor runs, if it runs in one.
+        let runtime_directory = config::below(&sources.sysroot, Path::new("/run/yunion-mps-daemon"));
         let mut facts = Self {
             checked,
             inventory,
