@@ -74,7 +74,7 @@ struct Looked {
 
 /// Looks at the host through this driver, or through a new one.
 fn look(sysroot: &Path, nvml: Option<GpuQuestions>) -> Looked {
-    let open = || Driver::open().map(|driver| GpuQuestions::new(Arc::new(driver)));
+    let open = || Driver::open(sysroot).map(|driver| GpuQuestions::new(Arc::new(driver)));
     let mut nvml = nvml.map_or_else(open, Ok);
     let inventory = Inventory::read(sysroot, nvml.as_mut().map_err(|reason| &*reason));
     let news = match &nvml {

@@ -546,7 +546,17 @@ fn an_nvml_that_is_not_there_and_comes() {
     let target = fs::read_link(&library).unwrap();
     fs::remove_file(&library).unwrap();
     host.start();
-    host.wait_for_failure("libnvidia-ml.so.1");
+    host.wait_for_failure("no NVIDIA driver: libnvidia-ml.so.1");
+    // A driver in the container of NVIDIA's GPU operator is told as that.
+    host.plant(
+        "sysroot/proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
+    );
+    host.plant("sysroot/run/nvidia/driver/usr/bin/nvidia-smi", "");
+    host.wait_for_failure("NVIDIA's kernel module 535.86.10 is loaded, and its libraries are not on the host: NVIDIA's GPU operator");
+    let root = host.path("sysroot").display().to_string();
+    let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
+    assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
     // Nothing is known of any GPU: to publish none would make the platform delete its devices.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));

@@ -3,6 +3,7 @@
 pub mod difference;
 pub mod report;
 
+use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -83,7 +84,7 @@ pub fn check(sources: &Sources) -> Checked {
         Ok(loaded) if !loaded.settings.enabled => judge(loaded, None),
         Ok(loaded) => {
             let root = sources.sysroot.clone();
-            let inventory = ask_driver(move |nvml| Inventory::read(&root, nvml));
+            let inventory = ask_driver(&sources.sysroot, move |nvml| Inventory::read(&root, nvml));
             let without_driver = |reason| Inventory::read(&sources.sysroot, Err(&reason));
             judge(loaded, Some(&inventory.unwrap_or_else(without_driver)))
         }
@@ -92,10 +93,12 @@ pub fn check(sources: &Sources) -> Checked {
 
 /// Asks NVML. If NVML hangs, the error says so.
 pub fn ask_driver<T: Send + 'static>(
+    sysroot: &Path,
     ask: impl FnOnce(Result<&mut GpuQuestions, &Problem>) -> T + Send + 'static,
 ) -> Result<T, Problem> {
+    let sysroot = sysroot.to_owned();
     let answer = within(NVML_TIMEOUT, move || {
-        let mut driver = Driver::open().map(|driver| GpuQuestions::new(Arc::new(driver)));
+        let mut driver = Driver::open(&sysroot).map(|driver| GpuQuestions::new(Arc::new(driver)));
         ask(driver.as_mut().map_err(|reason| &*reason))
     });
     answer.ok_or_else(|| {

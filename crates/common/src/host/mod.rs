@@ -10,6 +10,7 @@ pub mod gpu;
 mod gpu_processes;
 pub mod identity;
 pub mod inotify;
+pub mod installation;
 pub mod inventory;
 pub mod mounts;
 pub mod nvml;

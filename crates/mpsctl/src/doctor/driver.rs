@@ -10,6 +10,7 @@ use super::facts::{CONTROL, Facts, variable};
 use super::{Check, Outcome, Severity, each, edit_unit, error, finding, info, warning};
 use common::host::driver::{NEWEST_TRIED, Series};
 use common::host::inotify;
+use common::host::installation;
 use common::host::program::{find_program, find_program_in};
 use common::problem::Problem;
 
@@ -50,9 +51,13 @@ fn untried(facts: &Facts) -> Outcome {
     })
 }
 
-fn programs(_: &Facts) -> Outcome {
+fn programs(facts: &Facts) -> Outcome {
     each(PROGRAMS, |name| {
-        let problem = find_program(name).err()?;
+        let missing = find_program(name).err()?;
+        let problem = match installation::operators_program(&facts.sources.sysroot, name) {
+            Some(elsewhere) => elsewhere.prefixed(missing.found),
+            None => missing,
+        };
         Some(finding(Severity::Error, "program-missing", name, problem))
     })
 }

@@ -232,7 +232,7 @@ fn load(sources: &Sources) -> Result<Loaded, Refused> {
 
 fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u32>) {
     let root = sysroot.to_owned();
-    let answer = check::ask_driver(move |mut nvml| {
+    let answer = check::ask_driver(sysroot, move |mut nvml| {
         let inventory = Inventory::read(&root, nvml.as_deref_mut().map_err(|reason| *reason));
         let driver = nvml.map(|nvml| Arc::clone(nvml.driver()));
         let uuids = inventory.gpus.iter().filter_map(|gpu| gpu.uuid().map(str::to_owned));

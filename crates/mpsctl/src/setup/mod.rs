@@ -107,7 +107,7 @@ fn failed(words: &str) -> Error {
 /// Looks at the GPUs, and says what is there.
 fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus> {
     let root = sysroot.to_owned();
-    let inventory = check::ask_driver(move |nvml| Inventory::read(&root, nvml))
+    let inventory = check::ask_driver(sysroot, move |nvml| Inventory::read(&root, nvml))
         .unwrap_or_else(|reason| Inventory::read(sysroot, Err(&reason)));
     let found = HostGpus::new(inventory);
     for line in found.describe() {

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
+use std::path::Path;
 use std::{fmt, fs};
 
 use nvml_calls::processes::{self, ListedProcess, NotListed, ProcessList};
@@ -21,6 +22,7 @@ use super::compute_mode::ComputeMode;
 use super::driver::{self, NVML_LISTS_CLIENTS};
 use super::gpu::{Gpu, PciDevice};
 use super::gpu_processes::Contexts;
+use super::installation;
 use super::pci_address::PciAddress;
 use super::xid::{CriticalError, RecoveryAction};
 use crate::host::proc;
@@ -58,9 +60,10 @@ pub struct Driver {
 }
 
 impl Driver {
-    pub fn open() -> Result<Self, Problem> {
-        let nvml =
-            Nvml::builder().lib_path(OsStr::new(LIBRARY)).init().map_err(|error| why_not_open(&error))?;
+    /// Opens the driver of this process. A driver that is not installed may have left traces below the sysroot.
+    pub fn open(sysroot: &Path) -> Result<Self, Problem> {
+        let nvml = Nvml::builder().lib_path(OsStr::new(LIBRARY)).init();
+        let nvml = nvml.map_err(|error| why_not_open(&error, sysroot))?;
         if nvml.lib().nvmlShutdown.is_err() {
             // Dropping `nvml` would call the missing function, and the wrapper would panic.
             std::mem::forget(nvml);
@@ -323,13 +326,13 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
 }
 
 /// The reason why NVML can't be used at all, with the remedy.
-fn why_not_open(error: &NvmlError) -> Problem {
+fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
     // NVML has no error code for this, and reports some other error.
     if let Some(reason) = no_descriptors() {
         return reason;
     }
     match error {
-        NvmlError::LibloadingError(error) => why_not_loaded(error),
+        NvmlError::LibloadingError(error) => why_not_loaded(error, sysroot),
         NvmlError::LibraryNotFound => {
             Problem::new(format!("{LIBRARY} lacks a library that it needs"), "reinstall the NVIDIA driver")
         }
@@ -372,13 +375,19 @@ fn no_descriptors() -> Option<Problem> {
 }
 
 /// The dynamic linker's error has no number, so its text decides.
-fn why_not_loaded(error: &impl fmt::Display) -> Problem {
+fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
     let text = error.to_string();
     if text.contains("Too many open files") {
         let remedy = "raise the limit of open files (LimitNOFILE=, ulimit -n)";
         Problem::new(format!("{LIBRARY} can't be loaded ({text})"), remedy)
     } else if text.contains("No such file") {
-        Problem::new(format!("no NVIDIA driver: {LIBRARY} is not installed ({text})"), "install the driver")
+        let installed = installation::without_library(sysroot).map(|half| half.prefixed(&text));
+        installed.unwrap_or_else(|| {
+            Problem::new(
+                format!("no NVIDIA driver: {LIBRARY} is not installed ({text})"),
+                "install the driver",
+            )
+        })
     } else {
         Problem::new(format!("{LIBRARY} can't be loaded ({text})"), "reinstall the NVIDIA driver")
     }
@@ -437,12 +446,14 @@ mod tests {
             (NvmlError::FailedToLoadSymbol("nvmlInit_v2".to_owned()), "reinstall"),
             (NvmlError::Unknown, "dmesg"),
         ];
+        let root = tempfile::tempdir().unwrap();
         for (error, remedy) in cases {
-            let reason = why_not_open(&error);
+            let reason = why_not_open(&error, root.path());
             assert!(reason.remedy.contains(remedy), "{reason}");
         }
         let missing = "libnvidia-ml.so.1: cannot open shared object file: No such file or directory";
-        assert!(why_not_loaded(&missing).remedy == "install the driver");
-        assert!(why_not_loaded(&"libnvidia-ml.so.1: file too short").remedy == "reinstall the NVIDIA driver");
+        let remedy = |text: &str| why_not_loaded(&text, root.path()).remedy;
+        assert_eq!(remedy(missing), "install the driver");
+        assert_eq!(remedy("libnvidia-ml.so.1: file too short"), "reinstall the NVIDIA driver");
     }
 }

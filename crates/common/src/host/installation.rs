@@ -1,0 +1,80 @@
+//! Drivers that are on the host by half: their module is loaded, and their library or their programs are elsewhere.
+
+use std::fs;
+use std::path::Path;
+
+use crate::problem::Problem;
+
+/// The file that the loaded module has, with its version.
+const MODULE: &str = "proc/driver/nvidia/version";
+
+/// The place at which NVIDIA's GPU operator mounts the file system of its container with the driver.
+const OPERATORS: &str = "run/nvidia/driver";
+
+/// The remedy where the driver is the operator's.
+const ON_THE_HOST: &str = "install the same driver with its MPS programs on the host, and let the operator leave it alone \
+                           (driver.enabled=false)";
+
+/// The problem if the module of a driver is loaded, for a host without its library.
+pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
+    let module = fs::read_to_string(sysroot.join(MODULE)).ok()?;
+    let loaded = format!("NVIDIA's kernel module {} is loaded, and its libraries are", version(&module));
+    Some(match operators_program(sysroot, "nvidia-smi") {
+        Some(problem) => Problem::new(format!("{loaded} not on the host: {}", problem.found), problem.remedy),
+        None => Problem::new(format!("{loaded} not installed"), "install those of the same version"),
+    })
+}
+
+/// The problem if a program is in the container with the operator's driver, for a host that does not have it.
+pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
+    let operators = sysroot.join(OPERATORS);
+    operators.join("usr/bin").join(program).exists().then(|| {
+        let found = format!("NVIDIA's GPU operator has the driver in a container of its own (/{OPERATORS})");
+        Problem::new(found, ON_THE_HOST)
+    })
+}
+
+/// The version of the module: the first word that is a number with a point.
+fn version(module: &str) -> &str {
+    let mut words = module.split_whitespace();
+    words
+        .find(|word| word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit()))
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_module_without_library_is_told_with_its_version() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(without_library(root.path()), None);
+        let plant = |file: &str, text: &str| {
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        plant(
+            MODULE,
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version:  gcc 13.3.0\n",
+        );
+        assert_eq!(
+            without_library(root.path()).unwrap().to_string(),
+            "NVIDIA's kernel module 580.95.05 is loaded, and its libraries are not installed; install those of the same version"
+        );
+        plant("run/nvidia/driver/usr/bin/nvidia-smi", "");
+        assert_eq!(
+            without_library(root.path()).unwrap().to_string(),
+            "NVIDIA's kernel module 580.95.05 is loaded, and its libraries are not on the host: NVIDIA's GPU operator has the \
+             driver in a container of its own (/run/nvidia/driver); install the same driver with its MPS programs on the host, \
+             and let the operator leave it alone (driver.enabled=false)"
+        );
+        assert_eq!(operators_program(root.path(), "nvidia-cuda-mps-control"), None);
+        assert_eq!(
+            version("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed Jul 26"),
+            "535.86.10"
+        );
+        assert_eq!(version(""), "");
+    }
+}
