@@ -307,11 +307,10 @@ fn selinux(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let pipe = facts.enabled()?.pipe_directory.display();
-    let found = "SELinux may keep containers from the sockets there";
-    let remedy = format!(
-        "if ausearch -m avc names it: semanage fcontext -a -t container_file_t '{pipe}(/.*)?' && chattr -R -f -i {pipe}; \
-         restorecon -R {pipe}"
-    );
+    let found = "SELinux is enforcing and keeps containers from the control daemon: a label on the directory is not enough, since \
+                 the kernel asks for connectto too";
+    let remedy = "if ausearch -m avc names the directory or connectto: start the container with --security-opt label=disable; \
+                  docs/containers.md says more";
     Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
 }
 

@@ -225,7 +225,7 @@ pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Failed(format!(
             "{directory}/control is not there for this process, and is for the service: this process has a /tmp of its own \
              (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set cuda_mps_pipe_directory to a directory outside of it, \
-             /run/nvidia-mps for one"
+             /run/yunion-mps/pipe for one"
         ))),
         // Another user may not be allowed to look, and CUDA says that itself.
         _ => Ok(()),
