@@ -33,6 +33,9 @@ use mps_core::tenants::{
 /// The age of a look that is new enough for whoever asks: all who ask together cause one look in this time.
 const FRESH: Duration = Duration::from_secs(1);
 
+/// The time for which the numbers of the last look stand where NVML lists no clients. Then nobody knows how many there are.
+const STAND: Duration = Duration::from_secs(5);
+
 /// The time for which whoever asks waits for the look at a GPU.
 const ASKED: Duration = Duration::from_secs(2);
 
@@ -168,6 +171,7 @@ impl Budgets {
             known_owners: BTreeMap::new(),
             members: Members::new(),
             looked_at: begun.checked_sub(FRESH).unwrap_or(begun),
+            seen_at: begun,
             due: Some(begun),
             enforcer: Enforcer::default(),
         };
@@ -222,6 +226,8 @@ struct GpuWatch {
     known_owners: BTreeMap<u32, Whose>,
     members: Members,
     looked_at: Instant,
+    /// When the last look began that has found out who is there.
+    seen_at: Instant,
     due: Option<Instant>,
     /// The task that ends clients has it meanwhile.
     enforcer: Enforcer<Identity, Held>,
@@ -271,9 +277,13 @@ impl GpuWatch {
                 tracing::debug!(gpu_uuid = uuid, "the clients of {uuid} are not known: {error}");
                 self.due = self.watch.is_blind(now).map(|due| self.begun + due);
                 self.over.send_replace(Vec::new());
+                if self.looked_at.duration_since(self.seen_at) > STAND {
+                    self.publish(&GpuUse::default());
+                }
                 return false;
             }
         };
+        self.seen_at = self.looked_at;
         tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
         let (found, members) = self.members.by_slice(&processes, &self.gpu.cut).await;
         for container in std::mem::take(&mut self.members.recorded) {
@@ -293,15 +303,18 @@ impl GpuWatch {
             memory_mib: in_use.memory_mib,
             overuse,
         });
-        let uses = GpuUse { slices: slices.collect(), all };
-        if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != uses) {
-            self.changed.notify_one();
-        }
+        self.publish(&GpuUse { slices: slices.collect(), all });
         for one in news {
             let event = self.describe(&one).await;
             self.send(event).await;
         }
         begins_attempt
+    }
+
+    fn publish(&self, uses: &GpuUse) {
+        if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != *uses) {
+            self.changed.notify_one();
+        }
     }
 
     /// Learns the owners of the clients that may be ended, before they are.

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::support::client::{Client, describe, own_user};
 use crate::support::container::contained;
-use crate::support::host::{Host, alive, signal_pid, start_time, text};
+use crate::support::host::{Host, alive, signal_pid, start_time, succeeded, text};
 use crate::support::listener::Listener;
 use crate::support::skip::root_or_skip;
 use crate::support::slice::directory_of;
@@ -97,6 +97,27 @@ fn serving(lines: &str) -> Host {
     host.start();
     host.wait_for_state("ready");
     host
+}
+
+/// A list that NVML does not give is no empty list: the slice does not stay published as one without clients.
+#[test]
+fn clients_that_nvml_does_not_list_are_not_counted_as_none() {
+    let host = Host::serving("h200");
+    wait_for_device(&host, SLICE, "nobody", |device| device["clients"] == 0);
+    host.plant("gpus/0/error/nvmlDeviceGetComputeRunningProcesses", "999");
+    let client = Client::start(&mut host.program_of(SLICE, &["hold", "600"]));
+    // The table has the clients looked at.
+    let looked = |check: fn(&Value) -> bool| {
+        wait_for_device(&host, SLICE, "what follows from a look", |device| {
+            succeeded(&host.mpsctl(&["list"]));
+            check(device)
+        })
+    };
+    let unknown = looked(|device| device.get("clients").is_none_or(Value::is_null));
+    assert_eq!((&unknown["healthy"], unknown["memory_used"].as_u64()), (&json!(true), None), "{unknown}");
+    host.clear("gpus/0/error/nvmlDeviceGetComputeRunningProcesses");
+    looked(|device| device["clients"] == 1);
+    client.end();
 }
 
 #[test]
