@@ -1,5 +1,7 @@
 //! The bindings of control groups to slices, as the state file has them.
 
+use std::borrow::Cow;
+use std::io;
 use std::sync::Arc;
 
 use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
@@ -10,53 +12,70 @@ use crate::host::device_name::{DeviceName, SliceId};
 /// All bindings of the host.
 pub type SliceBindings = bindings::Bindings<SliceId>;
 
+/// Thousands of these are written with each binding, so nothing is copied for that.
 #[derive(Serialize, Deserialize)]
-struct BindingEntry {
-    control_group: String,
+struct BindingEntry<'a> {
+    control_group: Cow<'a, str>,
     inode: u64,
     slices: Vec<String>,
     /// The host agent's records have given it a slice, and not root.
     #[serde(default)]
     by_platform: bool,
-    label: String,
+    label: Cow<'a, str>,
     /// Seconds since the host was started.
     since: u64,
     #[serde(default)]
     was_used: bool,
 }
 
-/// The bytes of a binding in the state file, with the comma.
-pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
-    // Nothing in it can fail to be written.
-    serde_json::to_vec(&BindingEntry::from(binding)).map_or(0, |text| text.len().saturating_add(1))
+/// Counts the bytes that are written, and keeps none.
+struct ByteCount(usize);
+
+impl io::Write for ByteCount {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 = self.0.saturating_add(bytes.len());
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
-impl From<&Binding<SliceId>> for BindingEntry {
-    fn from(binding: &Binding<SliceId>) -> Self {
+/// The bytes of a binding in the state file, with the comma.
+pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
+    let mut count = ByteCount(1);
+    // Nothing in it can fail to be written.
+    let _ = serde_json::to_writer(&mut count, &BindingEntry::from(binding));
+    count.0
+}
+
+impl<'a> From<&'a Binding<SliceId>> for BindingEntry<'a> {
+    fn from(binding: &'a Binding<SliceId>) -> Self {
         Self {
-            control_group: binding.group.path.clone(),
+            control_group: Cow::Borrowed(&binding.group.path),
             inode: binding.group.inode,
             slices: binding.slices.iter().map(ToString::to_string).collect(),
             by_platform: binding.by == BoundBy::Platform,
-            label: binding.label.clone(),
+            label: Cow::Borrowed(&binding.label),
             since: binding.since,
             was_used: binding.was_used,
         }
     }
 }
 
-impl From<BindingEntry> for Binding<SliceId> {
-    fn from(entry: BindingEntry) -> Self {
+impl From<BindingEntry<'_>> for Binding<SliceId> {
+    fn from(entry: BindingEntry<'_>) -> Self {
         // A name that can't be read stands for nothing on this host.
         let slice = |name: &String| match name.parse() {
             Ok(DeviceName::Slice(slice)) => Some(slice),
             _ => None,
         };
         Self {
-            group: ControlGroup { path: entry.control_group, inode: entry.inode },
+            group: ControlGroup { path: entry.control_group.into_owned(), inode: entry.inode },
             slices: entry.slices.iter().filter_map(slice).collect(),
             by: if entry.by_platform { BoundBy::Platform } else { BoundBy::Root },
-            label: entry.label,
+            label: entry.label.into_owned(),
             since: entry.since,
             was_used: entry.was_used,
         }
@@ -73,5 +92,26 @@ pub(crate) fn serialize<S: Serializer>(
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Arc<SliceBindings>, D::Error> {
-    Ok(Arc::new(Vec::<BindingEntry>::deserialize(deserializer)?.into_iter().map(Binding::from).collect()))
+    Ok(Arc::new(Vec::<BindingEntry<'_>>::deserialize(deserializer)?.into_iter().map(Binding::from).collect()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The room for bindings is counted in what the file has of each, whatever its control group and its label are called.
+    #[test]
+    fn a_binding_has_the_bytes_that_are_written_of_it() {
+        let gpu = "0001:1a:00.0".parse().unwrap();
+        for name in ["", "plain", "\"quoted\" \\", "\u{1}\u{7f}\n", "\u{8bad}\u{7ec3}"] {
+            let slices = [0, 17].map(|ordinal| SliceId { gpu, ordinal });
+            let group = ControlGroup { path: format!("/{name}"), inode: 4711 };
+            let (slices, label) = (slices.into(), name.to_owned());
+            let binding = Binding { group, slices, by: BoundBy::Root, label, since: 7, was_used: true };
+            let written = serde_json::to_string(&BindingEntry::from(&binding)).unwrap();
+            assert_eq!(bytes_of(&binding), written.len() + 1, "{written}");
+            let read: BindingEntry<'_> = serde_json::from_str(&written).unwrap();
+            assert_eq!(Binding::from(read), binding, "{written}");
+        }
+    }
 }
