@@ -19,7 +19,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("the_watchdog_leaves_a_client_running", watchdog),
     ("a_members_flood_of_calls_leaves_a_client_running", flood),
     ("a_kernel_without_pidfds_is_as_good", old_kernel),
-    ("the_cdi_spec_stays_at_a_restart_and_goes_at_a_stop", cdi),
+    ("the_cdi_spec_stays_at_a_restart_and_at_a_stop", cdi),
     ("systemctl_stop_ends_the_control_daemon_and_its_client", stop),
     ("a_reboot_with_a_client_running_comes_up_again", reboot),
 ];

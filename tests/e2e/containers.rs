@@ -12,7 +12,7 @@ use crate::fetched::fetched;
 use crate::machine::{Machine, Stage};
 use crate::package;
 use crate::readme::lines;
-use crate::service::{HOST, HOST_CONF, SERVICE, UUID, control_daemons, serving};
+use crate::service::{HOST, HOST_CONF, ON_HOST, SERVICE, UUID, control_daemons, serving};
 use crate::skip::skip;
 use crate::wait::wait_for;
 
@@ -337,8 +337,10 @@ fn podman_refuses(machine: &mut Machine) {
     let fault = format!("{HOST}/mps/fault/start-exits");
     machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
     refused("00:06.0-1", "00:06.0-1 is not served: ");
-    // An engine tries once: a container that is started meanwhile waits and runs.
-    machine.sh(&format!("(sleep 3; rm {fault}) & {run}; wait"));
+    machine.sh(&format!("rm {fault}; yunion-mpsctl is-ready --wait 120"));
+    // A container that is started in the first seconds waits and runs.
+    machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
+    machine.sh(&format!("(sleep 2; rm {fault}) & {run}; wait"));
 }
 
 /// The name of each slice that is bound, and of its binding.
@@ -408,9 +410,9 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
         if loss % 2 == 0 {
             machine.sh(&format!("kill -KILL {}", control_daemons(machine)[0]));
         } else {
-            machine.run(&["yunion-mpsctl", "run", "00:06.0-0", "--", "cuda-client", "fault"]);
+            machine.sh(&format!("{ON_HOST} yunion-mpsctl run 00:06.0-0 -- cuda-client fault || :"));
         }
-        before = wait_for("the next program of the container", || {
+        before = wait_for(&format!("the next program of the container after loss {loss}"), || {
             let listed = machine.run(&["yunion-mpsctl", "clients", "--json"]);
             let listed: Vec<Value> = serde_json::from_slice(&listed.stdout).ok()?;
             let own = listed.iter().find(|client| client["container_id"] == id.as_str())?;
