@@ -191,8 +191,9 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
     let reason = control_daemon(&status)["reason"].as_str().unwrap();
     assert!(reason.contains("has ended") || reason.contains("exited with status 1"), "{reason}");
     assert_eq!(control_daemon(&status)["starts"], 1, "it is not the control daemon's fault");
-    let told = status["service"]["state_reason"].as_str().unwrap();
-    assert!(told.contains(" is in backoff: "), "{told}");
+    host.wait_for_status("the state in words", |status| {
+        status["service"]["state_reason"].as_str().unwrap().contains(" is in backoff: ")
+    });
     host.clear("mps/fault/server-dies-after-ms");
     // One that was started before may still be about to die, or be dead and not yet noticed.
     wait_for("a server that lives", || {
