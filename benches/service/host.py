@@ -137,6 +137,10 @@ class Host:
         subprocess.run([self.tools.simulator, "create", board, self.root], check=True, stdout=subprocess.DEVNULL)
         self.configuration = self.root / "sysroot/etc/yunion/host.conf"
         self.arguments = ["--sysroot", self.root / "sysroot"]
+        # doctor looks for it where a unit has it.
+        runtime_directory = self.root / "sysroot/run/yunion-mps-daemon"
+        runtime_directory.parent.mkdir(parents=True, exist_ok=True)
+        runtime_directory.symlink_to(self.root / "run")
 
     def configure_gpus(self):
         """The compute modes stay as they are."""
