@@ -298,22 +298,23 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
 #[test]
 fn a_hundred_pods_come_and_go() {
     let Some(mut node) = with_pods("a_hundred_pods_come_and_go") else { return };
-    let mut running: Vec<Pod> = Vec::new();
-    for number in 0..100 {
-        let slice = SLICES[number % SLICES.len()];
-        if running.len() == SLICES.len() {
-            let oldest = running.remove(0);
-            node.runtime.end(&oldest).unwrap();
-            wait_for("a free slice", || (node.owners().len() < SLICES.len()).then_some(()));
+    // A slice is free again with the next look at the control groups, so all of a round end together.
+    for round in 0..100 / SLICES.len() {
+        let running: Vec<Pod> = (0..)
+            .zip(SLICES)
+            .map(|(number, slice)| {
+                let name = format!("job-{round}-{number}");
+                let pod = node.pod(&name, slice);
+                assert_eq!(node.client(&name).unwrap()["device"], slice);
+                pod
+            })
+            .collect();
+        for pod in &running {
+            node.runtime.end(pod).unwrap();
         }
-        let name = format!("job-{number}");
-        running.push(node.pod(&name, slice));
-        assert_eq!(node.client(&name).unwrap()["device"], slice);
+        wait_for("slices without owners", || node.owners().is_empty().then_some(()));
+        node.kubelet.wait_for_devices(QUARTER, SLICES.len(), &[]);
     }
-    for pod in &running {
-        node.runtime.end(pod).unwrap();
-    }
-    wait_for("slices without owners", || node.owners().is_empty().then_some(()));
     node.kubelet.wait_for_devices(QUARTER, 4, &[]);
     // The control group of a pod is the kubelet's, and the control groups in it are those of its containers.
     let inside = |group: &PathBuf| {
