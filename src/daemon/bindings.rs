@@ -41,7 +41,7 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // Nobody keeps a slice from one that shares it. A slice may have thousands of bindings then, and each one that is
+                // No binding keeps a slice from one that shares it. A slice may have thousands of bindings then, and each one that is
                 // asked whether it has ended is a look at the kernel's files.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {

@@ -236,7 +236,7 @@ fn a_crash_leaves_no_stale_spec_behind() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that starts has the slices that it plans, and not those of the one before, whoever is served already.
+/// A service that starts has the slices that it plans, and not those of the one before, although its control daemon still runs.
 #[test]
 fn a_start_offers_the_slices_that_are_planned() {
     let mut host = host("h200");

@@ -521,7 +521,7 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     let counted = wait_for("two clients", || Some(gpu()).filter(clients(2)));
     assert!(counted.get("memory_used").is_none(), "{counted}");
     assert_eq!(counted["max_clients"], 16);
-    // Nobody counts the clients of its slices, so nothing says how many they are.
+    // The clients of its slices are not counted, so nothing says how many they are.
     let list = succeeded(&host.mpsctl(&["list"]));
     let said = "2 clients; yunion-mpsctl clients shows their slices";
     assert!(list.lines().any(|line| line == said) && !list.contains("no slice"), "{list}");

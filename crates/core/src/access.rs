@@ -24,7 +24,7 @@ pub enum Obstacle {
     Taken(String),
     /// It takes no new clients.
     Drained,
-    /// Nobody can have it before an administrator has acted.
+    /// An administrator has to act before anybody can have it.
     Unusable(String),
 }
 
@@ -38,7 +38,7 @@ impl Obstacle {
 /// Says whether a program may have a slice now.
 ///
 /// # Errors
-/// It may not. Of several reasons, the one that lasts is told.
+/// It may not. Of several reasons, the most lasting is told.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

@@ -38,7 +38,7 @@ pub struct Trouble {
     pub path: Option<DevicePath>,
 }
 
-/// Whether the host belongs to the platform, whose own keys stand in the same files. Without the platform there is no agent.
+/// Returns whether the host belongs to the platform, whose own keys stand in the same files. Without the platform there is no agent.
 pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
     !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }

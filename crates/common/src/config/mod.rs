@@ -29,7 +29,7 @@ use yaml::Value;
 pub struct Settings {
     /// `enable_cuda_mps`. If it is false, no device is published.
     pub enabled: bool,
-    /// Whether a file sets `enable_cuda_mps`. It may be false only because no file mentions it.
+    /// True if a file sets `enable_cuda_mps`. It may be false only because no file mentions it.
     pub says_enabled: bool,
     /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
@@ -353,7 +353,7 @@ pub struct Loaded {
     pub settings: Settings,
     /// Problems that an administrator should look at, although they stop nothing.
     pub warnings: Vec<LocatedProblem>,
-    /// Whether the host belongs to the platform.
+    /// True if the host belongs to the platform.
     pub platform: bool,
     /// Settings that are right for this service, but stop the platform's host agent or its containers.
     pub agent: Vec<agent::Trouble>,

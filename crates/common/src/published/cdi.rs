@@ -44,7 +44,7 @@ pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
 
 fn device(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> Value {
     let name = gpu.slice_name(ordinal);
-    // The hook of a user without root can't ask the service, so it is told of a drain here.
+    // The hook of a user without root can't ask the service, so a drain is marked here.
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
     let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
     let hooks = json!([hook(hooks, &bind)]);

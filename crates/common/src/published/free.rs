@@ -129,7 +129,7 @@ fn of_gpu(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     format!("{}: {}", gpu.plan.gpu.id(), reasons.join(", "))
 }
 
-/// Whether this is a part of a name of the GPU's model.
+/// Returns whether this is a part of a name of the GPU's model.
 fn is_model(gpu: &GpuView, name: &str) -> bool {
     let part = name.to_lowercase();
     let by_nvidia = gpu.plan.gpu.facts().map(|facts| facts.name.to_lowercase());
@@ -162,12 +162,12 @@ fn names(client: &ClientView) -> impl Iterator<Item = &DeviceName> {
     client.slices.iter().flat_map(|known| &known.slices)
 }
 
-/// Whether a client was given this slice.
+/// Returns whether a client was given this slice.
 fn has(client: &ClientView, slice: SliceId) -> bool {
     names(client).any(|name| *name == DeviceName::Slice(slice))
 }
 
-/// Whether a client uses this GPU, or still waits for a server of it.
+/// Returns whether a client uses this GPU, or still waits for a server of it.
 fn uses(client: &ClientView, gpu: &GpuView) -> bool {
     if client.gpu_uuid.is_empty() {
         names(client).any(|name| name.gpu() == gpu.plan.gpu.id())

@@ -40,10 +40,10 @@ pub struct Linked<D> {
 
 /// The slices that take no new client: they are drained, or their GPU needs a reset.
 pub trait ClosedSlices {
-    /// Whether all are closed, those of a GPU that comes later too.
+    /// Returns whether all are closed, those of a GPU that comes later too.
     fn is_all(&self) -> bool;
 
-    /// Whether the slice with a directory of this name is closed. None: no slice can have such a directory.
+    /// Returns whether the slice with a directory of this name is closed. None: no slice can have such a directory.
     fn closes(&self, directory: &str) -> Option<bool>;
 }
 

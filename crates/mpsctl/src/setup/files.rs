@@ -12,7 +12,7 @@ const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 
 /// Everything that was asked.
 pub(super) struct Answers {
-    /// Whether the host belongs to the platform.
+    /// True if the host belongs to the platform.
     pub(super) platform: bool,
     /// Whether CUDA programs shall find the control daemon by themselves.
     by_itself: bool,
