@@ -18,7 +18,7 @@ pub struct Standing {
 /// The reason why a program may not have a slice, the easiest to overcome first.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Obstacle {
-    /// It is not served at this moment, and may be at the next: the asker may wait.
+    /// The slice is not served now. The service works on that, so the asker may wait.
     Unserved(String),
     /// It is bound to somebody else, by name.
     Taken(String),
@@ -38,7 +38,7 @@ impl Obstacle {
 /// Says whether a program may have a slice now.
 ///
 /// # Errors
-/// It may not. Of several reasons, the most lasting is told.
+/// The obstacle, if it may not; of several, the one that lasts longest.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

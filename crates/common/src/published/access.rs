@@ -24,7 +24,7 @@ pub struct Asker<'a> {
 /// Says whether a program may have a slice now.
 ///
 /// # Errors
-/// It may not.
+/// The obstacle, if it may not.
 pub fn may_have(
     gpu: &GpuView,
     ordinal: u32,

@@ -12,11 +12,14 @@ use crate::published::client::ClientView;
 use crate::published::container::{ChosenSlice, ContainerError};
 use crate::published::snapshot::{GpuView, Named, Snapshot};
 
+/// The most reasons that an error names of each GPU.
+const REASONS: usize = 2;
+
 /// A slice among which the service chooses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
     pub slice: SliceId,
-    /// It has so many clients that one more would be over its budget: that number.
+    /// The most clients that it may have, if it has as many.
     pub full: Option<u32>,
 }
 
@@ -38,7 +41,8 @@ pub fn candidates(
     }
     let all = || snapshot.slices();
     let meant = |gpu: &GpuView, ordinal: u32, name: &str| match snapshot.find(name) {
-        Some(Named::Slice(of, number)) => of.uuid() == gpu.uuid() && number == ordinal,
+        Some(Named::Slice(of, number)) => of.plan.slice(number) == gpu.plan.slice(ordinal),
+        // Two GPUs that are lost have the same UUID, which is none.
         Some(Named::Gpu(of)) => of.plan.gpu.id() == gpu.plan.gpu.id(),
         None => is_model(gpu, name),
     };
@@ -77,8 +81,8 @@ pub fn choose<'s>(
     asker: Asker<'_>,
 ) -> Result<ChosenSlice<'s>, ContainerError> {
     let mut easiest: Option<Obstacle> = None;
-    // In the order of the configuration: the reasons of each GPU, each with its number of slices.
-    let mut refused: Vec<(&GpuView, BTreeMap<String, usize>)> = Vec::new();
+    // By the place of the GPU in the configuration: the reasons, each with its number of slices.
+    let mut refused: BTreeMap<Option<usize>, (&GpuView, BTreeMap<String, usize>)> = BTreeMap::new();
     for Candidate { slice, full } in candidates {
         let Some(Named::Slice(gpu, ordinal)) = snapshot.find(&slice.to_string()) else { continue };
         let reason = match (may_have(gpu, ordinal, bindings, asker), full) {
@@ -87,24 +91,15 @@ pub fn choose<'s>(
                 format!("full: {} at most (max_clients)", counted(*most as usize, "client"))
             }
             (Err(obstacle), _) => {
-                let words = in_words(&obstacle);
+                let words = obstacle_in_words(&obstacle);
                 easiest = easiest.into_iter().chain([obstacle]).min();
                 words
             }
         };
-        let of_gpu = match refused.iter().position(|(known, _)| known.plan.gpu.id() == slice.gpu) {
-            Some(place) => refused.get_mut(place),
-            None => {
-                refused.push((gpu, BTreeMap::new()));
-                refused.last_mut()
-            }
-        };
-        if let Some((_, reasons)) = of_gpu {
-            *reasons.entry(reason).or_default() += 1;
-        }
+        let (_, reasons) = refused.entry(place(snapshot, gpu)).or_insert_with(|| (gpu, BTreeMap::new()));
+        *reasons.entry(reason).or_default() += 1;
     }
-    refused.sort_by_key(|(gpu, _)| place(snapshot, gpu));
-    let why = refused.into_iter().map(|(gpu, reasons)| of_gpu(gpu, &reasons)).collect::<Vec<_>>();
+    let why = refused.into_values().map(|(gpu, reasons)| reasons_of(gpu, &reasons)).collect::<Vec<_>>();
     Err(ContainerError::NoneFree { why: why.join("; "), easiest })
 }
 
@@ -112,7 +107,7 @@ fn place(snapshot: &Snapshot, gpu: &GpuView) -> Option<usize> {
     snapshot.gpus.iter().flatten().position(|one| one.plan.gpu.id() == gpu.plan.gpu.id())
 }
 
-fn in_words(obstacle: &Obstacle) -> String {
+fn obstacle_in_words(obstacle: &Obstacle) -> String {
     match obstacle {
         Obstacle::Unserved(reason) => format!("not served: {reason}"),
         Obstacle::Taken(by) => format!("bound to {by}"),
@@ -121,12 +116,21 @@ fn in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-fn of_gpu(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
-    let reasons: Vec<String> = match reasons.keys().next() {
+/// The first reasons of a GPU. Where each slice has a control daemon of its own, each may have another reason.
+fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
+    let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],
-        _ => reasons.iter().map(|(why, slices)| format!("{} {why}", counted(*slices, "slice"))).collect(),
+        _ => reasons
+            .iter()
+            .take(REASONS)
+            .map(|(why, slices)| format!("{} {why}", counted(*slices, "slice")))
+            .collect(),
     };
-    format!("{}: {}", gpu.plan.gpu.id(), reasons.join(", "))
+    let others: usize = reasons.values().skip(REASONS).sum();
+    if others > 0 {
+        named.push(format!("{} more", counted(others, "slice")));
+    }
+    format!("{}: {}", gpu.plan.gpu.id(), named.join(", "))
 }
 
 /// Returns whether this is a part of a name of the GPU's model.
@@ -281,7 +285,7 @@ mod tests {
         ] {
             assert_eq!(chosen(&host, &[], &clients(of), recent).unwrap(), expected, "{recent:?}");
         }
-        // It refuses nobody: a command that has ended within the minute leaves the slice to the next one.
+        // A choice is no refusal: a command that has ended within the minute leaves the slice to the next one.
         assert_eq!(chosen(&host, &["00:07.0-1"], &[], &["00:07.0-1"; 3]).unwrap(), "00:07.0-1");
     }
 
@@ -338,6 +342,14 @@ mod tests {
         assert_eq!(
             chosen(&lost, &[], &[], &[]).unwrap_err(),
             "no slice is free: 00:06.0: not served: GPU is lost; 00:07.0: drained"
+        );
+        let each = host(|gpu| {
+            gpu.plan.sizes.resize(4, gpu.plan.size(0));
+            gpu.unserved = (0..4).map(|ordinal| (ordinal, format!("{ordinal} starts"))).collect();
+        });
+        assert_eq!(
+            chosen(&each, &["h200"], &[], &[]).unwrap_err(),
+            "no slice is free: 00:07.0: 1 slice not served: 0 starts, 1 slice not served: 1 starts, 2 slices more"
         );
     }
 }
