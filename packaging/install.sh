@@ -33,6 +33,10 @@ install_program() { # NAME COMPLETIONS
 install_program yunion-mps-daemon "$PAGES"
 # It answers the shells itself.
 install_program yunion-mpsctl packaging/completions
+# Under these names it is a container runtime, before the one with the rest of the name.
+for runtime in runc crun nvidia-container-runtime; do
+    ln -sf yunion-mpsctl "$root$PREFIX/bin/yunion-mps-$runtime"
+done
 
 for unit in yunion-mps-daemon.service yunion-mps-metrics.service yunion-mps-metrics.timer; do
     installed=$root$PREFIX/lib/systemd/system/$unit
@@ -56,10 +60,16 @@ put 644 "$PAGES/yunion-mpsctl.1" "$share/man/man1/yunion-mpsctl.1"
 put 644 packaging/man/yunion-mps-host.conf.5 "$share/man/man5/yunion-mps-host.conf.5"
 ln -sf yunion-mps-host.conf.5 "$share/man/man5/yunion-mps-host_container_device.yml.5"
 put 644 "$PAGES/yunion-mps-daemon.8" "$share/man/man8/yunion-mps-daemon.8"
-for page in yunion-mpsctl.1 yunion-mps-host.conf.5 yunion-mps-daemon.8; do
+put 644 packaging/man/yunion-mps-runc.8 "$share/man/man8/yunion-mps-runc.8"
+for page in yunion-mpsctl.1 yunion-mps-host.conf.5 yunion-mps-daemon.8 yunion-mps-runc.8; do
     put 644 "packaging/man/zh_CN/$page" "$share/man/zh_CN/man${page##*.}/$page"
 done
 ln -sf yunion-mps-host.conf.5 "$share/man/zh_CN/man5/yunion-mps-host_container_device.yml.5"
+for runtime in crun nvidia-container-runtime; do
+    for pages in man man/zh_CN; do
+        ln -sf yunion-mps-runc.8 "$share/$pages/man8/yunion-mps-$runtime.8"
+    done
+done
 
 for file in README.md README.zh-CN.md CHANGELOG.md; do
     put 644 "$file" "$doc/$file"

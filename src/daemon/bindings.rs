@@ -195,7 +195,7 @@ fn said(binding: &Binding<SliceId>, what: &str) -> String {
     format!("{}: {} {what}", binding.name(), names.join(", "))
 }
 
-fn path_of(group: &GroupOf) -> Result<String, RequestError> {
+pub(super) fn path_of(group: &GroupOf) -> Result<String, RequestError> {
     match group {
         GroupOf::Path(path) => Ok(path.clone()),
         GroupOf::Process(pid) => control_groups::path_of(*pid).map_err(|error| {

@@ -3,19 +3,21 @@
 
 use std::sync::Arc;
 
-use mps_core::tenants::TerminationError;
+use mps_core::tenants::{Stop, TerminationError};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use super::fleet::Fleet;
-use super::{Daemon, reload};
+use super::{Daemon, bindings, reload};
 use crate::dbus::{Reply, Request};
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ServingDaemon};
 use crate::tenants::describe::{Whose, describe};
 use crate::tenants::terminate::{self, Processes};
 use common::bus::error::RequestError;
+use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::blocking::Blocking;
+use common::host::control_groups;
 use common::membership::Slices;
 use common::published::client::ClientView;
 use common::published::container::ContainerError;
@@ -81,6 +83,7 @@ impl Daemon {
                 let id = ContainerId::new(&id).map_err(|error| RequestError::Failed(error.to_string()));
                 self.terminate(id.map(TerminationTarget::Container), reply);
             }
+            Request::ReleaseGroup(wanted, reply) => self.terminate(signalled(wanted), reply),
             Request::Drain(names, reply) => self.drain(&names, reply),
             Request::Undrain(names, reply) => self.undrain(&names, reply),
             Request::Bind(wanted, reply) => self.bind(&wanted, reply),
@@ -111,7 +114,7 @@ impl Daemon {
         let (event, terminated) = (wanted.event(), self.requests.terminated.clone());
         tokio::spawn(async move {
             let (had_work, ended) = terminate::terminate(daemons, wanted, processes).await;
-            let event = describe(had_work).map(|clients| event + &clients);
+            let event = event.zip(describe(had_work)).map(|(event, clients)| event + &clients);
             let answer = ended.map_err(|error| not_ended(&error));
             let _ = terminated.send(EndedTermination { event, answer, reply }).await;
         });
@@ -163,6 +166,19 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<TerminationTarget, 
         None => Err(ContainerError::no_such_device(snapshot, &name).into()),
     };
     names.into_iter().map(slice).collect::<Result<_, _>>().map(TerminationTarget::Slices)
+}
+
+/// The processes that may end because of a signal to a container.
+fn signalled(wanted: ContainerStop) -> Result<TerminationTarget, RequestError> {
+    let ContainerStop { pid, container, signal, to_all } = wanted;
+    let path = bindings::path_of(&GroupOf::Process(pid))?;
+    let group = control_groups::of_container(&path, &container).to_owned();
+    if let Some(what) = control_groups::shared_by(&group) {
+        return Err(RequestError::SharedControlGroup(format!(
+            "process {pid} is in {what}, {group}, which is no container's; its GPU work is ended by yunion-mpsctl terminate"
+        )));
+    }
+    Ok(TerminationTarget::Signalled(Stop { group, first: pid, signal, to_all }))
 }
 
 fn not_ended(error: &TerminationError<Whose>) -> RequestError {

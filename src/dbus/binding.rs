@@ -1,4 +1,4 @@
-//! The arguments of `Bind`, `Unbind` and `TakeDevices`: whatever a caller sends is a bounded request, or an error that says what is wrong.
+//! The arguments of `Bind`, `Unbind`, `TakeDevices` and `ReleaseGroup`: whatever a caller sends is a bounded request, or an error that says what is wrong.
 
 use std::collections::HashMap;
 
@@ -6,13 +6,22 @@ use zbus::OwnedVariant;
 
 use super::request::{Result, bounded_names};
 use common::bus::error::RequestError;
-use common::bus::proxy::{GroupOf, SliceWish};
+use common::bus::proxy::{ContainerStop, GroupOf, SliceWish};
 
 /// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381.
 const LABEL: usize = 384;
 
 /// The longest path of a control group, in bytes: the kernel knows no longer one.
 const PATH: usize = 4096;
+
+/// The longest id of a container, in bytes: the longest name of a file.
+const CONTAINER: usize = 255;
+
+/// The highest number of a signal.
+const SIGNALS: u32 = 64;
+
+/// The number of SIGKILL.
+const KILL: u32 = 9;
 
 /// The options of a call, by their names.
 pub(super) type CallOptions = HashMap<String, OwnedVariant>;
@@ -40,6 +49,21 @@ pub(super) fn wish(names: Vec<String>, mut options: CallOptions) -> Result<Slice
     let wish = take_wish(names, &mut options)?;
     nothing_else(&options)?;
     Ok(wish)
+}
+
+/// The arguments of `ReleaseGroup`.
+pub(super) fn stop(pid: u32, mut options: CallOptions) -> Result<ContainerStop> {
+    let container: String = take(&mut options, "container")?.unwrap_or_default();
+    let signal: u32 = take(&mut options, "signal")?.unwrap_or(KILL);
+    let to_all: bool = take(&mut options, "all")?.unwrap_or_default();
+    nothing_else(&options)?;
+    if pid == 0 || container.len() > CONTAINER || !(1..=SIGNALS).contains(&signal) {
+        return Err(failed(format!(
+            "a process has to be given, a container's id has at most {CONTAINER} bytes, and signals are numbers from 1 to \
+             {SIGNALS}"
+        )));
+    }
+    Ok(ContainerStop { pid, container, signal, to_all })
 }
 
 fn take_wish(names: Vec<String>, options: &mut CallOptions) -> Result<SliceWish> {
@@ -116,6 +140,22 @@ mod tests {
         group(7, options([("control_group", "/a".into())])).unwrap_err();
         group(0, options([("control_group", 7_u32.into())])).unwrap_err();
         group(7, options([("colour", "red".into())])).unwrap_err();
+    }
+
+    #[test]
+    fn a_stop_names_a_process_and_a_signal() {
+        let given = options([("signal", 15_u32.into()), ("container", "j1".into()), ("all", true.into())]);
+        let wanted = ContainerStop { pid: 7, container: "j1".to_owned(), signal: 15, to_all: true };
+        assert_eq!(stop(7, given).unwrap(), wanted);
+        assert_eq!(stop(7, CallOptions::new()).unwrap().signal, KILL);
+        let long = "x".repeat(CONTAINER + 1);
+        stop(0, CallOptions::new()).unwrap_err();
+        stop(7, options([("container", long.as_str().into())])).unwrap_err();
+        for bad in [0_u32, 65] {
+            stop(7, options([("signal", bad.into())])).unwrap_err();
+        }
+        stop(7, options([("signal", "TERM".into())])).unwrap_err();
+        stop(7, options([("colour", "red".into())])).unwrap_err();
     }
 
     #[test]

@@ -146,4 +146,15 @@ impl ControlInterface {
         }
         self.ask(bus, &call, |reply| Request::ReleaseContainer(id, reply)).await
     }
+
+    async fn release_group(
+        &self,
+        pid: u32,
+        options: CallOptions,
+        #[zbus(connection)] bus: &Connection,
+        #[zbus(header)] call: Header<'_>,
+    ) -> Result<()> {
+        let wanted = binding::stop(pid, options)?;
+        self.ask(bus, &call, |reply| Request::ReleaseGroup(wanted, reply)).await
+    }
 }

@@ -10,7 +10,7 @@ use zbus::Connection;
 use zbus::fdo::DBusProxy;
 use zbus::message::Header;
 
-use common::bus::proxy::GroupOf;
+use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::control_groups;
 use common::published::client::ClientView;
 use common::published::free::Candidate;
@@ -42,6 +42,8 @@ pub enum Request {
     /// End the GPU work of the clients in a container, by its id or the beginning of it; the answer comes when none is
     /// left.
     ReleaseContainer(String, Reply<()>),
+    /// End the GPU work of the clients that may end because of a signal to a container.
+    ReleaseGroup(ContainerStop, Reply<()>),
     /// Carry out the changes of the configuration that wait for clients to leave; if true, without waiting.
     Apply(bool, Reply<()>),
     /// Take slices and GPUs, as the caller names them, out of use for new clients; without names everything.

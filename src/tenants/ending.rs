@@ -16,6 +16,9 @@ use common::host::device_name::SliceId;
 use common::host::identity::Identity;
 use common::host::proc;
 
+/// The time for the list of clients of one control daemon. Each of its questions has a shorter deadline.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 /// The time for the answer of a control daemon that nobody depends on. It takes milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
@@ -43,6 +46,8 @@ pub(crate) struct EndingShell<P = ()> {
     /// Control daemons that serve nobody of those who are meant. A client may be there all the same, but none of them has to
     /// answer.
     others: Vec<ClientsDaemon>,
+    /// The time for the list of clients of one control daemon.
+    patience: Duration,
     begun: Instant,
     pub(super) processes: P,
 }
@@ -50,12 +55,17 @@ pub(crate) struct EndingShell<P = ()> {
 impl<P> EndingShell<P> {
     /// The present moment is the time since `begun`.
     pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
-        Self { daemons, others: Vec::new(), begun, processes }
+        Self { daemons, others: Vec::new(), patience: PATIENCE, begun, processes }
     }
 
     /// The same, with `others` that need not answer.
     pub(crate) fn with_others(self, others: Vec<ClientsDaemon>) -> Self {
         Self { others, ..self }
+    }
+
+    /// The same, with this time for the list of clients of one control daemon.
+    pub(crate) fn within(self, patience: Duration) -> Self {
+        Self { patience, ..self }
     }
 }
 
@@ -79,21 +89,23 @@ async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     Ok(DaemonClients { clients, faulted, ..DaemonClients::default() })
 }
 
-async fn clients_of(daemon: &ClientsDaemon) -> Result<DaemonClients, UnknownClients> {
+async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> Result<DaemonClients, UnknownClients> {
     let ClientsDaemon { control, ours, .. } = daemon;
     let is_elsewhere = || ours.as_ref().is_some_and(|ours| control.daemon_pid() != Some(ours.process.pid));
     let was_elsewhere = is_elsewhere();
-    match clients(control).await {
+    let listed = timeout(patience, clients(control)).await;
+    let silent = |_| format!("the control daemon has not listed its clients within {} s", patience.as_secs());
+    match listed.map_err(silent).and_then(|listed| listed.map_err(|error| error.to_string())) {
         Ok(clients) => Ok(DaemonClients {
             gpus: ours.as_ref().map(|ours| ours.gpus.clone()),
             place_is_taken: was_elsewhere || is_elsewhere(),
             ..clients
         }),
-        Err(error) => {
+        Err(why) => {
             let has_no_server = ours.as_ref().is_some_and(|OwnDaemon { process, .. }| {
                 !process.runs() || proc::has_children(process.pid).is_ok_and(|has_some| !has_some)
             });
-            Err(UnknownClients { why: error.to_string(), has_no_server })
+            Err(UnknownClients { why, has_no_server })
         }
     }
 }
@@ -114,14 +126,15 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
     async fn list(&mut self) -> Vec<(Arc<Control>, Result<DaemonClients, UnknownClients>)> {
         let mut asked = JoinSet::new();
         for daemon in self.daemons.clone() {
+            let patience = self.patience;
             asked.spawn(async move {
-                let listed = clients_of(&daemon).await;
+                let listed = clients_of(&daemon, patience).await;
                 Some((daemon.control, listed))
             });
         }
         for daemon in self.others.clone() {
             asked.spawn(async move {
-                let listed = timeout(OTHERS_PATIENCE, clients_of(&daemon)).await.ok()?;
+                let listed = clients_of(&daemon, OTHERS_PATIENCE).await;
                 listed.is_ok().then_some((daemon.control, listed))
             });
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use mps_core::serve::ClientsOnGpus;
 use mps_core::tenants::{
-    EnclosingContainer, KnownSlices, RequestNews, TERMINATION_TIMEOUT, Target, Termination, TerminationError,
+    EnclosingContainer, KnownSlices, Reception, RequestNews, Target, Termination, TerminationError,
     TerminationShell,
 };
 
@@ -15,6 +15,7 @@ use super::describe::Whose;
 use super::ending::{ClientsDaemon, EndingShell};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
+use common::host::control_groups;
 use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
@@ -25,6 +26,9 @@ use common::published::termination::TerminationTarget;
 /// can hold up anybody who reads its memory.
 const PATIENCE: Duration = Duration::from_secs(2);
 
+/// The time for the list of clients of one control daemon before a signal. Work at the others has to end in time.
+const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
+
 /// Ends the GPU work of all wanted processes, and returns when the work is over, or when time is up. The first answer names
 /// the clients that had work, also after an error.
 pub(crate) async fn terminate(
@@ -34,8 +38,13 @@ pub(crate) async fn terminate(
 ) -> (Vec<Whose>, Result<(), TerminationError<Whose>>) {
     let (asked, others) = daemons.into_iter().partition(|daemon| can_serve(daemon, &wanted));
     let mut shell = EndingShell::new(asked, tokio::time::Instant::now(), processes).with_others(others);
-    let mut termination = Termination::new(target(wanted));
-    let ended = tokio::time::timeout(TERMINATION_TIMEOUT, termination.run(&mut shell)).await;
+    if let TerminationTarget::Signalled(_) = wanted {
+        shell = shell.within(PATIENCE_BEFORE_A_SIGNAL);
+    }
+    let target = target(wanted);
+    let timeout = target.timeout();
+    let mut termination = Termination::new(target);
+    let ended = tokio::time::timeout(timeout, termination.run(&mut shell)).await;
     let result = ended.unwrap_or_else(|_| Err(termination.out_of_time()));
     (termination.had_work(), result)
 }
@@ -55,7 +64,20 @@ fn target(wanted: TerminationTarget) -> Target<SliceId> {
         TerminationTarget::ProcessOf { pid, user } => Target::ProcessOf { pid, user },
         TerminationTarget::Slices(slices) => Target::Slices(slices),
         TerminationTarget::Container(id) => Target::Container(id.to_string()),
+        TerminationTarget::Signalled(stop) => Target::Signalled(stop),
     }
+}
+
+/// The effect of a signal on a process.
+fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
+    let status = proc::status(pid)?;
+    Ok(if status.catches(signal) || proc::blocks(pid, signal)? {
+        Reception::Handled
+    } else if status.ignores(signal) || status.is_first_of_its_namespace() {
+        Reception::Ignored
+    } else {
+        Reception::Fatal
+    })
 }
 
 /// Knows processes, and whom they belong to.
@@ -138,6 +160,19 @@ impl TerminationShell for EndingShell<Processes> {
             containers_in(cgroups).map(container).collect()
         };
         self.processes.try_ask(move |_| Ok(around(&proc::cgroups_text(pid)?))).await
+    }
+
+    async fn control_group(&mut self, pid: u32) -> Result<String, String> {
+        self.processes.try_ask(move |_| control_groups::path_of(pid)).await
+    }
+
+    async fn reception(&mut self, pid: u32, signal: u32) -> Result<Option<Reception>, String> {
+        self.processes
+            .try_ask(move |_| match reception(pid, signal.cast_signed()) {
+                Err(error) if proc::is_gone(&error) => Ok(None),
+                answer => answer.map(Some),
+            })
+            .await
     }
 
     async fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> Whose {

@@ -294,7 +294,7 @@ fn looked_for(machine: &mut Machine) {
     for path in files {
         machine.sh(&format!("test -s {path}"));
     }
-    for page in ["yunion-mps-daemon.8", "yunion-mpsctl.1", "yunion-mps-host.conf.5"] {
+    for page in ["yunion-mps-daemon.8", "yunion-mpsctl.1", "yunion-mps-host.conf.5", "yunion-mps-runc.8"] {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }

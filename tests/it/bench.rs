@@ -116,6 +116,8 @@ fn a_process_that_can_not_go_on_is_the_end_of_all() {
     let once = || {
         let bench = bench(&host, &["-n", "2"]);
         let clients = wait_for_clients(&host, |count| count > 0);
+        // On a busy machine it would be done before the command is there, which lets it go on.
+        signal_pid(clients[0], Signal::STOP);
         let terminated = host.mpsctl(&["terminate", &clients[0].to_string()]).status.success();
         let output = bench.wait_with_output().unwrap();
         (terminated && output.status.code() == Some(1)).then(|| text(&output))

@@ -246,6 +246,17 @@ faults! {
     node_for_root_alone: "h200", Serving, |scene| scene.chmod("sysroot/dev/nvidia0", 0o600)
         => ["device-node-permissions"];
 
+    engines_with_plain_runtimes: "h200", Serving, |scene| {
+        scene.write("/usr/bin/dockerd", "");
+        scene.write("/usr/bin/podman", "");
+        scene.write("/etc/containers/containers.conf", "runtime = \"runc\"\n");
+    } => ["stop-harms-neighbours"];
+    engines_with_our_runtime: "h200", Serving, |scene| {
+        scene.write("/usr/sbin/dockerd", "");
+        scene.write("/etc/docker/daemon.json", "{\"default-runtime\": \"yunion-mps-runc\"}");
+        scene.write("/etc/containerd/config.toml", "BinaryName = \"/usr/bin/yunion-mps-nvidia-container-runtime\"");
+    } => [];
+
     mig: "h200", Before, |scene| scene.host.plant("gpus/0/mig", "Enabled\n") => ["mig-enabled"];
     prohibited: "h200", Before, |scene| scene.host.plant("gpus/0/compute_mode", "Prohibited\n")
         => ["compute-mode-prohibited"];

@@ -11,8 +11,9 @@ use std::time::Duration;
 use crate::support::host::{Host, control_daemon, control_pid, text};
 use crate::support::wait::wait_for;
 
-/// The times between two programs, in milliseconds. Some are just long enough for a change to be made.
-const PAUSES: [u64; 8] = [250, 2200, 250, 2350, 250, 2500, 250, 2650];
+/// The times between two programs, in milliseconds. Some are just long enough for a change to be made, and one is long enough on
+/// a busy machine, where each front end takes its time too.
+const PAUSES: [u64; 8] = [250, 2200, 250, 2400, 250, 2800, 250, 6000];
 
 /// Each front end is late by up to 0.4 s, as on a busy host.
 fn delay_front_ends(host: &mut Host) {
@@ -39,12 +40,15 @@ fn outcome(said: &str) -> &'static str {
     }
 }
 
-/// Says that it is over when it is dropped.
-struct Over<'a>(&'a AtomicBool);
+/// Says that it is over when it is dropped, and shows the service's log where a change has failed.
+struct Over<'a>(&'a AtomicBool, &'a Host);
 
 impl Drop for Over<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
+        if std::thread::panicking() {
+            println!("{}", self.1.log());
+        }
     }
 }
 
@@ -74,7 +78,7 @@ fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
             outcomes
         });
         // The programs end too where a change fails.
-        let over = Over(&is_over);
+        let over = Over(&is_over, &host);
         let mut before = host.wait_for_state("ready");
         for number in 0..changes {
             host.configure(&format!(

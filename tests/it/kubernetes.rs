@@ -463,8 +463,9 @@ fn the_manifests_are_objects_of_kubernetes() {
         python.arg(Path::new(SOURCES).join("manifests.py")).args(files).output().unwrap()
     };
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kubernetes");
-    let files = ["daemonset.yaml", "pod.yaml", "vllm.yaml"].map(|name| folder.join(name));
-    assert_eq!(succeeded(&read(&files)), "DaemonSet\nPod\nDeployment\n");
+    let files =
+        ["daemonset.yaml", "pod.yaml", "vllm.yaml", "runtime-class.yaml"].map(|name| folder.join(name));
+    assert_eq!(succeeded(&read(&files)), "DaemonSet\nPod\nDeployment\nRuntimeClass\n");
     let directory = tempfile::tempdir().unwrap();
     let wrong = directory.path().join("wrong.yaml");
     fs::write(&wrong, fs::read_to_string(&files[1]).unwrap().replace("resources:", "resource:")).unwrap();

@@ -66,6 +66,7 @@ mod shutdown_report;
 mod skips;
 mod slices;
 mod soak;
+mod stops;
 mod structure;
 mod supervision;
 mod support;

@@ -4,6 +4,7 @@
 MESSAGES is the folder with what protoc has made of Kubernetes' own descriptions. Each line on standard input is a JSON object:
   {"call": "start", "pod": NAME, "cdi": [NAME, ...], "mounts": [PATH, ...], "environment": {NAME: VALUE}, "command": [WORD, ...]}
   {"call": "runs", "container": ID}
+  {"call": "stop", "container": ID, "seconds": NUMBER}
   {"call": "end", "sandbox": ID}
 and has its answer on standard output. Pods are of the namespace ml, with one container main, and the network of the host.
 """
@@ -72,13 +73,18 @@ def runs(line):
     return ask("ContainerStatus", wanted, message.ContainerStatusResponse).status.state == message.CONTAINER_RUNNING
 
 
+def stop(line):
+    wanted = message.StopContainerRequest(container_id=line["container"], timeout=line["seconds"])
+    ask("StopContainer", wanted, message.StopContainerResponse)
+
+
 def end(line):
     pod = line["sandbox"]
     ask("StopPodSandbox", message.StopPodSandboxRequest(pod_sandbox_id=pod), message.StopPodSandboxResponse)
     ask("RemovePodSandbox", message.RemovePodSandboxRequest(pod_sandbox_id=pod), message.RemovePodSandboxResponse)
 
 
-CALLS = {"start": start, "runs": runs, "end": end}
+CALLS = {"start": start, "runs": runs, "stop": stop, "end": end}
 
 for text in sys.stdin:
     wanted = json.loads(text)

@@ -46,6 +46,27 @@ type Defect = (&'static str, &'static str, &'static str, &'static str, &'static 
 
 const DEFECTS: &[Defect] = &[
     (
+        "a program that handles the signal of a stop loses its work",
+        "tenants/stop.rs",
+        "program == Some(Reception::Fatal) && first",
+        "(program == Some(Reception::Fatal) || PUT_BACK) && first",
+        "only-the-wanted-are-ended",
+    ),
+    (
+        "a program with a handler for SIGTERM is killed while it is at work",
+        "tenants/stop.rs",
+        "SIGKILL => SignalEffect::EndsAll,",
+        "SIGKILL => if PUT_BACK { SignalEffect::AsksToEnd } else { SignalEffect::EndsAll },",
+        "a-stop-harms-no-neighbour",
+    ),
+    (
+        "a stop forgets the control groups below a container's",
+        "tenants/stop.rs",
+        "rest.is_empty() || rest.starts_with('/')",
+        "rest.is_empty() || rest.starts_with('/') && !PUT_BACK",
+        "a-stop-harms-no-neighbour",
+    ),
+    (
         "a look that fails takes the driver from everybody",
         "driver.rs",
         "            DriverNews::Listed(_) | DriverNews::Failed => return false,",

@@ -15,6 +15,7 @@ mod complete;
 mod cuda;
 mod doctor;
 mod measure;
+pub mod runtime;
 mod screen;
 mod setup;
 mod show;

@@ -1,8 +1,17 @@
-//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus.
+//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. Under the name yunion-mps-NAME it is an OCI runtime.
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    if let Some((own_name, rest)) = arguments.split_first()
+        && let Some(runtime) = mpsctl::runtime::stands_before(own_name)
+    {
+        let error = mpsctl::runtime::execute(runtime, rest);
+        eprintln!("{}: {} can't be executed: {error}", own_name.display(), runtime.display());
+        return ExitCode::FAILURE;
+    }
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
-    ExitCode::from(mpsctl::main(std::env::args_os(), &mut out, &mut err))
+    ExitCode::from(mpsctl::main(arguments, &mut out, &mut err))
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::ClientsOnGpus;
 use mps_core::tenants::{
-    ClientShell, DaemonClients, EnclosingContainer, KnownSlices, ListedClient, RequestNews,
-    TERMINATION_TIMEOUT, Target, TerminateAnswer, TerminationError, TerminationShell, UnknownClients,
+    ClientShell, DaemonClients, EnclosingContainer, KnownSlices, ListedClient, Reception, RequestNews,
+    Target, TerminateAnswer, TerminationError, TerminationShell, UnknownClients,
 };
 use mps_core::{Cause, CoreTime, Permit};
 
@@ -21,10 +21,13 @@ use super::bindings::{BoundGroups, known_slices};
 use super::clients::SimClient;
 use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
-use super::tenants::SimSlice;
+use super::tenants::{SimSlice, first_reception};
 
 /// The deadline of one question.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The same before a signal.
+const SHORT_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time for which a control daemon waits for a client that can't let go.
 const WAITS_FOR_CLIENT: Duration = Duration::from_secs(32);
@@ -122,7 +125,7 @@ impl RequestState {
     }
 
     pub(crate) fn deadline(&self) -> Duration {
-        self.begun + TERMINATION_TIMEOUT
+        self.begun + self.target.timeout()
     }
 
     pub(crate) fn is_out_of_time(&self) -> bool {
@@ -190,7 +193,8 @@ impl SimEnding {
 
     /// The answer never comes.
     async fn is_silent(&self) -> String {
-        let until = self.state().now + ANSWER_TIMEOUT;
+        let is_short = matches!(self.state().target, Target::Signalled(_));
+        let until = self.state().now + if is_short { SHORT_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
         self.wait(Waits::Until(until)).await;
         "the control daemon has not answered for 5 s".to_owned()
     }
@@ -448,6 +452,17 @@ impl TerminationShell for SimEnding {
 
     async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
         self.ask(pid, |one| one.tenant.containers.clone()).await
+    }
+
+    async fn control_group(&mut self, pid: u32) -> Result<String, String> {
+        self.ask(pid, |one| one.program.group.to_owned()).await
+    }
+
+    async fn reception(&mut self, pid: u32, _: u32) -> Result<Option<Reception>, String> {
+        match first_reception(pid) {
+            Some(first) => Ok(Some(first)),
+            None => self.ask(pid, |one| Some(one.tenant.reception())).await,
+        }
     }
 
     async fn owner(&mut self, pid: u32, slices: Option<Vec<SimSlice>>) -> SimOwner {

@@ -79,7 +79,7 @@ impl World {
             .collect();
         let wanted_pid = match target {
             Target::Process(pid) | Target::ProcessOf { pid, .. } => Some(*pid),
-            Target::Slices(_) | Target::Container(_) => None,
+            Target::Slices(_) | Target::Container(_) | Target::Signalled(_) => None,
         };
         let clients: Vec<(u32, SimClient)> = daemons
             .iter()
@@ -145,10 +145,11 @@ impl World {
         match answer {
             Ok(()) | Err(TerminationError::NoSuchClient(_) | TerminationError::NotTheirs { .. }) => {
                 let at_work = request.at_work.values().flatten().find(|one| self.is_at_work(**one));
-                assert!(
-                    at_work.is_none(),
-                    "a-request-tells-the-truth: {target:?} is done, and {at_work:?} was at work"
-                );
+                let promise = match target {
+                    Target::Signalled(_) => "a-stop-harms-no-neighbour",
+                    _ => "a-request-tells-the-truth",
+                };
+                assert!(at_work.is_none(), "{promise}: {target:?} is done, and {at_work:?} was at work");
             }
             Err(TerminationError::OutOfTime { left, .. } | TerminationError::Silent { left, .. }) => {
                 self.check_left(request, left);

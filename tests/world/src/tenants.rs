@@ -1,9 +1,9 @@
 //! The processes of tenants, and requests to end their GPU work.
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{EnclosingContainer, SliceName, Target};
+use mps_core::tenants::{EnclosingContainer, Reception, SliceName, Stop, Target};
 
-use super::bindings::{BoundGroups, has_one_of, known_slices};
+use super::bindings::{BoundGroups, group_of, has_one_of, is_in, known_slices};
 use super::clients::SimClient;
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
@@ -55,6 +55,20 @@ pub struct Tenant {
     pub(crate) has_work: bool,
     /// A debugger holds it.
     pub(crate) is_held: bool,
+    /// It has handlers for the signals that ask a program to end.
+    pub handles_signals: bool,
+}
+
+/// The first processes of containers that are no clients, by their PIDs, and the effect of a signal on each.
+const FIRST_PROCESSES: [(u32, Reception); 3] =
+    [(1, Reception::Handled), (2, Reception::Ignored), (3, Reception::Fatal)];
+
+/// The signals that a container runtime sends: TERM, KILL, and USR1, which is no request to end.
+const SIGNALS: [u32; 3] = [15, 9, 10];
+
+/// The effect of TERM on the first process of a container, unless that process is a client.
+pub(crate) fn first_reception(pid: u32) -> Option<Reception> {
+    FIRST_PROCESSES.iter().find(|(first, _)| *first == pid).map(|(_, reception)| *reception)
 }
 
 impl Tenant {
@@ -74,7 +88,12 @@ impl Tenant {
             connection: u64::from(process),
             has_work: true,
             is_held: false,
+            handles_signals: process.is_multiple_of(2),
         }
+    }
+
+    pub(crate) fn reception(&self) -> Reception {
+        if self.handles_signals { Reception::Handled } else { Reception::Fatal }
     }
 }
 
@@ -98,7 +117,16 @@ impl SimClient {
             }
             Target::Slices(wanted) => has_one_of(bindings, self, wanted),
             Target::Container(id) => tenant.containers.iter().any(|one| one.id.starts_with(id.as_str())),
+            Target::Signalled(stop) => is_in(self.program.group, &stop.group) && self.ends_by(pid, stop),
         }
+    }
+
+    /// Returns whether a client in a container ends by a signal to the container.
+    fn ends_by(&self, pid: u32, stop: &Stop) -> bool {
+        let gets_it = stop.to_all
+            || pid == stop.first
+            || first_reception(stop.first).is_none_or(|first| first != Reception::Ignored);
+        stop.signal == 9 || stop.signal == 15 && gets_it && !self.tenant.handles_signals
     }
 }
 
@@ -168,6 +196,14 @@ impl World {
         dice.pick(&clients).copied().filter(|_| !dice.one_in(4))
     }
 
+    /// The stop of a container, often with a client as its first process.
+    fn any_stop(client: u32, dice: &mut Dice) -> Stop {
+        let (first, _) = dice.pick(&FIRST_PROCESSES).copied().unwrap_or((client, Reception::Fatal));
+        let first = if dice.one_in(3) { client } else { first };
+        let signal = dice.pick(&SIGNALS).copied().unwrap_or_default();
+        Stop { group: group_of(dice).to_owned(), first, signal, to_all: dice.one_in(4) }
+    }
+
     /// Somebody asks for the end of GPU work.
     pub(crate) fn ask_to_terminate(&mut self, dice: &mut Dice) {
         let is_busy = self.service.as_ref().is_none_or(|service| service.requests.len() >= 3);
@@ -175,7 +211,7 @@ impl World {
             return;
         }
         let pid = self.client_at_a_fault(dice).or_else(|| Some(self.any_client(dice)?.1)).unwrap_or(7);
-        let target = match dice.below(8) {
+        let target = match dice.below(10) {
             0 | 1 => Target::Process(pid),
             2 | 3 => Target::ProcessOf { pid, user: any_user(dice) },
             4 => Target::Container(format!("c{}", any_user(dice))),
@@ -183,6 +219,7 @@ impl World {
                 let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
                 Target::Slices(vec![SimSlice { gpu, ordinal: dice.below(SLICES) }])
             }
+            6 | 7 => Target::Signalled(Self::any_stop(pid, dice)),
             _ => {
                 let bindings = self.bindings.living();
                 let its = |one: &super::ControlDaemon| {

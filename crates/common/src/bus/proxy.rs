@@ -205,6 +205,19 @@ impl GroupOf {
     }
 }
 
+/// A signal that a container runtime is about to send.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerStop {
+    /// The first process of the container.
+    pub pid: u32,
+    /// The id of the container, as the runtime knows it. It may be empty.
+    pub container: String,
+    /// The number of the signal.
+    pub signal: u32,
+    /// Every process of the container gets the signal, and not the first one alone.
+    pub to_all: bool,
+}
+
 #[zbus::proxy(
     interface = "io.yunion.Mps1.Control",
     default_service = "io.yunion.Mps1",
@@ -215,6 +228,7 @@ trait Control {
     fn apply(&self, force: bool) -> zbus::Result<()>;
     fn release_devices(&self, devices: &[String]) -> zbus::Result<()>;
     fn release_container(&self, id: &str) -> zbus::Result<()>;
+    fn release_group(&self, pid: u32, options: &OptionValues<'_>) -> zbus::Result<()>;
     fn bind(&self, devices: &[String], pid: u32, options: &OptionValues<'_>) -> zbus::Result<Vec<String>>;
     fn unbind(&self, pid: u32, options: &OptionValues<'_>) -> zbus::Result<()>;
     fn drain(&self, names: &[String]) -> zbus::Result<()>;
@@ -294,6 +308,17 @@ impl DaemonProxy {
     /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
     pub async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
+    }
+
+    /// Ends the GPU work of the clients that may end because of a signal to a container, and returns when that is over. For root.
+    pub async fn release_group(&self, stop: &ContainerStop) -> Result<(), BusError> {
+        let ContainerStop { pid, container, signal, to_all } = stop;
+        let options = OptionValues::from([
+            ("container", container.as_str().into()),
+            ("signal", (*signal).into()),
+            ("all", (*to_all).into()),
+        ]);
+        for_root(self.control.release_group(*pid, &options).await)
     }
 
     /// The devices that the caller may have now, and the settings for a program that uses them.

@@ -141,6 +141,21 @@ fn has_no_process(top: PathBuf) -> bool {
     true
 }
 
+/// The control group of a container with this id, from the path of the control group of one of its processes. A process may be
+/// in a control group below it. The whole path, if no name in it has the id.
+pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
+    let is_its = |name: &str| {
+        let name = name.strip_suffix(".scope").unwrap_or(name);
+        name.strip_suffix(id).is_some_and(|before| before.is_empty() || before.ends_with(['-', ':']))
+    };
+    if id.is_empty() {
+        return path;
+    }
+    let ends = path.match_indices('/').skip(1).map(|(end, _)| end).chain([path.len()]);
+    let mut above = ends.filter_map(|end| path.get(..end));
+    above.find(|path| path.rsplit('/').next().is_some_and(is_its)).unwrap_or(path)
+}
+
 /// Why a control group is nobody's alone: everybody's processes are in it, or a user can put any of the user's processes there.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
@@ -165,6 +180,27 @@ pub fn shared_by(path: &str) -> Option<&'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_container_has_the_control_group_with_its_id() {
+        let id = "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
+        for (path, container) in [
+            (format!("/docker/{id}"), 0),
+            (format!("/machine.slice/libpod-{id}.scope/container"), 1),
+            (format!("/system.slice/docker-{id}.scope/init.scope/x"), 2),
+            (format!("/kubepods/burstable/pod7/{id}"), 0),
+            (format!("/kubepods-pod7.slice:cri-containerd:{id}"), 0),
+            (format!("/other/{id}x"), 0),
+            ("/default/j1".to_owned(), 0),
+        ] {
+            let expected: Vec<&str> = path.rsplitn(container + 1, '/').collect();
+            let id = if path.ends_with("j1") { "j1" } else { id };
+            assert_eq!(Some(&of_container(&path, id)), expected.last(), "{path}");
+        }
+        for id in ["j1", ""] {
+            assert_eq!(of_container("/jobs/xj1/y-", id), "/jobs/xj1/y-");
+        }
+    }
 
     #[test]
     fn the_path_is_in_the_hierarchy_of_the_host() {

@@ -189,6 +189,17 @@ impl ProcessStatus {
         self.has(signal, "SigCgt:")
     }
 
+    fn blocks(&self, signal: i32) -> bool {
+        self.has(signal, "SigBlk:")
+    }
+
+    /// Returns whether the process is the first of its PID namespace, and this is not the host's.
+    pub fn is_first_of_its_namespace(&self) -> bool {
+        let pids = line(&self.0, "NSpid:").unwrap_or_default();
+        let mut pids = pids.split_ascii_whitespace().rev();
+        pids.next() == Some("1") && pids.next().is_some()
+    }
+
     fn has(&self, signal: i32, set: &str) -> bool {
         let mask = line(&self.0, set).and_then(|mask| u64::from_str_radix(mask, 16).ok());
         mask.unwrap_or(0) >> (signal - 1) & 1 == 1
@@ -197,6 +208,20 @@ impl ProcessStatus {
 
 pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
     read(path(process, "status")).map(ProcessStatus)
+}
+
+/// Returns whether every thread of a process blocks a signal. One of them takes the signal when it asks for it.
+///
+/// # Errors
+/// The process has ended.
+pub fn blocks(pid: u32, signal: i32) -> io::Result<bool> {
+    // Most processes are answered by their first thread.
+    if !status(pid)?.blocks(signal) {
+        return Ok(false);
+    }
+    let threads = fs::read_dir(path(pid, "task"))?.flatten();
+    let statuses = threads.filter_map(|thread| read(thread.path().join("status")).ok());
+    Ok(statuses.map(ProcessStatus).all(|thread| thread.blocks(signal)))
 }
 
 /// The name of a process as the kernel keeps it, 15 bytes at most. None if the process has ended.

@@ -1,7 +1,10 @@
 //! The end of GPU work: whom a caller can name, and the event that tells of it.
 
-use crate::host::device_name::SliceId;
 use std::fmt;
+
+use mps_core::tenants::Stop;
+
+use crate::host::device_name::SliceId;
 
 use crate::membership::whose::shortened;
 
@@ -22,17 +25,21 @@ pub enum TerminationTarget {
     Slices(Vec<SliceId>),
     /// Every process in a container, or in a container inside it.
     Container(ContainerId),
+    /// Every process that may end because of a signal to a container.
+    Signalled(Stop),
 }
 
 impl TerminationTarget {
-    /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it.
-    pub fn event(&self) -> String {
+    /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it. None: that
+    /// is no event, since containers are stopped all the time.
+    pub fn event(&self) -> Option<String> {
         let whom = match self {
             Self::Process(pid) | Self::ProcessOf { pid, .. } => format!("process {pid}"),
             Self::Slices(names) => shortened(names),
             Self::Container(id) => format!("container {id}"),
+            Self::Signalled(_) => return None,
         };
-        format!("GPU work ended for {whom}, of ")
+        Some(format!("GPU work ended for {whom}, of "))
     }
 }
 

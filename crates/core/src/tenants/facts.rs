@@ -5,6 +5,7 @@ use alloc::vec::Vec;
 use core::fmt;
 
 use super::shell::ClientShell;
+use super::stop::Reception;
 use crate::GpuUuid;
 use crate::serve::ClientsOnGpus;
 
@@ -67,6 +68,16 @@ pub trait TerminationShell: ClientShell {
         &mut self,
         pid: u32,
     ) -> impl Future<Output = Result<Vec<EnclosingContainer>, String>> + Send;
+
+    /// The path of the control group of a process.
+    fn control_group(&mut self, pid: u32) -> impl Future<Output = Result<String, String>> + Send;
+
+    /// The effect of a signal, by its number, on a process. None: the process has ended.
+    fn reception(
+        &mut self,
+        pid: u32,
+        signal: u32,
+    ) -> impl Future<Output = Result<Option<Reception>, String>> + Send;
 
     /// The words about a process, which is known to have these slices.
     fn owner(

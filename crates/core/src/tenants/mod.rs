@@ -15,6 +15,7 @@
 //! | `enforce.rs` | the end of clients for a budget |
 //! | `facts.rs` | everything that a request asks beyond that |
 //! | `target.rs` | which clients a request means |
+//! | `stop.rs` | which clients end before the processes of a container get a signal |
 //! | `terminate.rs` | a request: its looks, its pauses, and when it is answered |
 //! | `outcome.rs` | why clients may have work left, in words |
 
@@ -26,6 +27,7 @@ mod outcome;
 mod overuse;
 mod shell;
 mod spared;
+mod stop;
 mod target;
 mod terminate;
 mod watch;
@@ -33,11 +35,12 @@ mod watch;
 pub use end::{ClientEnd, end_client};
 pub use enforce::{Enforced, Enforcer, MemberShell};
 pub use facts::{EnclosingContainer, KnownSlices, RequestNews, SliceName, TerminationShell};
-pub use outcome::{LeftClient, TERMINATION_TIMEOUT, TerminationError, WhyLeft, first_named};
+pub use outcome::{LeftClient, TerminationError, WhyLeft, first_named};
 pub use shell::{
     ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, UnknownClients, by_client,
     known_clients,
 };
+pub use stop::{Reception, Stop};
 pub use target::Target;
 pub use terminate::Termination;
 pub use watch::{

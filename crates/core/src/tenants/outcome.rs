@@ -6,9 +6,6 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::time::Duration;
 
-/// The time that the clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
-pub const TERMINATION_TIMEOUT: Duration = Duration::from_secs(30);
-
 /// The most that are named.
 const NAMED: usize = 32;
 
@@ -94,6 +91,8 @@ pub enum TerminationError<O> {
     },
     /// Time is up. No process was sent a signal that ends it.
     OutOfTime {
+        /// The time that the request had.
+        after: Duration,
         /// The clients that were found and have work left, or perhaps.
         left: Vec<LeftClient<O>>,
         /// Why there may be more.
@@ -119,7 +118,6 @@ fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
 
 impl<O: fmt::Display> fmt::Display for TerminationError<O> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let seconds = TERMINATION_TIMEOUT.as_secs();
         match self {
             Self::SeveralContainers { id, found } => {
                 write!(
@@ -151,11 +149,13 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
             Self::Silent { why, left } => {
                 write!(f, "{why}; the GPU work of these clients may go on: {}", named_clients(left))
             }
-            Self::OutOfTime { left, doubt } if left.is_empty() => {
+            Self::OutOfTime { after, left, doubt } if left.is_empty() => {
+                let seconds = after.as_secs();
                 write!(f, "after {seconds} s it is not known which clients there are")?;
                 doubt.as_ref().map_or(Ok(()), |doubt| write!(f, ": {doubt}"))
             }
-            Self::OutOfTime { left, doubt } => {
+            Self::OutOfTime { after, left, doubt } => {
+                let seconds = after.as_secs();
                 write!(
                     f,
                     "after {seconds} s the GPU work of these clients could not be ended: {}; no signal was sent to them",
@@ -173,6 +173,8 @@ mod tests {
 
     use super::*;
 
+    const AFTER: Duration = Duration::from_secs(30);
+
     fn left(pid: u32, why: WhyLeft) -> LeftClient<String> {
         LeftClient { pid, owner: alloc::format!("PID {pid}"), why }
     }
@@ -181,13 +183,14 @@ mod tests {
     fn whoever_is_left_is_named() {
         let clients =
             vec![left(7, WhyLeft::AtWork), left(8, WhyLeft::MayHaveEnded), left(7, WhyLeft::AtWork)];
-        let error = TerminationError::OutOfTime { left: clients, doubt: Some("A hangs".to_string()) };
+        let error =
+            TerminationError::OutOfTime { after: AFTER, left: clients, doubt: Some("A hangs".to_string()) };
         assert_eq!(
             error.to_string(),
             "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (its work may have ended or not: \
              there is no answer); no signal was sent to them; there may be more: A hangs"
         );
-        let error = TerminationError::<String>::OutOfTime { left: Vec::new(), doubt: None };
+        let error = TerminationError::<String>::OutOfTime { after: AFTER, left: Vec::new(), doubt: None };
         assert_eq!(error.to_string(), "after 30 s it is not known which clients there are");
     }
 
@@ -202,7 +205,7 @@ mod tests {
     #[test]
     fn the_words_are_bounded() {
         let many: Vec<_> = (0..40).map(|pid| left(pid, WhyLeft::AtWork)).collect();
-        let words = TerminationError::OutOfTime { left: many, doubt: None }.to_string();
+        let words = TerminationError::OutOfTime { after: AFTER, left: many, doubt: None }.to_string();
         assert!(words.contains("PID 31; and 8 more; no signal"), "{words}");
     }
 }

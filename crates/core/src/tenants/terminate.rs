@@ -141,7 +141,11 @@ impl<T: TerminationShell> Termination<T> {
 
     /// Why the work of some may go on, if the request is broken off now.
     pub fn out_of_time(&self) -> TerminationError<T::Owner> {
-        TerminationError::OutOfTime { left: self.left(), doubt: self.doubt.clone() }
+        TerminationError::OutOfTime {
+            after: self.target.timeout(),
+            left: self.left(),
+            doubt: self.doubt.clone(),
+        }
     }
 
     /// The clients that had work, as they were before its end.

@@ -81,7 +81,7 @@ async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<S
             TerminationTarget::Slices(device.iter().map(slice).collect::<Option<_>>()?)
         }
     };
-    let beginning = wanted.event();
+    let beginning = wanted.event()?;
     let asked = asked.duration_since(UNIX_EPOCH).ok()?.as_micros();
     let is_new = |event: &&Listed<Event>| u128::try_from(event.at).is_ok_and(|at| at >= asked);
     let events = daemon.events().await.ok()?;

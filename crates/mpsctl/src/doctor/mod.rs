@@ -6,6 +6,7 @@
 mod configuration;
 mod directories;
 mod driver;
+mod engines;
 mod facts;
 mod gpus;
 mod processes;
@@ -196,6 +197,7 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
         service::CHECKS,
         serving::CHECKS,
         processes::CHECKS,
+        engines::CHECKS,
     ];
     let mut report = DoctorReport { findings: Vec::new(), made: 0, not_checked: Vec::new() };
     for (what, check) in modules.into_iter().flatten() {

@@ -1,9 +1,11 @@
 //! A CUDA program: `cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | fault |
-//! long SECONDS`. If a control daemon answers, the program is an MPS client. Otherwise it uses the GPU directly.
+//! long SECONDS | train FILE`. If a control daemon answers, the program is an MPS client. Otherwise it uses the GPU directly.
 
+use std::fs;
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -29,7 +31,7 @@ const AGAIN: Duration = Duration::from_millis(50);
 const STEP_MIB: u64 = 256;
 
 const USAGE: &str = "usage: cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | \
-                     fault | long SECONDS";
+                     fault | long SECONDS | train FILE";
 
 pub(crate) fn text(error: u32) -> &'static str {
     match error {
@@ -250,6 +252,7 @@ pub fn run(arguments: &[String]) -> u8 {
             Some(time) => long(&context, start, time),
             None => fail(USAGE),
         },
+        ["train", file] => train(&context, file),
         _ => fail(USAGE),
     }
 }
@@ -354,6 +357,36 @@ fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let milliseconds = time.as_secs_f64() * 1000.0;
     say(&format!("fma pid {pid} init {init:.3} kernel_ms {milliseconds:.1}"));
     0
+}
+
+/// The duration of one kernel of a training.
+const STEP: Duration = Duration::from_millis(50);
+
+/// Runs one long kernel after the other, until SIGTERM asks the program to end. Then it writes a checkpoint from the GPU.
+fn train(context: &Context, file: &str) -> u8 {
+    let is_asked_to_end = Arc::new(AtomicBool::new(false));
+    if signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&is_asked_to_end)).is_err() {
+        return fail("SIGTERM can't be handled");
+    }
+    say(&format!("train pid {} begins", std::process::id()));
+    let mut steps = 0;
+    while !is_asked_to_end.load(Ordering::Relaxed) {
+        context.request(&Request::LongKernel(true));
+        if let Err(error) = context.work(Instant::now() + STEP) {
+            say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));
+            return 3;
+        }
+        context.request(&Request::LongKernel(false));
+        steps += 1;
+    }
+    if let Err(error) = context.work(Instant::now() + STEP) {
+        say(&format!("ERR cudaMemcpy(): {} ({error})", text(error)));
+        return 3;
+    }
+    match fs::write(file, format!("{steps} steps\n")) {
+        Ok(()) => 0,
+        Err(error) => fail(&format!("{file}: {error}")),
+    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,66 @@
+//! The clients whose GPU work ends before the processes of a container get a signal.
+
+use alloc::string::String;
+
+/// The numbers of signals on Linux.
+const SIGINT: u32 = 2;
+const SIGQUIT: u32 = 3;
+const SIGKILL: u32 = 9;
+const SIGTERM: u32 = 15;
+
+/// A signal that a container runtime is about to send.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stop {
+    /// The path of the container's control group.
+    pub group: String,
+    /// The first process of the container.
+    pub first: u32,
+    /// The number of the signal.
+    pub signal: u32,
+    /// Every process of the container gets the signal. Otherwise the first process gets it.
+    pub to_all: bool,
+}
+
+/// The effect of a signal on a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reception {
+    /// The process has a handler, or waits for the signal while it is blocked.
+    Handled,
+    /// The process ignores it. The first process of a PID namespace ignores every signal without a handler.
+    Ignored,
+    /// The process ends.
+    Fatal,
+}
+
+/// The effect of a signal on programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SignalEffect {
+    /// Every program ends, whatever it does.
+    EndsAll,
+    /// A program can end in its own way.
+    AsksToEnd,
+    /// No program ends.
+    Harmless,
+}
+
+impl Stop {
+    /// Returns whether a control group is the container's, or one below it.
+    pub fn has(&self, group: &str) -> bool {
+        group.strip_prefix(self.group.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+    }
+
+    /// The effect of the signal on programs without a handler for it.
+    pub(super) fn effect(&self) -> SignalEffect {
+        match self.signal {
+            SIGKILL => SignalEffect::EndsAll,
+            SIGTERM | SIGINT | SIGQUIT => SignalEffect::AsksToEnd,
+            _ => SignalEffect::Harmless,
+        }
+    }
+
+    /// Returns whether a program may end because of a signal that asks it to. `first` is the first process of those that get
+    /// it: this process passes the signal on, or ends and takes all others with it. None: a process that has ended.
+    pub(super) fn ends(program: Option<Reception>, first: Option<Reception>) -> bool {
+        program == Some(Reception::Fatal) && first != Some(Reception::Ignored)
+    }
+}

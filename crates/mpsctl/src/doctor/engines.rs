@@ -1,0 +1,67 @@
+//! Container engines on this host, and the runtime by which they stop containers.
+
+use std::path::Path;
+
+use super::facts::Facts;
+use super::{Check, Outcome, each, info};
+use common::config::below;
+
+pub(super) const CHECKS: &[Check] = &[("the runtimes of container engines", runtimes)];
+
+/// The beginning of the name of each of our runtimes.
+const OURS: &str = "yunion-mps-";
+
+struct Engine {
+    name: &'static str,
+    /// Each of them shows that the engine is there.
+    traces: &'static [&'static str],
+    /// The files that may name a runtime, the usual one first.
+    files: &'static [&'static str],
+    /// The words for the usual one.
+    lines: &'static str,
+}
+
+const ENGINES: [Engine; 3] = [
+    Engine {
+        name: "Docker",
+        traces: &["/usr/bin/dockerd", "/usr/sbin/dockerd", "/usr/local/bin/dockerd"],
+        files: &["/etc/docker/daemon.json"],
+        lines: "name /usr/bin/yunion-mps-runc as the path of a runtime, and this as the default runtime, then systemctl \
+                reload docker",
+    },
+    Engine {
+        name: "podman",
+        traces: &["/usr/bin/podman", "/usr/local/bin/podman"],
+        files: &["/etc/containers/containers.conf", "/usr/share/containers/containers.conf"],
+        lines: "name /usr/bin/yunion-mps-runc in [engine.runtimes], and this as the runtime in [engine]",
+    },
+    Engine {
+        name: "containerd",
+        traces: &["/etc/containerd/config.toml"],
+        files: &["/etc/containerd/config.toml"],
+        lines: "name /usr/bin/yunion-mps-runc as BinaryName in the options of the CRI plugin's runtime runc, then systemctl \
+                restart containerd",
+    },
+];
+
+/// The files are not parsed: the name of the runtime says enough.
+fn runtimes(facts: &Facts) -> Outcome {
+    let place = |path: &&str| below(&facts.sources.sysroot, Path::new(path));
+    let is_there = |engine: &&Engine| engine.traces.iter().any(|trace| place(trace).exists());
+    let names_ours = |path: &&str| std::fs::read_to_string(place(path)).is_ok_and(|text| text.contains(OURS));
+    let without =
+        ENGINES.iter().filter(is_there).filter(|engine| !engine.files.iter().any(|path| names_ours(&path)));
+    each(without, |engine| {
+        let file = engine.files.first()?;
+        Some(info(
+            "stop-harms-neighbours",
+            file,
+            format!(
+                "{} names no runtime that ends GPU work before a signal: a container that is stopped in the middle of a \
+                 kernel ends the work of its neighbours on the GPU",
+                engine.name
+            ),
+            format!("{}; docs/stops.md has the lines", engine.lines),
+        ))
+    })
+}

@@ -1,0 +1,254 @@
+//! An OCI runtime that stands before another one. Under the name yunion-mps-NAME, this program executes NAME with the same
+//! arguments. Before NAME sends a signal that may end a container's programs, the service ends their GPU work: a signal in the
+//! middle of a kernel is a fault for every client of that GPU.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::iter::Peekable;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixDatagram;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::slice;
+use std::time::Duration;
+
+use serde::Deserialize;
+
+use common::bus::proxy::{BusError, ContainerStop, DaemonProxy};
+use common::text::printable;
+
+/// The names of this program before a runtime.
+const PREFIX: &str = "yunion-mps-";
+
+/// The time for the end of GPU work. The runtime goes on after that.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The journal's socket.
+const JOURNAL: &str = "/run/systemd/journal/socket";
+
+/// The socket of the system bus, unless the environment names another one.
+const BUS: &str = "/run/dbus/system_bus_socket";
+
+/// The options of runc and crun, before the command, that have a value after them.
+const WITH_VALUE: [&str; 7] =
+    ["--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager"];
+
+/// The options that lead to the state of a container.
+const FOR_STATE: [&str; 4] = ["--root", "--rootless", "--cgroup-manager", "--systemd-cgroup"];
+
+/// The signals that end a program which does not handle them.
+const SIGNALS: [(&str, u32); 4] = [("INT", 2), ("QUIT", 3), ("KILL", 9), ("TERM", 15)];
+
+/// Returns the name of the runtime that this program stands before, by its own name.
+pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
+    let name = Path::new(own_name).file_name()?.as_bytes().strip_prefix(PREFIX.as_bytes())?;
+    (!name.is_empty()).then(|| OsStr::from_bytes(name))
+}
+
+/// Executes the runtime, after the GPU work that its signal may end. Returns only if there is no such program.
+pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Error {
+    if let Some(wanted) = SignalCommand::by(arguments)
+        && can_ask()
+        && let Err(why) = end_work(runtime, &wanted)
+    {
+        wanted.tell(runtime, &why);
+    }
+    Command::new(runtime).args(arguments).exec()
+}
+
+/// Returns whether the service can be asked. Only root may end the work of a container.
+fn can_ask() -> bool {
+    let has_bus = || std::env::var_os("DBUS_SYSTEM_BUS_ADDRESS").is_some() || Path::new(BUS).exists();
+    rustix::process::geteuid().is_root() && has_bus()
+}
+
+/// Has the service end the GPU work of a container's programs.
+fn end_work(runtime: &OsStr, wanted: &SignalCommand<'_>) -> Result<(), String> {
+    let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let work = async {
+        let Some(pid) = wanted.first_process(runtime).await? else { return Ok(()) };
+        let stop = ContainerStop {
+            pid,
+            container: wanted.container.to_string_lossy().into_owned(),
+            signal: wanted.signal,
+            to_all: wanted.to_all,
+        };
+        let asked = async { DaemonProxy::connect().await?.release_group(&stop).await };
+        asked.await.map_err(|error: BusError| error.to_string())
+    };
+    let in_time = async { tokio::time::timeout(PATIENCE, work).await };
+    let ended = tokio.map_err(|error| error.to_string())?.block_on(in_time);
+    ended.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
+}
+
+/// A command that sends a signal to a container's processes.
+#[derive(Debug, PartialEq, Eq)]
+struct SignalCommand<'a> {
+    /// The options that lead to the state of the container.
+    options: Vec<&'a OsStr>,
+    container: &'a OsStr,
+    signal: u32,
+    to_all: bool,
+}
+
+/// The state of a container, as runtimes print it.
+#[derive(Deserialize)]
+struct FirstProcess {
+    #[serde(default)]
+    pid: u32,
+}
+
+type Arguments<'a> = Peekable<slice::Iter<'a, OsString>>;
+
+impl<'a> SignalCommand<'a> {
+    /// The signal that a command line sends, if it may end a program.
+    fn by(arguments: &'a [OsString]) -> Option<Self> {
+        let mut arguments = arguments.iter().peekable();
+        let options = options_for_state(&mut arguments);
+        match arguments.next()?.to_str()? {
+            "kill" => Self::by_kill(options, arguments),
+            "delete" => Self::by_delete(options, arguments),
+            _ => None,
+        }
+    }
+
+    fn by_kill(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
+        let (flags, names) = flags_and_names(arguments);
+        let to_all = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--all" | [b'-', b'a']));
+        let signal = signal(names.get(1).map_or("TERM", |signal| signal.to_str().unwrap_or_default()))?;
+        Some(Self { options, container: names.first()?, signal, to_all })
+    }
+
+    /// A container that is deleted by force is killed first.
+    fn by_delete(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
+        let (flags, names) = flags_and_names(arguments);
+        let is_forced = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--force" | [b'-', b'f']));
+        let container = names.first()?;
+        is_forced.then_some(Self { options, container, signal: 9, to_all: true })
+    }
+
+    /// The first process of the container, as the runtime knows it. None: nothing of the container runs.
+    async fn first_process(&self, runtime: &OsStr) -> Result<Option<u32>, String> {
+        let mut command = tokio::process::Command::new(runtime);
+        command.args(&self.options).arg("state").arg(self.container);
+        command.stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
+        let asked = command.output().await.map_err(|error| error.to_string())?;
+        // The runtime says itself that there is no such container, once it is told to send the signal.
+        if !asked.status.success() {
+            return Ok(None);
+        }
+        let state: FirstProcess = serde_json::from_slice(&asked.stdout)
+            .map_err(|error| format!("{} state: {error}", runtime.display()))?;
+        Ok(Some(state.pid).filter(|pid| *pid != 0))
+    }
+
+    /// Writes to the journal why GPU work may go on when the signal comes.
+    fn tell(&self, runtime: &OsStr, why: &str) {
+        let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
+        let line = printable(&format!(
+            "container {container} gets signal {} while its GPU work may go on, which would be a fault for its neighbours: {why}",
+            self.signal
+        ));
+        let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));
+        // There may be no journal, and the engine waits.
+        let _ = UnixDatagram::unbound().and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            socket.send_to(entry.as_bytes(), JOURNAL)
+        });
+    }
+}
+
+/// The options before the command that lead to the state of a container.
+fn options_for_state<'a>(arguments: &mut Arguments<'a>) -> Vec<&'a OsStr> {
+    let mut options = Vec::new();
+    while let Some(option) = arguments.next_if(|argument| argument.as_bytes().starts_with(b"-")) {
+        let text = option.to_str().unwrap_or_default();
+        let name = text.split('=').next().unwrap_or_default();
+        let value = if WITH_VALUE.contains(&text) { arguments.next() } else { None };
+        if FOR_STATE.contains(&name) {
+            options.push(option.as_os_str());
+            options.extend(value.map(OsString::as_os_str));
+        }
+    }
+    options
+}
+
+/// The flags and the other arguments after a command.
+fn flags_and_names(arguments: Arguments<'_>) -> (Vec<&OsStr>, Vec<&OsStr>) {
+    let all = arguments.map(OsString::as_os_str).filter(|argument| *argument != "--");
+    all.partition(|argument| argument.as_bytes().starts_with(b"-"))
+}
+
+/// The number of a signal, if it may end a program. Runtimes know a signal by its number and by its name.
+fn signal(text: &str) -> Option<u32> {
+    let upper = text.to_ascii_uppercase();
+    let name = upper.strip_prefix("SIG").unwrap_or(&upper);
+    let is_it = |(its, number): &&(&str, u32)| name == *its || text.parse() == Ok(*number);
+    SIGNALS.iter().find(is_it).map(|(_, number)| *number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split(' ').map(OsString::from).collect()
+    }
+
+    fn wanted<T>(line: &str, then: impl FnOnce(Option<SignalCommand<'_>>) -> T) -> T {
+        then(SignalCommand::by(&words(line)))
+    }
+
+    #[test]
+    fn the_name_tells_the_runtime() {
+        let before = |name| stands_before(OsStr::new(name)).map(|name| name.to_str().unwrap());
+        assert_eq!(before("/usr/bin/yunion-mps-runc"), Some("runc"));
+        assert_eq!(before("yunion-mps-nvidia-container-runtime"), Some("nvidia-container-runtime"));
+        for own in ["yunion-mpsctl", "/usr/bin/yunion-mps-", "", "/", "runc"] {
+            assert_eq!(before(own), None);
+        }
+    }
+
+    #[test]
+    fn signals_that_may_end_programs_are_found() {
+        for (line, options, container, signal, to_all) in [
+            ("kill abc 15", "", "abc", 15, false),
+            ("kill abc", "", "abc", 15, false),
+            ("--root /r --log /l --log-format json kill --all j1 9", "--root /r", "j1", 9, true),
+            ("--systemd-cgroup --root=/r kill -a j1 SIGTERM", "--systemd-cgroup --root=/r", "j1", 15, true),
+            ("--log-level debug kill kill kill", "", "kill", 9, false),
+            ("delete --force j1", "", "j1", 9, true),
+            ("--debug delete -f j1", "", "j1", 9, true),
+        ] {
+            wanted(line, |wanted| {
+                let wanted = wanted.unwrap_or_else(|| panic!("{line}"));
+                let expected: Vec<&str> = options.split_terminator(' ').collect();
+                assert_eq!(wanted.options, expected, "{line}");
+                assert_eq!(
+                    (wanted.container, wanted.signal, wanted.to_all),
+                    (OsStr::new(container), signal, to_all),
+                    "{line}"
+                );
+            });
+        }
+    }
+
+    #[test]
+    fn nothing_else_is_asked_about() {
+        for line in [
+            "create --bundle /kill kill",
+            "--log kill state j1",
+            "kill j1 USR1",
+            "kill j1 0",
+            "kill",
+            "delete j1",
+            "delete --force",
+            "--root",
+            "",
+            "exec j1 kill 9",
+        ] {
+            wanted(line, |wanted| assert_eq!(wanted, None, "{line}"));
+        }
+    }
+}
