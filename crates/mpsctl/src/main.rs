@@ -1,6 +1,7 @@
 //! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. Under the name yunion-mps-NAME it is an OCI runtime.
 
 use std::ffi::OsString;
+use std::io::Write;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -8,9 +9,16 @@ fn main() -> ExitCode {
     if let Some((own_name, rest)) = arguments.split_first()
         && let Some(runtime) = mpsctl::runtime::stands_before(own_name)
     {
-        let error = mpsctl::runtime::execute(runtime, rest);
-        eprintln!("{}: {} can't be executed: {error}", own_name.display(), runtime.display());
-        return ExitCode::FAILURE;
+        return mpsctl::runtime::execute(runtime, rest).unwrap_or_else(|error| {
+            // The reader may have gone.
+            let _ = writeln!(
+                std::io::stderr(),
+                "{}: {} can't be executed: {error}",
+                own_name.display(),
+                runtime.display()
+            );
+            ExitCode::FAILURE
+        });
     }
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr());
     ExitCode::from(mpsctl::main(arguments, &mut out, &mut err))

@@ -3,19 +3,20 @@
 //! middle of a kernel is a fault for every client of that GPU.
 
 use std::ffi::{OsStr, OsString};
-use std::io;
+use std::io::{self, Write};
 use std::iter::Peekable;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 use std::slice;
 use std::time::Duration;
 
 use serde::Deserialize;
 
 use common::bus::proxy::{BusError, ContainerStop, DaemonProxy};
+use common::host::identity::Identity;
 use common::text::printable;
 
 /// The names of this program before a runtime.
@@ -46,15 +47,35 @@ pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
     (!name.is_empty()).then(|| OsStr::from_bytes(name))
 }
 
-/// Executes the runtime, after the GPU work that its signal may end. Returns only if there is no such program.
-pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Error {
-    if let Some(wanted) = SignalCommand::by(arguments)
-        && can_ask()
-        && let Err(why) = end_work(runtime, &wanted)
-    {
-        wanted.tell(runtime, &why);
+/// Executes the runtime, after the GPU work that its signal may end. Returns only where this process has to answer for it: with the
+/// exit status, or because there is no such program.
+///
+/// # Errors
+/// The runtime can't be executed.
+pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> {
+    let mut command = Command::new(runtime);
+    command.args(arguments);
+    let first = match SignalCommand::by(arguments) {
+        Some(wanted) if can_ask() => wanted.prepare(runtime),
+        _ => None,
+    };
+    match first {
+        Some(first) => signal(command, &first),
+        None => Err(command.exec()),
     }
-    Command::new(runtime).args(arguments).exec()
+}
+
+/// Has the runtime send its signal to a container with this first process. A program whose GPU work has ended may end by itself
+/// before the signal comes. The runtime then calls it an error that nothing runs, and the engine would believe that.
+fn signal(mut command: Command, first: &Identity) -> io::Result<ExitCode> {
+    let done = command.stdin(Stdio::inherit()).output()?;
+    if !done.status.success() && !first.runs() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    io::stdout().write_all(&done.stdout)?;
+    io::stderr().write_all(&done.stderr)?;
+    let code = done.status.code().and_then(|code| u8::try_from(code).ok());
+    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
 /// Returns whether the service can be asked. Only root may end the work of a container.
@@ -63,23 +84,12 @@ fn can_ask() -> bool {
     rustix::process::geteuid().is_root() && has_bus()
 }
 
-/// Has the service end the GPU work of a container's programs.
-fn end_work(runtime: &OsStr, wanted: &SignalCommand<'_>) -> Result<(), String> {
+/// Waits for something, and no longer than the runtime can.
+fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let work = async {
-        let Some(pid) = wanted.first_process(runtime).await? else { return Ok(()) };
-        let stop = ContainerStop {
-            pid,
-            container: wanted.container.to_string_lossy().into_owned(),
-            signal: wanted.signal,
-            to_all: wanted.to_all,
-        };
-        let asked = async { DaemonProxy::connect().await?.release_group(&stop).await };
-        asked.await.map_err(|error: BusError| error.to_string())
-    };
     let in_time = async { tokio::time::timeout(PATIENCE, work).await };
-    let ended = tokio.map_err(|error| error.to_string())?.block_on(in_time);
-    ended.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
+    let done = tokio.map_err(|error| error.to_string())?.block_on(in_time);
+    done.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
 }
 
 /// A command that sends a signal to a container's processes.
@@ -116,7 +126,7 @@ impl<'a> SignalCommand<'a> {
     fn by_kill(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
         let (flags, names) = flags_and_names(arguments);
         let to_all = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--all" | [b'-', b'a']));
-        let signal = signal(names.get(1).map_or("TERM", |signal| signal.to_str().unwrap_or_default()))?;
+        let signal = number(names.get(1).map_or("TERM", |signal| signal.to_str().unwrap_or_default()))?;
         Some(Self { options, container: names.first()?, signal, to_all })
     }
 
@@ -126,6 +136,28 @@ impl<'a> SignalCommand<'a> {
         let is_forced = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--force" | [b'-', b'f']));
         let container = names.first()?;
         is_forced.then_some(Self { options, container, signal: 9, to_all: true })
+    }
+
+    /// Ends the GPU work that the signal may end, and returns the first process of the container. None: nothing of the container
+    /// runs, as far as that is known.
+    fn prepare(&self, runtime: &OsStr) -> Option<Identity> {
+        let mut first = None;
+        let ended = in_time(async {
+            let Some(pid) = self.first_process(runtime).await? else { return Ok(()) };
+            first = Identity::read(pid).ok();
+            let stop = ContainerStop {
+                pid,
+                container: self.container.to_string_lossy().into_owned(),
+                signal: self.signal,
+                to_all: self.to_all,
+            };
+            let asked = async { DaemonProxy::connect().await?.release_group(&stop).await };
+            asked.await.map_err(|error: BusError| error.to_string())
+        });
+        if let Err(why) = ended {
+            self.tell(runtime, &why);
+        }
+        first
     }
 
     /// The first process of the container, as the runtime knows it. None: nothing of the container runs.
@@ -181,7 +213,7 @@ fn flags_and_names(arguments: Arguments<'_>) -> (Vec<&OsStr>, Vec<&OsStr>) {
 }
 
 /// The number of a signal, if it may end a program. Runtimes know a signal by its number and by its name.
-fn signal(text: &str) -> Option<u32> {
+fn number(text: &str) -> Option<u32> {
     let upper = text.to_ascii_uppercase();
     let name = upper.strip_prefix("SIG").unwrap_or(&upper);
     let is_it = |(its, number): &&(&str, u32)| name == *its || text.parse() == Ok(*number);

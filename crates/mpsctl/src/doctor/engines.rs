@@ -49,8 +49,7 @@ fn runtimes(facts: &Facts) -> Outcome {
     let place = |path: &&str| below(&facts.sources.sysroot, Path::new(path));
     let is_there = |engine: &&Engine| engine.traces.iter().any(|trace| place(trace).exists());
     let names_ours = |path: &&str| std::fs::read_to_string(place(path)).is_ok_and(|text| text.contains(OURS));
-    let without =
-        ENGINES.iter().filter(is_there).filter(|engine| !engine.files.iter().any(|path| names_ours(&path)));
+    let without = ENGINES.iter().filter(is_there).filter(|engine| !engine.files.iter().any(names_ours));
     each(without, |engine| {
         let file = engine.files.first()?;
         Some(info(
