@@ -208,7 +208,7 @@ fn with_podman(machine: &Machine) -> bool {
     true
 }
 
-/// Docker, and a runtime that adds the GPU as NVIDIA's does: if the environment names one.
+/// Docker, and a runtime that adds the GPU as NVIDIA's does: if the environment names one. Ours stands before it.
 fn with_docker(machine: &Machine) -> bool {
     if !prepared(machine, "dockerd") {
         return false;
@@ -217,7 +217,7 @@ fn with_docker(machine: &Machine) -> bool {
     machine.write(
         "/etc/docker/daemon.json",
         "{\"storage-driver\": \"vfs\", \"bridge\": \"none\", \"iptables\": false,
-          \"runtimes\": {\"nvidia\": {\"path\": \"/usr/local/bin/nvidia-container-runtime\"}}}",
+          \"runtimes\": {\"nvidia\": {\"path\": \"/usr/bin/yunion-mps-nvidia-container-runtime\"}}}",
     );
     machine.sh(&format!(
         "chmod 755 /usr/local/bin/nvidia-container-runtime; systemctl start docker
@@ -517,6 +517,8 @@ const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client 
 /// plain runtime, takes it along. `run` starts a container with slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
+    // podman's is a stop otherwise, which gives the container ten seconds.
+    let remove = format!("{engine} rm --force{}", if engine == "podman" { " --time 0" } else { "" });
     let start = |slice: &str, program: &str| {
         let run = run.replace("00:06.0-1", slice).replace("cuda-client hold 600", program);
         machine.sh(&run).trim().to_owned()
@@ -532,7 +534,7 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
         ];
         clients(machine, 4);
         machine.sh(&format!(
-            "{engine} stop --time 20 {by_term} && {engine} kill {by_kill} && {engine} rm --force {by_term} {by_kill} {by_removal}"
+            "{engine} stop --time 20 {by_term} && {engine} kill {by_kill} && {remove} {by_term} {by_kill} {by_removal}"
         ));
         clients(machine, 1);
         assert_eq!(state().trim(), "running", "round {round}");
@@ -544,7 +546,7 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
         "systemctl kill --signal=STOP --kill-whom=main {SERVICE} 2>/dev/null || systemctl kill --signal=STOP --kill-who=main {SERVICE}
         timeout 25 {engine} kill {calm}; ended=$?
         systemctl kill --signal=CONT --kill-whom=main {SERVICE} 2>/dev/null || systemctl kill --signal=CONT --kill-who=main {SERVICE}
-        {engine} rm --force {calm}; exit $ended"
+        {remove} {calm}; exit $ended"
     ));
     let said = machine.sh("journalctl -t yunion-mps-runc --output=cat");
     assert!(said.contains(&format!("container {calm} gets signal 9")), "{said}");
@@ -554,10 +556,10 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
         run.replace("run ", "run --runtime runc ").replace("cuda-client hold 600", "cuda-client long 600");
     let last = machine.sh(&plain).trim().to_owned();
     clients(machine, 2);
-    machine.sh(&format!("{engine} rm --force {last}"));
+    machine.sh(&format!("{remove} {last}"));
     let ended = machine.printed(&[engine, "wait", &neighbour]);
     assert_eq!(ended.trim(), "3", "an error of its kernel");
-    machine.sh(&format!("{engine} rm --force {neighbour}; yunion-mpsctl is-ready --wait 60"));
+    machine.sh(&format!("{remove} {neighbour}; yunion-mpsctl is-ready --wait 60"));
 }
 
 /// The runtime of the page, in front of podman's, and a stop by hand without it.

@@ -53,7 +53,9 @@ impl Containerd {
         let wrapper = folder.join("yunion-mps-runc");
         symlink(binaries().join("yunion-mpsctl"), &wrapper).unwrap();
         let runtime = stops_page().replace("/usr/bin/yunion-mps-runc", wrapper.to_str().unwrap());
-        fs::write(folder.join("config.toml"), format!("{config}{runtime}")).unwrap();
+        // As the default, and for a RuntimeClass.
+        let by_name = runtime.replace(".runtimes.runc", ".runtimes.yunion-mps");
+        fs::write(folder.join("config.toml"), format!("{config}{runtime}{by_name}")).unwrap();
         let bus = host.bus_address();
         let script = "mount -t tmpfs tmpfs /run && mkdir /run/dbus && touch /run/dbus/system_bus_socket \
                       && mount --bind \"$1\" /run/dbus/system_bus_socket && touch \"$2/mounted\" && exec sleep 3600";
@@ -190,8 +192,10 @@ impl Runtime {
             mounts.into_iter().chain(["/lib", "/lib64", "/usr/lib"].map(str::to_owned)).collect();
         let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
         let command = [&[client.as_str()], work].concat();
+        // Some pods have a RuntimeClass.
+        let handler = if name.ends_with('1') { "yunion-mps" } else { "" };
         let said = self.call(&json!({
-            "call": "start", "pod": name, "cdi": settings["cdi"], "mounts": mounts,
+            "call": "start", "pod": name, "handler": handler, "cdi": settings["cdi"], "mounts": mounts,
             "environment": {
                 "YUNION_MPS_SIM": host.path(""), "LD_LIBRARY_PATH": host.path("lib"),
             },

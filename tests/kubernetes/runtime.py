@@ -2,7 +2,7 @@
 """Asks a container runtime for pods as the kubelet does (CRI): runtime.py MESSAGES SOCKET CGROUP-PARENT
 
 MESSAGES is the folder with what protoc has made of Kubernetes' own descriptions. Each line on standard input is a JSON object:
-  {"call": "start", "pod": NAME, "cdi": [NAME, ...], "mounts": [PATH, ...], "environment": {NAME: VALUE}, "command": [WORD, ...]}
+  {"call": "start", "pod": NAME, "handler": RUNTIME, "cdi": [NAME, ...], "mounts": [PATH, ...], "environment": {NAME: VALUE}, "command": [WORD, ...]}
   {"call": "runs", "container": ID}
   {"call": "stop", "container": ID, "seconds": NUMBER}
   {"call": "end", "sandbox": ID}
@@ -46,7 +46,9 @@ def start(line):
         ),
     )
     pod = ask(
-        "RunPodSandbox", message.RunPodSandboxRequest(config=sandbox), message.RunPodSandboxResponse
+        "RunPodSandbox",
+        message.RunPodSandboxRequest(config=sandbox, runtime_handler=line["handler"]),
+        message.RunPodSandboxResponse,
     ).pod_sandbox_id
     mounts = [message.Mount(container_path=path, host_path=path) for path in line["mounts"]]
     container = message.ContainerConfig(
