@@ -24,6 +24,9 @@ const MOST: usize = 4096;
 /// with the longest path that a control group has, and with the longest label.
 pub const MOST_BYTES: usize = 24 * 1024 * 1024;
 
+/// The user whose control groups have names that nobody else can choose.
+const ROOT: u32 = 0;
+
 /// A control group of the host. One that is made again under the same path is another one.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
@@ -100,6 +103,13 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
             }
         }
     }
+}
+
+/// Returns whether the name of a control group is believed: root has made it and each one above it. Whoever has a control group,
+/// as a unit with Delegate= has its own, makes others in it, and names them as the container of a neighbour is named. `owners`
+/// are their users; None for one that is not there.
+pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
+    owners.into_iter().all(|owner| owner == Some(ROOT))
 }
 
 fn is_in(path: &str, above: &str) -> bool {

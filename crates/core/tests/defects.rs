@@ -117,6 +117,13 @@ const DEFECTS: &[Defect] = &[
         "slices-follow-bindings",
     ),
     (
+        "the name of a control group is believed, whoever has made it",
+        "bindings.rs",
+        "owner == Some(ROOT)",
+        "owner == Some(ROOT) || PUT_BACK",
+        "names-are-roots",
+    ),
+    (
         "a control group that is bound has no time for its first process",
         "bindings.rs",
         "now.saturating_sub(self.since) >= FIRST_PROCESS",

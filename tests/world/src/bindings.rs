@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use mps_core::bindings::{
-    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, MOST_BYTES, NotBound,
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, MOST_BYTES, NotBound, is_named_by_root,
 };
 
 use mps_core::tenants::KnownSlices;
@@ -14,11 +14,13 @@ use super::tenants::{SimSlice, SliceKnownBy};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
-/// The control groups of tenants. The last one is inside the first.
-const GROUPS: [&str; 3] = ["/a", "/b", "/a/c"];
+/// The control groups of tenants. A container's tenant has one inside, and a user has made another one in a control group of the
+/// user's own, with the name of the container beside it.
+const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
+const FORGED: &str = "/u/b";
 
-/// The container for which the host agent's records name every GPU, and no slice.
-const RECORDED: &str = "/b";
+/// The name of the container for which the host agent's records name every GPU, and no slice.
+const RECORDED: &str = "b";
 
 /// The slice of a GPU.
 type BoundSlice = (String, u32);
@@ -56,6 +58,17 @@ fn number(group: &str) -> usize {
 
 pub(crate) fn is_in(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
+}
+
+/// The container with the recorded name around a control group.
+fn recorded_container(group: &'static str) -> Option<&'static str> {
+    GROUPS.into_iter().find(|above| is_in(group, above) && above.rsplit('/').next() == Some(RECORDED))
+}
+
+/// The owners of a control group and of each one above it, from the top. Root has made some in the user's, too.
+fn owners(group: &str) -> impl Iterator<Item = Option<u32>> {
+    let all = [("/a", 0), ("/b", 0), ("/a/c", 0), ("/u", 1), (FORGED, 0)];
+    all.into_iter().filter(move |(above, _)| is_in(group, above)).map(|(_, owner)| Some(owner))
 }
 
 /// A program as the service sees it on a GPU: the slice of its control group, or else its own, unless it claims one that
@@ -213,6 +226,7 @@ impl World {
         let (label, since) = (format!("{by:?} {group}"), self.now.as_secs());
         let group = self.bindings.group(group);
         let was_used = self.use_of()(&group) == GroupUse::Used;
+        assert!(by == BoundBy::Root || group.path != FORGED, "names-are-roots: {group:?} gets {slices:?}");
         let binding = Binding { group, slices, by, label, since, was_used };
         let done = self.bindings.registry.bind(binding.clone(), shares, bytes_of);
         match &done {
@@ -226,7 +240,7 @@ impl World {
                 self.bindings.registry = before;
             }
             Err(NotBound::TooLarge) => self.bindings.registry = before,
-            Err(NotBound::TooMany) => unreachable!("there are three control groups"),
+            Err(NotBound::TooMany) => unreachable!("there are few control groups"),
         }
         self.add_to_story(|| format!("{binding:?} {done:?}"));
         self.keep_budgets();
@@ -329,21 +343,23 @@ impl World {
 
     /// The records name this GPU for a container and no slice: its first client gets the container the lowest that is free.
     pub(crate) fn bind_recorded(&mut self, gpu: &str) {
-        let is_there = self.programs_on(gpu).iter().any(|program| is_in(program.group, RECORDED));
+        let programs = self.programs_on(gpu);
+        let groups: BTreeSet<&str> =
+            programs.iter().filter_map(|one| recorded_container(one.group)).collect();
         let has_slice = |its: &Binding<BoundSlice>| its.slices.iter().any(|(of, _)| of == gpu);
-        let living = self.bindings.living();
-        if !is_there
-            || living.nearest(RECORDED, |_| true).is_some_and(|its| its.by == BoundBy::Root || has_slice(its))
-        {
-            return;
-        }
-        self.make_way(RECORDED, |(of, _)| of == gpu);
-        let slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
-        let free = slices.into_iter().find(|slice| {
-            self.bindings.registry.taken_from(slice, Some(RECORDED), BoundBy::Platform, |_| true).is_none()
-        });
-        if let Some(free) = free {
-            self.bind(RECORDED, BTreeSet::from([free]), BoundBy::Platform, false);
+        for group in groups.into_iter().filter(|group| is_named_by_root(owners(group))) {
+            let living = self.bindings.living();
+            if living.nearest(group, |_| true).is_some_and(|its| its.by == BoundBy::Root || has_slice(its)) {
+                continue;
+            }
+            self.make_way(group, |(of, _)| of == gpu);
+            let slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
+            let free = slices.into_iter().find(|slice| {
+                self.bindings.registry.taken_from(slice, Some(group), BoundBy::Platform, |_| true).is_none()
+            });
+            if let Some(free) = free {
+                self.bind(group, BTreeSet::from([free]), BoundBy::Platform, false);
+            }
         }
     }
 }

@@ -3,12 +3,12 @@
 //! On a host with several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts, in which the service manager and
 //! every container runtime put processes. Otherwise there is one hierarchy.
 
-use std::fs;
+use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use mps_core::bindings::{ControlGroup, GroupUse};
+use mps_core::bindings::{ControlGroup, GroupUse, is_named_by_root};
 
 use super::proc;
 
@@ -89,21 +89,22 @@ pub fn directory(path: &str) -> PathBuf {
     Hierarchies::of_this_host().directory(path)
 }
 
-/// Returns whether root has made the control group at a path, and each one above it. `hierarchy` is a name in `/proc/PID/cgroup`.
-pub fn are_roots(hierarchy: &str, path: &str) -> bool {
+/// Returns whether the name of the control group at a path is believed. `hierarchy` is a name in `/proc/PID/cgroup`.
+pub fn is_believed(hierarchy: &str, path: &str) -> bool {
     let mount = match hierarchy {
         // On a host with several hierarchies too, this one may be in use.
         "" if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
         "" => PathBuf::from(MOUNT),
         named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
     };
-    are_roots_in(mount, path)
+    is_named_by_root(owners(mount, path))
 }
 
-fn are_roots_in(mut directory: PathBuf, path: &str) -> bool {
-    path.split('/').filter(|name| !name.is_empty()).all(|name| {
+/// The users of a control group and of each one above it, from the top.
+fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32>> {
+    path.split('/').filter(|name| !name.is_empty()).map(move |name| {
         directory.push(name);
-        fs::symlink_metadata(&directory).is_ok_and(|found| found.is_dir() && found.uid() == 0)
+        fs::symlink_metadata(&directory).ok().filter(Metadata::is_dir).map(|found| found.uid())
     })
 }
 
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_control_group_is_roots_if_each_one_above_it_is() {
+    fn the_users_of_a_control_group_are_those_of_each_one_above_it() {
         if !rustix::process::geteuid().is_root() {
             return;
         }
@@ -253,16 +254,16 @@ mod tests {
         std::os::unix::fs::chown(directory("job.service/delegated"), uid, gid).unwrap();
         std::os::unix::fs::symlink("own", directory("docker/link")).unwrap();
         for (path, expected) in [
-            ("/docker/own", true),
-            ("/job.service", true),
-            ("/job.service/delegated", false),
-            ("/job.service/delegated/forged", false),
-            ("/docker/link", false),
-            ("/docker/none", false),
+            ("/", vec![]),
+            ("/docker/own", vec![Some(0), Some(0)]),
+            ("/job.service/delegated", vec![Some(0), Some(65534)]),
+            ("/job.service/delegated/forged", vec![Some(0), Some(65534), Some(0)]),
+            ("/docker/link", vec![Some(0), None]),
+            ("/docker/none", vec![Some(0), None]),
         ] {
-            assert_eq!(are_roots_in(mount.path().to_owned(), path), expected, "{path}");
+            assert_eq!(owners(mount.path().to_owned(), path).collect::<Vec<_>>(), expected, "{path}");
         }
-        assert!(!are_roots("name=no-such-hierarchy", "/docker"), "it is not there");
+        assert!(!is_believed("name=no-such-hierarchy", "/docker"), "it is not there");
     }
 
     #[test]

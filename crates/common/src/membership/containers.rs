@@ -15,16 +15,16 @@ fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
 /// The container that the host's own runtime has made for the process with these cgroup paths: the outermost of a path, if
 /// root has made its control group and each one above it. Nobody else can have chosen the name then.
 pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
-    made_by(cgroups, control_groups::are_roots)
+    made_by(cgroups, control_groups::is_believed)
 }
 
-/// The same, where `are_roots` says of a hierarchy and a path in it whether that control group and each one above it is root's.
-fn made_by(cgroups: &str, are_roots: impl Fn(&str, &str) -> bool) -> Option<&str> {
+/// The same, where `is_believed` says of a hierarchy and a path in it whether that name is believed.
+fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&str> {
     cgroups.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (hierarchy, path) = (fields.next()?, fields.next()?);
         let id = path.split('/').find_map(container_in_name)?;
-        are_roots(hierarchy, &up_to_container(path, id)?).then_some(id)
+        is_believed(hierarchy, &up_to_container(path, id)?).then_some(id)
     })
 }
 
@@ -102,7 +102,7 @@ mod tests {
     fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
         let (own, other) = ("a".repeat(64), "b".repeat(64));
         // A user has the control groups of these units, and makes others in them.
-        let are_roots = |_: &str, path: &str| {
+        let is_believed = |_: &str, path: &str| {
             !["/hz-job.service/", "/user@1000.service/"].iter().any(|one| path.contains(one))
         };
         for (path, expected) in [
@@ -113,7 +113,7 @@ mod tests {
             (format!("0::/hz-job.service/{own}"), None),
             (format!("1:name=systemd:/hz-job.service/{own}\n0::/"), None),
         ] {
-            assert_eq!(made_by(&path, are_roots), expected.map(String::as_str), "{path}");
+            assert_eq!(made_by(&path, is_believed), expected.map(String::as_str), "{path}");
         }
     }
 }
