@@ -423,11 +423,10 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
 }
 
-/// Returns whether a GPU that is not served needs nobody: clients of another control daemon are waited for, as planned, or a server gets over
-/// a fatal GPU error.
+/// Returns whether a GPU that is not served needs nobody: clients of another control daemon are waited for, or something that
+/// comes late, as planned, or a server gets over a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
-    let waits = |status: &Status| status.left_to_others || status.view.state == ControlDaemonState::Faulted;
-    parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| waits(status))
+    parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| status.goes_on_as_planned())
 }
 
 fn last_events(parts: &Parts<'_>) -> Events {

@@ -53,8 +53,8 @@ use admission::SharedAdmission;
 pub(crate) use handle::Supervisor;
 use run::Run;
 use shell::RunShell;
-use status::Reporter;
 pub(crate) use status::{GpuStatus, Status};
+use status::{PlannedWait, Reporter};
 
 /// The program, as every driver package installs it.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
@@ -121,12 +121,10 @@ pub(crate) fn written(id: &str, running: &Running) -> RunningDaemon {
 impl From<ControlError> for Failure {
     fn from(error: ControlError) -> Self {
         match error {
-            ControlError::Silent { .. } | ControlError::Unanswered { .. } | ControlError::Exited { .. } => {
-                Self::Silent(error.to_string())
-            }
+            ControlError::Silent { .. } | ControlError::Unanswered { .. } => Self::Silent(error.to_string()),
             ControlError::Unexpected { .. } => Self::NotUnderstood(error.to_string()),
             ControlError::NoDaemon { .. } => Self::Unreachable(error.to_string()),
-            ControlError::NotRun { .. } => Self::Failed(error.to_string()),
+            ControlError::NotRun { .. } | ControlError::Exited { .. } => Self::NotYet(error.to_string()),
         }
     }
 }
@@ -136,6 +134,8 @@ impl From<ControlError> for Failure {
 struct Failing {
     state: ControlDaemonState,
     reason: String,
+    /// Why nobody has to do anything about it, if that is so.
+    waits: Option<PlannedWait>,
     /// The reason that was shown before.
     before: String,
 }

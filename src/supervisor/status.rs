@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use mps_core::links::MissingLinks;
 use mps_core::serve::{Showing, ShownAs, ShownGpu, ShownState};
 use tokio::sync::{Notify, watch};
+use tokio::time::Instant;
 
 use crate::message::{Message, Subject};
 use crate::supervisor::bypass::Bypass;
@@ -15,6 +16,34 @@ use common::host::identity::Identity;
 use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
+
+/// The time for which something beside a control daemon may not be ready: the fabric manager of a host with NVSwitch takes a
+/// minute or two after a boot.
+const PATIENCE: Duration = Duration::from_secs(180);
+
+/// A wait that ends by itself, as planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlannedWait {
+    /// A control daemon of somebody else has the place, and is left to its clients.
+    ForOthers,
+    /// Something beside the control daemon is not ready, since this moment.
+    NotReady(Instant),
+}
+
+impl PlannedWait {
+    /// The wait goes on, if it is the same as before.
+    fn since(self, before: Option<Self>) -> Self {
+        match (self, before) {
+            (Self::NotReady(_), Some(before @ Self::NotReady(_))) => before,
+            (new, _) => new,
+        }
+    }
+
+    /// Returns whether it lasts longer than planned.
+    fn is_overdue(self) -> bool {
+        matches!(self, Self::NotReady(since) if since.elapsed() >= PATIENCE)
+    }
+}
 
 /// The status of a control daemon and its GPUs.
 // Each flag is a fact of its own: none of them excludes another.
@@ -35,8 +64,8 @@ pub(crate) struct Status {
     pub settled: bool,
     /// True if the next step waits for clients to end, or follows a failure. That may take days.
     pub put_off: bool,
-    /// True if a control daemon of somebody else has the place, and is left to its clients.
-    pub left_to_others: bool,
+    /// Why nobody has to do anything about a control daemon that does not serve, if that is so.
+    pub waits: Option<PlannedWait>,
     /// True if it runs and is to end as soon as it has no client.
     pub ends_when_idle: bool,
     /// The slices without a link to it, and why.
@@ -80,7 +109,14 @@ impl Status {
         // The reason of the last failure stays to be read while the next start is under way.
         if state != ControlDaemonState::Starting {
             reason.clone_into(&mut self.view.reason);
+            self.waits = None;
         }
+    }
+
+    /// Returns whether nobody has to do anything about it, though it does not serve.
+    pub(crate) fn goes_on_as_planned(&self) -> bool {
+        let waits = self.waits.is_some_and(|waits| !waits.is_overdue());
+        waits || self.view.state == ControlDaemonState::Faulted
     }
 
     /// Is settled. No GPU waits for its limits any more: they are in force, or the GPU's reason says why they are not.
@@ -152,7 +188,7 @@ impl Reporter {
             waiting: Vec::new(),
             settled: false,
             put_off: false,
-            left_to_others: false,
+            waits: None,
             ends_when_idle: false,
             missing_links: MissingLinks::default(),
             events: Events::default(),
@@ -215,12 +251,23 @@ impl Reporter {
         });
     }
 
+    /// Says that the control daemon does not serve. The next step follows the failure, and that may take days.
+    pub(super) fn enter_failing(&self, state: ControlDaemonState, reason: &str, waits: Option<PlannedWait>) {
+        self.update(|status| {
+            let waits = waits.map(|waits| waits.since(status.waits));
+            status.pass_through(state, false, reason);
+            status.waits = waits;
+            status.put_off = true;
+            status.settle();
+        });
+    }
+
     /// Says in which state the control daemon is on its way to the plan.
     pub(super) fn pass_through(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| status.pass_through(state, serving, reason));
     }
 
-    /// Says that the next step waits until clients have ended, or follows a failure.
+    /// Says that the next step waits until clients have ended.
     pub(super) fn put_off(&self) {
         self.update(|status| {
             status.put_off = true;
@@ -346,5 +393,26 @@ mod tests {
         status.take(&elsewhere);
         assert!(!status.serving && !status.settled);
         assert_eq!(status.view.state, ControlDaemonState::Starting);
+    }
+
+    #[test]
+    fn a_wait_is_planned_for_minutes_and_begins_anew_after_anything_else() {
+        let (reporter, seen) = Reporter::new(&plan(50), Arc::default());
+        let fails = |waits| reporter.enter_failing(ControlDaemonState::Waiting, "not ready", waits);
+        let is_planned = || seen.borrow().goes_on_as_planned();
+        let long_ago = Instant::now().checked_sub(PATIENCE).unwrap();
+        fails(Some(PlannedWait::NotReady(Instant::now())));
+        assert!(is_planned());
+        reporter.enter(ControlDaemonState::Ready, true, "");
+        fails(Some(PlannedWait::NotReady(long_ago)));
+        reporter.enter(ControlDaemonState::Starting, false, "");
+        fails(Some(PlannedWait::NotReady(Instant::now())));
+        assert!(!is_planned(), "it has lasted for minutes");
+        fails(None);
+        assert!(!is_planned());
+        fails(Some(PlannedWait::NotReady(Instant::now())));
+        assert!(is_planned(), "it is another wait");
+        fails(Some(PlannedWait::ForOthers));
+        assert!(is_planned());
     }
 }

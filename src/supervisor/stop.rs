@@ -5,11 +5,13 @@ use std::time::Duration;
 use mps_core::serve::{Failure, Judged, Known, tried_again};
 use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed, programs_wait};
 
+use tokio::time::Instant;
+
 use crate::message::{Message, Subject};
 use common::published::control_daemon::ControlDaemonState;
 
 use super::run::Run;
-use super::{Failing, Machine, Worker};
+use super::{Failing, Machine, PlannedWait, Worker};
 
 impl Machine {
     /// Takes note of a failure, and says what it means for the next step.
@@ -20,9 +22,13 @@ impl Machine {
             Failure::NotYet(_) => WhyFailed::NotYet,
             _ => WhyFailed::Ill,
         };
-        let left_to_others = matches!(failure, Failure::InUse(_));
-        let waits = left_to_others || matches!(failure, Failure::Waiting(_) | Failure::NotYet(_));
-        let state = if waits { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
+        let waits = match &failure {
+            Failure::InUse(_) => Some(PlannedWait::ForOthers),
+            Failure::NotYet(_) => Some(PlannedWait::NotReady(Instant::now())),
+            _ => None,
+        };
+        let is_waiting = waits.is_some() || matches!(failure, Failure::Waiting(_));
+        let state = if is_waiting { ControlDaemonState::Waiting } else { ControlDaemonState::Backoff };
         let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {
             if let Some((run, _)) = &self.run {
@@ -37,8 +43,7 @@ impl Machine {
         {
             self.worker.reporter.warning(reason.clone());
         }
-        self.worker.reporter.update(|status| status.left_to_others = left_to_others);
-        self.failing = Some(Failing { state, reason, before });
+        self.failing = Some(Failing { state, reason, waits, before });
         trouble
     }
 
@@ -77,7 +82,7 @@ impl Machine {
             self.worker.let_go();
         }
         let reporter = &self.worker.reporter;
-        let Some(Failing { state, reason, before }) = self.failing.take() else { return };
+        let Some(Failing { state, reason, waits, before }) = self.failing.take() else { return };
         if before != reason {
             let message = if state == ControlDaemonState::Waiting {
                 Message::ControlDaemonWaits
@@ -87,8 +92,7 @@ impl Machine {
             let text = format!("{reason}; {}", tried_again(pause));
             reporter.report(message, Subject::default(), text);
         }
-        reporter.put_off();
-        reporter.enter(state, false, &reason);
+        reporter.enter_failing(state, &reason, waits);
     }
 
     /// Ends the control daemon.

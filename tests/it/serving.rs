@@ -1,7 +1,8 @@
 //! The purpose of the service: from two files to virtual devices, on every board.
 
 use std::collections::BTreeSet;
-use std::fs;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use rustix::process::Signal;
@@ -159,15 +160,18 @@ fn why_a_server_does_not_start_is_said() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The fabric manager of a host with `NVSwitch` comes late, as at a boot: the cause is said, the control daemon waits for it, and
-/// the pauses stay short.
+/// The fabric manager of a host with `NVSwitch` comes late, as at a boot: the cause is said, the control daemon waits for it, the
+/// pauses stay short, and nothing of that is an error yet.
 #[test]
 fn a_fabric_manager_that_comes_late_is_waited_for() {
     let mut host = Host::new("h200");
     host.plant("mps/fault/server-start-fails", "Failed to start : system not yet initialized");
     host.start();
     let status = host.wait_for_failure("error 802: the fabric manager is not ready");
-    assert_eq!(control_daemon(&status)["state"], "waiting");
+    assert_eq!(
+        (&control_daemon(&status)["state"], &status["service"]["state"]),
+        (&json!("waiting"), &json!("degraded"))
+    );
     let before = control_daemon(&status)["pid"].as_u64();
     let starts = |host: &Host| {
         let logs = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
@@ -178,7 +182,47 @@ fn a_fabric_manager_that_comes_late_is_waited_for() {
     host.clear("mps/fault/server-start-fails");
     let status = host.wait_for_state("ready");
     assert_eq!(control_daemon(&status)["pid"].as_u64(), before);
+    assert!(!host.log().contains("ERROR"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
+}
+
+/// Half an upgrade of the driver: the front end fails, or can't be run. That says nothing of the control daemon, which goes on with
+/// its client or without one, and people read what was seen.
+#[test]
+fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
+    for with_client in [true, false] {
+        let mut host = Host::serving("h200");
+        let before = control_pid(&host.wait_for_state("ready"));
+        let client = with_client.then(|| host.client());
+        let [program, whole, new, runs] =
+            ["nvidia-cuda-mps-control", "whole", "new", "runs"].map(|name| host.path("bin").join(name));
+        fs::rename(&program, &whole).unwrap();
+        // A link to itself.
+        symlink("nvidia-cuda-mps-control", &program).unwrap();
+        host.reload();
+        let is_told = |words: &str| {
+            let words = format!("nvidia-cuda-mps-control{words}");
+            let status = host.wait_for_failure(&words);
+            assert_eq!(control_daemon(&status)["state"], "waiting");
+            assert!(host.log().contains(&words), "{words}: {}", host.log());
+        };
+        is_told(": Too many levels of symbolic links");
+        fs::write(&new, format!("#!/bin/sh\necho >>{}\nexit 1\n", runs.display())).unwrap();
+        fs::set_permissions(&new, Permissions::from_mode(0o755)).unwrap();
+        fs::rename(&new, &program).unwrap();
+        is_told(" ended with exit status: 1");
+        // One that does not answer would be ended sooner.
+        let has_run = || fs::read_to_string(&runs).is_ok_and(|runs| runs.lines().count() >= 8);
+        wait_for("the eighth look", || has_run().then_some(()));
+        assert!(alive(before) && !host.log().contains("was removed"), "{}", host.log());
+        fs::rename(&whole, &program).unwrap();
+        assert_eq!(control_pid(&host.wait_for_state("ready")), before);
+        assert!(client.is_none_or(|mut client| client.try_wait().unwrap().is_none()));
+        let served = host.program(&["props"]).output().unwrap();
+        assert!(served.status.success(), "{}", text(&served));
+        assert_eq!(host.stop().code(), Some(0));
+        host.nothing_runs();
+    }
 }
 
 /// Drivers 535.43 to 535.86 write longer records of processes: clients are listed, and the service lives.

@@ -142,7 +142,7 @@ pub enum WhyFailed {
     Gone,
     /// It does not do what it should, or something outside is in the way.
     Ill,
-    /// Something that starts beside it is not ready yet, and soon will be. Another one would wait for it, too.
+    /// Something beside it is not ready yet, and soon will be. Another one would wait for it, too.
     NotYet,
     /// It answers in words that are not known. Another one would answer the same.
     NotUnderstood,

@@ -18,7 +18,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
-/// The longest pause while something that starts beside a control daemon is not ready yet.
+/// The longest pause while something beside a control daemon is not ready yet.
 const SOON: Duration = Duration::from_secs(3);
 
 /// Returns whether programs wait for the next control daemon during a pause after a failure. After several failures in a row nobody knows

@@ -100,6 +100,9 @@ impl SimShell {
         if mps.goes_wrong(300) {
             return Err(Failure::NotUnderstood("it answers in other words".to_owned()));
         }
+        if mps.goes_wrong(300) {
+            return Err(Failure::NotYet("the front end can't be run".to_owned()));
+        }
         if mps.goes_wrong(60) {
             return Err(silent("has dropped a question"));
         }

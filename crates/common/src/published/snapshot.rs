@@ -31,8 +31,8 @@ pub enum State {
     Starting,
     /// Every configured GPU is served.
     Ready,
-    /// Some GPUs are served, or none while a control daemon on its way out has clients or a server gets over a fatal GPU error, or
-    /// something needs an administrator's attention.
+    /// Some GPUs are served, or none while a control daemon on its way out has clients, a server gets over a fatal GPU error or
+    /// something beside the control daemon is not ready, or something needs an administrator's attention.
     Degraded,
     /// No GPU is served, and that does not end by itself as planned.
     Failed,

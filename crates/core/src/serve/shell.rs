@@ -66,7 +66,8 @@ pub enum Failure {
     Waiting(String),
     /// A control daemon of somebody else has the place, and is left to its clients.
     InUse(String),
-    /// Something that starts beside it is not ready yet, and soon will be.
+    /// Something beside it is not ready: a part of the driver that comes later, or the program of front ends, which an upgrade
+    /// replaces. That says nothing of the control daemon itself.
     NotYet(String),
     /// It has not answered in time, or dropped the question.
     Silent(String),
