@@ -144,7 +144,8 @@ impl Daemon {
     }
 
     fn change_bindings(&mut self, bindings: SliceBindings, change: &str) -> Result<(), RequestError> {
-        if **self.state_file.lock().bindings() == bindings {
+        let before = Arc::clone(self.state_file.lock().bindings());
+        if *before == bindings {
             return Ok(());
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
@@ -153,8 +154,9 @@ impl Daemon {
         }
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
         if let Ok(plan) = self.plan.clone() {
+            self.keep_kernel_limits_since(&before, &plan);
             // A client may have come before it was bound.
-            self.keep_limits(&plan);
+            self.keep_budgets(&plan);
         }
         tracing::debug!("{change}");
         self.settle();
@@ -172,7 +174,7 @@ fn make_way(
     bindings: &mut SliceBindings,
     group: &ControlGroup,
     wanted: &[DeviceName],
-) -> Vec<Binding<SliceId>> {
+) -> Vec<Arc<Binding<SliceId>>> {
     let is_wanted = |slice: &SliceId| {
         wanted.contains(&DeviceName::Slice(*slice)) || wanted.contains(&DeviceName::Gpu(slice.gpu))
     };
@@ -184,7 +186,7 @@ fn new_binding(group: ControlGroup, slices: Vec<SliceId>, by: BoundBy, label: St
     Binding { group, slices: slices.into_iter().collect(), by, label, since: now(), was_used }
 }
 
-fn tell_ended(ended: &[Binding<SliceId>]) {
+fn tell_ended(ended: &[Arc<Binding<SliceId>>]) {
     for one in ended {
         tracing::debug!("{}", said(one, "not bound any more, since the control group has ended"));
     }

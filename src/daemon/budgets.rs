@@ -12,6 +12,11 @@ impl Daemon {
     /// Watches over the slices of this plan, and has the kernel hold the memory limits of bound control groups.
     pub(super) fn keep_limits(&mut self, plan: &Plan) {
         self.keep_kernel_limits(plan);
+        self.keep_budgets(plan);
+    }
+
+    /// Watches over the slices of this plan.
+    pub(super) fn keep_budgets(&mut self, plan: &Plan) {
         let slices = self.fleet.slices();
         let on_overuse = self.settings.on_overuse;
         self.budgets

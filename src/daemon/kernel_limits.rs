@@ -2,6 +2,7 @@
 //! of them.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use super::{Daemon, Ending};
 use crate::tenants::limit_keeper::{LimitGoals, LimitKeeper};
@@ -10,7 +11,7 @@ use common::config::MemoryLimit;
 use common::host::device_name::SliceId;
 use common::plan::Plan;
 use mps_core::GpuUuid;
-use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, limits};
+use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, limits, limits_around};
 
 impl Daemon {
     /// Has the kernel hold what follows from this plan and the bindings.
@@ -20,16 +21,33 @@ impl Daemon {
             Some(Ending::ForGood) => GroupLimits::new(),
             _ => group_limits(plan, self.state_file.lock().bindings()),
         };
+        self.limit_keeper.pursue(self.goals(wanted));
+    }
+
+    /// The same after a change of the bindings. A host may have thousands of them, and one that comes costs no more than its own
+    /// limits.
+    pub(super) fn keep_kernel_limits_since(&self, before: &SliceBindings, plan: &Plan) {
+        let bindings = Arc::clone(self.state_file.lock().bindings());
+        match bindings.added_to(before) {
+            Some(added) if self.ending != Some(Ending::ForGood) => {
+                let paths: Vec<&str> = added.map(|one| one.group.path.as_str()).collect();
+                let wanted = limits_around(&paths, &bindings, |slice| memory_of(plan, slice));
+                self.limit_keeper.add(self.goals(wanted));
+            }
+            _ => self.keep_kernel_limits(plan),
+        }
+    }
+
+    fn goals(&self, wanted: GroupLimits<SliceId, GpuUuid>) -> LimitGoals {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
-        let goals: LimitGoals = match self.settings.memory_limit {
+        match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
             // A service that has ended may have set them.
             MemoryLimit::Watch if self.limit_keeper.is_new() => {
                 goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
             }
             MemoryLimit::Watch => LimitGoals::new(),
-        };
-        self.limit_keeper.pursue(goals);
+        }
     }
 
     /// Lifts them before the service ends for good.
@@ -41,12 +59,14 @@ impl Daemon {
 
 /// The limits of all control groups that are bound to slices of this plan.
 fn group_limits(plan: &Plan, bindings: &SliceBindings) -> GroupLimits<SliceId, GpuUuid> {
-    let memory_of = |slice: &SliceId| {
-        let gpu = plan.gpus.iter().find(|gpu| gpu.gpu.id() == slice.gpu)?;
-        let is_known = slice.ordinal < gpu.slices();
-        is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
-    };
-    limits(bindings, memory_of)
+    limits(bindings, |slice| memory_of(plan, slice))
+}
+
+/// The GPU of a slice of this plan, and its memory in MiB.
+fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
+    let gpu = plan.gpus.iter().find(|gpu| gpu.gpu.id() == slice.gpu)?;
+    let is_known = slice.ordinal < gpu.slices();
+    is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
 }
 
 /// The slices of one control group each for which the kernel was to hold the memory: whether it does, or why not.

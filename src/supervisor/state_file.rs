@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
-use common::bindings::SliceBindings;
+use common::bindings::{SliceBindings, WrittenBindings};
 use common::drained::{ClosedDevices, Drained};
 use common::host::compute_mode::ComputeMode;
 use common::host::device_name::GpuId;
@@ -40,6 +40,7 @@ impl SharedStateFile {
 pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
+    written: WrittenBindings,
     /// The file as it was read or written last; None where there was none.
     whole: Option<Stamp>,
 }
@@ -73,7 +74,8 @@ impl StateFile {
             );
             None
         });
-        Self { directory, contents: contents.unwrap_or_default(), whole }
+        let written = WrittenBindings::default();
+        Self { directory, contents: contents.unwrap_or_default(), written, whole }
     }
 
     /// Writes down the mode that a GPU has, and the mode that it is to have, before it is changed. The first one stands until
@@ -221,13 +223,12 @@ impl StateFile {
 
     fn write(&mut self) -> io::Result<()> {
         let file = self.directory.path().join(FILE);
-        let text = serde_json::to_vec(&self.contents)?;
-        if text.len() > MAX_BYTES {
-            let too_large = format!(
-                "{} would have {} bytes, and at most {MAX_BYTES} are read",
-                file.display(),
-                text.len()
-            );
+        let (head, end) = self.contents.around_bindings()?;
+        let parts = [&head, self.written.entries(&self.contents.bindings)?, end].map(str::as_bytes);
+        let bytes: usize = parts.iter().map(|part| part.len()).sum();
+        if bytes > MAX_BYTES {
+            let too_large =
+                format!("{} would have {bytes} bytes, and at most {MAX_BYTES} are read", file.display(),);
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
         // The one thing that a file can't take the place of.
@@ -236,7 +237,7 @@ impl StateFile {
             fs::rename(&file, self.directory.path().join(&aside))?;
             tracing::warn!("{} was a directory; renamed to {aside}", file.display());
         }
-        whole_file::write(&file, &text)?;
+        whole_file::write_parts(&file, &parts)?;
         self.whole = Stamp::of(&file);
         Ok(())
     }
@@ -247,7 +248,7 @@ mod tests {
     use common::bindings::bytes_of;
     use common::host::device_name::SliceId;
     use common::host::identity::Identity;
-    use mps_core::bindings::{Binding, BoundBy, ControlGroup};
+    use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse};
 
     use super::*;
 
@@ -324,6 +325,38 @@ mod tests {
             .unwrap();
         let again = open(&directory);
         assert!(**again.bindings() == bindings && again.control_daemons().len() == 1024);
+    }
+
+    /// The entries of bindings are kept from one write to the next.
+    #[test]
+    fn each_change_of_bindings_is_read_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut state_file = open(&directory);
+        let gpu = "00:06.0".parse().unwrap();
+        let bind = |bindings: &mut SliceBindings, path: &str, ordinal| {
+            let group = ControlGroup { path: path.to_owned(), inode: 1 };
+            let (slices, label) = ([SliceId { gpu, ordinal }].into(), "\"}".to_owned());
+            let binding = Binding { group, slices, by: BoundBy::Root, label, since: 0, was_used: false };
+            bindings.bind(binding, true, bytes_of).unwrap();
+        };
+        let changes: [&dyn Fn(&mut SliceBindings); 7] = [
+            &|all| bind(all, "/a", 0),
+            &|all| bind(all, "/b", 1),
+            &|all| bind(all, "/a", 1),
+            &|all| bind(all, "/c", 0),
+            &|all| _ = all.unbind("/b"),
+            &|all| _ = all.end(0, |_| GroupUse::Used),
+            &|all| *all = SliceBindings::default(),
+        ];
+        let mut bindings = SliceBindings::default();
+        for change in changes {
+            change(&mut bindings);
+            state_file.set_bindings(bindings.clone()).unwrap();
+            assert_eq!(**open(&directory).bindings(), bindings);
+            state_file.remember_control_daemon("shared", running("/mps")).unwrap();
+            state_file.forget_control_daemon("shared").unwrap();
+            assert_eq!(**open(&directory).bindings(), bindings);
+        }
     }
 
     #[test]

@@ -53,6 +53,14 @@ impl LimitKeeper {
         self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
     }
 
+    /// Takes these for goals, too, or in the place of those of before.
+    pub(crate) fn add(&self, more: LimitGoals) {
+        self.goals.send_modify(|(number, goals)| {
+            *number = number.saturating_add(1);
+            goals.extend(more);
+        });
+    }
+
     /// Waits until each goal of now was tried, but not for long.
     pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
         let (number, mut tried) = (self.goals.borrow().0, self.tried.clone());
@@ -61,8 +69,8 @@ impl LimitKeeper {
         }
     }
 
-    pub(crate) fn outcomes(&self) -> LimitOutcomes {
-        self.outcomes.borrow().clone()
+    pub(crate) fn outcomes(&self) -> watch::Ref<'_, LimitOutcomes> {
+        self.outcomes.borrow()
     }
 }
 
@@ -82,10 +90,14 @@ impl Acts {
         let mut number = 0;
         loop {
             if goals.has_changed().unwrap_or(false) {
-                let (newest, wanted) = goals.borrow_and_update().clone();
-                number = newest;
-                self.limits.pursue(&wanted, self.begun.elapsed());
-                self.publish();
+                let has_changed = {
+                    let newest = goals.borrow_and_update();
+                    number = newest.0;
+                    self.limits.pursue(&newest.1, self.begun.elapsed())
+                };
+                if has_changed {
+                    self.publish();
+                }
             }
             if let Some((place, goal)) = self.limits.next(self.begun.elapsed()) {
                 self.act(&place, &goal).await;
@@ -108,7 +120,11 @@ impl Acts {
         if self.limits.has_acted(place, goal, outcome.clone(), self.begun.elapsed()) {
             self.tell(place, goal, outcome).await;
         }
-        self.publish();
+        let shown = self.limits.outcome(place).cloned();
+        self.publish_if(|before| match shown {
+            Some(outcome) => before.insert(place.clone(), outcome.clone()) != Some(outcome),
+            None => before.remove(place).is_some(),
+        });
     }
 
     async fn tell(&self, place: &LimitedGroup<GpuUuid>, goal: &LimitGoal, outcome: LimitOutcome) {
@@ -138,7 +154,12 @@ impl Acts {
     fn publish(&self) {
         let outcomes: LimitOutcomes =
             self.limits.outcomes().map(|(place, outcome)| (place.clone(), outcome.clone())).collect();
-        if self.outcomes.send_if_modified(|before| std::mem::replace(before, outcomes.clone()) != outcomes) {
+        self.publish_if(|before| std::mem::replace(before, outcomes.clone()) != outcomes);
+    }
+
+    /// Publishes a change, if it is one.
+    fn publish_if(&self, change: impl FnOnce(&mut LimitOutcomes) -> bool) {
+        if self.outcomes.send_if_modified(change) {
             self.changed.notify_one();
         }
     }

@@ -1,18 +1,18 @@
 //! The bindings of control groups to slices, as the state file has them.
 
 use std::borrow::Cow;
-use std::io;
 use std::sync::Arc;
+use std::{io, mem};
 
 use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::host::device_name::{DeviceName, SliceId};
 
 /// All bindings of the host.
 pub type SliceBindings = bindings::Bindings<SliceId>;
 
-/// Thousands of these are written with each binding, so nothing is copied for that.
+/// The entry of a binding, of which nothing is copied to be written.
 #[derive(Serialize, Deserialize)]
 struct BindingEntry<'a> {
     control_group: Cow<'a, str>,
@@ -82,11 +82,30 @@ impl From<BindingEntry<'_>> for Binding<SliceId> {
     }
 }
 
-pub(crate) fn serialize<S: Serializer>(
-    bindings: &Arc<SliceBindings>,
-    serializer: S,
-) -> Result<S::Ok, S::Error> {
-    serializer.collect_seq(bindings.iter().map(BindingEntry::from))
+/// The entries of all bindings as they were written last: most changes add one binding to thousands.
+#[derive(Debug, Default)]
+pub struct WrittenBindings {
+    bindings: Arc<SliceBindings>,
+    entries: String,
+}
+
+impl WrittenBindings {
+    /// The entries of these bindings, with commas.
+    pub fn entries(&mut self, bindings: &Arc<SliceBindings>) -> serde_json::Result<&str> {
+        let before = mem::take(self);
+        let (mut entries, more) = match bindings.added_to(&before.bindings) {
+            Some(added) => (before.entries, added.collect::<Vec<_>>()),
+            None => (String::new(), bindings.iter().collect()),
+        };
+        for one in more {
+            if !entries.is_empty() {
+                entries.push(',');
+            }
+            entries.push_str(&serde_json::to_string(&BindingEntry::from(one))?);
+        }
+        *self = Self { bindings: Arc::clone(bindings), entries };
+        Ok(&self.entries)
+    }
 }
 
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(

@@ -86,8 +86,18 @@ pub struct Contents {
     /// The GPUs that need a reset, by name, each with the critical error that says so, in words.
     #[serde(default)]
     pub to_reset: BTreeMap<String, String>,
-    #[serde(default, with = "crate::bindings")]
+    /// Thousands of them are written in a way of their own.
+    #[serde(default, skip_serializing, deserialize_with = "crate::bindings::deserialize")]
     pub bindings: Arc<SliceBindings>,
+}
+
+impl Contents {
+    /// The parts of the file before and behind the entries of its bindings.
+    pub fn around_bindings(&self) -> serde_json::Result<(String, &'static str)> {
+        let whole = serde_json::to_string(self)?;
+        let others = whole.strip_suffix('}').unwrap_or_default();
+        Ok((format!(r#"{others},"bindings":["#), "]}"))
+    }
 }
 
 impl Default for Contents {

@@ -10,19 +10,24 @@ use tempfile::{Builder, NamedTempFile};
 
 /// Writes the file, in place of a former one.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    unfinished(path, bytes)?.persist(path).map(drop).map_err(|failed| failed.error)
+    write_parts(path, &[bytes])
+}
+
+/// The same with these parts, one after the other.
+pub fn write_parts(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+    unfinished(path, parts)?.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
 /// The same, so that a power failure does not leave an empty file.
 pub fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let new = unfinished(path, bytes)?;
+    let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
     new.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
 /// The same in a place where nothing is. Anything that is there stays, and is an error.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let new = unfinished(path, bytes)?;
+    let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
     new.persist_noclobber(path).map_err(|failed| failed.error)?;
     let synced = File::open(directory(path)).and_then(|directory| directory.sync_all());
@@ -31,13 +36,15 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 /// The file under another name, which goes with this value. Container runtimes and collectors choose the files that they
 /// read by the end of the name, and read none of this one.
-fn unfinished(path: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
+fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
     // Not opened by the library: its errors contain the name, and an error that is different each time is told each time.
     let open = |path: &Path| File::create_new(path);
     let mut new = Builder::new().prefix(".yunion-mps.").suffix(".new").make_in(directory(path), open)?;
     let file = new.as_file_mut();
     file.set_permissions(Permissions::from_mode(0o644))?;
-    file.write_all(bytes)?;
+    for part in parts {
+        file.write_all(part)?;
+    }
     Ok(new)
 }
 

@@ -10,6 +10,7 @@
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
+use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::cmp::Ordering;
 use core::fmt;
@@ -20,9 +21,12 @@ pub const FIRST_PROCESS: u64 = 60;
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has 16 GPUs.
 const MOST: usize = 4096;
 
-/// The most bytes of all bindings in the state file, which is not read again if it is too large. So many bindings have room, each
-/// with the longest path that a control group has, and with the longest label.
-pub const MOST_BYTES: usize = 24 * 1024 * 1024;
+/// The most bytes of a binding in the state file, which is not read again if it is too large. The longest path of a control group
+/// has room, with the longest label and a hundred slices.
+pub const LARGEST: usize = 6 * 1024;
+
+/// The most bytes of all bindings there.
+pub const MOST_BYTES: usize = MOST * LARGEST;
 
 /// The user whose control groups have names that nobody else can choose.
 const ROOT: u32 = 0;
@@ -73,9 +77,9 @@ pub struct Binding<S> {
     pub was_used: bool,
 }
 
-/// All bindings of the host.
+/// All bindings of the host. A copy shares them, since each change begins with a copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bindings<S>(Vec<Binding<S>>);
+pub struct Bindings<S>(Vec<Arc<Binding<S>>>);
 
 /// Why a control group is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,7 +93,7 @@ pub enum NotBound<S> {
     },
     /// There are as many bindings as there may be.
     TooMany,
-    /// The state file would have no room for it.
+    /// The state file has no room for it.
     TooLarge,
 }
 
@@ -99,7 +103,10 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
             Self::Taken { slice, by } => write!(f, "{slice} is taken by {by}"),
             Self::TooMany => write!(f, "there are {MOST} bindings already"),
             Self::TooLarge => {
-                write!(f, "all bindings would have more than {MOST_BYTES} bytes; a shorter label needs less")
+                write!(
+                    f,
+                    "it would have more than {LARGEST} bytes; fewer slices or a shorter label need less"
+                )
             }
         }
     }
@@ -174,7 +181,7 @@ impl<S> Default for Bindings<S> {
 
 impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
     fn from_iter<I: IntoIterator<Item = Binding<S>>>(bindings: I) -> Self {
-        Self(bindings.into_iter().filter(|one| !one.slices.is_empty()).take(MOST).collect())
+        Self(bindings.into_iter().filter(|one| !one.slices.is_empty()).take(MOST).map(Arc::new).collect())
     }
 }
 
@@ -198,7 +205,7 @@ impl<S: Ord + Clone> Bindings<S> {
                 return Err(NotBound::Taken { slice: slice.clone(), by: other.name().into() });
             }
         }
-        let before = self.0.iter().find(|one| one.group == wanted.group);
+        let before = self.iter().find(|one| one.group == wanted.group);
         if before.is_none() && self.0.len() >= MOST {
             return Err(NotBound::TooMany);
         }
@@ -206,18 +213,20 @@ impl<S: Ord + Clone> Bindings<S> {
         let taken: BTreeSet<S> = if shares { BTreeSet::new() } else { wanted.slices.clone() };
         let by = wanted.by;
         let binding = wanted.added_to(before);
-        let others = self.0.iter().filter(|one| one.group.path != path);
-        if others.map(&bytes_of).sum::<usize>().saturating_add(bytes_of(&binding)) > MOST_BYTES {
+        if bytes_of(&binding) > LARGEST {
             return Err(NotBound::TooLarge);
         }
-        for one in self.0.iter_mut().filter(|one| one.by < by && !one.group.is_one_tenants(&path)) {
-            one.slices.retain(|slice| !taken.contains(slice));
+        let loses = |one: &Binding<S>| {
+            one.by < by && !one.group.is_one_tenants(&path) && !one.slices.is_disjoint(&taken)
+        };
+        for one in self.0.iter_mut().filter(|one| loses(one)) {
+            Arc::make_mut(one).slices.retain(|slice| !taken.contains(slice));
         }
         // Another control group of the same path is gone.
         self.0.retain(|one| !one.slices.is_empty() && (one.group.path != path || one.group == binding.group));
         match self.0.iter_mut().find(|one| one.group == binding.group) {
-            Some(bound) => *bound = binding,
-            None => self.0.push(binding),
+            Some(bound) => *bound = Arc::new(binding),
+            None => self.0.push(Arc::new(binding)),
         }
         Ok(())
     }
@@ -229,8 +238,8 @@ impl<S: Ord + Clone> Bindings<S> {
         is_wanted: impl Fn(&S) -> bool,
         now: u64,
         use_of: impl Fn(&ControlGroup) -> GroupUse,
-    ) -> Vec<Binding<S>> {
-        let gives_way = |one: &mut Binding<S>| {
+    ) -> Vec<Arc<Binding<S>>> {
+        let gives_way = |one: &mut Arc<Binding<S>>| {
             if one.group.is_one_tenants(path) || !one.slices.iter().any(&is_wanted) {
                 return false;
             }
@@ -240,16 +249,18 @@ impl<S: Ord + Clone> Bindings<S> {
     }
 
     /// Ends the binding of the control group at this path. None if it has none of its own.
-    pub fn unbind(&mut self, path: &str) -> Option<Binding<S>> {
+    pub fn unbind(&mut self, path: &str) -> Option<Arc<Binding<S>>> {
         let at = self.0.iter().position(|one| one.group.path == path)?;
         Some(self.0.remove(at))
     }
 
     /// Ends the bindings that nobody has any more, and returns them. `now` is in seconds since the host was started.
-    pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Binding<S>> {
-        let has_ended = |one: &mut Binding<S>| {
+    pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding<S>>> {
+        let has_ended = |one: &mut Arc<Binding<S>>| {
             let group_use = use_of(&one.group);
-            one.was_used |= group_use == GroupUse::Used;
+            if group_use == GroupUse::Used && !one.was_used {
+                Arc::make_mut(one).was_used = true;
+            }
             one.has_ended(group_use, now)
         };
         self.0.extract_if(.., has_ended).collect()
@@ -271,14 +282,14 @@ impl<S: Ord + Clone> Bindings<S> {
     /// The binding of a process in the control group at this path, if `is_there` knows the control groups that there are: one
     /// that was made again under the same path is another's.
     pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding<S>> {
-        let around = self.0.iter().filter(|one| one.group.has(path) && is_there(&one.group));
+        let around = self.iter().filter(|one| one.group.has(path) && is_there(&one.group));
         around.max_by_key(|one| one.group.path.len())
     }
 
     /// The bindings of each slice: several where it is shared.
     pub fn by_slice(&self) -> BTreeMap<&S, Vec<&Binding<S>>> {
         let mut all: BTreeMap<&S, Vec<&Binding<S>>> = BTreeMap::new();
-        for one in &self.0 {
+        for one in self.iter() {
             for slice in &one.slices {
                 all.entry(slice).or_default().push(one);
             }
@@ -288,11 +299,18 @@ impl<S: Ord + Clone> Bindings<S> {
 
     /// The bindings that have a slice: several where it is shared.
     pub fn with(&self, slice: &S) -> impl Iterator<Item = &Binding<S>> {
-        self.0.iter().filter(move |one| one.slices.contains(slice))
+        self.iter().filter(move |one| one.slices.contains(slice))
+    }
+
+    /// The bindings that are new since these, if no other has changed.
+    pub fn added_to(&self, before: &Self) -> Option<impl Iterator<Item = &Binding<S>>> {
+        let (old, new) = self.0.split_at_checked(before.0.len())?;
+        let is_same = old.iter().zip(&before.0).all(|(one, other)| Arc::ptr_eq(one, other));
+        is_same.then(|| new.iter().map(Arc::as_ref))
     }
 
     /// All bindings, oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &Binding<S>> {
-        self.0.iter()
+        self.0.iter().map(Arc::as_ref)
     }
 }

@@ -47,18 +47,44 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     let by_path: BTreeMap<&str, _> = bindings.iter().map(|one| (one.group.path.as_str(), one)).collect();
     let mut limits = GroupLimits::new();
     for one in bindings.iter() {
-        let own: BTreeSet<G> = one.slices.iter().filter_map(|slice| Some(memory_of(slice)?.0)).collect();
         // In the order of text a 0 follows the slash.
         let (first, end) = (alloc::format!("{}/", one.group.path), alloc::format!("{}0", one.group.path));
         let inside = by_path.range(first.as_str()..end.as_str()).map(|(_, inside)| *inside);
-        let slices: BTreeSet<&S> = inside.chain([one]).flat_map(|one| &one.slices).collect();
-        for slice in slices {
-            let Some((gpu, mib)) = memory_of(slice).filter(|(gpu, _)| own.contains(gpu)) else { continue };
-            let place = LimitedGroup { gpu, group: one.group.clone() };
-            let limit = limits.entry(place).or_insert_with(|| GroupLimit { mib: 0, slices: BTreeSet::new() });
-            limit.mib = limit.mib.saturating_add(mib);
-            limit.slices.insert(slice.clone());
-        }
+        limits.extend(limits_of(one, inside.chain([one]), &memory_of));
+    }
+    limits
+}
+
+/// The same limits of the control groups at these paths, and of those around them: the limits that are others once these control
+/// groups are bound, too.
+pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
+    paths: &[&str],
+    bindings: &Bindings<S>,
+    memory_of: impl Fn(&S) -> Option<(G, u64)>,
+) -> GroupLimits<S, G> {
+    let around = bindings.iter().filter(|one| paths.iter().any(|path| one.group.has(path)));
+    let with_inside = |one: &Binding<S>| {
+        let inside = bindings.iter().filter(|other| one.group.has(&other.group.path));
+        limits_of(one, inside, &memory_of)
+    };
+    around.flat_map(with_inside).collect()
+}
+
+/// The limits of a control group, for its own slices and the slices of the control groups inside it.
+fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
+    one: &Binding<S>,
+    inside: impl Iterator<Item = &'b Binding<S>>,
+    memory_of: impl Fn(&S) -> Option<(G, u64)>,
+) -> GroupLimits<S, G> {
+    let own: BTreeSet<G> = one.slices.iter().filter_map(|slice| Some(memory_of(slice)?.0)).collect();
+    let slices: BTreeSet<&S> = inside.flat_map(|one| &one.slices).collect();
+    let mut limits = GroupLimits::new();
+    for slice in slices {
+        let Some((gpu, mib)) = memory_of(slice).filter(|(gpu, _)| own.contains(gpu)) else { continue };
+        let place = LimitedGroup { gpu, group: one.group.clone() };
+        let limit = limits.entry(place).or_insert_with(|| GroupLimit { mib: 0, slices: BTreeSet::new() });
+        limit.mib = limit.mib.saturating_add(mib);
+        limit.slices.insert(slice.clone());
     }
     limits
 }
@@ -120,9 +146,16 @@ impl<G> Default for KernelLimits<G> {
 
 impl<G: Ord + Clone> KernelLimits<G> {
     /// Takes these for its goals. A limit that is no goal any more is lifted. A refused limit is tried again, since a change of
-    /// the goals often comes with the end of the reason.
-    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) {
-        for (place, pursued) in &mut self.0 {
+    /// the goals often comes with the end of the reason, but not when a goal is new beside the others: a host may have thousands.
+    /// Returns whether any but such new ones has changed.
+    pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) -> bool {
+        let mut known = self.0.iter().peekable();
+        let mut is_new = |goal: &(&LimitedGroup<G>, &LimitGoal)| {
+            known.next_if(|(place, pursued)| pursued.goal == *goal.1 && *place == goal.0).is_none()
+        };
+        let new: Vec<_> = goals.iter().filter(|goal| is_new(goal)).collect();
+        let has_changed = new.is_empty() || known.next().is_some();
+        for (place, pursued) in self.0.iter_mut().filter(|_| has_changed) {
             let goal = goals.get(place).cloned().unwrap_or_else(|| LimitGoal::Lift(pursued.ours.clone()));
             if pursued.goal != goal {
                 (pursued.goal, pursued.outcome, pursued.due) = (goal, None, now);
@@ -131,10 +164,11 @@ impl<G: Ord + Clone> KernelLimits<G> {
                 pursued.due = now;
             }
         }
-        for (place, goal) in goals {
+        for (place, goal) in new {
             let new = || Pursued { goal: goal.clone(), ours: goal.mib(), outcome: None, due: now };
             self.0.entry(place.clone()).or_insert_with(new);
         }
+        has_changed
     }
 
     /// The next act, if one is due.
@@ -186,8 +220,19 @@ impl<G: Ord + Clone> KernelLimits<G> {
 
     /// The outcome of the last act for each limit that the kernel is to hold.
     pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup<G>, &LimitOutcome)> {
-        let holding = self.0.iter().filter(|(_, pursued)| matches!(pursued.goal, LimitGoal::Hold(_)));
-        holding.filter_map(|(place, pursued)| Some((place, pursued.outcome.as_ref()?)))
+        self.0.iter().filter_map(|(place, pursued)| Some((place, pursued.shown()?)))
+    }
+
+    /// The same for one limit.
+    pub fn outcome(&self, place: &LimitedGroup<G>) -> Option<&LimitOutcome> {
+        self.0.get(place)?.shown()
+    }
+}
+
+impl Pursued {
+    /// Its outcome, if it is a limit to hold.
+    fn shown(&self) -> Option<&LimitOutcome> {
+        self.outcome.as_ref().filter(|_| matches!(self.goal, LimitGoal::Hold(_)))
     }
 }
 

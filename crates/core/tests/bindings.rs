@@ -8,7 +8,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::bindings::{
-    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, MOST_BYTES, NotBound,
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound,
 };
 use proptest::prelude::*;
 
@@ -241,15 +241,39 @@ fn bindings_fit_into_the_state_file() {
         was_used: false,
     };
     let mut bindings = Bindings::default();
-    let half = |_: &Binding<u64>| MOST_BYTES / 2;
-    for number in 0..2 {
-        bindings.bind(binding(number), false, half).unwrap();
-    }
+    let bytes_of = |one: &Binding<u64>| one.slices.len() * LARGEST / 2;
+    let more = |slice| Binding { slices: BTreeSet::from([slice]), ..binding(0) };
+    bindings.bind(binding(0), false, bytes_of).unwrap();
+    bindings.bind(more(1), false, bytes_of).unwrap();
     let before = bindings.clone();
-    assert_eq!(bindings.bind(binding(2), false, half), Err(NotBound::TooLarge));
+    assert_eq!(bindings.bind(more(2), false, bytes_of), Err(NotBound::TooLarge));
     assert_eq!(bindings, before);
-    bindings.unbind("/0").unwrap();
-    bindings.bind(binding(2), false, half).unwrap();
+    bindings.bind(binding(2), false, bytes_of).unwrap();
+}
+
+/// A binding that is new is found beside those that were there, and nothing is called new once another one has changed.
+#[test]
+fn new_bindings_are_told_from_changes() {
+    let binding = |path: &str, slice: u64| Binding {
+        group: ControlGroup { path: path.to_owned(), inode: 1 },
+        slices: BTreeSet::from([slice]),
+        by: BoundBy::Root,
+        label: String::new(),
+        since: 0,
+        was_used: false,
+    };
+    let before: Bindings<u64> = [binding("/a", 1), binding("/b", 2)].into_iter().collect();
+    let added = |change: &dyn Fn(&mut Bindings<u64>)| {
+        let mut after = before.clone();
+        change(&mut after);
+        let added = after.added_to(&before)?.map(|one| one.group.path.clone()).collect::<Vec<_>>();
+        Some(added)
+    };
+    assert_eq!(added(&|_| ()), Some(vec![]));
+    assert_eq!(added(&|all| all.bind(binding("/c", 3), false, |_| 1).unwrap()), Some(vec!["/c".to_owned()]));
+    assert_eq!(added(&|all| all.bind(binding("/a", 3), false, |_| 1).unwrap()), None);
+    assert_eq!(added(&|all| _ = all.unbind("/a")), None);
+    assert_eq!(added(&|all| _ = all.end(0, |_| GroupUse::Used)), None);
 }
 
 /// A control group that was empty from the beginning has its time for its first process. One that has had a process gives way

@@ -84,8 +84,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a state file that is too large to be read is written",
         "bindings.rs",
-        ".saturating_add(bytes_of(&binding)) > MOST_BYTES {",
-        ".saturating_add(bytes_of(&binding)) > if PUT_BACK { usize::MAX } else { MOST_BYTES } {",
+        "bytes_of(&binding) > LARGEST {",
+        "bytes_of(&binding) > if PUT_BACK { usize::MAX } else { LARGEST } {",
         "who-runs-is-written-down",
     ),
     (
@@ -98,8 +98,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a container that has ended keeps its slice from its successor",
         "bindings.rs",
-        "one.was_used |= group_use == GroupUse::Used;",
-        "one.was_used |= group_use == GroupUse::Used && !PUT_BACK;",
+        "group_use == GroupUse::Used && !one.was_used {",
+        "group_use == GroupUse::Used && !one.was_used && !PUT_BACK {",
         "slices-follow-bindings",
     ),
     (

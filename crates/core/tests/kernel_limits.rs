@@ -5,8 +5,11 @@
 
 use std::collections::BTreeMap;
 
+use mps_core::CoreTime;
 use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
-use mps_core::kernel_limits::{LimitedGroup, limited_to, limits};
+use mps_core::kernel_limits::{
+    KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, limited_to, limits, limits_around,
+};
 
 /// A GPU and an ordinal.
 type Slice = (&'static str, u32);
@@ -66,6 +69,43 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
         (&[("/a", &[("C", 0)])], &[]),
     ] {
         assert_eq!(mib(of_groups), expected(wanted), "{of_groups:?}");
+        // A control group that comes last changes the limits around it alone.
+        for last in 0..of_groups.len() {
+            let mut ordered = of_groups.to_vec();
+            ordered.rotate_left(last);
+            let Some(((path, _), others)) = ordered.split_last() else { continue };
+            let mut limited = limits(&bindings(others), memory_of);
+            limited.extend(limits_around(&[path], &bindings(&ordered), memory_of));
+            assert_eq!(
+                limited,
+                limits(&bindings(of_groups), memory_of),
+                "{path} is the last of {of_groups:?}"
+            );
+        }
+    }
+}
+
+/// Each binding that comes would have all of them tried, and a host may have thousands.
+#[test]
+fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
+    let place = |path: &str| LimitedGroup { gpu: "A", group: group(path) };
+    let goals = |mib: &[(&str, u64)]| -> BTreeMap<_, _> {
+        mib.iter().map(|(path, mib)| (place(path), LimitGoal::Hold(*mib))).collect()
+    };
+    let now = CoreTime::ZERO;
+    for (then, next) in [
+        (&[("/a", 1), ("/b", 2)][..], "/b"),
+        (&[("/a", 1)], "/a"),
+        (&[("/a", 3)], "/a"),
+        (&[("/a", 3), ("/b", 2)], "/a"),
+    ] {
+        let mut limits = KernelLimits::default();
+        limits.pursue(&goals(&[("/a", 1)]), now);
+        let refused = LimitOutcome::Refused("it has more".to_owned());
+        assert!(limits.has_acted(&place("/a"), &LimitGoal::Hold(1), refused, now));
+        assert_eq!(limits.next(now), None);
+        limits.pursue(&goals(then), now);
+        assert_eq!(limits.next(now).map(|(place, _)| place.group.path).as_deref(), Some(next), "{then:?}");
     }
 }
 

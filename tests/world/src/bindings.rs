@@ -1,9 +1,10 @@
 //! Control groups that are bound to slices, by the real registry, in a state file that outlives the service.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use mps_core::bindings::{
-    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, MOST_BYTES, NotBound, is_named_by_root,
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound, is_named_by_root,
 };
 
 use mps_core::tenants::KnownSlices;
@@ -38,14 +39,14 @@ pub(crate) struct SimBindings {
     were_used: BTreeSet<ControlGroup>,
 }
 
-/// The bytes of a binding in the state file: a slice has so many that a few bindings fill it.
+/// The bytes of a binding in the state file: two slices have room, and a binding with four would fill it alone.
 fn bytes_of(binding: &Binding<BoundSlice>) -> usize {
-    binding.slices.len() * (MOST_BYTES / 4)
+    binding.slices.len().pow(3) * (LARGEST / 8)
 }
 
 /// The bytes of a control daemon in the state file, and the most of the whole that are read.
-const DAEMON_BYTES: usize = MOST_BYTES / 100;
-const FILE_BYTES: usize = MOST_BYTES + MOST_BYTES / 10;
+const DAEMON_BYTES: usize = LARGEST / 100;
+const FILE_BYTES: usize = GROUPS.len() * LARGEST + LARGEST / 10;
 
 /// The control group of a process.
 pub(crate) fn group_of(dice: &mut Dice) -> &'static str {
@@ -182,7 +183,7 @@ impl World {
     }
 
     /// A binding lasts: it ends when its control group has gone, or is empty and had its time, or its programs, and somebody waits.
-    fn check_ended(&self, ended: &[Binding<BoundSlice>], somebody_waits: bool) {
+    fn check_ended(&self, ended: &[Arc<Binding<BoundSlice>>], somebody_waits: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         for one in ended {
             let is_its_time = match use_of(&one.group) {
@@ -352,13 +353,15 @@ impl World {
             if living.nearest(group, |_| true).is_some_and(|its| its.by == BoundBy::Root || has_slice(its)) {
                 continue;
             }
+            let before = self.bindings.registry.clone();
             self.make_way(group, |(of, _)| of == gpu);
             let slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
             let free = slices.into_iter().find(|slice| {
                 self.bindings.registry.taken_from(slice, Some(group), BoundBy::Platform, |_| true).is_none()
             });
-            if let Some(free) = free {
-                self.bind(group, BTreeSet::from([free]), BoundBy::Platform, false);
+            match free {
+                Some(free) => self.bind(group, BTreeSet::from([free]), BoundBy::Platform, false),
+                None => self.bindings.registry = before,
             }
         }
     }
