@@ -524,6 +524,32 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
 }
 
 #[test]
+fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
+    let mut disk = Disk::new();
+    let mut links = leading(&mut disk);
+    links.end(&mut disk);
+    links.apply(&mut disk, &nobody()).unwrap();
+    // It runs, and somebody wants to end it for its failure.
+    links.keep_waiting();
+    links.apply(&mut disk, &nobody()).unwrap();
+    links.reopen_ways();
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(disk.leading_to_ours(), [""; 0]);
+    links.lead(linked(), &wanted());
+    links.apply(&mut disk, &nobody()).unwrap();
+    assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
+    for is_closed in [true, false] {
+        if is_closed {
+            links.keep_waiting();
+        } else {
+            links.reopen_ways();
+        }
+        links.apply(&mut disk, &nobody()).unwrap();
+        assert_eq!(disk.leading_to_ours().is_empty(), is_closed);
+    }
+}
+
+#[test]
 fn a_service_that_ends_gives_the_directories_back() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);

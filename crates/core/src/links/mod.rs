@@ -177,14 +177,19 @@ impl<D: Clone + PartialEq> Links<D> {
         self.end_at(WayEnd::ControlDaemon);
     }
 
-    /// Programs that come from now on wait.
+    /// Programs that come from now on wait. Where they wait for the next control daemon, they go on with that.
     pub fn keep_waiting(&mut self) {
-        self.end_at(WayEnd::WaitingSocket);
+        if self.end == WayEnd::ControlDaemon {
+            self.end_at(WayEnd::WaitingSocket);
+        }
     }
 
-    /// The ways lead to the control daemon again, as they did before programs had to wait.
+    /// The ways lead to the control daemon again, as they did before programs had to wait. They have not led to one that was told
+    /// no limits yet.
     pub fn reopen_ways(&mut self) {
-        self.end_at(WayEnd::ControlDaemon);
+        if self.end == WayEnd::WaitingSocket {
+            self.end_at(WayEnd::ControlDaemon);
+        }
     }
 
     fn end_at(&mut self, end: WayEnd) {

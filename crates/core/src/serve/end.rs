@@ -124,6 +124,10 @@ impl<S: Shell> Serving<'_, S> {
             // No client counts for it, so a way that stays open changes nothing.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
+            if may_end.cause() == Cause::Forced {
+                // Nobody is to be given its slices meanwhile. A stop shows a state of its own.
+                self.show_state();
+            }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
         };
         if has_ended {

@@ -33,6 +33,19 @@ fn the_clients_are_counted_behind_the_closed_door() {
     assert!(!story.has_done("lead again") && !story.has_done("let go"), "the next one lets them go");
 }
 
+/// A program that would be given a slice of it would wait, and begin without MPS.
+#[test]
+fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
+    let mut story = misfit();
+    story.host().asks(Requested::Apply { force: true });
+    story.host().during("quit", |host| {
+        let shown = host.reader.state.as_ref().map(|state| state.serving);
+        host.note(format_args!("shown as serving: {shown:?}"));
+    });
+    assert_eq!(story.serve(9000), Some(Ok(Ended::Stopped)));
+    assert!(story.has_done("quit (Forced)") && story.has_done("shown as serving: Some(false)"));
+}
+
 #[test]
 fn programs_that_follow_one_another_put_a_change_off() {
     let mut story = misfit();
