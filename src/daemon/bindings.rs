@@ -4,6 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::access::Asker;
 use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse, NotBound};
 use tokio::time::Instant;
 
@@ -15,7 +16,7 @@ use common::bus::proxy::GroupOf;
 use common::host::device_name::{DeviceName, SliceId};
 use common::host::{control_groups, proc};
 use common::membership::RecordedContainer;
-use common::published::access::{Asker, choose};
+use common::published::access::choose;
 use common::published::container::{ChosenSlice, ContainerError};
 use common::published::free;
 use common::published::snapshot::{Named, Snapshot};

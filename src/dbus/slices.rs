@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use mps_core::access::Asker;
 use mps_core::bindings::BoundBy;
 use tokio::sync::{mpsc, watch};
 use zbus::Connection;
@@ -12,7 +13,7 @@ use zbus::message::Header;
 use super::request::{Callers, Request, Result, WantedSlices, ask};
 use common::bus::proxy::SliceWish;
 use common::host::device_name::SliceId;
-use common::published::access::{Asker, choose};
+use common::published::access::choose;
 use common::published::client::ClientView;
 use common::published::container::{ChosenSlice, ContainerConfig, container_config};
 use common::published::free;

@@ -2,6 +2,36 @@
 
 use alloc::string::String;
 
+use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
+
+/// A program that is to have slices.
+#[derive(Debug, Clone, Copy)]
+pub struct Asker<'a> {
+    /// The path of its control group. None: it is not known yet.
+    pub control_group: Option<&'a str>,
+    /// The slices are its by this word. A weaker binding of somebody else is no obstacle for a slice that is named.
+    pub by: BoundBy,
+    /// Others may have the slices too.
+    pub shares: bool,
+}
+
+impl Asker<'_> {
+    /// The binding that keeps a slice from it. `now` is in seconds since the host was started.
+    pub fn kept_out_by<'b, S: Ord + Clone>(
+        &self,
+        slice: &S,
+        bindings: &'b Bindings<S>,
+        now: u64,
+        use_of: impl Fn(&ControlGroup) -> GroupUse,
+    ) -> Option<&'b Binding<S>> {
+        if self.shares {
+            return None;
+        }
+        let holds = |one: &Binding<S>| !one.gives_way(use_of(&one.group), now);
+        bindings.taken_from(slice, self.control_group, self.by, holds)
+    }
+}
+
 /// A slice as it stands for the program that is to have it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Standing {
@@ -54,7 +84,38 @@ pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
 mod tests {
     use alloc::borrow::ToOwned;
 
+    use alloc::collections::BTreeSet;
+    use alloc::string::ToString;
+
     use super::*;
+
+    #[test]
+    fn a_binding_keeps_others_out_while_it_is_somebodys() {
+        let group = |path: &str| ControlGroup { path: path.to_string(), inode: 1 };
+        let binding = Binding {
+            group: group("/a"),
+            slices: BTreeSet::from([1]),
+            by: BoundBy::Platform,
+            label: String::new(),
+            since: 0,
+            was_used: false,
+        };
+        let bindings: Bindings<i32> = [binding].into_iter().collect();
+        let platform = Asker { control_group: None, by: BoundBy::Platform, shares: false };
+        for (asker, group_use, is_kept_out) in [
+            (platform, GroupUse::Used, true),
+            (platform, GroupUse::Empty, true),
+            (platform, GroupUse::Gone, false),
+            (Asker { control_group: Some("/b"), ..platform }, GroupUse::Used, true),
+            (Asker { control_group: Some("/a/b"), ..platform }, GroupUse::Used, false),
+            (Asker { by: BoundBy::Root, ..platform }, GroupUse::Used, false),
+            (Asker { shares: true, ..platform }, GroupUse::Used, false),
+        ] {
+            let kept_out = asker.kept_out_by(&1, &bindings, 0, |_| group_use).is_some();
+            assert_eq!(kept_out, is_kept_out, "{asker:?} {group_use:?}");
+            assert!(asker.kept_out_by(&2, &bindings, 0, |_| group_use).is_none());
+        }
+    }
 
     #[test]
     fn only_a_slice_that_is_not_served_at_this_moment_is_waited_for() {

@@ -30,7 +30,8 @@ const HISTORIES: &str = "10000";
 /// on. After a change of the world, another one may find the defect: `HISTORIES=100000 ONLY=NAME` looks for it.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "48000"),
-    ("clients of one GPU are ended for a fault that may have been on another", "26000"),
+    ("clients of one GPU are ended for a fault that may have been on another", "71900"),
+    ("a state file that is too large to be read is written", "10800"),
     ("the GPUs of the newest order count as the GPUs that the start under way was told", "9800"),
     ("a server is ended after the grace though others on it are well", "7000"),
     ("every client of a server with a fatal GPU error is called done", "7200"),
@@ -82,6 +83,27 @@ const DEFECTS: &[Defect] = &[
         "all-is-served-in-the-end",
     ),
     (
+        "a door gives a drained slice",
+        "access.rs",
+        "drained.then_some(Obstacle::Drained)",
+        "(drained && !PUT_BACK).then_some(Obstacle::Drained)",
+        "one-answer",
+    ),
+    (
+        "a door does not know that a slice is bound to somebody else",
+        "access.rs",
+        "if self.shares {",
+        "if self.shares || PUT_BACK {",
+        "one-answer",
+    ),
+    (
+        "a door gives a slice that is not served",
+        "access.rs",
+        "unserved.map(Obstacle::Unserved)",
+        "unserved.filter(|_| !PUT_BACK).map(Obstacle::Unserved)",
+        "one-answer",
+    ),
+    (
         "a state file that is too large to be read is written",
         "bindings.rs",
         "bytes_of(&binding) > LARGEST {",
@@ -114,7 +136,7 @@ const DEFECTS: &[Defect] = &[
         "bindings.rs",
         "if let Some(other) = other {",
         "if let Some(other) = other.filter(|_| !PUT_BACK) {",
-        "slices-follow-bindings",
+        "one-answer",
     ),
     (
         "the name of a control group is believed, whoever has made it",

@@ -3,10 +3,10 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use mps_core::access::{Asker, Obstacle};
 use mps_core::bindings::{
     Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound, is_named_by_root,
 };
-
 use mps_core::tenants::KnownSlices;
 
 use super::budgets::Program;
@@ -24,7 +24,7 @@ const FORGED: &str = "/u/b";
 const RECORDED: &str = "b";
 
 /// The slice of a GPU.
-type BoundSlice = (String, u32);
+pub(crate) type BoundSlice = (String, u32);
 
 pub(crate) type BoundGroups = Bindings<BoundSlice>;
 
@@ -173,7 +173,7 @@ impl World {
     }
 
     /// Returns whether a control group still is, and whether it has programs.
-    fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
+    pub(crate) fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
         let (used, inodes) = (self.used_groups(), self.bindings.inodes);
         move |group| match inodes[number(&group.path)] {
             inode if inode != group.inode => GroupUse::Gone,
@@ -220,31 +220,47 @@ impl World {
         self.check_ended(&ended, true);
     }
 
-    /// The answer of the service to whoever binds. A refusal changes nothing.
-    fn bind(&mut self, group: &'static str, slices: BTreeSet<BoundSlice>, by: BoundBy, shares: bool) {
-        let before = self.bindings.registry.clone();
-        self.make_way(group, |slice| slices.contains(slice));
+    /// Returns whether the service binds a control group to a slice. A refusal changes nothing. One answer: the doors that bind
+    /// nothing give the same.
+    pub(crate) fn bind(
+        &mut self,
+        group: &'static str,
+        slice: &BoundSlice,
+        by: BoundBy,
+        shares: bool,
+    ) -> bool {
+        let asker = Asker { control_group: Some(group), by, shares };
+        let (of_others, before) = (self.may_have(slice, asker), self.bindings.registry.clone());
+        self.make_way(group, |one| !shares && one == slice);
+        let answer = self.may_have(slice, asker);
         let (label, since) = (format!("{by:?} {group}"), self.now.as_secs());
         let group = self.bindings.group(group);
         let was_used = self.use_of()(&group) == GroupUse::Used;
-        assert!(by == BoundBy::Root || group.path != FORGED, "names-are-roots: {group:?} gets {slices:?}");
+        assert!(by == BoundBy::Root || group.path != FORGED, "names-are-roots: {group:?} gets {slice:?}");
+        let slices = BTreeSet::from([slice.clone()]);
         let binding = Binding { group, slices, by, label, since, was_used };
         let done = self.bindings.registry.bind(binding.clone(), shares, bytes_of);
-        match &done {
-            Ok(()) => {
-                self.bindings.shared.extend(binding.slices.iter().filter(|_| shares).cloned());
-                self.bindings.note_use_of(&binding.group);
-                self.check_bound(&binding);
-            }
-            Err(NotBound::Taken { slice, .. }) => {
-                self.check_taken(slice, &binding, shares);
-                self.bindings.registry = before;
-            }
-            Err(NotBound::TooLarge) => self.bindings.registry = before,
-            Err(NotBound::TooMany) => unreachable!("there are few control groups"),
+        let is_taken = matches!(done, Err(NotBound::Taken { .. }));
+        let is_told_taken = matches!(answer, Err(Obstacle::Taken(_)));
+        assert!(
+            of_others == answer && (is_taken == is_told_taken || matches!(answer, Err(Obstacle::Drained))),
+            "one-answer: {binding:?} is answered {answer:?} and {done:?}, and other doors answer {of_others:?}"
+        );
+        if is_taken {
+            self.check_taken(slice, &binding, shares);
         }
-        self.add_to_story(|| format!("{binding:?} {done:?}"));
+        let is_bound = answer.is_ok() && done.is_ok();
+        if is_bound {
+            self.bindings.shared.extend(binding.slices.iter().filter(|_| shares).cloned());
+            self.bindings.note_use_of(&binding.group);
+            self.check_bound(&binding);
+            self.check_is_served(slice);
+        } else {
+            self.bindings.registry = before;
+        }
+        self.add_to_story(|| format!("{binding:?} {answer:?} {done:?}"));
         self.keep_budgets();
+        is_bound
     }
 
     /// A slice that is refused is somebody's: of a control group with programs, or of one that had none and still has time.
@@ -280,14 +296,18 @@ impl World {
     /// Slices follow bindings: from the answer on, each program of the control group has these slices and no other, whatever it claims.
     fn check_bound(&self, binding: &Binding<BoundSlice>) {
         let living = self.bindings.living();
-        let nearest = |path: &str| nearest_in_truth(&living, path);
-        let bound = nearest(&binding.group.path).unwrap();
+        let bound = nearest_in_truth(&living, &binding.group.path).unwrap();
         assert!(bound.group == binding.group && bound.by >= binding.by);
         assert!(bound.by > binding.by || bound.slices.is_superset(&binding.slices));
+        self.check_slices_follow_bindings();
+    }
+
+    pub(crate) fn check_slices_follow_bindings(&self) {
+        let living = self.bindings.living();
         for gpu in GPUS {
             let of_gpu = |slice: u32| (gpu.to_owned(), slice);
             for program in self.programs_on(gpu) {
-                let its = nearest(program.group);
+                let its = nearest_in_truth(&living, program.group);
                 let is_its = |slice| its.is_none_or(|one| one.slices.contains(&of_gpu(slice)));
                 assert!(
                     program.slice.is_none_or(is_its),
@@ -333,10 +353,8 @@ impl World {
                 self.keep_budgets();
             }
             2.. if self.service.is_some() => {
-                let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
-                let slice = u32::try_from(dice.below(SLICES)).unwrap();
-                let shares = dice.one_in(4);
-                self.bind(group, BTreeSet::from([(gpu, slice)]), BoundBy::Root, shares);
+                let slice = self.any_slice(dice);
+                _ = self.bind(group, &slice, BoundBy::Root, dice.one_in(4));
             }
             _ => {}
         }
@@ -353,15 +371,10 @@ impl World {
             if living.nearest(group, |_| true).is_some_and(|its| its.by == BoundBy::Root || has_slice(its)) {
                 continue;
             }
-            let before = self.bindings.registry.clone();
-            self.make_way(group, |(of, _)| of == gpu);
-            let slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
-            let free = slices.into_iter().find(|slice| {
-                self.bindings.registry.taken_from(slice, Some(group), BoundBy::Platform, |_| true).is_none()
-            });
-            match free {
-                Some(free) => self.bind(group, BTreeSet::from([free]), BoundBy::Platform, false),
-                None => self.bindings.registry = before,
+            let mut slices = (0..u32::try_from(SLICES).unwrap()).map(|slice| (gpu.to_owned(), slice));
+            let asker = Asker { control_group: Some(group), by: BoundBy::Platform, shares: false };
+            if let Some(free) = slices.find(|slice| self.may_have(slice, asker).is_ok()) {
+                _ = self.bind(group, &free, BoundBy::Platform, false);
             }
         }
     }

@@ -7,7 +7,7 @@ use mps_core::mps::{Meaning, ServerStatus};
 
 use super::budgets::{Program, SimProcess};
 use super::mps::{CAPACITY, Later, Mps, SimServer};
-use super::tenants::Tenant;
+use super::tenants::{SimSlice, Tenant};
 use super::ways::slices_of;
 
 /// The longest time from the connection of a program until the control daemon admits it.
@@ -49,6 +49,27 @@ impl Mps {
         }
         let pid = if self.goes_wrong(6) { self.free_pid.take() } else { None };
         self.client_is_admitted(ordinals, pid)
+    }
+
+    /// A program comes to a slice of a GPU through the directory of the slice. Returns its PID, unless it has to wait.
+    pub(crate) fn program_comes(&mut self, gpu: &str, slice: u32, group: &'static str) -> Option<u32> {
+        let ordinal = self.gpus.iter().position(|one| one == gpu)?;
+        let pid = self.client_is_admitted([ordinal].into(), None)?;
+        let client = self.clients.get_mut(&pid)?;
+        (client.program.slice, client.program.group) = (Some(slice), group);
+        client.tenant.slice = SimSlice { gpu: gpu.to_owned(), ordinal: slice as usize };
+        Some(pid)
+    }
+
+    /// Something has happened to it that the service can't know yet.
+    pub(crate) fn has_news(&self) -> bool {
+        let is_stopped = |server: &SimServer| server.is_stopped || server.is_ending;
+        self.is_hung()
+            || self.listener() != Some(self.pid)
+            || self.log_is_lost
+            || self.reader.position < self.log.len()
+            || !self.reader.ended.is_empty()
+            || self.servers.values().any(is_stopped)
     }
 
     /// Returns whether a program finds it by a directory of a slice of this GPU.

@@ -569,6 +569,9 @@ impl Shell for SimShell {
             Showing::State { state, ends_when_idle } => {
                 reader.ends_when_idle = ends_when_idle;
                 let is_over = state.as_ref().is_some_and(|state| state.state != ShownAs::Faulted);
+                if state.as_ref().is_some_and(|state| state.settled) {
+                    reader.being_set.clear();
+                }
                 if state.is_some() && state != reader.state {
                     reader.news += 1;
                     reader.state = state;
@@ -584,7 +587,10 @@ impl Shell for SimShell {
                 (reader.servers, reader.gpus) = (alive, gpus);
             }
             Showing::InForce { thread_percentage } => reader.in_force = Some(thread_percentage),
-            Showing::PutOff => mps.note(format_args!("put off")),
+            Showing::PutOff => {
+                reader.being_set.clear();
+                mps.note(format_args!("put off"));
+            }
             Showing::WaitingClients(waiting) => {
                 mps.stage.waiting = waiting.into_iter().map(|(pid, _)| pid).collect();
             }

@@ -16,6 +16,7 @@ mod answers;
 mod bindings;
 mod budgets;
 mod clients;
+mod doors;
 mod edge;
 mod ending;
 mod enforcing;
@@ -202,6 +203,8 @@ pub struct World {
     /// The slices that could not be closed when they were drained, as the answer has said.
     stuck: BTreeSet<String>,
     ways: Ways,
+    /// The slices with directories that others have changed.
+    meddled: BTreeSet<String>,
     /// The control groups that are bound to slices, as the state file has them.
     bindings: SimBindings,
     kernel: SimKernel,
@@ -251,6 +254,7 @@ impl World {
             drained: Arc::default(),
             stuck: BTreeSet::new(),
             ways: Arc::default(),
+            meddled: BTreeSet::new(),
             bindings: SimBindings::default(),
             kernel: SimKernel::default(),
             service: None,
@@ -305,7 +309,8 @@ impl World {
             62 => self.tenant_acts(&mut dice),
             40 => self.disk_is_full(true),
             41 => self.disk_is_full(false),
-            20..24 => self.client_comes(&mut dice),
+            20..23 => self.client_comes(&mut dice),
+            23 => self.program_asks(&mut dice),
             24..27 => self.client_leaves(&mut dice),
             27..30 => self.reload(&mut dice),
             30 => self.daemon_dies(&mut dice),

@@ -467,12 +467,23 @@ impl Mps {
 
     /// The target with limits that are not these, unless somebody else has changed them since the service has looked.
     pub(crate) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
+        self.differing_in(|one| one, setting, with_foreign)
+    }
+
+    /// The same for one part of the limits.
+    pub(crate) fn differing_in<P: PartialEq>(
+        &self,
+        part: impl Fn(Setting) -> P,
+        setting: Setting,
+        with_foreign: bool,
+    ) -> Option<String> {
         let is_excused = |target: &Option<u32>| !with_foreign && self.foreign.contains(target);
-        if self.defaults != setting && !is_excused(&None) {
+        let differs = |one: Setting| part(one) != part(setting);
+        if differs(self.defaults) && !is_excused(&None) {
             return Some(format!("servers to come have {:?} instead of {setting:?}", self.defaults));
         }
         let active = |one: &SimServer| one.status == ServerStatus::Active && !one.is_ending;
-        let mut servers = self.servers.iter().filter(|(_, one)| active(one) && one.setting != setting);
+        let mut servers = self.servers.iter().filter(|(_, one)| active(one) && differs(one.setting));
         let (pid, one) = servers.find(|(pid, _)| !is_excused(&Some(**pid)))?;
         Some(format!("server {pid} has {:?} instead of {setting:?}", one.setting))
     }

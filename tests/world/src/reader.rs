@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
 use std::time::Duration;
 
+use mps_core::Order;
 use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 
 use super::mps::{Hit, Mps};
@@ -52,6 +53,10 @@ pub struct Reader {
     pub gpus: BTreeMap<String, ShownGpu>,
     /// The thread percentage that is shown as in force.
     pub in_force: Option<u8>,
+    /// The order that the service has taken up with it last, by its payload and its GPUs.
+    pub(crate) order: Option<(u32, Vec<String>)>,
+    /// The GPUs with limits of that order that are not in force yet, as far as it is shown.
+    pub(crate) being_set: BTreeSet<String>,
     /// The GPUs that are shown as left out, each with the reason.
     pub left_out: BTreeMap<String, String>,
     /// The number of times that something new was told or shown.
@@ -87,6 +92,29 @@ impl Reader {
 
     pub(crate) fn is_ready(&self) -> bool {
         self.state.as_ref().is_some_and(|state| state.state == ShownAs::Ready && state.serving)
+    }
+
+    /// The service takes up an order with it.
+    pub(crate) fn takes(&mut self, order: &Order<u32>) {
+        let before = self.order.replace((order.payload, order.gpus.clone()));
+        let Some((payload, gpus)) = before.filter(|_| self.state.as_ref().is_some_and(|state| state.serving))
+        else {
+            return;
+        };
+        let is_new = |gpu: &&String| payload != order.payload || !gpus.contains(*gpu);
+        self.being_set.extend(order.gpus.iter().filter(is_new).cloned());
+    }
+
+    /// Whether a program that comes to a GPU now is served with the limits of this order, as it is shown.
+    pub(crate) fn shows_as_served(&self, gpu: &str, order: &Order<u32>) -> bool {
+        let has_taken = |(payload, gpus): &(u32, Vec<String>)| {
+            *payload == order.payload && gpus.iter().any(|one| one == gpu)
+        };
+        self.state.as_ref().is_some_and(|state| state.serving)
+            && self.order.as_ref().is_some_and(has_taken)
+            && !self.being_set.contains(gpu)
+            && !self.left_out.contains_key(gpu)
+            && self.gpus.get(gpu).is_none_or(|shown| shown.reason.is_empty())
     }
 }
 

@@ -6,7 +6,6 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use mps_core::links::ClosedSlices;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Requested, ShownAs};
 use mps_core::{Configured, Demand, Goal, MpsSwitch, Order, Tenure};
@@ -402,16 +401,6 @@ fn demand(deed: &Deed) -> Demand<u32> {
 }
 
 impl World {
-    fn is_drained(&self, slice: &str) -> bool {
-        self.drained.lock().unwrap().closes(slice) == Some(true)
-    }
-
-    /// The control daemon that a slice's directory leads to.
-    fn leads_to(&self, slice: &str) -> Option<u32> {
-        let pid = self.ways.lock().unwrap().get(slice).copied();
-        pid.filter(|pid| self.daemons.contains_key(pid))
-    }
-
     fn has_client(&self, pid: u32) -> bool {
         self.daemons.values().any(|one| one.lock().clients.contains_key(&pid))
     }

@@ -236,7 +236,11 @@ impl World {
         let Some(service) = &mut self.service else { return false };
         let Some(watched) = service.watched.get(id) else { return false };
         let reach = Rc::clone(service.reaches.entry(id.to_owned()).or_default());
-        let gpus = watched.mps.lock().unwrap().gpus.clone();
+        let gpus = {
+            let mut mps = watched.mps.lock().unwrap();
+            mps.reader.takes(&task.order);
+            mps.gpus.clone()
+        };
         let shell = SimShell {
             mps: Arc::clone(&watched.mps),
             id: id.to_owned(),

@@ -175,6 +175,7 @@ impl World {
             if self.is_settled() {
                 self.check_served();
                 self.check_an_idle_host_is_quiet();
+                self.check_slices_are_given();
                 return self.check_limits_go_with_bindings();
             }
             if self.comes_on() {

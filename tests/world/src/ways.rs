@@ -177,6 +177,11 @@ impl SimAdmission {
         !self.links.lock().unwrap().stuck().is_empty()
     }
 
+    /// Whether the directory of a slice leads nowhere, by the last pass.
+    pub(crate) fn is_missing(&self, slice: &str) -> bool {
+        self.links.lock().unwrap().missing().slices.contains_key(slice)
+    }
+
     /// Programs that come wait from now on.
     pub(crate) fn keep_waiting(&self, mps: &mut Mps) -> Result<(), Bad> {
         self.links.lock().unwrap().keep_waiting();
@@ -240,6 +245,17 @@ impl World {
         }
     }
 
+    /// Whether an administrator has drained a slice.
+    pub(crate) fn is_drained(&self, slice: &str) -> bool {
+        self.drained.lock().unwrap().0.contains(slice)
+    }
+
+    /// The control daemon that a slice's directory leads to.
+    pub(crate) fn leads_to(&self, slice: &str) -> Option<u32> {
+        let pid = self.ways.lock().unwrap().get(slice).copied();
+        pid.filter(|pid| self.daemons.contains_key(pid))
+    }
+
     fn apply_links(&self, id: &str, admission: &SimAdmission) -> Result<(), Bad> {
         match self.living(id) {
             Some((_, one)) => admission.apply(Some(&mut one.lock())),
@@ -267,11 +283,13 @@ impl World {
             ways.insert(name.to_owned(), OBSTACLE);
         }
         drop(ways);
+        self.meddled.insert(name.to_owned());
         self.add_to_story(|| format!("in the directory of {name} is an obstacle: {}", !was_there));
     }
 
-    pub(crate) fn remove_obstacles(&self) {
+    pub(crate) fn remove_obstacles(&mut self) {
         self.ways.lock().unwrap().retain(|_, leads| *leads != OBSTACLE);
+        self.meddled.clear();
     }
 
     pub(crate) fn drain_or_give_back(&mut self, name: &str) {

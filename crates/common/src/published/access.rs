@@ -1,25 +1,13 @@
 //! The slices that a program may have now: the answer for every door that hands out a slice.
 
-use mps_core::access::{self, Obstacle, Standing};
-use mps_core::bindings::{Binding, BoundBy};
+use mps_core::access::{self, Asker, Obstacle, Standing};
+use mps_core::bindings::BoundBy;
 
 use crate::bindings::SliceBindings;
 use crate::host::control_groups;
-use crate::host::device_name::SliceId;
 use crate::host::proc;
 use crate::published::container::{ChosenSlice, ContainerError};
 use crate::published::snapshot::{GpuView, Named, Snapshot};
-
-/// A program that is to have slices.
-#[derive(Debug, Clone, Copy)]
-pub struct Asker<'a> {
-    /// The path of its control group. None: it is not known yet.
-    pub control_group: Option<&'a str>,
-    /// The slices are its by this word. A weaker binding of somebody else is no obstacle for a slice that is named.
-    pub by: BoundBy,
-    /// Others may have the slices too.
-    pub shares: bool,
-}
 
 /// Says whether a program may have a slice now.
 ///
@@ -32,12 +20,11 @@ pub fn may_have(
     asker: Asker<'_>,
 ) -> Result<(), Obstacle> {
     let now = proc::uptime().unwrap_or_default().as_secs();
-    let holds = |one: &Binding<SliceId>| !one.gives_way(control_groups::use_of(&one.group), now);
-    let taker = || bindings.taken_from(&gpu.plan.slice(ordinal), asker.control_group, asker.by, holds);
+    let taker = asker.kept_out_by(&gpu.plan.slice(ordinal), bindings, now, control_groups::use_of);
     access::may_have(Standing {
         unusable: unusable(gpu),
         drained: gpu.drained.contains(&ordinal),
-        taken_by: (!asker.shares).then(taker).flatten().map(|one| one.name().to_owned()),
+        taken_by: taker.map(|one| one.name().to_owned()),
         unserved: (!gpu.slice_healthy(ordinal)).then(|| gpu.slice_reason(ordinal)),
     })
 }

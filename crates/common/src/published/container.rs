@@ -301,12 +301,13 @@ fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> 
 mod tests {
     use std::sync::Arc;
 
+    use mps_core::access::Asker;
     use mps_core::bindings::BoundBy;
 
     use super::*;
     use crate::bindings::SliceBindings;
     use crate::problem::NamedProblem;
-    use crate::published::access::{Asker, choose};
+    use crate::published::access::choose;
     use crate::published::samples::{gpu, snapshot};
 
     /// The settings for a program of which nothing is known, where nothing is bound.

@@ -2,12 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::access::Obstacle;
+use mps_core::access::{Asker, Obstacle};
 
 use crate::bindings::SliceBindings;
 use crate::counted::counted;
 use crate::host::device_name::{DeviceName, SliceId};
-use crate::published::access::{Asker, may_have};
+use crate::published::access::may_have;
 use crate::published::client::ClientView;
 use crate::published::container::{ChosenSlice, ContainerError};
 use crate::published::snapshot::{GpuView, Named, Snapshot};

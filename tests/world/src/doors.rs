@@ -1,0 +1,140 @@
+//! The doors that hand out slices: each asks the core, about the slice as it stands for the program that is to have it.
+
+use std::sync::Arc;
+
+use mps_core::access::{self, Asker, Obstacle, Standing};
+use mps_core::bindings::BoundBy;
+use mps_core::{DaemonAct, Order};
+
+use super::bindings::{BoundSlice, group_of};
+use super::mps::Setting;
+use super::serving::{only_slice, setting_of};
+use super::ways::slices;
+use super::{Dice, GPUS, World};
+
+/// The name of a slice.
+fn name_of((gpu, slice): &BoundSlice) -> String {
+    format!("{gpu}-{slice}")
+}
+
+impl World {
+    /// The answer of the service, at every door.
+    pub(crate) fn may_have(&self, slice: &BoundSlice, asker: Asker<'_>) -> Result<(), Obstacle> {
+        let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
+        access::may_have(Standing {
+            // No GPU needs a reset here.
+            unusable: None,
+            drained: self.is_drained(&name_of(slice)),
+            taken_by: taker.map(|one| one.name().to_owned()),
+            unserved: (!self.shows_as_served(slice)).then(String::new),
+        })
+    }
+
+    /// Any slice, mostly of an order.
+    pub(crate) fn any_slice(&self, dice: &mut Dice) -> BoundSlice {
+        let of_orders = || self.demand.orders.iter().flat_map(|order| slices(&order.id, &order.gpus));
+        let all: Vec<(String, String)> = if dice.one_in(8) {
+            slices("all", &GPUS.map(str::to_owned)).collect()
+        } else {
+            of_orders().collect()
+        };
+        let (name, gpu) = dice.pick(&all).cloned().unwrap_or_else(|| ("A-0".to_owned(), "A".to_owned()));
+        (gpu, only_slice(&name).unwrap())
+    }
+
+    /// The order with a slice.
+    fn order_of(&self, slice: &BoundSlice) -> Option<&Order<u32>> {
+        let has =
+            |order: &&Order<u32>| slices(&order.id, &order.gpus).any(|(name, _)| name == name_of(slice));
+        self.demand.orders.iter().find(has)
+    }
+
+    /// Whether a program that comes to a slice now is served with its limits, as the service shows it.
+    fn shows_as_served(&self, slice: &BoundSlice) -> bool {
+        let (Some(service), Some(order)) = (&self.service, self.order_of(slice)) else { return false };
+        let serves =
+            service.tasks.get(&order.id).is_some_and(|task| task.act == DaemonAct::Serve && !task.retiring);
+        let is_missing = |id: &String| {
+            service.admissions.get(id).is_some_and(|admission| admission.is_missing(&name_of(slice)))
+        };
+        let is_shown = |watched: &super::serving::Watched| {
+            watched.mps.lock().unwrap().reader.shows_as_served(&slice.0, order)
+        };
+        service.has_plan
+            && service.ending.is_none()
+            && serves
+            && !is_missing(&order.id)
+            && service.watched.get(&order.id).is_some_and(is_shown)
+    }
+
+    /// One answer: a program that was told that it may have a slice, and begins at once, comes to a control daemon with the limits
+    /// of the slice, unless something has happened that the service can't know yet.
+    pub(crate) fn check_is_served(&self, slice: &BoundSlice) {
+        let name = name_of(slice);
+        assert!(!self.is_drained(&name), "one-answer: {name} is drained, and given");
+        let order = self.order_of(slice);
+        let order = order.unwrap_or_else(|| panic!("one-answer: {name} is of no order, and given"));
+        let watched = self.service.as_ref().and_then(|service| service.watched.get(&order.id));
+        let watched = watched.unwrap_or_else(|| panic!("one-answer: nobody serves {name}, and it is given"));
+        let mps = watched.mps.lock().unwrap();
+        if mps.has_news() || self.meddled.contains(&name) {
+            return;
+        }
+        let leads = self.leads_to(&name);
+        assert!(leads == Some(mps.pid), "one-answer: {name} leads to {leads:?} and not to {}", mps.pid);
+        let ordinal = mps.gpus.iter().position(|gpu| *gpu == slice.0);
+        let ordinal = ordinal.unwrap_or_else(|| panic!("one-answer: {} has no {}", mps.pid, slice.0));
+        let of_slice = |one: Setting| (one.percentage, one.mib[ordinal]);
+        let differing = mps.differing_in(of_slice, setting_of(order, &mps.gpus), false);
+        assert!(differing.is_none(), "one-answer: {name} is given, and {differing:?}");
+    }
+
+    /// A program asks for a slice, or is to be bound to it, and begins at once if it may have it.
+    pub(crate) fn program_asks(&mut self, dice: &mut Dice) {
+        if self.service.as_ref().is_none_or(|service| service.ending.is_some()) {
+            return;
+        }
+        let (slice, group, shares) = (self.any_slice(dice), group_of(dice), dice.one_in(4));
+        let may_begin = if dice.one_in(2) {
+            self.bind(group, &slice, BoundBy::Root, shares)
+        } else {
+            self.takes(&slice, group, shares, dice)
+        };
+        if may_begin {
+            self.begins(&slice, group);
+        }
+    }
+
+    fn takes(&mut self, slice: &BoundSlice, group: &'static str, shares: bool, dice: &mut Dice) -> bool {
+        let control_group = Some(group).filter(|_| !dice.one_in(3));
+        let answer = self.may_have(slice, Asker { control_group, by: BoundBy::Platform, shares });
+        self.add_to_story(|| format!("a program of {control_group:?} asks for {slice:?}: {answer:?}"));
+        if answer.is_ok() {
+            self.check_is_served(slice);
+        }
+        answer.is_ok()
+    }
+
+    fn begins(&mut self, slice: &BoundSlice, group: &'static str) {
+        let name = name_of(slice);
+        let Some(one) = self.leads_to(&name).and_then(|pid| self.daemons.get(&pid)) else { return };
+        let mps = Arc::clone(&one.mps);
+        let came = mps.lock().unwrap().program_comes(&slice.0, slice.1, group);
+        self.add_to_story(|| format!("a client comes to {name}: {came:?}"));
+        self.check_slices_follow_bindings();
+        self.budgets_hear_of_clients();
+    }
+
+    /// In the end each slice that is served and not drained is given to whoever shares it.
+    pub(crate) fn check_slices_are_given(&self) {
+        let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
+        for order in &self.demand.orders {
+            for (name, gpu) in slices(&order.id, &order.gpus).filter(|(name, _)| !self.is_drained(name)) {
+                let slice = (gpu, only_slice(&name).unwrap());
+                let answer = self.may_have(&slice, asker);
+                assert!(answer.is_ok(), "one-answer: {name} is served, and refused: {answer:?}");
+                self.check_is_served(&slice);
+            }
+        }
+    }
+}
