@@ -11,6 +11,7 @@ use zbus::Connection;
 use zbus::message::Header;
 
 use super::request::{Callers, Request, Result, WantedSlices, ask};
+use common::bus::error::RequestError;
 use common::bus::proxy::SliceWish;
 use common::host::device_name::SliceId;
 use common::published::access::choose;
@@ -92,8 +93,16 @@ impl SliceDesk {
         Ok(WantedSlices::OneOf(candidates))
     }
 
+    /// The clients that count for a choice. A control daemon that does not answer keeps nobody from the slices of others: then the
+    /// choice is made without the clients.
     async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
-        if wish.free { ask(&self.requests, Request::Clients).await } else { Ok(Vec::new()) }
+        if !wish.free {
+            return Ok(Vec::new());
+        }
+        match ask(&self.requests, Request::Clients).await {
+            Err(RequestError::Failed(_)) => Ok(Vec::new()),
+            listed => listed,
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<(Instant, SliceId)>> {

@@ -1,109 +1,241 @@
-//! Every door that hands out a slice gives the same answer at the same moment.
+//! Every door that hands out a slice gives the same answer at the same moment, whoever asks.
 
-use crate::bindings::{bind, path, with_containers};
-use crate::support::container::ContainerGroup;
-use crate::support::host::{Host, binaries, control_pid, signal_pid, succeeded, text};
-use crate::support::wait::wait_for;
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::thread;
 
 use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::bindings::{bind, path, with_containers};
+use crate::support::client::Client;
+use crate::support::container::ContainerGroup;
+use crate::support::host::{Host, binaries, signal_pid, succeeded, text};
+use crate::support::wait::wait_for;
 
 const SLICE: &str = "00:06.0-1";
 
-/// The answer of a method: `yes`, or the name of its error.
-fn answer(host: &Host, method: &str, arguments: &[&str]) -> String {
-    let asked = host
-        .command("gdbus")
-        .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager"])
-        .args(["--method", &format!("io.yunion.Mps1.{method}")])
-        .args(arguments)
-        .output()
-        .unwrap();
+/// The callers. Only root may bind.
+const ASKERS: [Asker; 3] = [Asker::Root, Asker::Member, Asker::Container];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asker {
+    Root,
+    /// Another user, of the group that may read.
+    Member,
+    /// A program in a control group of its own.
+    Container,
+}
+
+/// A host with the control group of a container that runs, and another one for the bindings that are tried.
+struct Scene {
+    host: Host,
+    /// The container's.
+    _program: Client,
+    container: ContainerGroup,
+    next: ContainerGroup,
+}
+
+/// The answers of the doors, each with the door and its caller.
+type Answers = BTreeMap<String, String>;
+
+/// The answer of a method: `yes`, or the name of its error and its words.
+fn answer(mut gdbus: Command, method: &str, arguments: &[&str]) -> String {
+    gdbus.args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path", "/io/yunion/Mps1/Manager"]);
+    let asked =
+        gdbus.args(["--method", &format!("io.yunion.Mps1.{method}")]).args(arguments).output().unwrap();
     if asked.status.success() {
         return "yes".to_owned();
     }
     let said = text(&asked);
-    let name = said.split("io.yunion.Mps1.Error.").nth(1).unwrap_or_else(|| panic!("{said}"));
-    name.split(':').next().unwrap().to_owned()
+    said.split("io.yunion.Mps1.Error.").nth(1).unwrap_or_else(|| panic!("{said}")).to_owned()
 }
 
-/// The answers of all doors about the slice, for a program of which nothing but this control group is known.
-fn answers(host: &Host, group: &ContainerGroup, share: bool) -> [String; 5] {
-    let (devices, path) = (format!("['{SLICE}']"), path(group));
-    let options = |more: &str| format!("{{'share': <{share}>{more}}}");
-    let bind = |more: &str| {
-        let options = options(&format!(", 'control_group': <'{path}'>{more}"));
-        let answer = answer(host, "Control.Bind", &[&devices, "0", &options]);
-        if answer == "yes" {
-            succeeded(&host.mpsctl(&["unbind", "--control-group", &path]));
+fn is_answer(answer: &str, expected: &str) -> bool {
+    answer.split(':').next() == Some(expected)
+}
+
+impl Scene {
+    fn new(lines: &str, test: &str) -> Option<Self> {
+        // A fault lasts until the clients that it has hit are gone.
+        let (host, [container, next]) =
+            with_containers(test, &format!("cuda_mps_fault_grace: 3600\n{lines}"))?;
+        let program = Client::start(Command::new("sleep").arg("600"));
+        container.take(program.id(), "");
+        Some(Self { host, _program: program, container, next })
+    }
+
+    fn gdbus(&self, asker: Asker) -> Command {
+        match asker {
+            Asker::Root => self.host.command("gdbus"),
+            Asker::Member => self.host.command_as_member("gdbus"),
+            Asker::Container => {
+                let mut command = self.host.command("sh");
+                let enter = "echo $$ >\"$0/cgroup.procs\" && exec gdbus \"$@\"";
+                command.args(["-c", enter]).arg(&self.container.directory);
+                command
+            }
         }
-        answer
-    };
-    [
-        answer(host, "Manager.TakeDevices", &[&devices, &options("")]),
-        answer(host, "Manager.TakeDevices", &[&devices, &options(", 'free': <true>")]),
-        bind(""),
-        bind(", 'free': <true>"),
-        // It has no options.
-        if share { "yes".to_owned() } else { answer(host, "Manager.GetContainerConfig", &[&devices]) },
-    ]
-}
+    }
 
-/// Waits until all doors give this answer. They may not differ once it is published.
-#[track_caller]
-fn all_answer(host: &Host, group: &ContainerGroup, expected: &str) {
-    wait_for(expected, || (answers(host, group, false)[0] == expected).then_some(()));
-    assert_eq!(answers(host, group, false), [expected; 5]);
+    /// The answers of the doors that bind nothing.
+    fn taken(&self, asker: Asker, share: bool) -> Answers {
+        let devices = format!("['{SLICE}']");
+        let take = |free| {
+            let options = format!("{{'share': <{share}>, 'free': <{free}>}}");
+            answer(self.gdbus(asker), "Manager.TakeDevices", &[&devices, &options])
+        };
+        let mut answers = vec![("TakeDevices", take(false)), ("TakeDevices, a free one", take(true))];
+        if !share {
+            // It has no options.
+            let config = answer(self.gdbus(asker), "Manager.GetContainerConfig", &[&devices]);
+            answers.push(("GetContainerConfig", config));
+        }
+        answers.into_iter().map(|(door, answer)| (format!("{asker:?}: {door}"), answer)).collect()
+    }
+
+    /// The answers of Bind.
+    fn bound(&self, share: bool) -> Answers {
+        let (devices, path) = (format!("['{SLICE}']"), path(&self.next));
+        let bind = |free| {
+            let options = format!("{{'share': <{share}>, 'control_group': <'{path}'>, 'free': <{free}>}}");
+            let answer = answer(self.gdbus(Asker::Root), "Control.Bind", &[&devices, "0", &options]);
+            if answer == "yes" {
+                succeeded(&self.host.mpsctl(&["unbind", "--control-group", &path]));
+            }
+            answer
+        };
+        [("Bind", bind(false)), ("Bind, a free one", bind(true))]
+            .map(|(door, answer)| (door.to_owned(), answer))
+            .into()
+    }
+
+    fn answers(&self, share: bool) -> Answers {
+        let mut answers: Answers = thread::scope(|scope| {
+            let asked = ASKERS.map(|asker| scope.spawn(move || self.taken(asker, share)));
+            asked.into_iter().flat_map(|one| one.join().unwrap()).collect()
+        });
+        answers.extend(self.bound(share));
+        answers
+    }
+
+    /// Waits until root gets this answer. All doors give it then, and one of their own to the container.
+    #[track_caller]
+    fn all_answer(&self, expected: &str, to_container: &str) {
+        wait_for(expected, || {
+            let devices = format!("['{SLICE}']");
+            let asked = answer(self.gdbus(Asker::Root), "Manager.GetContainerConfig", &[&devices]);
+            is_answer(&asked, expected).then_some(())
+        });
+        self.answer_at_once(false, expected, to_container);
+    }
+
+    #[track_caller]
+    fn answer_at_once(&self, share: bool, expected: &str, to_container: &str) {
+        for (door, answer) in self.answers(share) {
+            let expected = if door.starts_with("Container") { to_container } else { expected };
+            assert!(is_answer(&answer, expected), "{door}: {answer} instead of {expected}");
+        }
+    }
+
+    /// The control daemon of the slice.
+    fn control_daemon(&self) -> Value {
+        let status = self.host.json(&["status"]).unwrap();
+        let all = status["control_daemons"].as_array().unwrap();
+        all.iter().find(|daemon| daemon["id"] == SLICE).unwrap_or(&all[0]).clone()
+    }
+
+    fn kill_control_daemon(&self) {
+        let pid = self.control_daemon()["pid"].as_u64().unwrap();
+        signal_pid(u32::try_from(pid).unwrap(), Signal::KILL);
+    }
+
+    fn wait_until_it_is(&self, state: &str) {
+        wait_for(state, || (self.control_daemon()["state"] == state).then_some(()));
+    }
+
+    fn drained(&self) {
+        succeeded(&self.host.mpsctl(&["drain", SLICE]));
+        self.all_answer("Drained", "Drained");
+        self.answer_at_once(true, "Drained", "Drained");
+        succeeded(&self.host.mpsctl(&["undrain", SLICE]));
+    }
+
+    /// The slice is the container's.
+    fn bound_to_the_container(&self) {
+        succeeded(&bind(&self.host, SLICE, &self.container, &["--label", "train-1"]));
+        self.all_answer("Taken", "yes");
+        self.answer_at_once(true, "yes", "yes");
+        let said = text(&self.host.mpsctl(&["env", SLICE]));
+        assert!(said.contains("is taken by train-1; "), "{said}");
+        succeeded(&self.host.mpsctl(&["unbind", "--control-group", &path(&self.container)]));
+    }
+
+    /// No control daemon starts. A slice that is on its way is waited for: by the command of a person as well as by the hook of a
+    /// container.
+    fn without_a_control_daemon(&self) {
+        self.host.plant("mps/fault/start-exits", "");
+        self.kill_control_daemon();
+        self.all_answer("NotServed", "NotServed");
+        let mut run = self.host.command(binaries().join("yunion-mpsctl"));
+        let waiting = run.args(["run", SLICE, "--", "true"]).spawn().unwrap();
+        self.host.clear("mps/fault/start-exits");
+        let waited = waiting.wait_with_output().unwrap();
+        assert!(waited.status.success(), "{waited:?}");
+    }
+
+    /// Control daemons run, and their servers do not come.
+    fn without_a_server(&self) {
+        self.host.plant("mps/fault/server-start-fails", "");
+        self.kill_control_daemon();
+        self.all_answer("NotServed", "NotServed");
+        self.host.clear("mps/fault/server-start-fails");
+    }
+
+    /// The server has met a fatal GPU error, and a client that was hit is still there.
+    fn faulted(&self) {
+        let stays = Client::start(&mut self.host.program_of(SLICE, &["hold", "600", "--stay"]));
+        self.host.wait_until_listed(stays.id());
+        let culprit = self.host.program_of(SLICE, &["fault"]).output().unwrap();
+        assert_eq!(culprit.status.code(), Some(4), "{}", text(&culprit));
+        self.wait_until_it_is("faulted");
+        self.all_answer("NotServed", "NotServed");
+        self.wait_until_it_is("faulted");
+        stays.end();
+    }
+
+    fn needs_a_reset(&self) {
+        self.host.meets_xid(0, 48);
+        self.all_answer("Failed", "Failed");
+        let said = text(&self.host.mpsctl(&["env", SLICE]));
+        assert!(said.contains("can't be served") && said.contains("Xid 48"), "{said}");
+        self.host.reload();
+    }
+
+    fn gpu_is_lost(&self) {
+        self.host.plant("gpus/0/lost", "");
+        self.host.reload();
+        self.all_answer("Failed", "Failed");
+        self.host.clear("gpus/0/lost");
+    }
 }
 
 fn doors_agree(lines: &str, test: &str) {
-    let Some((mut host, [group, other])) = with_containers(test, lines) else { return };
-    all_answer(&host, &group, "yes");
-
-    succeeded(&host.mpsctl(&["drain", SLICE]));
-    all_answer(&host, &group, "Drained");
-    assert_eq!(answers(&host, &group, true), ["Drained", "Drained", "Drained", "Drained", "yes"]);
-    succeeded(&host.mpsctl(&["undrain", SLICE]));
-
-    succeeded(&bind(&host, SLICE, &other, &["--label", "train-1"]));
-    all_answer(&host, &group, "Taken");
-    assert_eq!(answers(&host, &group, true), ["yes"; 5]);
-    let said = text(&host.mpsctl(&["env", SLICE]));
-    assert!(said.contains("is taken by train-1; "), "{said}");
-    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&other)]));
-    all_answer(&host, &group, "yes");
-
-    // A slice that is on its way is waited for: the command of a person as well as the hook of a container.
-    host.plant("mps/fault/start-exits", "");
-    let status = host.json(&["status"]).unwrap();
-    let daemons = status["control_daemons"].as_array().unwrap().len();
-    if daemons == 1 {
-        signal_pid(control_pid(&status), Signal::KILL);
-    } else {
-        let daemons = status["control_daemons"].as_array().unwrap();
-        let own = daemons.iter().find(|daemon| daemon["id"] == SLICE).unwrap();
-        signal_pid(u32::try_from(own["pid"].as_u64().unwrap()).unwrap(), Signal::KILL);
+    let Some(mut scene) = Scene::new(lines, test) else { return };
+    scene.all_answer("yes", "yes");
+    for happens in [
+        Scene::drained,
+        Scene::bound_to_the_container,
+        Scene::without_a_control_daemon,
+        Scene::without_a_server,
+        Scene::faulted,
+        Scene::needs_a_reset,
+        Scene::gpu_is_lost,
+    ] {
+        happens(&scene);
+        scene.all_answer("yes", "yes");
     }
-    all_answer(&host, &group, "NotServed");
-    let waiting =
-        host.command(binaries().join("yunion-mpsctl")).args(["run", SLICE, "--", "true"]).spawn().unwrap();
-    host.clear("mps/fault/start-exits");
-    let waited = waiting.wait_with_output().unwrap();
-    assert!(waited.status.success(), "{waited:?}");
-    all_answer(&host, &group, "yes");
-
-    host.meets_xid(0, 48);
-    all_answer(&host, &group, "Failed");
-    let said = text(&host.mpsctl(&["env", SLICE]));
-    assert!(said.contains("can't be served") && said.contains("Xid 48"), "{said}");
-    host.reload();
-    all_answer(&host, &group, "yes");
-
-    host.plant("gpus/0/lost", "");
-    host.reload();
-    all_answer(&host, &group, "Failed");
-    host.clear("gpus/0/lost");
-    all_answer(&host, &group, "yes");
-    assert_eq!(host.stop().code(), Some(0));
+    assert_eq!(scene.host.stop().code(), Some(0));
 }
 
 #[test]
@@ -112,6 +244,25 @@ fn all_doors_agree_with_one_control_daemon() {
 }
 
 #[test]
+fn all_doors_agree_with_a_control_daemon_for_each_gpu() {
+    doors_agree("cuda_mps_topology: per_gpu", "all_doors_agree_with_a_control_daemon_for_each_gpu");
+}
+
+#[test]
 fn all_doors_agree_with_a_control_daemon_for_each_slice() {
     doors_agree("cuda_mps_topology: per_slice", "all_doors_agree_with_a_control_daemon_for_each_slice");
+}
+
+/// The service asks all control daemons for their clients, to choose the slice with the fewest.
+#[test]
+fn a_choice_does_not_fail_for_a_control_daemon_that_does_not_answer() {
+    let mut host = Host::new("mixed");
+    host.configure("cuda_mps_topology: per_gpu");
+    host.start();
+    // One GPU is in MIG mode.
+    let status = host.wait_for_state("degraded");
+    let silent = &status["control_daemons"][0];
+    signal_pid(u32::try_from(silent["pid"].as_u64().unwrap()).unwrap(), Signal::STOP);
+    let chosen = host.mpsctl(&["env", "--free", "h200"]);
+    assert!(succeeded(&chosen).contains("export YUNION_MPS_DEVICE=0001:1a:00.0-0\n"), "{chosen:?}");
 }
