@@ -29,6 +29,7 @@ mod fetched;
 mod kubernetes;
 mod machine;
 mod package;
+mod people;
 mod readme;
 mod scope;
 mod service;
@@ -99,6 +100,13 @@ const GROUPS: &[Group] = &[
         stage: package::stage,
         prepare: package::installed,
         checks: service::CHECKS,
+    },
+    Group {
+        name: "people",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage,
+        prepare: package::installed,
+        checks: people::CHECKS,
     },
     // A system on which nobody has done anything yet but read the README.
     Group {
