@@ -393,8 +393,11 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh("yunion-mpsctl is-ready --wait 60");
 }
 
-/// The losses after which a container has to come back.
-const LOSSES: u32 = 4;
+/// The losses after which a container has to come back, by turns of a killed control daemon and of a fault. `LOSSES` says another
+/// number.
+fn losses() -> u32 {
+    std::env::var("LOSSES").map_or(4, |number| number.parse().unwrap())
+}
 
 /// A container with a restart policy, whose client is lost with its control daemon or to a neighbour's fault. Its engine starts it
 /// again at once, and tries once: the hook waits until the slice is served again. `run` starts a container with slice 1.
@@ -403,7 +406,7 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));
     let id = machine.sh(&run.replace("--rm", "--restart=always --detach")).trim().to_owned();
     let mut before = clients(machine, 1)[0]["pid"].clone();
-    for loss in 0..LOSSES {
+    for loss in 0..losses() {
         if loss % 2 == 0 {
             machine.sh(&format!("kill -KILL {}", control_daemons(machine)[0]));
         } else {
