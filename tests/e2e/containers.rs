@@ -393,20 +393,26 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh("yunion-mpsctl is-ready --wait 60");
 }
 
-/// The losses after which a container has to come back, by turns of a killed control daemon and of a fault. `LOSSES` says another
-/// number.
-fn losses() -> u32 {
-    std::env::var("LOSSES").map_or(4, |number| number.parse().unwrap())
+/// The losses after which a container has to come back. Docker waits longer and longer for one that is lost again and again.
+const LOSSES: u32 = 4;
+
+/// `ROUNDS` says how many containers have to, one after the other.
+fn comes_back(machine: &Machine, engine: &str, run: &str) {
+    let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
+    for round in 0..rounds {
+        one_comes_back(machine, engine, run);
+        println!("{engine}: the container of round {round} has come back after each of {LOSSES} losses");
+    }
 }
 
 /// A container with a restart policy, whose client is lost with its control daemon or to a neighbour's fault. Its engine starts it
 /// again at once, and tries once: the hook waits until the slice is served again. `run` starts a container with slice 1.
-fn comes_back(machine: &Machine, engine: &str, run: &str) {
+fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
     // As long as a real server takes.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));
     let id = machine.sh(&run.replace("--rm", "--restart=always --detach")).trim().to_owned();
     let mut before = clients(machine, 1)[0]["pid"].clone();
-    for loss in 0..losses() {
+    for loss in 0..LOSSES {
         if loss % 2 == 0 {
             machine.sh(&format!("kill -KILL {}", control_daemons(machine)[0]));
         } else {
