@@ -393,13 +393,15 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh("yunion-mpsctl is-ready --wait 60");
 }
 
-/// The losses after which a container has to come back. Docker waits longer and longer for one that is lost again and again.
+/// The losses after which a container has to come back.
 const LOSSES: u32 = 4;
 
-/// `ROUNDS` says how many containers have to, one after the other.
+/// `ROUNDS` says how many containers have to, one after the other. Docker waits longer and longer before it starts one that is lost
+/// again and again, and the service before it starts a control daemon.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {
+        machine.sh(&format!("systemctl restart {SERVICE} && yunion-mpsctl is-ready --wait 60"));
         one_comes_back(machine, engine, run);
         println!("{engine}: the container of round {round} has come back after each of {LOSSES} losses");
     }
