@@ -32,6 +32,7 @@ const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "48000"),
     ("clients of one GPU are ended for a fault that may have been on another", "71900"),
     ("a state file that is too large to be read is written", "10800"),
+    ("a faulted server is ended though a way to it is open", "73700"),
     ("the GPUs of the newest order count as the GPUs that the start under way was told", "9800"),
     ("a server is ended after the grace though others on it are well", "7000"),
     ("every client of a server with a fatal GPU error is called done", "7200"),
@@ -418,6 +419,13 @@ const DEFECTS: &[Defect] = &[
         "serve/heal.rs",
         "AfterGrace::End(may_end, stay) => match self.close_door().await {",
         "AfterGrace::End(may_end, stay) => match if PUT_BACK { Ok(()) } else { self.close_door().await } {",
+        "all-is-served-in-the-end",
+    ),
+    (
+        "a faulted server is ended though a way to it is open",
+        "serve/heal.rs",
+        "if self.shell.keep_waiting().is_err() {",
+        "if !PUT_BACK && self.shell.keep_waiting().is_err() {",
         "work-is-safe",
     ),
     (

@@ -220,6 +220,10 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
+        // It answers, so programs reach it by a way that could not be closed while it did not.
+        if self.shell.keep_waiting().is_err() {
+            return Ok(false);
+        }
         if stay.is_empty() {
             let text = format!("server {server} ended: it has no client, and is still faulted");
             self.shell.tell(News::Warning, text);
