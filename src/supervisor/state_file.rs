@@ -228,7 +228,7 @@ impl StateFile {
         let bytes: usize = parts.iter().map(|part| part.len()).sum();
         if bytes > MAX_BYTES {
             let too_large =
-                format!("{} would have {bytes} bytes, and at most {MAX_BYTES} are read", file.display(),);
+                format!("{} would have {bytes} bytes, and at most {MAX_BYTES} are read", file.display());
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
         // The one thing that a file can't take the place of.

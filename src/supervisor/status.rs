@@ -17,7 +17,7 @@ use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
 
-/// The time for which something beside a control daemon may not be ready: the fabric manager of a host with NVSwitch takes a
+/// The time for which something beside a control daemon may not be ready: the fabric manager of a host with `NVSwitch` takes a
 /// minute or two after a boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 

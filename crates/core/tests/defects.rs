@@ -33,6 +33,7 @@ const SEEDS: &[(&str, &str)] = &[
     ("clients of one GPU are ended for a fault that may have been on another", "71900"),
     ("a state file that is too large to be read is written", "10800"),
     ("a faulted server is ended though a way to it is open", "73700"),
+    ("another control daemon says that a server is well", "10400"),
     ("the GPUs of the newest order count as the GPUs that the start under way was told", "9800"),
     ("a server is ended after the grace though others on it are well", "7000"),
     ("every client of a server with a fatal GPU error is called done", "7200"),
