@@ -162,10 +162,12 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
 #[test]
 fn people_read_of_guests_when_their_work_ends() {
     let test = "people_read_of_guests_when_their_work_ends";
-    let Some((mut platform, group)) = Platform::with(test, "cuda_mps_quit_timeout: 1") else { return };
+    let lines = "cuda_mps_quit_timeout: 1\nlog_level: debug";
+    let Some((mut platform, group)) = Platform::with(test, lines) else { return };
     platform.record("u-1", &group, OWN);
     let listener = Listener::start(&platform.host);
-    let hit = platform.client(&group, &["hold", "600"], None);
+    let pipe = platform.host.path("mps/pipe");
+    let hit = platform.host.known(&mut platform.program_in(&pipe, &group, &["hold", "600"], None));
     let pid = hit.id();
     platform.host.fault();
     let words = format!("PID {pid} of guest train-1, slice {OWN}, container main");
