@@ -108,13 +108,19 @@ impl KnownClients {
         tracing::debug!("client {client}");
     }
 
-    /// Keeps a client, unless another process has its PID by now.
+    /// Keeps a client, unless another process has its PID by now. Two looks may be under way, and the client may end during the
+    /// later one, which then finds less.
     fn keep(&self, client: KnownClient) {
         let now = |client: &KnownClient| Identity::read(client.process.pid).ok();
         if now(&client).is_some_and(|now| now != client.process) {
             return;
         }
+        let has_slices = client.whose.slices.is_some();
         self.with(|known| {
+            let before = known.get(&client.process.pid).filter(|before| before.process == client.process);
+            if before.is_some_and(|before| before.whose.slices.is_some() || !has_slices) {
+                return;
+            }
             if known.len() >= KEPT {
                 known.retain(|_, client| now(client) == Some(client.process));
             }
@@ -149,6 +155,25 @@ mod tests {
         // Until the next one with its PID comes: it must not be taken for the one before.
         clients.came(own, Slices::default);
         assert!(clients.describe(own).ends_with(" of an unknown user"));
+    }
+
+    #[test]
+    fn a_later_look_takes_nothing_away() {
+        let clients = KnownClients::default();
+        let process = Identity::read(std::process::id()).unwrap();
+        for (user, has_slice, expected) in [
+            ("one", false, "one"),
+            ("less", false, "one"),
+            ("two", true, "two"),
+            ("less", true, "two"),
+            ("less", false, "two"),
+        ] {
+            let slices = has_slice.then(|| vec!["00:06.0-1".parse().unwrap()]);
+            let whose = Whose { user: Some(user.to_owned()), slices, ..Whose::only(process.pid) };
+            clients.keep(KnownClient { process, whose, command: "x".to_owned() });
+            let words = clients.describe(process.pid);
+            assert!(words.starts_with(&format!("PID {} of user {expected},", process.pid)), "{words}");
+        }
     }
 
     #[test]
