@@ -39,9 +39,9 @@ pub(crate) struct SimBindings {
     were_used: BTreeSet<ControlGroup>,
 }
 
-/// The bytes of a binding in the state file: two slices have room, and a binding with four would fill it alone.
+/// The bytes of a binding in the state file: two slices have room, and a binding with three would fill it alone.
 fn bytes_of(binding: &Binding<BoundSlice>) -> usize {
-    binding.slices.len().pow(3) * (LARGEST / 8)
+    binding.slices.len().pow(4) * (LARGEST / 16)
 }
 
 /// The bytes of a control daemon in the state file, and the most of the whole that are read.
