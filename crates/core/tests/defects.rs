@@ -30,7 +30,7 @@ const HISTORIES: &str = "10000";
 /// on. After a change of the world, another one may find the defect: `HISTORIES=100000 ONLY=NAME` looks for it.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
-    ("clients of one GPU are ended for a fault that may have been on another", "71900"),
+    ("clients of one GPU are ended for a fault that may have been on another", "238200"),
     ("a faulted server is ended though a way to it is open", "114700"),
     ("another control daemon says that a server is well", "10400"),
     ("the GPUs of the newest order count as the GPUs that the start under way was told", "9800"),
