@@ -550,6 +550,18 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
         clients(machine, 1);
         assert_eq!(state().trim(), "running", "round {round}");
     }
+    // A program that handles SIGTERM has its GPU until it ends.
+    let careful = start("00:06.0-1", "cuda-client train /tmp/checkpoint");
+    clients(machine, 2);
+    machine.sh(&format!("{engine} stop --time 20 {careful}"));
+    let ended = machine.printed(&[engine, "inspect", "--format", "{{.State.ExitCode}}", &careful]);
+    assert_eq!(ended.trim(), "0");
+    machine.sh(&format!(
+        "{engine} cp {careful}:/tmp/checkpoint /var/tmp/checkpoint; grep steps /var/tmp/checkpoint"
+    ));
+    machine.sh(&format!("{remove} {careful}"));
+    assert_eq!(state().trim(), "running");
+
     // A service that hangs holds up no stop, and the journal says what may have happened.
     let calm = start("00:06.0-1", "cuda-client hold 600");
     clients(machine, 2);

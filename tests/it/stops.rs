@@ -26,7 +26,7 @@ command=$1; shift
 while [ "${1#-}" != "$1" ]; do shift; done
 pid=$(cat "$here/$1.pid" 2>/dev/null)
 case $command in
-# As the real ones: nobody is there to signal.
+# As the real ones, which find no process to signal.
 kill) [ -d /proc/$pid ] && [ "$(cut -d ' ' -f 3 /proc/$pid/stat)" != Z ] || { echo "container not running" >&2; exit 1; } ;;
 esac
 case $command in
