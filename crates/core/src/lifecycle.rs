@@ -12,8 +12,8 @@ use crate::{
 /// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause after a failure.
-const LAST_PAUSE: Duration = Duration::from_secs(30);
+/// The longest pause after a failure. A container that is restarted meanwhile waits 25 s for its slice, and its engine tries no more.
+const LAST_PAUSE: Duration = Duration::from_secs(20);
 
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
