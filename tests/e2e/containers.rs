@@ -464,8 +464,10 @@ fn docker_binds(machine: &mut Machine) {
     machine.write(&format!("{DOCKER_WITH_CDI}/runc"), &RUNTIME.replace("HOST", HOST));
     let runtimes = stops_page(DOCKER_RUNTIMES).trim().strip_prefix('{').unwrap().to_owned();
     machine.write(file, &format!("{}, {runtimes}", DOCKER_FEATURES.strip_suffix('}').unwrap()));
+    // It would take a containerd that runs, which finds the machine's own runc first.
     machine.sh(&format!(
-        "chmod 755 /usr/local/bin/docker-cdi {DOCKER_WITH_CDI}/*
+        "systemctl stop docker.socket docker containerd 2>/dev/null || :
+        chmod 755 /usr/local/bin/docker-cdi {DOCKER_WITH_CDI}/*
         systemd-run --quiet --unit=docker-cdi --property=Delegate=yes --setenv=PATH={DOCKER_WITH_CDI}:$PATH \
             {DOCKER_WITH_CDI}/dockerd --config-file {file} --host unix://{socket} --data-root /var/lib/docker-cdi \
             --exec-root /run/docker-cdi --pidfile /run/docker-cdi.pid --storage-driver vfs --bridge none --iptables=false \
