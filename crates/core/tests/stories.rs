@@ -124,7 +124,7 @@ fn pauses_grow_and_begin_again_after_a_minute_of_health() {
     }
     core.on(done("A", runs(&["A"]), ActOutcome::Done), now);
     let almost = (now + HEALTHY_AGAIN).saturating_sub(Duration::from_nanos(1));
-    assert_eq!(told(&core.clone().on(gone(), almost)), ["A: Rest(30s)"]);
+    assert_eq!(told(&core.clone().on(gone(), almost)), ["A: Rest(20s)"]);
     assert_eq!(told(&core.on(gone(), now + HEALTHY_AGAIN)), ["A: Rest(0ns)", "A: Start"]);
 }
 
