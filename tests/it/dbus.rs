@@ -935,6 +935,7 @@ async fn control_is_roots_whatever_the_policy_says() {
         ("RestartServer", &["00:06.0"]),
         ("ReleaseDevices", &["['00:06.0-1']"]),
         ("ReleaseContainer", &["0123456789ab"]),
+        ("ReleaseGroup", &["1", "@a{sv} {}"]),
         ("Drain", &["['00:06.0-1']"]),
         ("Undrain", &["@as []"]),
     ] {
