@@ -68,7 +68,7 @@ impl Obstacle {
 /// Says whether a program may have a slice now.
 ///
 /// # Errors
-/// The obstacle, if it may not; of several, the one that lasts longest.
+/// The obstacle. Of several obstacles, this is the obstacle that lasts longest.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

@@ -28,7 +28,7 @@ pub const LARGEST: usize = 6 * 1024;
 /// The most bytes of all bindings there.
 pub const MOST_BYTES: usize = MOST * LARGEST;
 
-/// The user whose control groups have names that nobody else can choose.
+/// Root: no other user can choose the names of root's control groups.
 const ROOT: u32 = 0;
 
 /// A control group of the host. One that is made again under the same path is another one.

@@ -140,7 +140,7 @@ const DEFECTS: &[Defect] = &[
         "one-answer",
     ),
     (
-        "the name of a control group is believed, whoever has made it",
+        "the name of a control group that a user has made is believed",
         "bindings.rs",
         "owner == Some(ROOT)",
         "owner == Some(ROOT) || PUT_BACK",

@@ -72,8 +72,8 @@ fn signal(mut command: Command, first: &Identity) -> io::Result<ExitCode> {
     if !done.status.success() && !first.runs() {
         return Ok(ExitCode::SUCCESS);
     }
-    io::stdout().write_all(&done.stdout)?;
-    io::stderr().write_all(&done.stderr)?;
+    // The signal is sent already, so a reader that has gone changes nothing.
+    let _ = io::stdout().write_all(&done.stdout).and_then(|()| io::stderr().write_all(&done.stderr));
     let code = done.status.code().and_then(|code| u8::try_from(code).ok());
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
@@ -155,7 +155,7 @@ impl<'a> SignalCommand<'a> {
             asked.await.map_err(|error: BusError| error.to_string())
         });
         if let Err(why) = ended {
-            self.tell(runtime, &why);
+            self.write_to_journal(runtime, &why);
         }
         first
     }
@@ -176,7 +176,7 @@ impl<'a> SignalCommand<'a> {
     }
 
     /// Writes to the journal why GPU work may go on when the signal comes.
-    fn tell(&self, runtime: &OsStr, why: &str) {
+    fn write_to_journal(&self, runtime: &OsStr, why: &str) {
         let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
         let line = printable(&format!(
             "container {container} gets signal {} while its GPU work may go on, which would be a fault for its neighbours: {why}",

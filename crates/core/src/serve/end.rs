@@ -125,7 +125,7 @@ impl<S: Shell> Serving<'_, S> {
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if may_end.cause() == Cause::Forced {
-                // Nobody is to be given its slices meanwhile. A stop shows a state of its own.
+                // Its slices must not be given out meanwhile. A stop shows a state of its own.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await

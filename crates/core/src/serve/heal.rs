@@ -220,7 +220,7 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // It answers, so programs reach it by a way that could not be closed while it did not.
+        // The control daemon answers again, so programs reach the server by a way that could not be closed before.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }

@@ -1,4 +1,4 @@
-//! The clients whose GPU work ends before the processes of a container get a signal.
+//! A signal to a container: some clients lose their GPU work before it.
 
 use alloc::string::String;
 
@@ -58,8 +58,8 @@ impl Stop {
         }
     }
 
-    /// Returns whether a program may end because of a signal that asks it to. `first` is the first process of those that get
-    /// it: this process passes the signal on, or ends and takes all others with it. None: a process that has ended.
+    /// Returns whether a program may end because of a signal that asks programs to end. The container's first process gets the
+    /// signal: the first process passes the signal on, or ends and takes all others with it. None: the process has ended.
     pub(super) fn ends(program: Option<Reception>, first: Option<Reception>) -> bool {
         program == Some(Reception::Fatal) && first != Some(Reception::Ignored)
     }
