@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -257,9 +258,16 @@ class Service:
             if not controls:
                 raise NotReady("it was ready, but no control daemon ran")
         elif len(controls) != planned:
-            raise NotReady(f"{len(controls)} control daemons ran, not {planned}")
+            raise NotReady(f"{len(controls)} control daemons ran, not {planned}{self.warnings()}")
         elif self.host.setting.prewarm and len(servers) != planned:
-            raise NotReady(f"{len(servers)} servers ran, not {planned}")
+            raise NotReady(f"{len(servers)} servers ran, not {planned}{self.warnings()}")
+
+    def warnings(self):
+        """The warnings and errors of the service so far, as the end of a message."""
+        while self.events.take(0):
+            pass
+        lines = [event.text for event in self.events.all if re.match(r"\s*(WARN|ERROR)", event.text)]
+        return "".join(f"\n  {line}" for line in lines)
 
     def check(self):
         """Fails unless everything is served, as the service itself says too."""
