@@ -23,10 +23,28 @@ pub(crate) struct NodeSlice {
     /// None while the memory of the GPU is not known.
     pub(crate) share: Option<Share>,
     pub(crate) healthy: bool,
+    /// As healthy, but true as well while it is drained.
+    pub(crate) served: bool,
     /// Why it is not healthy.
     pub(crate) reason: String,
-    /// The label or the path of the control group that has it; empty where nobody has it.
+    /// The labels or the paths of the control groups that have it, for people; empty where it is free.
     pub(crate) bound_to: String,
+    /// A container of Kubernetes has it.
+    pub(crate) has_pod: bool,
+}
+
+impl NodeSlice {
+    /// Somebody of whom the kubelet knows nothing has it.
+    pub(crate) fn has_stranger(&self) -> bool {
+        !self.bound_to.is_empty() && !self.has_pod
+    }
+}
+
+/// Says whether a control group is the kubelet's, by its path. The kubelet has such a name above all pods: with both of its
+/// drivers of control groups, and below a root of its own (`--cgroup-root`) too.
+fn is_of_pod(path: &str) -> bool {
+    path.split('/')
+        .any(|part| matches!(part, "kubepods" | "kubepods.slice") || part.ends_with("-kubepods.slice"))
 }
 
 impl From<&Device> for NodeSlice {
@@ -41,8 +59,10 @@ impl From<&Device> for NodeSlice {
             numa_node: u32::try_from(row.numa_node).ok().map(i64::from),
             share: share.map(|(memory_mib, thread_percentage)| Share { memory_mib, thread_percentage }),
             healthy: row.healthy,
+            served: row.served,
             reason: row.reason.clone(),
             bound_to: row.bound_to.clone(),
+            has_pod: row.bound_groups.iter().any(|group| is_of_pod(group)),
         }
     }
 }
@@ -62,8 +82,10 @@ pub(crate) mod samples {
             numa_node: None,
             share: Some(Share { memory_mib, thread_percentage }),
             healthy: true,
+            served: true,
             reason: String::new(),
             bound_to: String::new(),
+            has_pod: false,
         }
     }
 }
@@ -71,6 +93,26 @@ pub(crate) mod samples {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pod_is_known_by_the_kubelets_control_group_above_it() {
+        let slice = |groups: &[&str]| {
+            let bound_groups = groups.iter().map(|group| (*group).to_owned()).collect();
+            NodeSlice::from(&Device { bound_to: "x".to_owned(), bound_groups, ..Device::default() })
+        };
+        for group in [
+            "/kubepods/burstable/pod1/4f1c",
+            "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice/cri-containerd-4f1c.scope",
+            "/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod1.slice/cri-containerd-4f1c.scope",
+            "/docker/77aa/kubelet/kubepods/pod1/4f1c",
+        ] {
+            assert!(slice(&[group]).has_pod && !slice(&["/docker/4f1c", group]).has_stranger(), "{group}");
+        }
+        for group in ["/docker/4f1c", "/my-kubepods/4f1c", "/user.slice/kubepods.scope"] {
+            assert!(slice(&[group]).has_stranger(), "{group}");
+        }
+        assert!(!NodeSlice::from(&Device::default()).has_stranger());
+    }
 
     #[test]
     fn a_row_without_a_value_is_a_slice_without_it() {
