@@ -121,8 +121,10 @@ look_tests() {
     needs protoc protobuf-compiler
     /usr/bin/python3 -c 'import google.protobuf' >/dev/null 2>&1 || lacks 'python module google.protobuf' python3-protobuf
     /usr/bin/python3 -c 'import grpc' >/dev/null 2>&1 || lacks 'python module grpc' python3-grpcio
-    /usr/bin/python3 -c 'import kubernetes, yaml' >/dev/null 2>&1 ||
-        lacks 'python modules kubernetes and yaml' 'python3-kubernetes python3-yaml'
+    # What Kubernetes' types are made of.
+    /usr/bin/python3 -c 'import certifi, dateutil.parser, requests, six, urllib3' >/dev/null 2>&1 ||
+        lacks 'python modules certifi, dateutil, requests, six and urllib3' \
+            'python3-certifi python3-dateutil python3-requests python3-six python3-urllib3'
     /usr/bin/python3 -c 'import gi' >/dev/null 2>&1 || lacks 'python module gi' python3-gi
     /usr/bin/python3 -c 'import yaml' >/dev/null 2>&1 || lacks 'python module yaml' python3-yaml
     /usr/bin/python3 -c 'import jsonschema' >/dev/null 2>&1 || lacks 'python module jsonschema' python3-jsonschema

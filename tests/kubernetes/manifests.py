@@ -1,15 +1,19 @@
 #!/usr/bin/python3
-"""Reads manifests strictly, by the types that Kubernetes' own OpenAPI description has: manifests.py FILE...
+"""Reads manifests strictly, by the types that Kubernetes' own OpenAPI description has: manifests.py TYPES FILE...
 
-A key that no type has, a value of another type and a key that is missing are errors. It prints the kind of each object.
+TYPES is the folder with these types, the module kubernetes.client. A key that no type has, a value of another type and a key
+that is missing are errors. It prints the kind of each object.
 """
 
 import datetime
 import re
 import sys
 
-import kubernetes.client as types
 import yaml
+
+sys.path.insert(0, sys.argv[1])
+
+import kubernetes.client as types  # noqa: E402
 
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": datetime.datetime}
 
@@ -42,7 +46,7 @@ def read(value, kind, place):
         sys.exit(f"{place}: {error}")
 
 
-for file in sys.argv[1:]:
+for file in sys.argv[2:]:
     with open(file) as text:
         for document in yaml.safe_load_all(text):
             version, kind = document["apiVersion"], document["kind"]
