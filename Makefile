@@ -62,6 +62,7 @@ ready-to-test: $(PACKAGES_TO_TEST)
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	scripts/fetch-kubernetes-api.sh .cache/kubernetes-api
+	scripts/fetch-cel.sh .cache/cel
 	scripts/fetch-programs.sh .cache/programs
 	$(if $(filter 0,$(shell id -u)),scripts/machine-root.sh .cache/machine)
 	cargo build --workspace --locked
