@@ -15,6 +15,7 @@ build: ## the release binaries, in target/release, and manual pages and completi
 
 install: ## what make build has built, on this host: make install, or with PREFIX= and DESTDIR=
 	packaging/install.sh
+	packaging/install-device-plugin.sh
 	[ -n "$$DESTDIR" ] || systemd-sysusers "$${PREFIX:-/usr}/lib/sysusers.d/yunion-mps-daemon.conf"
 
 packages: deb rpm ## both
