@@ -477,7 +477,12 @@ fn the_manifests_are_objects_of_kubernetes() {
     for (file, word, instead, complaint) in [
         (&files[1], "resources:", "resource:", "V1Container has no resource"),
         (&files[0], "appArmorProfile:", "apparmor:", "V1SecurityContext has no apparmor"),
-        (&files[4], "validationActions: [Deny]", "validationActions: Deny", "validationActions[0]"),
+        (
+            &files[4],
+            "validationActions: [Deny]",
+            "validationActions: Deny",
+            "validationActions: 'Deny' is no list",
+        ),
         (&files[4], "message:", "messages:", "V1Validation has no messages"),
     ] {
         fs::write(&wrong, fs::read_to_string(file).unwrap().replace(word, instead)).unwrap();

@@ -21,6 +21,10 @@ PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime"
 def read(value, kind, place):
     """Makes what the types say of a value, or says where it is wrong."""
     of_list, of_dict = re.fullmatch(r"list\[(.*)\]", kind), re.fullmatch(r"dict\(str, (.*)\)", kind)
+    # All that is left but the plain kinds, which are looked at below, is a mapping.
+    form = list if of_list else object if kind in (*PLAIN, "object") else dict
+    if not isinstance(value, form):
+        sys.exit(f"{place}: {value!r} is no {kind}")
     if of_list:
         return [read(one, of_list[1], f"{place}[{number}]") for number, one in enumerate(value)]
     if of_dict and re.search(r"\.(limits|requests)$", place):
