@@ -4,7 +4,7 @@ BOARD ?= h200
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench
+.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench cluster
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -92,3 +92,10 @@ bench: ## the service's own times, memory and wake-ups, as one table (N= runs, B
 	scripts/deps.sh bench
 	cargo build --release --workspace --locked
 	benches/service/run.py
+
+cluster: ## service and device plugin on a real cluster of one node, as root, after make deb: make cluster KUBERNETES=DIRECTORY with the programs of Kubernetes (TRIALS= for some of the trials)
+	tests/kubernetes/cluster/run.py --check
+	scripts/deps.sh
+	scripts/machine-root.sh .cache/machine
+	cargo build --workspace --locked
+	tests/kubernetes/cluster/run.py $(TRIALS)
