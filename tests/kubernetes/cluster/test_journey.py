@@ -54,7 +54,7 @@ class WithModel(unittest.TestCase):
             mock.patch.multiple("node", **node),
             mock.patch("os.kill", model.kill),
             mock.patch("wait.SECONDS", NEVER if defects else SURELY),
-            mock.patch("wait.PAUSE", 0.01),
+            mock.patch("wait.PAUSE", 0.05),
         ]:
             patch.start()
             self.addCleanup(patch.stop)
