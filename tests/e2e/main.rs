@@ -63,7 +63,24 @@ struct Group {
     checks: &'static [Check],
 }
 
+// The two that take longest come first: neither is left over for the end.
 const GROUPS: &[Group] = &[
+    // Podman and Docker on a host with the service of the installed deb.
+    Group {
+        name: "containers",
+        hierarchy: Hierarchy::Unified,
+        stage: containers::stage,
+        prepare: package::installed,
+        checks: containers::CHECKS,
+    },
+    // A deb from its installation to its purge.
+    Group {
+        name: "deb",
+        hierarchy: Hierarchy::Unified,
+        stage: package::stage_upgrades,
+        prepare: |_| (),
+        checks: package::CHECKS,
+    },
     Group {
         name: "scope",
         hierarchy: Hierarchy::Unified,
@@ -78,14 +95,7 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: scope::CHECKS_LEGACY,
     },
-    // A deb from its installation to its purge, and the same of an rpm.
-    Group {
-        name: "deb",
-        hierarchy: Hierarchy::Unified,
-        stage: package::stage_upgrades,
-        prepare: |_| (),
-        checks: package::CHECKS,
-    },
+    // The same of an rpm.
     Group {
         name: "rpm",
         hierarchy: Hierarchy::Unified,
@@ -122,14 +132,6 @@ const GROUPS: &[Group] = &[
         stage: package::stage,
         prepare: package::installed,
         checks: adoption::CHECKS,
-    },
-    // Podman and Docker on that host.
-    Group {
-        name: "containers",
-        hierarchy: Hierarchy::Unified,
-        stage: containers::stage,
-        prepare: package::installed,
-        checks: containers::CHECKS,
     },
     Group {
         name: "containers_legacy",
