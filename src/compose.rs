@@ -14,9 +14,10 @@ use common::host::nvml::facts::GpuState;
 use common::plan::{GpuPlan, Plan, only_slice};
 use common::published::control_daemon::ControlDaemonState;
 use common::published::events::{Event, Events};
-use common::published::snapshot::{GpuView, Snapshot, State};
+use common::published::snapshot::{BoundSlice, GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
+use mps_core::bindings::Binding;
 
 /// The most bindings of a slice that are named, each with a label that may have hundreds of bytes.
 const NAMES: usize = 8;
@@ -259,15 +260,19 @@ fn drained(plan: &GpuPlan, drained: &Drained) -> BTreeSet<u32> {
 }
 
 /// The names of the bindings of each slice that is bound.
-fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, String> {
-    let mut all: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
+fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, BoundSlice> {
+    let mut all: BTreeMap<u32, Vec<&Binding<SliceId>>> = BTreeMap::new();
     for one in bindings.iter() {
         let is_of_gpu = |slice: &&SliceId| slice.gpu == plan.gpu.id() && slice.ordinal < plan.slices();
         for slice in one.slices.iter().filter(is_of_gpu) {
-            all.entry(slice.ordinal).or_default().push(one.name());
+            all.entry(slice.ordinal).or_default().push(one);
         }
     }
-    all.into_iter().map(|(ordinal, names)| (ordinal, first_of(&names))).collect()
+    let shown = |bindings: Vec<&Binding<SliceId>>| BoundSlice {
+        by: first_of(&bindings.iter().map(|one| one.name()).collect::<Vec<_>>()),
+        groups: bindings.iter().take(NAMES).map(|one| one.group.path.clone()).collect(),
+    };
+    all.into_iter().map(|(ordinal, bindings)| (ordinal, shown(bindings))).collect()
 }
 
 /// The first of these names, and the number of the others.

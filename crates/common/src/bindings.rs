@@ -4,6 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::{io, mem};
 
+pub use mps_core::bindings::pod_of;
 use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
 use serde::{Deserialize, Deserializer, Serialize};
 

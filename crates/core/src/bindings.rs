@@ -1,10 +1,11 @@
 //! The slices to which control groups are bound, before their programs run or while they do.
 //!
 //! A process has the slices of the nearest binding: that of its own control group, or else of the first one above. Without
-//! sharing, a slice is one binding's at a time. Bindings of control groups that are inside one another are one tenant's, and
-//! take nothing from each other.
+//! sharing, a slice is one binding's at a time. Bindings of control groups that are inside one another, or in one pod, are one
+//! tenant's, and take nothing from each other.
 //!
-//! Nobody has to end a binding: it ends when its control group is gone. An empty control group may get its first process yet,
+//! A binding need not be ended: it ends when its control group is gone, or else, for a container of Kubernetes, when its pod has
+//! ended: the kubelet gives slices to pods, and a container that has ended is started again on its slice. An empty control group may get its first process yet,
 //! so its binding ends only after [`FIRST_PROCESS`]. One that has had a process gives its slice at once to a control group that
 //! asks for it: a container is started again while the control group of its predecessor is still there.
 
@@ -45,6 +46,8 @@ pub struct ControlGroup {
 pub enum GroupUse {
     /// There is no such control group any more.
     Gone,
+    /// The same, and its pod is still there, which may start the container again.
+    PodGoesOn,
     /// Neither it nor any control group below it has a process.
     Empty,
     /// It has processes, or nobody can tell.
@@ -119,6 +122,27 @@ pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
 
+/// The path of the control group of a pod, from the path of a control group in it. None outside the kubelet's control groups.
+///
+/// The kubelet has one for all pods (`kubepods`, or `kubepods.slice` below the slices of a root of its own), in it those of the two
+/// lower classes of pods, and in these or beside them one for each pod.
+pub fn pod_of(path: &str) -> Option<&str> {
+    let is_for_all =
+        |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");
+    let is_class = |name: &str| {
+        let class = name.strip_suffix(".slice").unwrap_or(name);
+        class.ends_with("burstable") || class.ends_with("besteffort")
+    };
+    let mut end = 0;
+    let mut names = path.split('/').map(|name| {
+        end += name.len() + 1;
+        (name, end - 1)
+    });
+    names.find(|(name, _)| is_for_all(name))?;
+    let (_, end) = names.find(|(name, _)| !is_class(name))?;
+    path.get(..end)
+}
+
 fn is_in(path: &str, above: &str) -> bool {
     path.strip_prefix(above).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
@@ -130,8 +154,14 @@ impl ControlGroup {
     }
 
     /// Whether this control group and the one at a path are inside one another.
-    fn is_one_tenants(&self, path: &str) -> bool {
+    fn is_around_or_inside(&self, path: &str) -> bool {
         self.has(path) || is_in(&self.path, path)
+    }
+
+    /// Whether this control group and the one at a path are inside one another, or in one pod.
+    fn is_one_tenants(&self, path: &str) -> bool {
+        let pod = pod_of(path);
+        self.is_around_or_inside(path) || (pod.is_some() && pod == pod_of(&self.path))
     }
 }
 
@@ -163,7 +193,7 @@ impl<S> Binding<S> {
         match group_use {
             GroupUse::Gone => true,
             GroupUse::Empty => now.saturating_sub(self.since) >= FIRST_PROCESS,
-            GroupUse::Used => false,
+            GroupUse::Used | GroupUse::PodGoesOn => false,
         }
     }
 
@@ -232,6 +262,7 @@ impl<S: Ord + Clone> Bindings<S> {
     }
 
     /// Ends the bindings that keep such a slice from the control group at a path, and that are nobody's any more, and returns them.
+    /// The next container of a pod takes the place of a container that has ended.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -240,10 +271,12 @@ impl<S: Ord + Clone> Bindings<S> {
         use_of: impl Fn(&ControlGroup) -> GroupUse,
     ) -> Vec<Arc<Binding<S>>> {
         let gives_way = |one: &mut Arc<Binding<S>>| {
-            if one.group.is_one_tenants(path) || !one.slices.iter().any(&is_wanted) {
+            if one.group.is_around_or_inside(path) || !one.slices.iter().any(&is_wanted) {
                 return false;
             }
-            one.gives_way(use_of(&one.group), now)
+            let group_use = use_of(&one.group);
+            let is_before = group_use == GroupUse::PodGoesOn && one.group.is_one_tenants(path);
+            is_before || one.gives_way(group_use, now)
         };
         self.0.extract_if(.., gives_way).collect()
     }

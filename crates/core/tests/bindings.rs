@@ -8,12 +8,13 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::bindings::{
-    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound,
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound, pod_of,
 };
 use proptest::prelude::*;
 
-/// Two tenants' control groups, with one inside the first, and one with a name that begins alike.
-const PATHS: [&str; 4] = ["/a", "/a/b", "/ab", "/c"];
+/// Two tenants' control groups, with one inside the first, and one with a name that begins alike; a pod with two containers.
+const PATHS: [&str; 6] =
+    ["/a", "/a/b", "/ab", "/kubepods/burstable/p1", "/kubepods/burstable/p1/x", "/kubepods/burstable/p1/y"];
 
 #[derive(Debug, Clone)]
 enum Event {
@@ -70,14 +71,28 @@ fn is_below(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
 }
 
+fn pod_around(path: &str) -> Option<&'static str> {
+    PATHS.into_iter().find(|above| above.starts_with("/kubepods/") && is_below(path, above))
+}
+
+fn are_one_tenants(one: &str, other: &str) -> bool {
+    let pod = pod_around(one);
+    is_below(one, other) || is_below(other, one) || (pod.is_some() && pod == pod_around(other))
+}
+
 impl Host {
+    fn has_process(&self, above: &str) -> bool {
+        self.groups.iter().any(|(path, (_, processes))| is_below(path, above) && *processes > 0)
+    }
+
     fn use_of(&self, group: &ControlGroup) -> GroupUse {
         let is_there = self.groups.get(group.path.as_str()).is_some_and(|(inode, _)| *inode == group.inode);
-        let below = self.groups.iter().filter(|(path, _)| is_below(path, &group.path));
-        match below.map(|(_, (_, processes))| processes).sum::<u32>() {
-            _ if !is_there => GroupUse::Gone,
-            0 => GroupUse::Empty,
-            _ => GroupUse::Used,
+        if is_there {
+            return if self.has_process(&group.path) { GroupUse::Used } else { GroupUse::Empty };
+        }
+        match pod_around(&group.path) {
+            Some(pod) if self.has_process(pod) => GroupUse::PodGoesOn,
+            _ => GroupUse::Gone,
         }
     }
 
@@ -137,15 +152,37 @@ impl Host {
         let label = format!("job {path}");
         let (since, was_used) = (self.now, self.use_of(&group) == GroupUse::Used);
         let wanted = Binding { group: group.clone(), slices: slices.clone(), by, label, since, was_used };
+        let mut bindings = self.bindings.clone();
+        for one in
+            bindings.make_way(path, |slice| slices.contains(slice), self.now, |group| self.use_of(group))
+        {
+            let is_its_time = match self.use_of(&one.group) {
+                GroupUse::Used => false,
+                GroupUse::Empty => one.was_used,
+                GroupUse::PodGoesOn => pod_around(path) == pod_around(&one.group.path),
+                GroupUse::Gone => true,
+            };
+            assert!(is_its_time && !one.slices.is_disjoint(slices), "{one:?} has made way for {path}");
+        }
+        self.bindings = bindings;
         let before = self.bindings.clone();
         let taken = before.iter().any(|one| {
-            let (its, asked) = (one.group.path.as_str(), group.path.as_str());
-            let is_anothers = !is_below(its, asked) && !is_below(asked, its);
-            is_anothers && one.by >= by && !one.slices.is_disjoint(slices)
+            !are_one_tenants(&one.group.path, path) && one.by >= by && !one.slices.is_disjoint(slices)
         });
         match self.bindings.bind(wanted, shares, |_| 1) {
             Ok(()) => {
                 assert!(shares || !taken, "{slices:?} are taken, and were given");
+                let is_left = |one: &&Binding<u8>| {
+                    let is_before =
+                        pod_around(path).is_some() && pod_around(path) == pod_around(&one.group.path);
+                    let is_around = is_below(&one.group.path, path) || is_below(path, &one.group.path);
+                    is_before && !is_around && self.use_of(&one.group) == GroupUse::PodGoesOn
+                };
+                let mut left = self.bindings.iter().filter(is_left);
+                assert!(
+                    left.all(|one| one.slices.is_disjoint(slices)),
+                    "a container has a slice of the next one"
+                );
                 let bound = self.bindings.nearest(path, |_| true).unwrap();
                 let before = before.iter().find(|one| one.group == group);
                 assert!(bound.group == group && bound.by == before.map_or(by, |one| one.by.max(by)));
@@ -163,7 +200,7 @@ impl Host {
                 assert!(before.with(&slice).any(|one| one.name() == by));
                 assert_eq!(self.bindings, before, "a refusal changes nothing");
             }
-            Err(NotBound::TooMany | NotBound::TooLarge) => unreachable!("there are four control groups"),
+            Err(NotBound::TooMany | NotBound::TooLarge) => unreachable!("there are few control groups"),
         }
     }
 
@@ -172,8 +209,7 @@ impl Host {
             assert!(!one.slices.is_empty());
             for other in self.bindings.iter().skip(index + 1) {
                 assert_ne!(one.group.path, other.group.path, "a control group is bound twice");
-                let one_tenants = is_below(&one.group.path, &other.group.path)
-                    || is_below(&other.group.path, &one.group.path);
+                let one_tenants = are_one_tenants(&one.group.path, &other.group.path);
                 let both = one.slices.intersection(&other.slices);
                 let both: Vec<_> = both.filter(|slice| !self.shared.contains(slice)).collect();
                 assert!(one_tenants || both.is_empty(), "{one:?} and {other:?} have {both:?}");
@@ -321,5 +357,59 @@ fn the_last_label_is_the_name() {
     for (label, expected) in [("", "/a"), ("job 1", "job 1"), ("", "job 1"), ("job 2", "job 2")] {
         bindings.bind(with_label(label), false, |_| 1).unwrap();
         assert_eq!(bindings.nearest("/a/b", |_| true).map(Binding::name), Some(expected));
+    }
+}
+
+/// A pod keeps the slice of a container that has ended until its next container has it, or it ends itself.
+#[test]
+fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
+    let binding = |path: &str| Binding {
+        group: ControlGroup { path: path.to_owned(), inode: 1 },
+        slices: BTreeSet::from([1]),
+        by: BoundBy::Root,
+        label: "ml/train-0/main".to_owned(),
+        since: 0,
+        was_used: true,
+    };
+    let (pod, other) = ("/kubepods/burstable/p1", "/kubepods/p2/x");
+    let (first, second) = (format!("{pod}/x"), format!("{pod}/y"));
+    let mut bindings = Bindings::default();
+    bindings.bind(binding(&first), false, |_| 1).unwrap();
+    let goes_on = |_: &ControlGroup| GroupUse::PodGoesOn;
+    assert_eq!(bindings.end(1000, goes_on), []);
+    assert_eq!(bindings.make_way(other, |_| true, 1000, goes_on), []);
+    bindings.bind(binding(other), false, |_| 1).unwrap_err();
+    assert_eq!(bindings.make_way(&second, |_| false, 1000, goes_on), []);
+    assert_eq!(bindings.make_way(&second, |_| true, 1000, goes_on).len(), 1);
+    bindings.bind(binding(&second), false, |_| 1).unwrap();
+    assert_eq!(bindings.end(1000, |_| GroupUse::Gone).len(), 1);
+}
+
+/// The kubelet's control groups, by both of its drivers, and with a root of its own.
+#[test]
+fn a_pod_is_the_control_group_below_those_of_the_kubelet() {
+    for (path, pod) in [
+        ("/kubepods/pod1/4f1c", Some("/kubepods/pod1")),
+        ("/kubepods/burstable/pod1/4f1c/below", Some("/kubepods/burstable/pod1")),
+        (
+            "/docker/77aa/kubelet/kubepods/besteffort/pod1",
+            Some("/docker/77aa/kubelet/kubepods/besteffort/pod1"),
+        ),
+        (
+            "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice/cri-containerd-4f1c.scope",
+            Some("/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice"),
+        ),
+        (
+            "/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod1.slice/crio-4f1c.scope/container",
+            Some("/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod1.slice"),
+        ),
+        ("/kubepods", None),
+        ("/kubepods/burstable", None),
+        ("/docker/4f1c", None),
+        ("/my-kubepods/pod1/4f1c", None),
+        ("/user.slice/kubepods.scope/pod1", None),
+        ("", None),
+    ] {
+        assert_eq!(pod_of(path), pod, "{path}");
     }
 }

@@ -3,10 +3,11 @@
 use std::collections::BTreeSet;
 
 use common::bus::proxy::ContainerAnswer;
+use common::published::cdi::{KIND, binding_device};
 use common::published::container::gives_gpus;
 
 use crate::api::{CdiDevice, ContainerDeviceNode, ContainerMount, ContainerSettings};
-use crate::offers::{Offered, Unusable};
+use crate::offers::{Offered, Unusable, refusal};
 use crate::preference::gpu;
 use crate::slice::NodeSlice;
 
@@ -50,18 +51,13 @@ fn slice_for(
 ) -> Result<NodeSlice, RefusedAllocation> {
     let device = || name.to_owned();
     let unknown = || RefusedAllocation::Unknown { device: device(), resource: resource.to_owned() };
-    let told = offered.iter().find(|told| told.name == name).ok_or_else(unknown)?;
-    let slice = now.iter().find(|slice| slice.name == name).ok_or_else(unknown)?;
-    if !slice.healthy {
-        let why = Unusable::Unhealthy(slice.reason.clone());
-        return Err(RefusedAllocation::Unusable { device: device(), why });
+    if !offered.iter().any(|told| told.name == name) {
+        return Err(unknown());
     }
-    // A slice that was taken meanwhile is refused to the container by the hook of its CDI device.
-    match &told.unusable {
-        Some(why @ Unusable::Taken(by)) if *by == slice.bound_to => {
-            Err(RefusedAllocation::Unusable { device: device(), why: why.clone() })
-        }
-        _ => Ok(slice.clone()),
+    let slice = now.iter().find(|slice| slice.name == name).ok_or_else(unknown)?;
+    match refusal(slice) {
+        Some(why) => Err(RefusedAllocation::Unusable { device: device(), why }),
+        None => Ok(slice.clone()),
     }
 }
 
@@ -78,17 +74,18 @@ fn one_of_each_gpu(names: &[String]) -> Result<(), RefusedAllocation> {
 
 /// The CDI devices of one slice: NVIDIA's of the GPU, and the service's of the slice, with a hook that binds the container.
 pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllocation> {
-    let own = CdiDevice { name: format!("yunion.io/mps={}", slice.name) };
-    Ok(ContainerSettings { cdi_devices: vec![cdi_of_gpu(slice)?, own], ..ContainerSettings::default() })
+    let cdi_devices = vec![cdi_of_gpu(slice)?, own_cdi(&slice.name)];
+    Ok(ContainerSettings { cdi_devices, ..ContainerSettings::default() })
 }
 
 /// The same for slices of several GPUs. The service's CDI devices would overwrite each other's limits, so the settings are
-/// the settings of all slices together, and the service knows the slices of the container by its mounts.
+/// the settings of all slices together, and each slice adds the device with its hook alone.
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
     config: ContainerAnswer,
 ) -> Result<ContainerSettings, RefusedAllocation> {
-    let cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<_, _>>()?;
+    let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
+    cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
     // They are for NVIDIA's runtime, which would add the GPUs a second time.
     settings.environment.retain(|name, _| !gives_gpus(name));
@@ -107,6 +104,10 @@ fn cdi_of_gpu(slice: &NodeSlice) -> Result<CdiDevice, RefusedAllocation> {
     let unknown = || RefusedAllocation::NoUuid { device: slice.name.clone() };
     let uuid = slice.uuid.as_ref().ok_or_else(unknown)?;
     Ok(CdiDevice { name: format!("nvidia.com/gpu={uuid}") })
+}
+
+fn own_cdi(device: &str) -> CdiDevice {
+    CdiDevice { name: format!("{KIND}={device}") }
 }
 
 fn settings(config: ContainerAnswer) -> ContainerSettings {
@@ -173,16 +174,12 @@ mod tests {
         let told = offered(&[slice("06-0", 20480, 25)]);
         let sick = NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice("06-0", 20480, 25) };
         assert_eq!(asked(&["06-0"], &told, &[sick]).unwrap_err().to_string(), "06-0: drained");
-        let mut told = told;
-        told[0].unusable = Some(Unusable::Unwatched);
-        asked(&["06-0"], &told, &[slice("06-0", 20480, 25)]).unwrap();
     }
 
     #[test]
     fn a_slice_of_a_stranger_is_refused_for_as_long_as_he_has_it() {
         let taken = NodeSlice { bound_to: "4f1c".to_owned(), ..slice("06-0", 20480, 25) };
-        let mut told = offered(std::slice::from_ref(&taken));
-        told[0].unusable = Some(Unusable::Taken("4f1c".to_owned()));
+        let told = offered(std::slice::from_ref(&taken));
         let refused = asked(&["06-0"], &told, &[taken]).unwrap_err().to_string();
         assert!(refused.contains("06-0: taken by 4f1c outside Kubernetes"), "{refused}");
         asked(&["06-0"], &told, &[slice("06-0", 20480, 25)]).unwrap();
@@ -218,7 +215,15 @@ mod tests {
     #[test]
     fn slices_of_several_gpus_have_one_environment_and_the_gpus_by_name() {
         let settings = by_cdi_of_gpus(&[slice("06-0", 1, 1), slice("07-0", 1, 1)], config()).unwrap();
-        assert_eq!(cdi(&settings), ["nvidia.com/gpu=GPU-06", "nvidia.com/gpu=GPU-07"]);
+        assert_eq!(
+            cdi(&settings),
+            [
+                "nvidia.com/gpu=GPU-06",
+                "nvidia.com/gpu=GPU-07",
+                "yunion.io/mps=bind-06-0",
+                "yunion.io/mps=bind-07-0",
+            ]
+        );
         assert_eq!(settings.environment.keys().collect::<Vec<_>>(), ["CUDA_MPS_PIPE_DIRECTORY"]);
         assert_eq!(settings.mounts.len(), 1);
     }

@@ -1,5 +1,5 @@
-//! The messages of the kubelet's interfaces `deviceplugin/v1beta1` and `podresources/v1`, as far as they are used, and the paths
-//! of their calls. Names and numbers are Kubernetes'.
+//! The messages of the kubelet's interface `deviceplugin/v1beta1`, as far as they are used, and the paths of its calls. Names and
+//! numbers are Kubernetes'.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,6 @@ pub(crate) const OPTIONS: &str = "/v1beta1.DevicePlugin/GetDevicePluginOptions";
 pub(crate) const LIST_AND_WATCH: &str = "/v1beta1.DevicePlugin/ListAndWatch";
 pub(crate) const PREFERRED: &str = "/v1beta1.DevicePlugin/GetPreferredAllocation";
 pub(crate) const ALLOCATE: &str = "/v1beta1.DevicePlugin/Allocate";
-pub(crate) const LIST_PODS: &str = "/v1.PodResourcesLister/List";
 
 pub(crate) const HEALTHY: &str = "Healthy";
 pub(crate) const UNHEALTHY: &str = "Unhealthy";
@@ -150,31 +149,4 @@ pub(crate) struct ContainerDeviceNode {
 pub(crate) struct CdiDevice {
     #[prost(string, tag = "1")]
     pub(crate) name: String,
-}
-
-/// The kubelet's pods with the devices that they were given.
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct PodList {
-    #[prost(message, repeated, tag = "1")]
-    pub(crate) pods: Vec<PodWithDevices>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct PodWithDevices {
-    #[prost(message, repeated, tag = "3")]
-    pub(crate) containers: Vec<ContainerWithDevices>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct ContainerWithDevices {
-    #[prost(message, repeated, tag = "2")]
-    pub(crate) devices: Vec<GivenDevices>,
-}
-
-#[derive(Clone, PartialEq, prost::Message)]
-pub(crate) struct GivenDevices {
-    #[prost(string, tag = "1")]
-    pub(crate) resource: String,
-    #[prost(string, repeated, tag = "2")]
-    pub(crate) devices: Vec<String>,
 }

@@ -1,29 +1,27 @@
 //! The kubelet: where its sockets are, whether it was started again, and the calls to it.
 
-use std::collections::BTreeSet;
 use std::future::pending;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::host::inotify::new_instance;
+use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
 use common::host::readable::Readable;
 use http::uri::PathAndQuery;
 use rustix::fs::inotify::{self, ReadFlags, WatchFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use tokio::time::timeout;
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
-use tonic::{Code, Request, Status};
+use tonic::{Request, Status};
 
-use crate::api::{self, Nothing, PluginOptions, PodList, RegisterRequest};
+use crate::api::{self, Nothing, PluginOptions, RegisterRequest};
 use crate::codec::Protobuf;
 
 /// The time for one call. The kubelet connects to us before it answers a registration.
 const DEADLINE: Duration = Duration::from_secs(5);
-
-/// The largest list of pods that is read.
-const LARGEST_LIST: usize = 16 * 1024 * 1024;
 
 /// A socket by its file: another one has another identity, although it may get the inode of the former one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,6 +29,16 @@ pub(crate) struct SocketFile {
     device: u64,
     inode: u64,
     changed: (i64, i64),
+}
+
+/// Returns whether a program listens at a socket. A program that has ended leaves its socket behind.
+pub(crate) fn is_alive(path: &Path) -> bool {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let connected = SocketAddrUnix::new(path).and_then(|address| {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect(&socket, &address)
+    });
+    !matches!(connected, Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
 impl SocketFile {
@@ -76,18 +84,6 @@ impl Kubelet {
         };
         call::<_, Nothing>(&self.own_socket(), api::REGISTER, request).await.map(drop)
     }
-
-    /// The devices that it has given to pods, of the resources that `is_ours` knows.
-    pub(crate) async fn given_to_pods(
-        &self,
-        is_ours: impl Fn(&str) -> bool,
-    ) -> Result<BTreeSet<String>, Status> {
-        let socket = self.directory.join("pod-resources/kubelet.sock");
-        let list: PodList = call(&socket, api::LIST_PODS, Nothing {}).await?;
-        let containers = list.pods.into_iter().flat_map(|pod| pod.containers);
-        let given = containers.flat_map(|container| container.devices);
-        Ok(given.filter(|given| is_ours(&given.resource)).flat_map(|given| given.devices).collect())
-    }
 }
 
 /// The calls of ours that the kubelet shall make.
@@ -95,12 +91,7 @@ pub(crate) fn options() -> PluginOptions {
     PluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
 }
 
-/// Whether there was no answer at all, so that another question would have none either.
-pub(crate) fn is_silence(error: &Status) -> bool {
-    matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded)
-}
-
-/// Calls the kubelet at one of its sockets. An error names the socket.
+/// Calls the kubelet at its socket. An error names the socket.
 async fn call<Q, A>(socket: &Path, path: &'static str, question: Q) -> Result<A, Status>
 where
     Q: prost::Message + Send + Sync + 'static,
@@ -114,7 +105,7 @@ where
             .connect()
             .await
             .map_err(|error| unreachable(&error))?;
-        let mut grpc = Grpc::new(channel).max_decoding_message_size(LARGEST_LIST);
+        let mut grpc = Grpc::new(channel);
         grpc.ready().await.map_err(|error| unreachable(&error))?;
         let codec = Protobuf::<Q, A>::default();
         grpc.unary(Request::new(question), PathAndQuery::from_static(path), codec).await
@@ -139,7 +130,10 @@ pub(crate) struct DirectoryChanges(Option<Readable>);
 impl DirectoryChanges {
     /// Watches the directory, which has to be there.
     pub(crate) fn watch(directory: &Path) -> io::Result<Self> {
-        let queue = new_instance()?;
+        let queue = new_instance().map_err(|error| match Errno::from_io_error(&error) {
+            Some(errno) if is_shortage(errno) => io::Error::other(shortage(errno, no_files()).to_string()),
+            _ => error,
+        })?;
         let flags = WatchFlags::CREATE | WatchFlags::DELETE | WatchFlags::MOVED_TO | WatchFlags::DELETE_SELF;
         inotify::add_watch(&queue, directory, flags | WatchFlags::ONLYDIR)?;
         Readable::new(queue).map(|queue| Self(Some(queue)))
@@ -172,7 +166,7 @@ fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
                 }
             }
             // Only now is the descriptor known to be read to its end.
-            Err(rustix::io::Errno::AGAIN) if any => return Ok(true),
+            Err(Errno::AGAIN) if any => return Ok(true),
             Err(errno) => return Err(errno.into()),
         }
     }
@@ -195,8 +189,11 @@ mod tests {
         let first = UnixListener::bind(&path).unwrap();
         let before = SocketFile::at(&path).unwrap();
         assert_eq!(SocketFile::at(&path), Some(before));
+        assert!(is_alive(&path));
         drop(first);
+        assert!(!is_alive(&path));
         std::fs::remove_file(&path).unwrap();
+        assert!(!is_alive(&path));
         let _second = UnixListener::bind(&path).unwrap();
         assert_ne!(SocketFile::at(&path), Some(before));
     }

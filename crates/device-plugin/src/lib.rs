@@ -1,8 +1,7 @@
 //! yunion-mps-device-plugin: hands the slices of yunion-mps-daemon to the kubelet of a Kubernetes node. It asks the service over
 //! D-Bus and knows nothing else of MPS.
 //!
-//! Decisions are made without input and output, from the service's list of slices and the kubelet's list of pods; `plugin`
-//! carries them out.
+//! Decisions are made without input and output, from the service's list of slices; `plugin` carries them out.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
@@ -38,11 +37,9 @@ use std::time::Duration;
 
 use clap::{CommandFactory, Parser};
 
-use counters::Counters;
 use names::{NamedSize, Naming, domain};
 use plugin::{Choices, run};
 use preference::Placement;
-use resource::Manner;
 
 /// Hands the slices of yunion-mps-daemon to the kubelet, one resource for each size of slice.
 ///
@@ -60,7 +57,7 @@ use resource::Manner;
     yunion-mps-device-plugin --without-cdi --metrics /var/lib/prometheus/node-exporter/yunion-mps-device-plugin.prom"
 )]
 struct Arguments {
-    /// The kubelet's directory, with device-plugins and pod-resources in it
+    /// The kubelet's directory, with device-plugins in it
     #[arg(long, value_name = "DIR", default_value = "/var/lib/kubelet")]
     kubelet_directory: PathBuf,
     /// The domain in front of the names of resources
@@ -99,11 +96,8 @@ pub fn main() -> ExitCode {
         naming: Naming { domain: arguments.domain, named: arguments.resources },
         grace: Duration::from_secs(arguments.grace),
         metrics: arguments.metrics,
-        manner: Manner {
-            placement: arguments.preferred,
-            without_cdi: arguments.without_cdi,
-            counters: Counters::default(),
-        },
+        placement: arguments.preferred,
+        without_cdi: arguments.without_cdi,
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     match runtime.and_then(|runtime| runtime.block_on(run(choices))) {

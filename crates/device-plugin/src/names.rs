@@ -1,9 +1,8 @@
-//! The names of resources: from the sizes of all slices of the node to a name for each. Pure.
+//! The names of resources: from the size of a slice to its name. Pure.
 //!
-//! The rule, as docs/kubernetes.md has it: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` below 1 GiB. Sizes
-//! of the node that would have one name so, and differ in memory, have the memory in MiB; and sizes that have one memory and
-//! differ in their threads have these behind it: `mps-20gib-25pct`. Rounded, since a slice that was cut by number has some odd
-//! number of MiB, which is another one with another driver.
+//! The rule, as docs/kubernetes.md has it: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` below 1 GiB. Rounded,
+//! since a slice that was cut by number has some odd number of MiB, which is another one with another driver. The rule looks at
+//! one slice alone: a name that depended on other slices would change under the pods that have this one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
@@ -106,36 +105,33 @@ pub(crate) struct Naming {
 }
 
 impl Naming {
-    /// The full name of the resource of each size of the node.
-    pub(crate) fn names(&self, shares: &BTreeSet<Share>) -> BTreeMap<Share, String> {
-        let given = |share: Share| self.named.iter().find(|named| named.means(share));
-        let unnamed: Vec<Share> = shares.iter().copied().filter(|share| given(*share).is_none()).collect();
-        let name = |share: Share| match given(share) {
-            Some(named) => named.name.clone(),
-            None => by_rule(share, &unnamed),
-        };
-        shares.iter().map(|share| (*share, format!("{}/{}", self.domain, name(*share)))).collect()
+    /// The full name of the resource of a size.
+    pub(crate) fn name(&self, share: Share) -> String {
+        let name = self.given(share).map_or_else(|| by_rule(share), |given| given.name.clone());
+        format!("{}/{name}", self.domain)
     }
 
-    /// Whether a resource may be one of ours, also one of an earlier configuration.
-    pub(crate) fn is_ours(&self, resource: &str) -> bool {
-        resource.strip_prefix(self.domain.as_str()).is_some_and(|rest| rest.starts_with('/'))
+    fn given(&self, share: Share) -> Option<&NamedSize> {
+        self.named.iter().find(|named| named.means(share))
+    }
+
+    /// Says that slices which differ in their percentage of threads have one name, if they have it by the rule.
+    pub(crate) fn joined(&self, shares: impl IntoIterator<Item = Share>) -> Option<String> {
+        let mut percentages: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
+        for share in shares.into_iter().filter(|share| self.given(*share).is_none()) {
+            percentages.entry(self.name(share)).or_default().insert(share.thread_percentage);
+        }
+        let (name, differ) = percentages.into_iter().find(|(_, differ)| differ.len() > 1)?;
+        let differ: Vec<String> = differ.iter().map(|percentage| format!("{percentage} %")).collect();
+        Some(format!(
+            "{name}: slices with {} of the threads have this name; --resource NAME=SIZE:PERCENTAGE gives some of them a \
+             name of their own",
+            differ.join(", ")
+        ))
     }
 }
 
-fn by_rule(share: Share, all: &[Share]) -> String {
-    let rounded = rounded(share);
-    let alike: Vec<&Share> = all.iter().filter(|other| rounded == self::rounded(**other)).collect();
-    let memory = if alike.iter().all(|other| other.memory_mib == share.memory_mib) {
-        rounded
-    } else {
-        format!("mps-{}mib", share.memory_mib)
-    };
-    let of_this_memory = alike.iter().filter(|other| other.memory_mib == share.memory_mib).count();
-    if of_this_memory > 1 { format!("{memory}-{}pct", share.thread_percentage) } else { memory }
-}
-
-fn rounded(share: Share) -> String {
+fn by_rule(share: Share) -> String {
     match share.memory_mib {
         mib @ 0..1024 => format!("mps-{mib}mib"),
         mib => format!("mps-{}gib", mib / 1024),
@@ -152,12 +148,14 @@ mod tests {
         Share { memory_mib, thread_percentage }
     }
 
-    fn names(named: &[&str], shares: &[(u32, u32)]) -> Vec<String> {
+    fn naming(named: &[&str]) -> Naming {
         let named = named.iter().map(|text| text.parse().unwrap()).collect();
-        let naming = Naming { domain: "yunion.io".to_owned(), named };
-        let shares: Vec<Share> = shares.iter().map(|(mib, percentage)| share(*mib, *percentage)).collect();
-        let names = naming.names(&shares.iter().copied().collect());
-        shares.iter().map(|share| names[share].clone()).collect()
+        Naming { domain: "yunion.io".to_owned(), named }
+    }
+
+    fn names(named: &[&str], shares: &[(u32, u32)]) -> Vec<String> {
+        let naming = naming(named);
+        shares.iter().map(|(mib, percentage)| naming.name(share(*mib, *percentage))).collect()
     }
 
     #[test]
@@ -168,23 +166,19 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_would_have_one_name_differ_in_it() {
-        assert_eq!(
-            names(&[], &[(20480, 25), (20500, 25), (10240, 25)]),
-            ["yunion.io/mps-20480mib", "yunion.io/mps-20500mib", "yunion.io/mps-10gib"]
-        );
-        assert_eq!(
-            names(&[], &[(20480, 25), (20480, 50)]),
-            ["yunion.io/mps-20gib-25pct", "yunion.io/mps-20gib-50pct"]
-        );
-        assert_eq!(
-            names(&[], &[(20480, 25), (20480, 50), (20500, 50)]),
-            ["yunion.io/mps-20480mib-25pct", "yunion.io/mps-20480mib-50pct", "yunion.io/mps-20500mib"]
-        );
+    fn slices_of_one_name_that_differ_in_their_threads_are_told() {
+        let joined = |named: &[&str], shares: &[(u32, u32)]| {
+            naming(named).joined(shares.iter().map(|(mib, percentage)| share(*mib, *percentage)))
+        };
+        assert_eq!(joined(&[], &[(20480, 25), (20500, 25), (10240, 50)]), None);
+        let told = joined(&[], &[(20480, 25), (20480, 50), (10240, 50)]).unwrap();
+        assert!(told.starts_with("yunion.io/mps-20gib: slices with 25 %, 50 % of the threads"), "{told}");
+        assert_eq!(joined(&["fast=20GiB:50"], &[(20480, 25), (20480, 50)]), None);
+        assert_eq!(joined(&["all=20GiB"], &[(20480, 25), (20480, 50)]), None, "on purpose");
     }
 
     #[test]
-    fn a_given_name_goes_first_and_disturbs_no_other() {
+    fn a_given_name_goes_first() {
         assert_eq!(
             names(&["fast=20GiB:50", "tiny=512MiB"], &[(20480, 25), (20480, 50), (512, 5), (600, 5)]),
             ["yunion.io/mps-20gib", "yunion.io/fast", "yunion.io/tiny", "yunion.io/mps-600mib"]
@@ -214,21 +208,11 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_resource_of_another_domain_is_not_ours() {
-        let naming = Naming { domain: "yunion.io".to_owned(), named: Vec::new() };
-        assert!(naming.is_ours("yunion.io/mps-20gib"));
-        assert!(!naming.is_ours("yunion.iot/mps-20gib") && !naming.is_ours("nvidia.com/gpu"));
-    }
-
     proptest! {
         #[test]
-        fn two_sizes_never_have_one_name(
-            sizes in prop::collection::btree_set((1_u32..4000, 1_u32..=3), 1..12),
-        ) {
-            let sizes: Vec<(u32, u32)> = sizes.into_iter().collect();
-            let names = names(&[], &sizes);
-            prop_assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), sizes.len(), "{:?}", names);
+        fn a_name_is_one_that_kubernetes_takes(memory in any::<u32>(), percentage in 1_u32..=100) {
+            let name = names(&[], &[(memory, percentage)]).remove(0);
+            prop_assert_eq!(is_name(name.strip_prefix("yunion.io/").unwrap()), Ok(()));
         }
     }
 }

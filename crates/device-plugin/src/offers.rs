@@ -1,15 +1,15 @@
 //! The resources of the node and their devices: which there are, and which of them Kubernetes may give out. Pure.
 //!
-//! A slice that a container of Kubernetes has stays healthy. The kubelet takes a device that it has given out from the number of
-//! free ones itself, and one that is not healthy as well: a node would lose each slice twice. A slice of anybody else is not
-//! healthy, since the kubelet knows nothing of that. So it must be told apart who has a slice. The kubelet says which devices
-//! it has given to its pods, and that holds for every engine and for every layout of control groups.
+//! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has it go on. It asks the second one
+//! when it starts: a pod whose init container had a device that is not healthy now is ended. So a slice that a pod has is healthy
+//! as long as it is served, drained or not: the kubelet gives it to no other pod. A slice of a stranger is not, since the kubelet
+//! knows nothing of that.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::names::Naming;
-use crate::slice::{NodeSlice, Share};
+use crate::slice::NodeSlice;
 
 /// The most resources. Each is a socket and a registration, and no node has as many sizes.
 const MOST: usize = 64;
@@ -51,96 +51,65 @@ pub(crate) struct Offered {
 /// The devices of each resource, by its full name.
 pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 
-/// The devices that the kubelet has given to pods.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum GivenToPods {
-    Known(BTreeSet<String>),
-    /// The kubelet does not say it. Then every owner counts as a container of Kubernetes: if it is not, a pod waits on its slice
-    /// with the reason in its events, while the other error would take slices from the node for good.
-    Unknown,
-}
-
 /// All that is remembered from one look to the next.
 #[derive(Debug, Default)]
 pub(crate) struct Remembered {
-    /// The last known size of each slice: a GPU that the driver lost has no memory, and its resource must not go.
-    shares: BTreeMap<String, Share>,
-    /// The owners that were found to be containers of Kubernetes, by slice. A pod leaves the kubelet's list before its control
-    /// group is gone, and its slice may have been given to the next one.
-    owners: BTreeMap<String, String>,
+    /// The resource of each slice. A GPU that the driver has lost has no memory, and its resource must not go. A pod has its slice
+    /// by the name under which it was given: under another name it would be free for the kubelet.
+    resources: BTreeMap<String, String>,
 }
 
 impl Remembered {
-    /// Whether a slice has an owner who is not known to be a container of Kubernetes: the kubelet has to be asked.
-    pub(crate) fn must_ask(&self, slices: &[NodeSlice]) -> bool {
-        slices.iter().any(|slice| !slice.bound_to.is_empty() && !self.is_known_owner(slice))
-    }
-
-    fn is_known_owner(&self, slice: &NodeSlice) -> bool {
-        is_in_pods_group(&slice.bound_to) || self.owners.get(&slice.name) == Some(&slice.bound_to)
-    }
-
-    /// The resources for these slices, which are all of the node.
-    pub(crate) fn offers(
-        &mut self,
-        slices: &[NodeSlice],
-        naming: &Naming,
-        given: &GivenToPods,
-        unwatched: bool,
-    ) -> Offers {
-        self.remember(slices, given);
-        let names = naming.names(&self.shares.values().copied().collect());
+    /// The devices of each resource. `unwatched`: the service has been away for longer than a restart takes.
+    pub(crate) fn offers(&mut self, slices: &[NodeSlice], naming: &Naming, unwatched: bool) -> Offers {
+        self.resources.retain(|name, _| slices.iter().any(|slice| slice.name == *name));
         let mut offers = Offers::new();
         for slice in slices {
-            let Some(name) = self.shares.get(&slice.name).and_then(|share| names.get(share)) else {
-                continue;
-            };
-            if offers.len() == MOST && !offers.contains_key(name) {
+            let Some(resource) = self.resource(slice, naming) else { continue };
+            if offers.len() == MOST && !offers.contains_key(&resource) {
                 continue;
             }
-            let unusable = if unwatched { Some(Unusable::Unwatched) } else { self.unusable(slice) };
-            offers.entry(name.clone()).or_default().push(Offered {
+            offers.entry(resource).or_default().push(Offered {
                 name: slice.name.clone(),
                 numa_node: slice.numa_node,
-                unusable,
+                unusable: unusable(slice, unwatched),
             });
         }
         offers
     }
 
-    fn remember(&mut self, slices: &[NodeSlice], given: &GivenToPods) {
-        let is_there = |name: &String| slices.iter().any(|slice| slice.name == *name);
-        self.shares.retain(|name, _| is_there(name));
-        self.owners
-            .retain(|name, owner| slices.iter().any(|one| one.name == *name && one.bound_to == *owner));
-        for slice in slices {
-            if let Some(share) = slice.share {
-                self.shares.insert(slice.name.clone(), share);
-            }
-            let of_pod = match given {
-                GivenToPods::Known(names) => names.contains(&slice.name),
-                GivenToPods::Unknown => true,
-            };
-            if of_pod && !slice.bound_to.is_empty() {
-                self.owners.insert(slice.name.clone(), slice.bound_to.clone());
-            }
-        }
-    }
-
-    fn unusable(&self, slice: &NodeSlice) -> Option<Unusable> {
-        if !slice.healthy {
-            Some(Unusable::Unhealthy(slice.reason.clone()))
-        } else if slice.bound_to.is_empty() || self.is_known_owner(slice) {
-            None
-        } else {
-            Some(Unusable::Taken(slice.bound_to.clone()))
-        }
+    /// The resource of a slice; None while its size was never known.
+    fn resource(&mut self, slice: &NodeSlice, naming: &Naming) -> Option<String> {
+        let known = self.resources.get(&slice.name).cloned();
+        let resource = match (known, slice.share) {
+            (Some(known), share) if slice.has_pod || share.is_none() => known,
+            (_, share) => naming.name(share?),
+        };
+        self.resources.insert(slice.name.clone(), resource.clone());
+        Some(resource)
     }
 }
 
-/// Whether this is the path of a control group of pods. The kubelet has this name above all of them, in each of its layouts.
-fn is_in_pods_group(owner: &str) -> bool {
-    owner.split('/').any(|part| part == "kubepods" || part == "kubepods.slice")
+/// The reason why a slice is not healthy for the kubelet.
+fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<Unusable> {
+    if slice.has_pod && slice.served {
+        None
+    } else if unwatched && !slice.has_pod {
+        Some(Unusable::Unwatched)
+    } else {
+        refusal(slice)
+    }
+}
+
+/// The reason why no container gets a slice from now on.
+pub(crate) fn refusal(slice: &NodeSlice) -> Option<Unusable> {
+    if !slice.healthy {
+        Some(Unusable::Unhealthy(slice.reason.clone()))
+    } else if slice.has_stranger() {
+        Some(Unusable::Taken(slice.bound_to.clone()))
+    } else {
+        None
+    }
 }
 
 #[cfg(test)]
@@ -152,12 +121,16 @@ mod tests {
         Naming { domain: "yunion.io".to_owned(), named: Vec::new() }
     }
 
-    fn given(names: &[&str]) -> GivenToPods {
-        GivenToPods::Known(names.iter().map(|name| (*name).to_owned()).collect())
-    }
-
     fn bound(name: &str, owner: &str) -> NodeSlice {
         NodeSlice { bound_to: owner.to_owned(), ..slice(name, 20480, 25) }
+    }
+
+    fn of_pod(name: &str) -> NodeSlice {
+        NodeSlice { has_pod: true, ..bound(name, "ml/train-0/main") }
+    }
+
+    fn drained(slice: NodeSlice) -> NodeSlice {
+        NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice }
     }
 
     /// The only device, and why it is not usable.
@@ -169,7 +142,7 @@ mod tests {
     #[test]
     fn each_size_is_a_resource_with_its_slices() {
         let slices = [slice("06-0", 20480, 25), slice("06-1", 61440, 75), slice("07-0", 20480, 25)];
-        let offers = Remembered::default().offers(&slices, &naming(), &given(&[]), false);
+        let offers = Remembered::default().offers(&slices, &naming(), false);
         let names: Vec<(&str, Vec<&str>)> = offers
             .iter()
             .map(|(name, devices)| {
@@ -184,80 +157,67 @@ mod tests {
     }
 
     #[test]
-    fn a_slice_that_is_not_healthy_says_why() {
-        let sick = NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice("06-0", 20480, 25) };
-        let offers = Remembered::default().offers(&[sick], &naming(), &given(&[]), false);
-        assert_eq!(only(&offers), Some(Unusable::Unhealthy("drained".to_owned())));
-    }
-
-    #[test]
-    fn a_slice_of_a_pod_stays_healthy_and_that_of_a_stranger_does_not() {
-        let mut remembered = Remembered::default();
-        let slices = [bound("06-0", "4f1c")];
-        assert!(remembered.must_ask(&slices));
-        let taken = remembered.offers(&slices, &naming(), &given(&["06-1"]), false);
-        assert_eq!(only(&taken), Some(Unusable::Taken("4f1c".to_owned())));
-        assert!(remembered.must_ask(&slices), "a stranger may turn out to be a pod");
-        let of_pod = remembered.offers(&slices, &naming(), &given(&["06-0"]), false);
-        assert_eq!(only(&of_pod), None);
-        assert!(!remembered.must_ask(&slices));
-    }
-
-    #[test]
-    fn a_pod_that_has_left_the_kubelet_keeps_its_slice_healthy_until_its_control_group_is_gone() {
-        let mut remembered = Remembered::default();
-        remembered.offers(&[bound("06-0", "4f1c")], &naming(), &given(&["06-0"]), false);
-        let leaves = remembered.offers(&[bound("06-0", "4f1c")], &naming(), &given(&[]), false);
-        assert_eq!(only(&leaves), None);
-        let next = remembered.offers(&[bound("06-0", "77aa")], &naming(), &given(&[]), false);
-        assert_eq!(only(&next), Some(Unusable::Taken("77aa".to_owned())));
-    }
-
-    #[test]
-    fn a_control_group_of_pods_tells_itself() {
-        for group in ["/kubepods.slice/kubepods-pod1.slice/cri-1.scope", "/kubepods/burstable/pod1/4f1c"] {
-            let slices = [bound("06-0", group)];
-            let mut remembered = Remembered::default();
-            assert!(!remembered.must_ask(&slices));
-            assert_eq!(only(&remembered.offers(&slices, &naming(), &given(&[]), false)), None);
+    fn a_slice_of_a_pod_is_healthy_while_it_is_served_and_another_one_while_a_container_may_have_it() {
+        let unhealthy = || Some(Unusable::Unhealthy("drained".to_owned()));
+        let taken = || Some(Unusable::Taken("4f1c".to_owned()));
+        let lost = |slice| NodeSlice { served: false, ..drained(slice) };
+        let (free, pods, strangers) = (slice("06-0", 20480, 25), of_pod("06-0"), bound("06-0", "4f1c"));
+        for (slice, healthy, while_away) in [
+            (free.clone(), None, Some(Unusable::Unwatched)),
+            (drained(free.clone()), unhealthy(), Some(Unusable::Unwatched)),
+            (lost(free), unhealthy(), Some(Unusable::Unwatched)),
+            (pods.clone(), None, None),
+            (drained(pods.clone()), None, None),
+            (lost(pods), unhealthy(), unhealthy()),
+            (strangers.clone(), taken(), Some(Unusable::Unwatched)),
+            (drained(strangers), unhealthy(), Some(Unusable::Unwatched)),
+        ] {
+            for (unwatched, expected) in [(false, healthy), (true, while_away)] {
+                let offers = Remembered::default().offers(&[slice.clone()], &naming(), unwatched);
+                assert_eq!(only(&offers), expected, "{slice:?} {unwatched}");
+            }
         }
-        assert!(Remembered::default().must_ask(&[bound("06-0", "my-kubepods")]));
     }
 
     #[test]
-    fn where_the_kubelet_says_nothing_every_owner_counts_as_a_pod() {
-        let slices = [bound("06-0", "4f1c")];
-        assert_eq!(
-            only(&Remembered::default().offers(&slices, &naming(), &GivenToPods::Unknown, false)),
-            None
-        );
+    fn a_new_container_gets_a_healthy_slice_that_no_stranger_has() {
+        assert_eq!(refusal(&slice("06-0", 20480, 25)), None);
+        assert_eq!(refusal(&of_pod("06-0")), None, "its hook waits for the end of the other pod");
+        assert_eq!(refusal(&drained(of_pod("06-0"))), Some(Unusable::Unhealthy("drained".to_owned())));
+        assert_eq!(refusal(&bound("06-0", "4f1c")), Some(Unusable::Taken("4f1c".to_owned())));
     }
 
     #[test]
-    fn without_the_service_nothing_is_given_out_and_nothing_goes() {
-        let slices = [slice("06-0", 20480, 25)];
-        let offers = Remembered::default().offers(&slices, &naming(), &given(&[]), true);
-        assert_eq!(only(&offers), Some(Unusable::Unwatched));
+    fn a_pod_keeps_the_name_under_which_its_slice_was_given() {
+        let mut remembered = Remembered::default();
+        remembered.offers(&[of_pod("06-0"), slice("06-1", 20480, 25)], &naming(), false);
+        let smaller = slice("06-2", 20479, 25).share;
+        let cut = |slice: NodeSlice| NodeSlice { share: smaller, ..slice };
+        let after = [cut(of_pod("06-0")), cut(slice("06-1", 20480, 25))];
+        let offers = remembered.offers(&after, &naming(), false);
+        assert_eq!(offers.keys().collect::<Vec<_>>(), ["yunion.io/mps-19gib", "yunion.io/mps-20gib"]);
+        let offers = remembered.offers(&[cut(slice("06-0", 20480, 25)), after[1].clone()], &naming(), false);
+        assert_eq!(offers.keys().collect::<Vec<_>>(), ["yunion.io/mps-19gib"]);
     }
 
     #[test]
     fn a_gpu_that_the_driver_has_lost_keeps_its_resource() {
         let mut remembered = Remembered::default();
-        let unknown = NodeSlice { share: None, healthy: false, ..slice("06-0", 20480, 25) };
+        let unknown = NodeSlice { share: None, healthy: false, served: false, ..slice("06-0", 20480, 25) };
         let unknown = [unknown];
-        assert!(remembered.offers(&unknown, &naming(), &given(&[]), false).is_empty(), "never known");
-        remembered.offers(&[slice("06-0", 20480, 25)], &naming(), &given(&[]), false);
-        let lost = remembered.offers(&unknown, &naming(), &given(&[]), false);
+        assert!(remembered.offers(&unknown, &naming(), false).is_empty(), "never known");
+        remembered.offers(&[slice("06-0", 20480, 25)], &naming(), false);
+        let lost = remembered.offers(&unknown, &naming(), false);
         assert!(matches!(only(&lost), Some(Unusable::Unhealthy(_))), "{lost:?}");
-        assert!(remembered.offers(&[], &naming(), &given(&[]), false).is_empty());
-        assert!(remembered.offers(&unknown, &naming(), &given(&[]), false).is_empty(), "forgotten");
+        assert!(remembered.offers(&[], &naming(), false).is_empty());
+        assert!(remembered.offers(&unknown, &naming(), false).is_empty(), "forgotten");
     }
 
     #[test]
     fn there_are_not_more_resources_than_a_node_can_have() {
         let slices: Vec<NodeSlice> =
             (1..=100).map(|gib| slice(&format!("06-{gib}"), gib * 1024, 1)).collect();
-        let offers = Remembered::default().offers(&slices, &naming(), &given(&[]), false);
+        let offers = Remembered::default().offers(&slices, &naming(), false);
         assert_eq!(offers.len(), MOST);
     }
 }

@@ -3,21 +3,25 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use common::whole_file;
 use sd_notify::NotifyState;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
+use tonic::Status;
 
-use crate::kubelet::{DirectoryChanges, Kubelet, is_silence};
+use crate::counters::Counters;
+use crate::kubelet::{DirectoryChanges, Kubelet, SocketFile};
 use crate::names::Naming;
-use crate::offers::{GivenToPods, Offers, Remembered};
-use crate::resource::{Manner, Resource};
+use crate::offers::{Offers, Remembered};
+use crate::preference::Placement;
+use crate::resource::{Manner, Registration, Resource};
 use crate::service::{ServiceView, follow};
-use crate::slice::NodeSlice;
 
 /// The time to the next look while something is left to do.
 const SOON: Duration = Duration::from_secs(1);
@@ -35,13 +39,27 @@ pub(crate) struct Choices {
     pub(crate) naming: Naming,
     pub(crate) grace: Duration,
     pub(crate) metrics: Option<PathBuf>,
-    pub(crate) manner: Manner,
+    pub(crate) placement: Placement,
+    pub(crate) without_cdi: bool,
+}
+
+/// The end of a registration.
+struct Registered {
+    resource: String,
+    /// The socket of the resource, and the kubelet's.
+    own: SocketFile,
+    kubelet: SocketFile,
+    answer: Result<(), Status>,
 }
 
 /// All that the program knows and serves.
 struct Plugin {
     choices: Choices,
+    manner: Manner,
     kubelet: Kubelet,
+    /// Registrations that the kubelet has not answered yet. It answers only after it has reached our socket, which may have to be
+    /// made again meanwhile: so nothing waits for it.
+    registrations: JoinSet<Registered>,
     remembered: Remembered,
     resources: BTreeMap<String, Resource>,
     /// The metrics as they were written last.
@@ -59,9 +77,17 @@ pub(crate) async fn run(choices: Choices) -> io::Result<()> {
     let (sender, mut view) = watch::channel(ServiceView::unknown());
     tokio::spawn(follow(sender));
     let kubelet = Kubelet::new(choices.kubelet_directory.clone());
+    let manner = Manner {
+        placement: choices.placement,
+        without_cdi: choices.without_cdi,
+        counters: Counters::default(),
+        service: view.clone(),
+    };
     let mut plugin = Plugin {
         choices,
+        manner,
         kubelet,
+        registrations: JoinSet::new(),
         remembered: Remembered::default(),
         resources: BTreeMap::new(),
         written: String::new(),
@@ -74,11 +100,12 @@ pub(crate) async fn run(choices: Choices) -> io::Result<()> {
             directory = plugin.watch_directory();
         }
         let service = view.borrow_and_update().clone();
-        let pause = plugin.bring_up_to_date(&service).await;
-        plugin.tell_systemd();
+        let pause = plugin.bring_up_to_date(&service)?;
+        plugin.tell_systemd(&service);
         tokio::select! {
             changed = view.changed() => changed.map_err(io::Error::other)?,
             () = directory.next() => {}
+            Some(ended) = plugin.registrations.join_next() => plugin.hear(ended.map_err(io::Error::other)?),
             () = sleep_until(Instant::now() + pause) => {}
             _ = terminate.recv() => return Ok(()),
             _ = interrupt.recv() => return Ok(()),
@@ -91,41 +118,40 @@ impl Plugin {
         let directory = self.kubelet.plugins();
         let watched = DirectoryChanges::watch(&directory);
         let complaint = watched.as_ref().err().map(|error| {
-            format!("{}: {error}; waiting for the kubelet, which makes this directory", directory.display())
+            let place = directory.display();
+            match error.kind() {
+                io::ErrorKind::NotFound => {
+                    format!("{place}: {error}; waiting for the kubelet, which makes this directory")
+                }
+                _ => format!("{place}: {error}; changes there are seen some seconds later until then"),
+            }
         });
         self.say("directory", complaint);
         watched.unwrap_or_default()
     }
 
     /// Makes everything as it has to be, and returns the time to the next look.
-    async fn bring_up_to_date(&mut self, service: &ServiceView) -> Duration {
-        let Some(slices) = &service.slices else { return SOON };
-        let given = self.given_to_pods(slices).await;
+    fn bring_up_to_date(&mut self, service: &ServiceView) -> io::Result<Duration> {
+        self.say("service", service.complaint());
+        let Some(slices) = &service.slices else { return Ok(SOON) };
+        self.say("names", self.choices.naming.joined(slices.iter().filter_map(|slice| slice.share)));
+        // First of all: a kubelet that starts removes all sockets before it makes its own, so a removal that came before this
+        // kubelet is seen below.
+        let kubelet = self.kubelet.socket();
         let unwatched = service.is_away_for(self.choices.grace);
-        let offers = self.remembered.offers(slices, &self.choices.naming, &given, unwatched);
-        self.serve(&offers);
-        let registered = self.register().await;
+        let offers = self.remembered.offers(slices, &self.choices.naming, unwatched);
+        self.serve(&offers)?;
+        let registered = self.register(kubelet);
         self.write_metrics(&offers);
-        let waits_for_service = service.away_since.is_some() && !unwatched;
-        if waits_for_service || registered < offers.len() { SOON } else { LATER }
-    }
-
-    async fn given_to_pods(&mut self, slices: &[NodeSlice]) -> GivenToPods {
-        if !self.remembered.must_ask(slices) {
-            return GivenToPods::Known([].into());
-        }
-        let naming = &self.choices.naming;
-        let answer = self.kubelet.given_to_pods(|resource| naming.is_ours(resource)).await;
-        let complaint = answer.as_ref().err().map(|error| {
-            let why = "every owner of a slice counts as a pod, since the kubelet does not say which devices it has given";
-            format!("{why}: {}", error.message())
-        });
-        self.say("pods", complaint);
-        answer.map_or(GivenToPods::Unknown, GivenToPods::Known)
+        let waits_for_service = service.absence.is_some() && !unwatched;
+        Ok(if waits_for_service || registered < offers.len() { SOON } else { LATER })
     }
 
     /// Serves these resources and no others.
-    fn serve(&mut self, offers: &Offers) {
+    ///
+    /// # Errors
+    /// The directory can never be written again.
+    fn serve(&mut self, offers: &Offers) -> io::Result<()> {
         let gone: Vec<String> =
             self.resources.keys().filter(|name| !offers.contains_key(*name)).cloned().collect();
         for name in gone {
@@ -150,21 +176,30 @@ impl Plugin {
                 }
                 continue;
             }
-            let path = self.kubelet.plugins().join(socket_name(name));
-            match Resource::serve(name, &path, offered.clone(), self.choices.manner.clone()) {
+            let directory = self.kubelet.plugins();
+            let path = directory.join(socket_name(name));
+            match Resource::serve(name, &path, offered.clone(), self.manner.clone()) {
                 Ok(resource) => {
                     tracing::info!("{name}: {}", devices_in_words(offers, name));
                     self.resources.insert(name.clone(), resource);
+                }
+                Err(error) if is_former_directory(&directory, &error) => {
+                    return Err(io::Error::other(format!(
+                        "{}: {error}: the directory was made anew, and this process still sees the former one; \
+                         it ends, and the next start sees the new one",
+                        path.display()
+                    )));
                 }
                 Err(error) => complaint = Some(format!("{}: {error}", path.display())),
             }
         }
         self.say("socket", complaint);
+        Ok(())
     }
 
-    /// Registers every resource that the kubelet of this moment does not know. Returns how many it knows.
-    async fn register(&mut self) -> usize {
-        let Some(socket) = self.kubelet.socket() else {
+    /// Registers every resource that this kubelet does not know. Returns how many it listens to.
+    fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
+        let Some(kubelet) = kubelet else {
             let directory = self.kubelet.plugins();
             self.say(
                 "kubelet",
@@ -172,38 +207,68 @@ impl Plugin {
             );
             return 0;
         };
-        let (mut registered, mut complaint) = (0, None);
+        let (mut listens, mut deaf) = (0, None);
         for (name, resource) in &mut self.resources {
-            let is_known = resource.registered.is_some_and(|(with, at)| {
-                with == socket && (resource.has_listener() || at.elapsed() < LISTENS)
+            match resource.registration {
+                Registration::Accepted(with, _) | Registration::Listens(with)
+                    if with == kubelet && resource.has_listener() =>
+                {
+                    resource.registration = Registration::Listens(kubelet);
+                    listens += 1;
+                    continue;
+                }
+                Registration::Asked(with) if with == kubelet => continue,
+                Registration::Failed(with, at) if with == kubelet && at.elapsed() < SOON => continue,
+                Registration::Accepted(with, at) if with == kubelet && at.elapsed() < LISTENS => continue,
+                Registration::Accepted(with, _) if with == kubelet => {
+                    deaf = Some(format!(
+                        "{name}: the kubelet has taken the registration and does not ask for the devices; a kubelet \
+                         before 1.26 can't be served"
+                    ));
+                }
+                _ => {}
+            }
+            resource.registration = Registration::Asked(kubelet);
+            let (asked, name, own) = (self.kubelet.clone(), name.clone(), resource.file());
+            self.registrations.spawn(async move {
+                let answer = asked.register(&name, socket_name(&name)).await;
+                Registered { resource: name, own, kubelet, answer }
             });
-            if is_known {
-                registered += 1;
-                continue;
-            }
-            match self.kubelet.register(name, socket_name(name)).await {
-                Ok(()) => {
-                    tracing::info!("{name}: registered with the kubelet");
-                    self.choices.manner.counters.registered(name);
-                    resource.registered = Some((socket, Instant::now()));
-                    registered += 1;
-                }
-                Err(error) => {
-                    complaint = Some(format!("{name} is not registered: {}; trying again", error.message()));
-                    // The changes of devices must not wait for a kubelet that hangs.
-                    if is_silence(&error) {
-                        break;
-                    }
-                }
-            }
         }
+        if deaf.is_some() || listens == self.resources.len() {
+            self.say("listener", deaf);
+        }
+        listens
+    }
+
+    /// Takes the answer of a kubelet to a registration, unless it is about a socket of before.
+    fn hear(&mut self, ended: Registered) {
+        let Registered { resource: name, own, kubelet, answer } = ended;
+        let is_asked = |resource: &&mut Resource| {
+            resource.file() == own && resource.registration == Registration::Asked(kubelet)
+        };
+        let Some(resource) = self.resources.get_mut(&name).filter(is_asked) else { return };
+        let complaint = match answer {
+            Ok(()) => {
+                resource.registration = Registration::Accepted(kubelet, Instant::now());
+                self.manner.counters.registered(&name);
+                // A kubelet that never listens takes each registration.
+                if !self.said.contains_key("listener") {
+                    tracing::info!("{name}: registered with the kubelet");
+                }
+                None
+            }
+            Err(error) => {
+                resource.registration = Registration::Failed(kubelet, Instant::now());
+                Some(format!("{name} is not registered: {}; trying again", error.message()))
+            }
+        };
         self.say("kubelet", complaint);
-        registered
     }
 
     fn write_metrics(&mut self, offers: &Offers) {
         let Some(file) = &self.choices.metrics else { return };
-        let text = self.choices.manner.counters.text(offers);
+        let text = self.manner.counters.text(offers);
         if text == self.written {
             return;
         }
@@ -218,9 +283,13 @@ impl Plugin {
     }
 
     /// The first time it is the word that the program has started.
-    fn tell_systemd(&mut self) {
-        let registered = self.resources.values().filter(|resource| resource.registered.is_some()).count();
-        let status = format!("{registered} of {} resources registered", self.resources.len());
+    fn tell_systemd(&mut self, service: &ServiceView) {
+        let is_listened_to = |resource: &&Resource| matches!(resource.registration, Registration::Listens(_));
+        let registered = self.resources.values().filter(is_listened_to).count();
+        let mut status = format!("{registered} of {} resources registered", self.resources.len());
+        if let Some(complaint) = service.complaint() {
+            status = format!("{status}; {complaint}");
+        }
         let mut states = vec![NotifyState::Status(&status)];
         match &self.status {
             Some(told) if *told == status => return,
@@ -241,6 +310,17 @@ impl Plugin {
             Some(_) => {}
             None => _ = self.said.remove(kind),
         }
+    }
+}
+
+/// Says whether the directory of sockets was made anew, though this process sees the former one: a sandbox keeps the mount of a
+/// directory that has been removed, and the new one is outside of all that may be written.
+fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
+    match error.kind() {
+        io::ErrorKind::ReadOnlyFilesystem => true,
+        // No name leads to the directory itself any more.
+        io::ErrorKind::NotFound => directory.metadata().is_ok_and(|found| found.nlink() == 0),
+        _ => false,
     }
 }
 

@@ -1,6 +1,7 @@
 //! The slices that a container had best get, out of all that are free. Pure.
 //!
-//! Slices of one GPU can't be joined, so a container that gets several of them gets them of different GPUs.
+//! Slices of one GPU can't be joined, so a container that gets several of them gets them of different GPUs. The kubelet calls a
+//! slice free as soon as a pod was deleted by force, and the pod's container may still have it: such a slice comes last.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -20,6 +21,7 @@ pub(crate) fn preferred(
     must: &[String],
     number: usize,
     placement: Placement,
+    has_owner: impl Fn(&str) -> bool,
 ) -> Vec<String> {
     let mut chosen: Vec<String> = must.to_vec();
     let mut free: BTreeSet<&str> = available.iter().map(String::as_str).collect();
@@ -37,7 +39,7 @@ pub(crate) fn preferred(
                 Placement::Pack => left,
                 Placement::Spread => usize::MAX - left,
             };
-            (has, order, *name)
+            (has, has_owner(name), order, *name)
         });
         let Some(best) = best else { break };
         free.remove(best);
@@ -59,6 +61,10 @@ mod tests {
         names.iter().map(|name| (*name).to_owned()).collect()
     }
 
+    fn preferred(available: &[String], must: &[String], number: usize, placement: Placement) -> Vec<String> {
+        super::preferred(available, must, number, placement, |_| false)
+    }
+
     const FREE: [&str; 5] = ["06-1", "06-2", "06-3", "07-2", "07-3"];
 
     #[test]
@@ -78,6 +84,15 @@ mod tests {
         assert_eq!(preferred(&names(&FREE), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
         // The kubelet names it among the free ones, or not.
         assert_eq!(preferred(&names(&["06-1"]), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
+    }
+
+    #[test]
+    fn a_slice_with_an_owner_comes_last() {
+        let owned = |name: &str| name.starts_with("07") || name == "06-1";
+        let preferred = |number| super::preferred(&names(&FREE), &[], number, Placement::Pack, owned);
+        assert_eq!(preferred(1), ["06-2"]);
+        // Slices of one GPU can't be joined.
+        assert_eq!(preferred(3), ["06-2", "07-2", "06-3"]);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! One resource: its socket, and the answers to the kubelet there.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -25,10 +26,10 @@ use crate::api::{
 };
 use crate::codec::Protobuf;
 use crate::counters::Counters;
-use crate::kubelet::{SocketFile, options};
+use crate::kubelet::{SocketFile, is_alive, options};
 use crate::offers::Offered;
 use crate::preference::{Placement, preferred};
-use crate::service::{self, NoAnswer};
+use crate::service::{self, NoAnswer, ServiceView};
 use crate::slice::NodeSlice;
 
 /// The time that a container waits for a service that is being restarted. The kubelet admits no other pod meanwhile.
@@ -49,6 +50,20 @@ pub(crate) struct Manner {
     pub(crate) placement: Placement,
     pub(crate) without_cdi: bool,
     pub(crate) counters: Counters,
+    pub(crate) service: watch::Receiver<ServiceView>,
+}
+
+/// The kubelet's word about a resource. Each kubelet is known by its socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Registration {
+    Missing,
+    /// It was asked, and has not answered yet.
+    Asked(SocketFile),
+    Failed(SocketFile, Instant),
+    /// It has not asked for the list of devices yet.
+    Accepted(SocketFile, Instant),
+    /// It has asked for the list.
+    Listens(SocketFile),
 }
 
 /// The answers of a resource.
@@ -76,8 +91,7 @@ pub(crate) struct Resource {
     file: SocketFile,
     offered: watch::Sender<Vec<Offered>>,
     _stop: oneshot::Sender<()>,
-    /// The kubelet's socket at the last registration, and when that was.
-    pub(crate) registered: Option<(SocketFile, Instant)>,
+    pub(crate) registration: Registration,
 }
 
 impl Resource {
@@ -90,8 +104,12 @@ impl Resource {
             );
             return Err(io::Error::other(complaint));
         }
-        // Of an earlier run. Anything else that is there stays, and binding fails.
+        // Anything else that is there stays, and binding fails.
         if SocketFile::at(path).is_some() {
+            if is_alive(path) {
+                let complaint = "another device plugin serves it: are the unit and the DaemonSet on one node? Keep one of them";
+                return Err(io::Error::new(io::ErrorKind::AddrInUse, complaint));
+            }
             std::fs::remove_file(path)?;
         }
         let listener = UnixListener::bind(path)?;
@@ -118,7 +136,18 @@ impl Resource {
                 tracing::error!("a resource is no longer served: {error}");
             }
         });
-        Ok(Self { path: path.to_owned(), file, offered: sender, _stop: stop, registered: None })
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            offered: sender,
+            _stop: stop,
+            registration: Registration::Missing,
+        })
+    }
+
+    /// The socket that was made.
+    pub(crate) fn file(&self) -> SocketFile {
+        self.file
     }
 
     /// Whether the socket that was made is still there: a kubelet that starts removes all of them.
@@ -166,7 +195,7 @@ async fn answer(answers: Arc<ResourceAnswers>, request: http::Request<Body>) -> 
         }
         api::PREFERRED => {
             let choose = service_fn(|request: Request<PreferredRequest>| {
-                let answer = choose(request.into_inner(), answers.manner.placement);
+                let answer = choose(request.into_inner(), &answers.manner);
                 async { Ok::<_, Status>(Response::new(answer)) }
             });
             Grpc::new(Protobuf::default()).unary(choose, request).await
@@ -191,10 +220,17 @@ fn list(offered: &[Offered]) -> ResourceList {
     ResourceList { devices: offered.iter().map(device).collect() }
 }
 
-fn choose(request: PreferredRequest, placement: Placement) -> PreferredAnswer {
+fn choose(request: PreferredRequest, manner: &Manner) -> PreferredAnswer {
+    let owned: BTreeSet<String> = {
+        let service = manner.service.borrow();
+        let owned = service.slices.iter().flatten().filter(|slice| !slice.bound_to.is_empty());
+        owned.map(|slice| slice.name.clone()).collect()
+    };
     let containers = request.containers.into_iter().map(|asked| {
         let number = usize::try_from(asked.size).unwrap_or_default();
-        ChosenForContainer { devices: preferred(&asked.available, &asked.must_include, number, placement) }
+        let has_owner = |name: &str| owned.contains(name);
+        let devices = preferred(&asked.available, &asked.must_include, number, manner.placement, has_owner);
+        ChosenForContainer { devices }
     });
     PreferredAnswer { containers: containers.collect() }
 }

@@ -31,19 +31,35 @@ pub(crate) enum NoAnswer {
 pub(crate) struct ServiceView {
     /// By its last answer; None until there was one.
     pub(crate) slices: Option<Vec<NodeSlice>>,
-    /// Since when it has not answered.
-    pub(crate) away_since: Option<Instant>,
+    /// None while it answers.
+    pub(crate) absence: Option<Absence>,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Absence {
+    pub(crate) since: Instant,
+    /// Why it does not answer; empty until it was asked.
+    why: String,
 }
 
 impl ServiceView {
     /// Nothing is known yet.
     pub(crate) fn unknown() -> Self {
-        Self { slices: None, away_since: Some(Instant::now()) }
+        Self { slices: None, absence: Some(Absence { since: Instant::now(), why: String::new() }) }
     }
 
     /// Whether it has been away for this long.
     pub(crate) fn is_away_for(&self, time: Duration) -> bool {
-        self.away_since.is_some_and(|since| since.elapsed() >= time)
+        self.absence.as_ref().is_some_and(|absence| absence.since.elapsed() >= time)
+    }
+
+    /// What the absence means for the slices, and its cause.
+    pub(crate) fn complaint(&self) -> Option<String> {
+        let why = self.absence.as_ref().map(|absence| &absence.why).filter(|why| !why.is_empty())?;
+        Some(match self.slices {
+            Some(_) => format!("the slices are as they were last known: {why}"),
+            None => format!("no slice is known yet: {why}"),
+        })
     }
 }
 
@@ -81,7 +97,7 @@ async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
 
 fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
     view.send_if_modified(|view| {
-        let came = view.away_since.take().is_some();
+        let came = view.absence.take().is_some();
         if came {
             tracing::info!("yunion-mps-daemon answers: {} slices", slices.len());
         }
@@ -92,13 +108,13 @@ fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
 }
 
 fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
+    let why = error.to_string();
     view.send_if_modified(|view| {
-        let went = view.away_since.is_none();
-        if went {
-            view.away_since = Some(Instant::now());
-            tracing::warn!("the slices are as they were last known: {error}");
-        }
-        went
+        let absence =
+            view.absence.get_or_insert_with(|| Absence { since: Instant::now(), why: String::new() });
+        let changed = absence.why != why;
+        absence.why = why;
+        changed
     });
 }
 

@@ -1,5 +1,6 @@
 //! A slice of this node, as far as Kubernetes is concerned.
 
+use common::bindings::pod_of;
 use common::bus::rows::Device;
 
 /// The size of a slice.
@@ -23,10 +24,21 @@ pub(crate) struct NodeSlice {
     /// None while the memory of the GPU is not known.
     pub(crate) share: Option<Share>,
     pub(crate) healthy: bool,
+    /// As healthy, but true as well while it is drained.
+    pub(crate) served: bool,
     /// Why it is not healthy.
     pub(crate) reason: String,
-    /// The label or the path of the control group that has it; empty where nobody has it.
+    /// The labels or the paths of the control groups that have it, for people; empty where it is free.
     pub(crate) bound_to: String,
+    /// A container of Kubernetes has it.
+    pub(crate) has_pod: bool,
+}
+
+impl NodeSlice {
+    /// Somebody of whom the kubelet knows nothing has it.
+    pub(crate) fn has_stranger(&self) -> bool {
+        !self.bound_to.is_empty() && !self.has_pod
+    }
 }
 
 impl From<&Device> for NodeSlice {
@@ -41,8 +53,10 @@ impl From<&Device> for NodeSlice {
             numa_node: u32::try_from(row.numa_node).ok().map(i64::from),
             share: share.map(|(memory_mib, thread_percentage)| Share { memory_mib, thread_percentage }),
             healthy: row.healthy,
+            served: row.served,
             reason: row.reason.clone(),
             bound_to: row.bound_to.clone(),
+            has_pod: row.bound_groups.iter().any(|group| pod_of(group).is_some()),
         }
     }
 }
@@ -62,8 +76,10 @@ pub(crate) mod samples {
             numa_node: None,
             share: Some(Share { memory_mib, thread_percentage }),
             healthy: true,
+            served: true,
             reason: String::new(),
             bound_to: String::new(),
+            has_pod: false,
         }
     }
 }
@@ -71,6 +87,18 @@ pub(crate) mod samples {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pod_is_known_by_the_kubelets_control_group_above_it() {
+        let slice = |groups: &[&str]| {
+            let bound_groups = groups.iter().map(|group| (*group).to_owned()).collect();
+            NodeSlice::from(&Device { bound_to: "x".to_owned(), bound_groups, ..Device::default() })
+        };
+        let pods = "/kubepods/burstable/pod1/4f1c";
+        assert!(slice(&[pods]).has_pod && !slice(&["/docker/4f1c", pods]).has_stranger());
+        assert!(slice(&["/docker/4f1c"]).has_stranger());
+        assert!(!NodeSlice::from(&Device::default()).has_stranger());
+    }
 
     #[test]
     fn a_row_without_a_value_is_a_slice_without_it() {

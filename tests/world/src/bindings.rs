@@ -188,7 +188,7 @@ impl World {
         for one in ended {
             let is_its_time = match use_of(&one.group) {
                 GroupUse::Gone => true,
-                GroupUse::Used => false,
+                GroupUse::Used | GroupUse::PodGoesOn => false,
                 GroupUse::Empty => {
                     let was_used = self.bindings.were_used.contains(&one.group);
                     now - one.since >= FIRST_PROCESS || (somebody_waits && was_used)
@@ -269,7 +269,7 @@ impl World {
         let keeps = |one: &Binding<BoundSlice>| {
             let has_programs = match use_of(&one.group) {
                 GroupUse::Gone => false,
-                GroupUse::Used => true,
+                GroupUse::Used | GroupUse::PodGoesOn => true,
                 GroupUse::Empty => {
                     !self.bindings.were_used.contains(&one.group) && now - one.since < FIRST_PROCESS
                 }

@@ -249,7 +249,8 @@ gpu_object! {
     Device(gpu: &GpuView, slice: u32) by Slice on "io.yunion.Mps1.Device" as &Slice(ref gpu, slice) => {
         "const" addr: String = gpu.slice_name(slice);
         "const" base_addr: String = gpu.plan.gpu.id().to_string();
-        bound_to: String = gpu.bound.get(&slice).cloned().unwrap_or_default();
+        bound_groups: Vec<String> = gpu.bound.get(&slice).map(|bound| bound.groups.clone()).unwrap_or_default();
+        bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
         // The platform's own defaults: another number would mark its rows as changed.
@@ -270,6 +271,7 @@ gpu_object! {
         "const" pci_bdf: String = gpu.plan.gpu.pci.address.to_string();
         pipe_directory: String = path(&gpu.plan.slice_pipe_directory(slice));
         reason: String = gpu.slice_reason(slice);
+        served: bool = gpu.slice_served(slice);
     }
 }
 

@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use mps_core::bindings::{ControlGroup, GroupUse, is_named_by_root};
+use mps_core::bindings::{ControlGroup, GroupUse, is_named_by_root, pod_of};
 
 use super::proc;
 
@@ -111,17 +111,26 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
 /// Whether a control group still is, and whether it has processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
-        Ok(found) if found == *group => {}
-        Ok(_) => return GroupUse::Gone,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return GroupUse::Gone,
-        Err(_) => return GroupUse::Used,
+        Ok(found) if found == *group => match is_empty(&group.path) {
+            true => GroupUse::Empty,
+            false => GroupUse::Used,
+        },
+        Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
+        // A pod has a process of its own until it ends. The kubelet removes its control group some time later.
+        Ok(_) | Err(_) => match pod_of(&group.path) {
+            Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
+            _ => GroupUse::Gone,
+        },
     }
-    let directory = directory(&group.path);
-    let is_empty = match fs::read_to_string(directory.join("cgroup.events")) {
+}
+
+/// Returns whether neither the control group at a path nor any control group below it has a process.
+fn is_empty(path: &str) -> bool {
+    let directory = directory(path);
+    match fs::read_to_string(directory.join("cgroup.events")) {
         Ok(events) => events.lines().any(|line| line == "populated 0"),
         Err(_) => has_no_process(directory),
-    };
-    if is_empty { GroupUse::Empty } else { GroupUse::Used }
+    }
 }
 
 /// Whether neither this control group nor any below it has a process, as far as that can be seen.

@@ -29,12 +29,18 @@ const MAX_BYTES: u64 = 16 * 1024 * 1024;
 /// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
 const VERSION: &str = "0.5.0";
 
+/// The name of the device that only binds a container to a slice. The settings of a container with slices of several GPUs are
+/// made for all of them together, and the devices of the slices would overwrite each other's.
+pub fn binding_device(slice: &str) -> String {
+    format!("bind-{slice}")
+}
+
 /// The spec of all planned slices. Each has a hook, whose program is yunion-mpsctl: it binds the container's control group to the
 /// slice, waits for a slice that is not served at this moment, and refuses with the reason. An engine that does not find a name
 /// can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
-        snapshot.slices().map(|(gpu, ordinal)| device(snapshot, hooks, gpu, ordinal)).collect();
+        snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();
     if devices.is_empty() {
         return None;
     }
@@ -42,7 +48,8 @@ pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     Some(format!("{spec:#}\n"))
 }
 
-fn device(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> Value {
+/// The two devices of a slice: with its settings and its hook, and with the hook alone.
+fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [Value; 2] {
     let name = gpu.slice_name(ordinal);
     // The hook of a user without root can't ask the service, so a drain is marked here.
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
@@ -61,7 +68,10 @@ fn device(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> Val
         }
         Err(_) => json!({"hooks": hooks}),
     };
-    json!({"name": name, "containerEdits": edits})
+    [
+        json!({"name": name, "containerEdits": edits}),
+        json!({"name": binding_device(&name), "containerEdits": {"hooks": hooks}}),
+    ]
 }
 
 /// The runtime calls it when the container's first process is in its control group, and before the container's program runs. If
@@ -127,6 +137,7 @@ mod tests {
 
     use super::*;
     use crate::published::samples::{gpu, snapshot};
+    use crate::published::snapshot::BoundSlice;
 
     const HOOKS: &str = "/usr/bin/yunion-mpsctl";
 
@@ -136,9 +147,12 @@ mod tests {
         let spec: Value = serde_json::from_str(&spec(&snapshot, Path::new(HOOKS)).unwrap()).unwrap();
         let names: Vec<&Value> =
             spec["devices"].as_array().unwrap().iter().map(|device| &device["name"]).collect();
-        assert_eq!(names, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"]);
+        let ours = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
+        assert_eq!(names, ours.map(|name| [name.to_owned(), format!("bind-{name}")]).concat());
+        let edits = |number: usize| &spec["devices"][number]["containerEdits"];
+        assert_eq!(*edits(3), json!({"hooks": edits(2)["hooks"]}));
         assert_eq!(
-            spec["devices"][1]["containerEdits"],
+            *edits(2),
             json!({
                 "env": [
                     "CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps/pipe",
@@ -181,16 +195,16 @@ mod tests {
         };
         let healthy = text(&|_| ());
         let drained: Value = serde_json::from_str(&text(&|gpu| _ = gpu.drained.insert(1))).unwrap();
-        let words = &drained["devices"][1]["containerEdits"]["hooks"][0]["args"];
+        let words = &drained["devices"][2]["containerEdits"]["hooks"][0]["args"];
         assert_eq!(*words, json!(["yunion-mpsctl", "bind", "--oci", "--drained", "00:06.0-1"]));
         assert_eq!(text(&|gpu| gpu.healthy = false), healthy);
         assert_eq!(text(&|gpu| gpu.needs_reset = true), healthy);
-        assert_eq!(text(&|gpu| _ = gpu.bound.insert(1, "train-1".to_owned())), healthy);
+        assert_eq!(text(&|gpu| _ = gpu.bound.insert(1, BoundSlice::default())), healthy);
         let lost: Value =
             serde_json::from_str(&text(&|gpu| gpu.plan.gpu.nvml = Err("GPU is lost".into()))).unwrap();
         let healthy: Value = serde_json::from_str(&healthy).unwrap();
-        assert_eq!(lost["devices"][1]["name"], "00:06.0-1");
-        let edits = |spec: &Value| spec["devices"][1]["containerEdits"].clone();
+        assert_eq!(lost["devices"][2]["name"], "00:06.0-1");
+        let edits = |spec: &Value| spec["devices"][2]["containerEdits"].clone();
         assert_eq!(edits(&lost), json!({"hooks": edits(&healthy)["hooks"]}));
         for nothing in [None, Some(Vec::new())] {
             assert_eq!(spec(&snapshot(nothing), Path::new(HOOKS)), None);

@@ -82,8 +82,8 @@ pub struct GpuView {
     pub confirmed_memory_limit_mib: Option<u64>,
     /// The ordinals of the slices that an administrator has taken out of use for new clients.
     pub drained: BTreeSet<u32>,
-    /// The names of the bindings of each slice that is bound, by its ordinal.
-    pub bound: BTreeMap<u32, String>,
+    /// The bindings of each slice that is bound, by its ordinal.
+    pub bound: BTreeMap<u32, BoundSlice>,
     /// The slices for which the kernel was to hold the memory of the control group that is bound to them, by their ordinals:
     /// whether it does, or why not.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
@@ -96,6 +96,15 @@ pub struct GpuView {
     pub in_use: Option<InUse>,
     /// The clients of each slice together. Empty if they are not known.
     pub uses: Vec<SliceUse>,
+}
+
+/// The bindings of a slice.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct BoundSlice {
+    /// Their names, for people: the first ones, and the number of the others.
+    pub by: String,
+    /// The paths of the first ones' control groups.
+    pub groups: Vec<String>,
 }
 
 /// The thing behind a name.
@@ -150,7 +159,12 @@ impl GpuView {
 
     /// Whether a client that starts now gets the slice and is served with its limits.
     pub fn slice_healthy(&self, ordinal: u32) -> bool {
-        self.healthy && !self.drained.contains(&ordinal) && !self.unserved.contains_key(&ordinal)
+        self.slice_served(ordinal) && !self.drained.contains(&ordinal)
+    }
+
+    /// Whether the clients that have the slice are served with its limits, also while it is drained for new ones.
+    pub fn slice_served(&self, ordinal: u32) -> bool {
+        self.healthy && !self.unserved.contains_key(&ordinal)
     }
 
     /// Why not, or what to know though it is.

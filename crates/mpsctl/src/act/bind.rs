@@ -92,14 +92,14 @@ const KUBERNETES: [[&str; 3]; 2] = [
 ];
 
 impl ContainerState {
-    /// Its name for people: `namespace/pod/container` in Kubernetes, otherwise its id.
-    fn label(self) -> String {
+    /// `namespace/pod/container`, if it is a container of Kubernetes.
+    fn in_pod(&self) -> Option<String> {
         let name = |keys: &[&str; 3]| {
             let names: Vec<&str> =
                 keys.iter().map_while(|key| self.annotations.get(*key)).map(String::as_str).collect();
             (names.len() == keys.len()).then(|| names.join("/"))
         };
-        KUBERNETES.iter().find_map(name).unwrap_or(self.id)
+        KUBERNETES.iter().find_map(name)
     }
 }
 
@@ -109,12 +109,14 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
         let names = arguments.devices.join(" ");
         return Err(Error::Failed(format!("{names} is {}", drained(&names))));
     }
-    let Some(ToBind { devices, group, label }) = wanted(arguments)? else { return Ok(()) };
+    let Some(ToBind { devices, group, label, owner_is_ending }) = wanted(arguments)? else { return Ok(()) };
     let wish = SliceWish { names: devices, free: false, share: arguments.share };
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
     // Somebody's container or job is to start, and a service that is just restarted is no reason against it.
     let waits = arguments.hook.oci || arguments.slurm;
-    let bound = until_served(bind, |error| waits && (passes(error) || is_away(error))).await?;
+    let will_be_free = |error: &BusError| owner_is_ending && error.is("Taken");
+    let worth_waiting = |error: &BusError| waits && (passes(error) || is_away(error) || will_be_free(error));
+    let bound = until_served(bind, worth_waiting).await?;
     if waits {
         return Ok(());
     }
@@ -129,6 +131,9 @@ struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
     label: String,
+    /// The kubelet has given the devices to this container, and gives a device to one pod at a time. A container that still has one
+    /// is of a pod that was deleted by force, and is about to end.
+    owner_is_ending: bool,
 }
 
 /// None, if there is nothing to bind.
@@ -139,13 +144,15 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
             devices: slices,
             group: GroupOf::Path(control_group),
             label,
+            owner_is_ending: false,
         }));
     }
     let devices = arguments.devices.clone();
     if !arguments.hook.oci {
         let Group { pid, control_group } = &arguments.group;
         let group = named(*pid, control_group.as_deref());
-        return Ok(Some(ToBind { devices, group, label: arguments.label.clone() }));
+        let label = arguments.label.clone();
+        return Ok(Some(ToBind { devices, group, label, owner_is_ending: false }));
     }
     if is_in_user_namespace() {
         ignore_input();
@@ -153,7 +160,8 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
         return Ok(None);
     }
     let state = container_state(io::stdin()).map_err(Error::Failed)?;
-    Ok(Some(ToBind { devices, group: GroupOf::Process(state.pid), label: state.label() }))
+    let (group, in_pod) = (GroupOf::Process(state.pid), state.in_pod());
+    Ok(Some(ToBind { devices, group, owner_is_ending: in_pod.is_some(), label: in_pod.unwrap_or(state.id) }))
 }
 
 pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut dyn Write) -> Result<()> {
@@ -214,7 +222,7 @@ mod tests {
         let state =
             r#"{"ociVersion": "1.0.2", "id": "c1", "status": "creating", "pid": 4711, "bundle": "/b"}"#;
         let state = container_state(state.as_bytes()).unwrap();
-        assert_eq!((state.pid, state.label().as_str()), (4711, "c1"));
+        assert_eq!((state.pid, state.id.as_str(), state.in_pod()), (4711, "c1", None));
         for bad in ["", "{}", r#"{"id": "c1", "pid": 0}"#, r#"{"id": "c1", "pid": -1}"#, "[1]"] {
             container_state(bad.as_bytes()).unwrap_err();
         }
@@ -222,20 +230,20 @@ mod tests {
 
     #[test]
     fn a_container_of_kubernetes_is_named_by_its_pod() {
-        let label = |annotations: &str| {
+        let in_pod = |annotations: &str| {
             let state = format!(r#"{{"id": "c1", "pid": 7, "annotations": {annotations}}}"#);
-            container_state(state.as_bytes()).unwrap().label()
+            container_state(state.as_bytes()).unwrap().in_pod()
         };
         let containerd = r#"{"io.kubernetes.cri.sandbox-namespace": "ml", "io.kubernetes.cri.sandbox-name": "train-0",
                              "io.kubernetes.cri.container-name": "main", "other": "x"}"#;
         let crio = r#"{"io.kubernetes.pod.namespace": "ml", "io.kubernetes.pod.name": "train-0",
                        "io.kubernetes.container.name": "main"}"#;
-        assert_eq!(
-            (label(containerd), label(crio)),
-            ("ml/train-0/main".to_owned(), "ml/train-0/main".to_owned())
-        );
-        assert_eq!(label(r#"{"io.kubernetes.pod.name": "train-0"}"#), "c1");
-        assert_eq!(label("{}"), "c1");
+        for annotations in [containerd, crio] {
+            assert_eq!(in_pod(annotations).as_deref(), Some("ml/train-0/main"));
+        }
+        for annotations in [r#"{"io.kubernetes.pod.name": "train-0"}"#, "{}"] {
+            assert_eq!(in_pod(annotations), None);
+        }
     }
 
     #[test]
