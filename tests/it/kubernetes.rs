@@ -62,14 +62,16 @@ fn containers_get_cdi_devices_or_refusals_with_a_reason() {
     assert_eq!(settings, json!({"environment": {}, "mounts": [], "nodes": [], "cdi": names}));
     plugin.wait_until_it_says(&format!("gave {own} to a container"));
 
-    // Slices of two GPUs: one environment for both, and NVIDIA's devices.
+    // Slices of two GPUs: one environment for both, NVIDIA's devices, and the hook of each slice.
     let (first, second) = (ids(&devices)[0], ids(&devices)[4]);
     let settings = kubelet.allocated(QUARTER, &[first, second]);
     assert_eq!(settings["environment"]["YUNION_MPS_DEVICE"], format!("{first},{second}"));
     assert!(settings["environment"].get("NVIDIA_VISIBLE_DEVICES").is_none(), "{settings}");
     let cdi: Vec<&str> =
         settings["cdi"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
-    assert!(cdi.len() == 2 && cdi.iter().all(|name| name.starts_with("nvidia.com/gpu=GPU-")), "{settings}");
+    let (gpus, hooks) = cdi.split_at(2);
+    assert!(gpus.iter().all(|name| name.starts_with("nvidia.com/gpu=GPU-")), "{settings}");
+    assert_eq!(hooks, [first, second].map(|name| format!("yunion.io/mps=bind-{name}")));
     assert_ne!(settings["mounts"], json!([]));
 
     let (code, why) = kubelet.refused(QUARTER, &[first, ids(&devices)[1]]);
@@ -104,7 +106,7 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
             let wish = json!({
                 "call": "preferred", "resource": QUARTER, "available": free, "must": must, "size": size,
             });
-            kubelet.call(&wish)["answer"][0].clone()
+            kubelet.call(&wish)["answer"].clone()
         };
         assert_eq!(preferred(&[], 1), json!([chosen]), "{placement}");
         assert_eq!(preferred(&["2d:00.0-1"], 2), json!(["2d:00.0-1", "1b:00.0-3"]), "{placement}");

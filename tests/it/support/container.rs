@@ -30,9 +30,9 @@ impl ContainerGroup {
         Self::named(|id| format!("cloudpods/{id}"))
     }
 
-    /// As a kubelet has it made. The kubelet's own control group is in one of this test.
+    /// As a kubelet has it made, in a control group of a pod. The kubelet's own control group is in one of this test.
     pub(crate) fn of_a_pod() -> Option<Self> {
-        Self::named(|id| format!("{OF_TEST}{}/kubepods/{id}", &id[..12]))
+        Self::named(|id| format!("{OF_TEST}{}/kubepods/pod/{id}", &id[..12]))
     }
 
     fn named(name: impl Fn(&str) -> String) -> Option<Self> {
@@ -61,16 +61,20 @@ impl ContainerGroup {
     pub(crate) fn let_go(&self, pid: u32) {
         fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
     }
+
+    /// Takes the group away after its processes, as a runtime does. The group of the pod stays.
+    pub(crate) fn remove(&self) {
+        for below in ["init/deeper", "init", ""] {
+            let _ = fs::remove_dir(self.directory.join(below));
+        }
+    }
 }
 
 impl Drop for ContainerGroup {
     fn drop(&mut self) {
-        for below in ["init/deeper", "init", ""] {
-            let _ = fs::remove_dir(self.directory.join(below));
-        }
-        let above = self.directory.ancestors().skip(1);
+        self.remove();
         if self.directory.to_string_lossy().contains(OF_TEST) {
-            above.take(2).for_each(|above| _ = fs::remove_dir(above));
+            self.directory.ancestors().skip(1).take(3).for_each(|above| _ = fs::remove_dir(above));
         }
     }
 }
