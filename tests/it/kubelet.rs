@@ -27,7 +27,7 @@ struct Container {
 }
 
 impl Container {
-    /// Starts it as a runtime with the slice's hook does.
+    /// Starts a container as a runtime with the slice's hook does.
     fn start(host: &Host, group: ContainerGroup, slice: &str, label: &str) -> Self {
         let first = Client::start(host.command("sleep").arg("600"));
         group.take(first.id(), "");
@@ -35,7 +35,7 @@ impl Container {
         Self { first, group }
     }
 
-    /// It ends, and its pod goes on.
+    /// The container ends, and its pod goes on.
     fn end(self) -> ContainerGroup {
         self.first.end();
         self.group.remove();
@@ -178,7 +178,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let [Some(of_pod), Some(race)] = others.map(|of| of()) else { return skip(test, NO_CONTAINER_GROUP) };
     let host = serving("h200");
     let _job = Container::start(&host, job, "00:06.0-1", "kubepods/ml/job/main");
-    // It sees the stranger before it sees a kubelet.
+    // The plugin sees the stranger before it sees a kubelet.
     let plugin = Plugin::start(&host, &[]);
     plugin.wait_until_it_says("waiting for the kubelet");
     let mut kubelet = FakeKubelet::start(&host);
@@ -190,7 +190,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let (code, why) = kubelet.refused(QUARTER, &["00:06.0-1"]);
     assert!(code == "FAILED_PRECONDITION" && why.contains("outside Kubernetes"), "{code}: {why}");
 
-    // Another one takes a slice between the admission of a pod and the start of the pod's container.
+    // Another stranger takes a slice between the admission of a pod and the start of the pod's container.
     let (given, _) = kubelet.admitted("train-0", 1);
     let race = Container::start(&host, race, &given[0], "docker-job");
     let mut taken = ["00:06.0-1", &given[0]];
@@ -337,12 +337,12 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let second = Plugin::of(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves it");
     kubelet.events.clear();
-    // Behind the looks of the second one that come at once.
+    // After the first looks of the second plugin.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
     assert!(!first.said().contains("the socket is gone"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");
     assert_eq!(registrations.count(), 1);
-    // It takes over from one that ends.
+    // The second plugin takes over where the first one ends.
     signal_pid(first.process.id(), Signal::TERM);
     kubelet.wait_for_registration(QUARTER);
 }

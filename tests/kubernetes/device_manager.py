@@ -1,8 +1,8 @@
 """The bookkeeping of the kubelet's device manager: which devices there are, and which pod has which.
 
-It is what a real kubelet (1.36) did: an ended init container hands its devices on within its pod, a pod that has started keeps
-what it has, and at a restart of the kubelet each pod is admitted again. A container that runs is left alone then; for any other
-container its devices have to be healthy, or the whole pod is rejected.
+The rules are those that a real kubelet (1.36) kept: an ended init container hands its devices on within its pod, and a kubelet
+that starts admits each pod again. A container that runs is left alone then; for any other container its devices have to be
+healthy, or the whole pod is rejected.
 """
 
 import json
@@ -28,7 +28,7 @@ class DeviceManager:
         if checkpoint.exists():
             known = json.loads(checkpoint.read_text())
             self.pods = known["pods"]
-            # None of them is healthy until its plugin registers again.
+            # No device is healthy until its plugin registers again.
             self.healthy = {resource: set() for resource in known["resources"]}
             self.unhealthy = {resource: set() for resource in known["resources"]}
 
@@ -52,7 +52,7 @@ class DeviceManager:
             self.healthy[resource] = set()
 
     def numbers(self):
-        """What the node has of each resource, and what the scheduler may give out. The scheduler itself takes off what pods have."""
+        """The node's devices of each resource, and those among them that are healthy. The scheduler takes off what pods have."""
         with self.lock:
             return {
                 "capacity": {one: len(names) + len(self.unhealthy[one]) for one, names in self.healthy.items()},

@@ -13,7 +13,7 @@ Each line on standard output is a JSON object about something that has happened,
   {"call": "admit", "pod": P, "containers": [{"name": N, "init": false, "resource": R, "number": N}, ...]}
                                   a new pod: the devices of its containers, and their settings
   {"call": "admit again", "running": {P: [NAME, ...]}}
-                                  what a kubelet does with all its pods after its start: why pods are rejected, by pod
+                                  as after a start of the kubelet, with the containers that run: why pods are rejected, by pod
   {"call": "ended", "pod": P}     the containers of the pod are gone, or it was deleted by force: its devices are free
   {"call": "given"}               the pod and the containers that have each device, by resource
   {"call": "allocate", "resource": R, "containers": [[NAME, ...], ...]}

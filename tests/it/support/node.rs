@@ -166,8 +166,7 @@ impl FakeKubelet {
         (names(&main["devices"]), main["settings"].clone())
     }
 
-    /// What a kubelet does after its start: it admits each pod again, of which these containers run. Returns why pods are
-    /// rejected.
+    /// A kubelet admits each of its pods again after its start. These containers of theirs run. Returns why pods are rejected.
     pub(crate) fn admit_again(&mut self, running: &Value) -> Value {
         self.call(&json!({"call": "admit again", "running": running}))["answer"].clone()
     }
