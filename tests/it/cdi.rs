@@ -33,9 +33,14 @@ fn devices(spec: &Value) -> Vec<&str> {
     spec["devices"].as_array().unwrap().iter().map(|device| device["name"].as_str().unwrap()).collect()
 }
 
-/// Waits until the spec has these devices and no others.
-fn wait_for_devices(host: &Host, names: &[String]) {
-    wait_for("the devices in the spec", || (devices(&spec(host)?) == names).then_some(()));
+/// The devices of these slices: each with its settings, and with its hook alone.
+fn devices_of(slices: &[String]) -> Vec<String> {
+    slices.iter().flat_map(|slice| [slice.clone(), format!("bind-{slice}")]).collect()
+}
+
+/// Waits until the spec has the devices of these slices and no others.
+fn wait_for_devices(host: &Host, slices: &[String]) {
+    wait_for("the devices in the spec", || (devices(&spec(host)?) == devices_of(slices)).then_some(()));
 }
 
 fn slices(gpu: &str, number: u32) -> Vec<String> {
@@ -122,7 +127,7 @@ fn every_board_has_a_valid_spec_of_what_is_planned() {
         wait_for("all devices", || (healthy(&host).len() == number).then_some(()));
         let planned: Vec<String> =
             host.list().iter().map(|device| device["addr"].as_str().unwrap().to_owned()).collect();
-        assert_eq!(devices(&spec), planned);
+        assert_eq!(devices(&spec), devices_of(&planned));
         assert_eq!(complaints(&spec), "", "{board}");
         assert_makes_sense(&host, &spec);
         let (directory, file) = (host.path("run/cdi").metadata().unwrap(), file(&host).metadata().unwrap());

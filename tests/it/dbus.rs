@@ -83,9 +83,11 @@ fn golden_slice(ordinal: u32) -> Value {
         "dev_type": ["s", "NVIDIA_MPS"],
         "ordinal": ["u", ordinal],
         "index": ["i", -1],
+        "bound_groups": ["as", []],
         "bound_to": ["s", ""],
         "device_minor": ["i", -1],
         "drained": ["b", false],
+        "served": ["b", true],
     }))
 }
 
@@ -365,6 +367,7 @@ async fn what_is_not_known_is_left_out() {
         "dev_type": ["s", "NVIDIA_MPS"],
         "ordinal": ["u", 0],
         "index": ["i", -1],
+        "bound_groups": ["as", []],
         "bound_to": ["s", ""],
         "device_minor": ["i", -1],
         "vendor_device_id": ["s", "10de:1b38"],
@@ -374,6 +377,7 @@ async fn what_is_not_known_is_left_out() {
         "hot_pluggable": ["b", false],
         "servable": ["b", true],
         "drained": ["b", false],
+        "served": ["b", false],
         "healthy": ["b", false],
         // A NUL in a string would make the bus close the connection.
         "reason": ["s", "GPU is lost\u{fffd}"],
@@ -698,10 +702,13 @@ async fn changes_are_told_once_and_nothing_else_is() {
         json!([path, "org.freedesktop.DBus.Properties", "PropertiesChanged", body])
     };
     let health = json!({"Healthy": ["b", false], "Reason": ["s", "control daemon died"]});
-    let mut expected = vec![told(GPU, "Gpu", health.clone(), json!(["ConfirmedThreadPercentage"]))];
+    let of_slice = json!({
+        "Healthy": ["b", false], "Reason": ["s", "control daemon died"], "Served": ["b", false],
+    });
+    let mut expected = vec![told(GPU, "Gpu", health, json!(["ConfirmedThreadPercentage"]))];
     expected.extend((0..4).map(|ordinal| {
         let path = format!("/io/yunion/Mps1/devices/_00_06_0_{ordinal}");
-        told(&path, "Device", health.clone(), json!([]))
+        told(&path, "Device", of_slice.clone(), json!([]))
     }));
     let state = json!({
         "Generation": ["t", 2],

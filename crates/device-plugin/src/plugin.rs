@@ -13,7 +13,6 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
-use tonic::Status;
 
 use crate::counters::Counters;
 use crate::kubelet::{DirectoryChanges, Kubelet, SocketFile};
@@ -49,7 +48,7 @@ struct Registered {
     /// The socket of the resource, and the kubelet's.
     own: SocketFile,
     kubelet: SocketFile,
-    answer: Result<(), Status>,
+    answer: Result<(), String>,
 }
 
 /// All that the program knows and serves.
@@ -260,7 +259,7 @@ impl Plugin {
             }
             Err(error) => {
                 resource.registration = Registration::Failed(kubelet, Instant::now());
-                Some(format!("{name} is not registered: {}; trying again", error.message()))
+                Some(format!("{name} is not registered: {error}; trying again"))
             }
         };
         self.say("kubelet", complaint);

@@ -145,8 +145,8 @@ mod tests {
     fn a_device_has_what_a_container_needs() {
         let snapshot = snapshot(Some(vec![gpu("00:06.0", "GPU-1")]));
         let spec: Value = serde_json::from_str(&spec(&snapshot, Path::new(HOOKS)).unwrap()).unwrap();
-        let names: Vec<&Value> =
-            spec["devices"].as_array().unwrap().iter().map(|device| &device["name"]).collect();
+        let devices = spec["devices"].as_array().unwrap().iter();
+        let names: Vec<&str> = devices.map(|device| device["name"].as_str().unwrap()).collect();
         let ours = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
         assert_eq!(names, ours.map(|name| [name.to_owned(), format!("bind-{name}")]).concat());
         let edits = |number: usize| &spec["devices"][number]["containerEdits"];

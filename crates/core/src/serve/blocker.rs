@@ -1,9 +1,10 @@
 //! The blockers of a control daemon that runs: each keeps it from serving its order. Each says who clears it and
 //! which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
 
-use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::String;
+use alloc::vec::Vec;
+use core::mem;
 
 use super::fault::Fault;
 use crate::CoreTime;
@@ -32,8 +33,7 @@ pub(super) enum Blocker {
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. Each has one blocker at most, and leaves the others alone. The gravest
-/// comes first.
+/// The part of the code that clears a blocker. Each clears its own and leaves the others alone. The gravest comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
@@ -107,27 +107,45 @@ pub(super) enum Change {
     AnswersAgain,
 }
 
-/// All that blocks a control daemon at present.
+/// All that blocks a control daemon at present, the gravest first: one of each kind, and each directory that is bad.
 #[derive(Debug, Default)]
-pub(super) struct Blockers(BTreeMap<ClearedBy, Blocker>);
+pub(super) struct Blockers(Vec<Blocker>);
 
 impl Blockers {
     pub(super) fn put(&mut self, blocker: Blocker) {
-        self.0.insert(blocker.cleared_by(), blocker);
+        let is_replaced = |one: &Blocker| match (one, &blocker) {
+            (Blocker::BadDirectory(one), Blocker::BadDirectory(other)) => one == other,
+            _ => mem::discriminant(one) == mem::discriminant(&blocker),
+        };
+        if let Some(one) = self.0.iter_mut().find(|one| is_replaced(one)) {
+            *one = blocker;
+            return;
+        }
+        let place = self.0.partition_point(|one| one.cleared_by() <= blocker.cleared_by());
+        self.0.insert(place, blocker);
     }
 
-    /// To be called by the one who clears them.
+    /// To be called by the part of the code that clears them.
     pub(super) fn clear(&mut self, by: ClearedBy) {
-        self.0.remove(&by);
+        self.0.retain(|one| one.cleared_by() != by);
     }
 
     pub(super) fn has(&self, by: ClearedBy) -> bool {
-        self.0.contains_key(&by)
+        self.of(by).next().is_some()
+    }
+
+    fn of(&self, by: ClearedBy) -> impl Iterator<Item = &Blocker> {
+        self.0.iter().filter(move |one| one.cleared_by() == by)
+    }
+
+    /// The blockers that one part of the code clears, in words.
+    fn describe(&self, by: ClearedBy) -> String {
+        self.of(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
     }
 
     /// Records who answers in its place: a blocker, or None if the control daemon does, as it should.
     pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
-        let before = self.0.remove(&ClearedBy::Look);
+        let before = self.0.extract_if(.., |one| one.cleared_by() == ClearedBy::Look).next();
         let change = match (&look, &before) {
             (None, Some(_)) => Change::AnswersAgain,
             (Some(Blocker::Silent { .. }), None) => Change::FirstMiss,
@@ -155,8 +173,7 @@ impl Blockers {
 
     /// True if it does not answer.
     pub(super) fn is_silent(&self) -> bool {
-        let look = self.0.get(&ClearedBy::Look);
-        matches!(look, Some(Blocker::Silent { .. } | Blocker::Hung { .. }))
+        self.0.iter().any(|one| matches!(one, Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
     /// True if commands can't reach it: the last look has found another one there, or nobody who answers.
@@ -165,42 +182,43 @@ impl Blockers {
     }
 
     pub(super) fn fault(&self) -> Option<&Fault> {
-        match self.0.get(&ClearedBy::Healing) {
-            Some(Blocker::Faulted(fault)) => Some(fault),
+        self.0.iter().find_map(|one| match one {
+            Blocker::Faulted(fault) => Some(fault),
             _ => None,
-        }
+        })
     }
 
     pub(super) fn fault_mut(&mut self) -> Option<&mut Fault> {
-        match self.0.get_mut(&ClearedBy::Healing) {
-            Some(Blocker::Faulted(fault)) => Some(fault),
+        self.0.iter_mut().find_map(|one| match one {
+            Blocker::Faulted(fault) => Some(fault),
             _ => None,
-        }
+        })
     }
 
     /// When the next server is to be started, and why.
     pub(super) fn revival(&self) -> Option<(CoreTime, &str)> {
-        match self.0.get(&ClearedBy::Revival) {
-            Some(Blocker::ServerEnded { reason, revive_at }) => Some((*revive_at, reason)),
+        self.0.iter().find_map(|one| match one {
+            Blocker::ServerEnded { reason, revive_at } => Some((*revive_at, reason.as_str())),
             _ => None,
-        }
+        })
     }
 
     /// True if the control daemon is to be ended as soon as it has no client.
     pub(super) fn ends_when_idle(&self) -> bool {
-        self.0.values().any(Blocker::ends_when_idle)
+        self.0.iter().any(Blocker::ends_when_idle)
     }
 
     /// The reason to end it as soon as it has no client.
     pub(super) fn why_it_ends(&self) -> Option<String> {
-        self.0.values().rev().find(|blocker| blocker.ends_when_idle()).map(Blocker::describe)
+        let blocker = self.0.iter().rev().find(|blocker| blocker.ends_when_idle())?;
+        Some(self.describe(blocker.cleared_by()))
     }
 
     /// The state that is shown of a control daemon that runs. None leaves the state from before.
     pub(super) fn shown(&self, progress: Progress) -> Option<ShownState> {
         let Progress { configured, in_place, leads, retiring } = progress;
         let ended = if retiring { "ended" } else { "restarted" };
-        let gravest = self.0.values().next();
+        let gravest = self.0.first();
         let (state, then) = match gravest {
             None if !configured => return None,
             None => (ShownAs::Ready, String::new()),
@@ -227,11 +245,11 @@ impl Blockers {
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
         if configured && !leads && !retiring && (misfit || gravest.is_none()) {
-            let why = gravest.map(|gravest| gravest.describe() + ": ").unwrap_or_default();
+            let why = gravest.map(|gravest| self.describe(gravest.cleared_by()) + ": ").unwrap_or_default();
             let reason = format!("{why}it is about to restart, and programs that come wait");
             return Some(ShownState { state: ShownAs::Starting, serving: false, settled: false, reason });
         }
-        let reason = gravest.map(Blocker::describe).unwrap_or_default() + &then;
+        let reason = gravest.map(|gravest| self.describe(gravest.cleared_by())).unwrap_or_default() + &then;
         Some(ShownState { state, serving, settled: !misfit, reason })
     }
 }
@@ -345,7 +363,7 @@ mod tests {
             let row = format!("{before:?}, then {look:?}");
             let mut blockers = all_of(before);
             assert_eq!(blockers.observe(look), change, "{row}");
-            assert_eq!(format!("{:?}", blockers.0.into_values().next()), format!("{after:?}"), "{row}");
+            assert_eq!(format!("{:?}", blockers.0.into_iter().next()), format!("{after:?}"), "{row}");
         }
     }
 
@@ -354,7 +372,7 @@ mod tests {
         use ClearedBy::{Access, Healing, Look, Order, Revival};
         let faulted = Blocker::Faulted(Fault::new(9, NOW));
         let mut all = all_of([faulted, hung(MISSES), bad_directory(), server_ended(), misfit()]);
-        let kept = |blockers: &Blockers| blockers.0.keys().copied().collect::<Vec<_>>();
+        let kept = |blockers: &Blockers| blockers.0.iter().map(Blocker::cleared_by).collect::<Vec<_>>();
         assert_eq!(kept(&all), [Healing, Look, Access, Revival, Order], "none takes the place of another");
         all.observe(None);
         assert_eq!(kept(&all), [Healing, Access, Revival, Order]);
@@ -363,6 +381,17 @@ mod tests {
             all.clear(by);
             assert!(!all.has(by) && kept(&all).len() == before - 1, "{by:?}");
         }
+    }
+
+    #[test]
+    fn each_bad_directory_is_named_once() {
+        let bad = |name: &str| Blocker::BadDirectory(format!("{name}: mode 0700"));
+        let mut all = all_of([bad("/a"), misfit(), bad("/b"), bad("/a")]);
+        let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
+        let reason = all.shown(progress).unwrap().reason;
+        assert!(reason.starts_with("/a: mode 0700; /b: mode 0700; it is restarted"), "{reason}");
+        all.clear(ClearedBy::Access);
+        assert!(!all.has(ClearedBy::Access) && all.has(ClearedBy::Order));
     }
 
     /// The directory of a control daemon may be bad while it hangs: it must still be known that nothing can be told to it.
