@@ -106,7 +106,11 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     let slice = admitted["main"]["devices"][0].as_str().unwrap().to_owned();
     let _main = Container::start(&host, of_pod, &slice, "ml/train-0/main");
     let in_back_off = kubelet.admitted("crashes", 1).0.remove(0);
-    let _pod = Container::start(&host, of_other, &in_back_off, "ml/crashes/main").end();
+    let crashes = Container::start(&host, of_other, &in_back_off, "ml/crashes/main");
+    // A pod has a process of its own, whatever its containers do.
+    let sandbox = Client::start(host.command("sleep").arg("600"));
+    crashes.group.let_go(sandbox.id());
+    let (_pod, _sandbox) = (crashes.end(), sandbox);
     // No new pod would get the slices.
     succeeded(&host.mpsctl(&["drain", &slice, &in_back_off]));
     let running = json!({"train-0": ["main"]});

@@ -57,7 +57,7 @@ impl ContainerGroup {
         fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// Puts a process where it is in no container.
+    /// Puts a process where it is in no container, but in the same pod.
     pub(crate) fn let_go(&self, pid: u32) {
         fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
     }
