@@ -4,7 +4,7 @@ BOARD ?= h200
 # Each of them has all cores to itself, and installs and fetches what the next one needs as well.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench
+.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench cluster
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -15,6 +15,7 @@ build: ## the release binaries, in target/release, and manual pages and completi
 
 install: ## what make build has built, on this host: make install, or with PREFIX= and DESTDIR=
 	packaging/install.sh
+	packaging/install-device-plugin.sh
 	[ -n "$$DESTDIR" ] || systemd-sysusers "$${PREFIX:-/usr}/lib/sysusers.d/yunion-mps-daemon.conf"
 
 packages: deb rpm ## both
@@ -62,6 +63,7 @@ ready-to-test: $(PACKAGES_TO_TEST)
 	scripts/deps.sh
 	scripts/fetch-mps-control.sh .cache/mps
 	scripts/fetch-kubernetes-api.sh .cache/kubernetes-api
+	scripts/fetch-cel.sh .cache/cel
 	scripts/fetch-programs.sh .cache/programs
 	$(if $(filter 0,$(shell id -u)),scripts/machine-root.sh .cache/machine)
 	cargo build --workspace --locked
@@ -91,3 +93,10 @@ bench: ## the service's own times, memory and wake-ups, as one table (N= runs, B
 	scripts/deps.sh bench
 	cargo build --release --workspace --locked
 	benches/service/run.py
+
+cluster: ## service and device plugin on a real cluster of one node, as root, after make deb: make cluster KUBERNETES=DIRECTORY with the programs of Kubernetes (TRIALS= for some of the trials)
+	tests/kubernetes/cluster/run.py --check
+	scripts/deps.sh
+	scripts/machine-root.sh .cache/machine
+	cargo build --workspace --locked
+	tests/kubernetes/cluster/run.py $(TRIALS)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs what belongs to yunion-mps-device-plugin, which has packages of its own: the deb and the rpm both call this. DESTDIR,
-# PREFIX, BIN and PAGES as for packaging/install.sh; its page in docs is installed there.
+# Installs what belongs to yunion-mps-device-plugin, which has packages of its own: `make install`, the deb and the rpm all call
+# this. DESTDIR, PREFIX, BIN and PAGES as for packaging/install.sh; its page in docs is installed there.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -23,4 +23,5 @@ put 644 "systemd/$name.service" "$unit"
 # ExecStart and Documentation name installed files.
 [ "$PREFIX" = /usr ] || sed -i -E "s#/usr/(bin/yunion|share/doc/yunion)#$replacement/\1#" "$unit"
 put 644 "$PAGES/$name.8" "$root/share/man/man8/$name.8"
+put 644 "packaging/man/zh_CN/$name.8" "$root/share/man/zh_CN/man8/$name.8"
 put 644 "$PAGES/copyright" "$root/share/doc/$name/copyright"

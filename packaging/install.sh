@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs what belongs to yunion-mps-daemon: `make install`, the deb and the rpm all call this, and no other list exists.
+# Installs what belongs to yunion-mps-daemon: `make install`, the deb and the rpm all call this, and no other list exists. The
+# device plugin of Kubernetes has packages of its own: install-device-plugin.sh.
 #   DESTDIR   put before every path; nothing by default
 #   PREFIX    /usr by default
 #   BIN       where the two programs are; target/release by default

@@ -105,6 +105,8 @@ look_tests() {
     needs bash bash
     needs zsh zsh
     needs fish fish
+    # It installs into a directory.
+    needs make make
     # A clock that jumps, for one process and what it starts.
     needs faketime faketime
     # The host agent's package, and the examples of docs/dbus.md and docs/json.md.
@@ -121,8 +123,12 @@ look_tests() {
     needs protoc protobuf-compiler
     /usr/bin/python3 -c 'import google.protobuf' >/dev/null 2>&1 || lacks 'python module google.protobuf' python3-protobuf
     /usr/bin/python3 -c 'import grpc' >/dev/null 2>&1 || lacks 'python module grpc' python3-grpcio
-    /usr/bin/python3 -c 'import kubernetes, yaml' >/dev/null 2>&1 ||
-        lacks 'python modules kubernetes and yaml' 'python3-kubernetes python3-yaml'
+    # What Kubernetes' types are made of.
+    /usr/bin/python3 -c 'import certifi, dateutil.parser, requests, six, urllib3' >/dev/null 2>&1 ||
+        lacks 'python modules certifi, dateutil, requests, six and urllib3' \
+            'python3-certifi python3-dateutil python3-requests python3-six python3-urllib3'
+    # The language of its policies comes from PyPI.
+    /usr/bin/python3 -m pip --version >/dev/null 2>&1 || lacks 'python module pip' python3-pip
     /usr/bin/python3 -c 'import gi' >/dev/null 2>&1 || lacks 'python module gi' python3-gi
     /usr/bin/python3 -c 'import yaml' >/dev/null 2>&1 || lacks 'python module yaml' python3-yaml
     /usr/bin/python3 -c 'import jsonschema' >/dev/null 2>&1 || lacks 'python module jsonschema' python3-jsonschema

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Fetches the interfaces of Kubernetes' kubelet into DIR (.cache/kubernetes-api unless given), as its own developers publish
 # them: deviceplugin.proto, for device plugins, and runtime.proto, by which the kubelet speaks to a container runtime (CRI).
-# Beside them is the Python that protoc makes of them. They are for the tests; Debian 14 has them. The options for Go's
+# Beside them is the Python that protoc makes of them, and Kubernetes' own types of all objects as Python (kubernetes.client),
+# with which the manifests are read. They are for the tests; Debian 14 has them. The options for Go's
 # generator are left out, since protoc does not know them.
 set -euo pipefail
 umask 022
@@ -22,19 +23,23 @@ plain() { # API.PROTO
 fetch() { # MIRROR
     local work="$scratch/work" source
     rm -rf "$work"
-    unpack_packages "$1" "$SUITE" main "$work" golang-github-kubernetes-kubelet-dev golang-k8s-cri-api-dev || return 1
+    unpack_packages "$1" "$SUITE" main "$work" golang-github-kubernetes-kubelet-dev golang-k8s-cri-api-dev \
+        python3-kubernetes || return 1
     source=$work/tree/usr/share/gocode/src/k8s.io
     rm -rf "$dir" "$dir.new" && mkdir -p "$dir.new" || return 1
     plain "$source/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto" >"$dir.new/deviceplugin.proto" || return 1
     plain "$source/cri-api/pkg/apis/runtime/v1/api.proto" >"$dir.new/runtime.proto" || return 1
     # For kubelet.py, by the machine's own protoc.
     (cd "$dir.new" && protoc --proto_path=. --python_out=. ./*.proto) || return 1
+    # The types alone: the rest of that package reaches clusters.
+    mkdir "$dir.new/kubernetes" && : >"$dir.new/kubernetes/__init__.py" || return 1
+    cp -r "$work/tree/usr/lib/python3/dist-packages/kubernetes/client" "$dir.new/kubernetes/" || return 1
     # Into place in one step: what has its final name is complete.
     mv -T "$dir.new" "$dir" || return 1
     echo "fetch-kubernetes-api: $(cd "$work/deb" && echo *.deb) in $dir" >&2
 }
 
 dir=${1:-.cache/kubernetes-api}
-[ ! -f "$dir/runtime.proto" ] || exit 0
+[ ! -d "$dir/kubernetes" ] || exit 0
 begin_to_fetch protoc
-from_a_mirror || fail "can't get the packages of Debian $SUITE; try again, or put these .proto files and what protoc makes of them into $dir"
+from_a_mirror || fail "can't get the packages of Debian $SUITE; try again, or put these .proto files, what protoc makes of them, and kubernetes/client into $dir"

@@ -9,6 +9,8 @@ name=$2      # the machine's, and its control group's
 unified=$3   # 1: the unified control group hierarchy, 0: the legacy one
 # Another distribution's files instead, below a directory; its C library must be at least as new as this host's.
 base=${E2E_ROOT:-/}
+# FROM:TO shows a folder of this host, read-only, at a place in the machine: programs that would fill its memory.
+programs=${E2E_PROGRAMS:-}
 # What scripts/machine-root.sh has installed on top of this host's files.
 installed=$(dirname "$0")/../../.cache/machine
 
@@ -79,7 +81,7 @@ while [ "$status" -eq 133 ]; do
     # If we are killed, it ends, with it its PID 1, and with that everything else. Its systemd may load programs into the
     # kernel: without that, units could use whatever devices they like.
     setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --keep-unit --boot --private-network \
-        --system-call-filter=bpf --capability=CAP_BPF \
+        --system-call-filter=bpf --capability=CAP_BPF ${programs:+"--bind-ro=$programs"} \
         --link-journal=no --console=read-only --machine="$name" --directory="$root" || status=$?
 done
 exit "$status"

@@ -25,7 +25,7 @@ const ELSEWHERE: [(&str, &str); 11] = [
     ("climc isolated-device-list", "needs a platform"),
     ("make demo", "run by .ci/run"),
     ("make test", "runs this"),
-    ("make build && make install", "needs the sources; tests/it/packaging.rs runs packaging/install.sh"),
+    ("make build && make install", "needs the sources; tests/it/packaging.rs runs make install"),
     (
         "options=$(yunion-mpsctl env 00:06.0-1 --format docker) && docker run $options IMAGE",
         "the checks of containers run it",

@@ -2,15 +2,16 @@
 //! `kubelet`.
 
 use std::fs;
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::support::client::Client;
 use crate::support::host::{Host, binaries, control_pid, signal_pid, succeeded, text};
-use crate::support::node::{FakeKubelet, Plugin, QUARTER, SOURCES, ids, node, unhealthy};
+use crate::support::node::{FakeKubelet, Plugin, QUARTER, SOURCES, ids, messages, node, unhealthy};
 use crate::support::wait::wait_for;
 
 #[test]
@@ -225,22 +226,127 @@ print(sorted(family.name for family in read(open(sys.argv[1]).read())))";
     assert!(families.contains("yunion_mps_device_plugin_registrations"), "{families}");
 }
 
+/// A file of the manifests that the documents have.
+fn manifest(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kubernetes").join(name)
+}
+
 /// Kubernetes' own types know every key of the manifests, and a wrong key is noticed.
 #[test]
 fn the_manifests_are_objects_of_kubernetes() {
     let read = |files: &[PathBuf]| {
         let mut python = Command::new("/usr/bin/python3");
-        python.arg(Path::new(SOURCES).join("manifests.py")).args(files).output().unwrap()
+        python.arg(Path::new(SOURCES).join("manifests.py")).arg(messages()).args(files).output().unwrap()
     };
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/kubernetes");
     let files =
-        ["daemonset.yaml", "pod.yaml", "vllm.yaml", "runtime-class.yaml"].map(|name| folder.join(name));
-    assert_eq!(succeeded(&read(&files)), "DaemonSet\nPod\nDeployment\nRuntimeClass\n");
+        ["daemonset.yaml", "pod.yaml", "vllm.yaml", "runtime-class.yaml", "policy.yaml"].map(manifest);
+    let kinds = "DaemonSet\nPod\nDeployment\nRuntimeClass\n\
+                 ValidatingAdmissionPolicy\nValidatingAdmissionPolicyBinding\n";
+    assert_eq!(succeeded(&read(&files)), kinds);
     let directory = tempfile::tempdir().unwrap();
     let wrong = directory.path().join("wrong.yaml");
-    fs::write(&wrong, fs::read_to_string(&files[1]).unwrap().replace("resources:", "resource:")).unwrap();
-    let said = read(&[wrong]);
-    assert!(!said.status.success() && text(&said).contains("V1Container has no resource"), "{}", text(&said));
+    for (file, word, instead, complaint) in [
+        (&files[1], "resources:", "resource:", "V1Container has no resource"),
+        (&files[0], "appArmorProfile:", "apparmor:", "V1SecurityContext has no apparmor"),
+        (
+            &files[4],
+            "validationActions: [Deny]",
+            "validationActions: Deny",
+            "validationActions: 'Deny' is no list",
+        ),
+        (&files[4], "message:", "messages:", "V1Validation has no messages"),
+    ] {
+        fs::write(&wrong, fs::read_to_string(file).unwrap().replace(word, instead)).unwrap();
+        let said = read(std::slice::from_ref(&wrong));
+        assert!(!said.status.success() && text(&said).contains(complaint), "{complaint}: {}", text(&said));
+    }
+}
+
+/// The policy's answers about objects, each with the object before the change: a line for each.
+fn policy_on(objects: &[(Value, Value)]) -> Vec<String> {
+    let cel = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/cel");
+    assert!(cel.is_dir(), "{} is missing; make it with scripts/fetch-cel.sh", cel.display());
+    let mut python = Command::new("/usr/bin/python3");
+    python.arg(Path::new(SOURCES).join("policy.py")).arg(cel).arg(manifest("policy.yaml"));
+    let mut python = Client::start(python.stdin(Stdio::piped()).stdout(Stdio::piped()));
+    serde_json::to_writer(python.stdin.take().unwrap(), objects).unwrap();
+    BufReader::new(python.stdout.take().unwrap()).lines().map(Result::unwrap).collect()
+}
+
+/// A pod with these limits in its containers and init containers; null is a container that has none.
+fn pod_with(containers: &[Value], init_containers: &[Value]) -> Value {
+    let container = |limits: &Value| match limits {
+        Value::Null => json!({"name": "c"}),
+        limits => json!({"name": "c", "resources": {"limits": limits}}),
+    };
+    let all = |containers: &[Value]| containers.iter().map(container).collect::<Vec<_>>();
+    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "spec": {"containers": all(containers)}});
+    if !init_containers.is_empty() {
+        pod["spec"]["initContainers"] = Value::from(all(init_containers));
+    }
+    pod
+}
+
+/// An object that makes pods with the specification of this one.
+fn maker(version: &str, kind: &str, pod: &Value) -> Value {
+    json!({"apiVersion": version, "kind": kind, "spec": {"template": {"spec": pod["spec"]}}})
+}
+
+#[test]
+fn the_policy_refuses_what_can_never_run_or_may_be_ended() {
+    const TWO: &str = "a container asks for two or more slices, which MPS can't join";
+    const SIZES: &str = "a container asks for slices of two sizes";
+    const INIT: &str = "an init container asks for a slice";
+    let one = || json!({QUARTER: "1"});
+    let two = || json!({QUARTER: "2"});
+    let large = "yunion.io/mps-70gib";
+    let mut sidecar = pod_with(&[Value::Null], &[one()]);
+    sidecar["spec"]["initContainers"][0]["restartPolicy"] = json!("Always");
+    let mut greedy_sidecar = pod_with(&[Value::Null], &[two()]);
+    greedy_sidecar["spec"]["initContainers"][0]["restartPolicy"] = json!("Always");
+    let wrong = pod_with(&[two()], &[]);
+    let deployment = maker("apps/v1", "Deployment", &wrong);
+    let mut labelled = deployment.clone();
+    labelled["metadata"] = json!({"labels": {"tier": "gpu"}});
+    let mut grown = labelled.clone();
+    grown["spec"]["replicas"] = json!(3);
+    let of_job = json!({"template": {"spec": wrong["spec"]}});
+    let cron_job =
+        json!({"apiVersion": "batch/v1", "kind": "CronJob", "spec": {"jobTemplate": {"spec": of_job}}});
+    let new = |object: Value| (object, Value::Null);
+    let (cases, expected): (Vec<_>, Vec<_>) = [
+        (new(pod_with(&[Value::Null], &[])), "allowed"),
+        (new(pod_with(&[json!({})], &[Value::Null])), "allowed"),
+        (
+            new(pod_with(&[json!({"nvidia.com/gpu": "2", "cpu": "4"}), one()], &[json!({"cpu": "1"})])),
+            "allowed",
+        ),
+        (new(pod_with(&[one(), json!({large: "1"})], &[])), "allowed"),
+        (new(pod_with(&[json!({QUARTER: "1", large: "0"})], &[json!({QUARTER: "0"})])), "allowed"),
+        (new(sidecar), "allowed"),
+        (new(wrong.clone()), TWO),
+        (new(pod_with(&[one(), two()], &[])), TWO),
+        (new(pod_with(&[json!({"yunion.io/small": "3"})], &[])), TWO),
+        (new(greedy_sidecar), TWO),
+        (new(pod_with(&[json!({QUARTER: "1", large: "1"})], &[])), SIZES),
+        (new(pod_with(&[Value::Null], &[one()])), INIT),
+        (new(deployment.clone()), TWO),
+        (new(maker("apps/v1", "StatefulSet", &wrong)), TWO),
+        (new(maker("apps/v1", "DaemonSet", &wrong)), TWO),
+        (new(maker("apps/v1", "ReplicaSet", &wrong)), TWO),
+        (new(maker("batch/v1", "Job", &wrong)), TWO),
+        (new(cron_job), TWO),
+        // What is older than the policy can be labelled, and be deleted with its dependents.
+        ((labelled, deployment.clone()), "not asked"),
+        ((grown, deployment), TWO),
+    ]
+    .into_iter()
+    .unzip();
+    let answers = policy_on(&cases);
+    assert_eq!(answers.len(), expected.len(), "{answers:#?}");
+    for ((answer, expected), (object, _)) in answers.iter().zip(expected).zip(&cases) {
+        assert!(answer.starts_with(expected), "{answer}, not {expected}: {object}");
+    }
 }
 
 /// systemd finds nothing wrong with the unit, and the manifests are YAML that asks for a resource of the rule.
@@ -263,7 +369,7 @@ fn the_unit_and_the_manifests_are_well_formed() {
         "import json, sys, yaml; print(json.dumps([yaml.safe_load(open(one)) for one in sys.argv[1:]]))";
     let mut python = Command::new("/usr/bin/python3");
     python.args(["-c", read]);
-    python.args(["daemonset", "pod", "vllm"].map(|name| source(&format!("docs/kubernetes/{name}.yaml"))));
+    python.args(["daemonset.yaml", "pod.yaml", "vllm.yaml"].map(manifest));
     let read: Value = serde_json::from_str(&succeeded(&python.output().unwrap())).unwrap();
     let [daemon_set, pod, vllm] = &read.as_array().unwrap()[..] else { panic!("{read}") };
     for container in [&pod["spec"]["containers"][0], &vllm["spec"]["template"]["spec"]["containers"][0]] {
@@ -273,7 +379,10 @@ fn the_unit_and_the_manifests_are_well_formed() {
     let places =
         container["volumeMounts"].as_array().unwrap().iter().map(|one| one["mountPath"].as_str().unwrap());
     let places: Vec<&str> = places.collect();
-    assert_eq!(places, ["/run/dbus", "/var/lib/kubelet/device-plugins", "/var/lib/kubelet/pod-resources"]);
+    assert_eq!(places, ["/run/dbus", "/var/lib/kubelet/device-plugins"]);
+    // AppArmor and SELinux keep any other container from both.
+    assert_eq!(container["securityContext"]["appArmorProfile"], json!({"type": "Unconfined"}));
+    assert_eq!(container["securityContext"]["seLinuxOptions"], json!({"type": "spc_t"}));
 }
 
 #[test]

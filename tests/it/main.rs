@@ -28,6 +28,7 @@ mod budgets;
 mod cdi;
 mod check;
 mod clients;
+mod cluster;
 mod completion;
 mod cpus;
 mod ctl;

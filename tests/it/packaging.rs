@@ -46,9 +46,13 @@ fn pages_as_shipped() -> TempDir {
 
 /// Every file below a directory that install.sh has filled, with its mode, sorted.
 fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
+    installed_by(&mut Command::new(source("packaging/install.sh")), prefix, root)
+}
+
+/// Every file below a directory that this command has filled, with its mode, sorted.
+fn installed_by(install: &mut Command, prefix: Option<&str>, root: &Path) -> Vec<String> {
     let pages = pages_as_shipped();
     fs::write(pages.path().join("copyright"), "").unwrap();
-    let mut install = Command::new(source("packaging/install.sh"));
     install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path());
     // As Oh My Zsh exports it: this is no place for our files.
     install.env("ZSH", root.join("home/.oh-my-zsh")).env_remove("ZSH_COMPLETIONS");
@@ -56,7 +60,7 @@ fn installed(prefix: Option<&str>, root: &Path) -> Vec<String> {
         Some(prefix) => install.env("PREFIX", prefix),
         None => install.env_remove("PREFIX"),
     };
-    printed(&mut install);
+    printed(install);
     let found = printed(Command::new("find").arg(root).args(["!", "-type", "d", "-printf", "%M /%P\n"]));
     let mut files: Vec<String> = found.lines().map(str::to_owned).collect();
     files.sort();
@@ -153,31 +157,44 @@ fn exactly_these_files_are_installed() {
     }
 }
 
+/// The files of the device plugin, with their modes.
+fn of_device_plugin(prefix: &str) -> [String; 5] {
+    [
+        format!("-rw-r--r-- {prefix}/lib/systemd/system/yunion-mps-device-plugin.service"),
+        format!("-rw-r--r-- {prefix}/share/doc/yunion-mps-device-plugin/copyright"),
+        format!("-rw-r--r-- {prefix}/share/man/man8/yunion-mps-device-plugin.8"),
+        format!("-rw-r--r-- {prefix}/share/man/zh_CN/man8/yunion-mps-device-plugin.8"),
+        format!("-rwxr-xr-x {prefix}/bin/yunion-mps-device-plugin"),
+    ]
+}
+
 /// The package of the device plugin, whatever the prefix.
 #[test]
 fn exactly_these_files_of_the_device_plugin_are_installed() {
-    let pages = pages_as_shipped();
-    fs::write(pages.path().join("copyright"), "").unwrap();
     for prefix in ["/usr", "/opt/mps"] {
         let root = tempfile::tempdir().unwrap();
         let mut install = Command::new(source("packaging/install-device-plugin.sh"));
-        install.env("DESTDIR", root.path()).env("BIN", programs()).env("PAGES", pages.path());
-        printed(install.env("PREFIX", prefix));
-        let found =
-            printed(Command::new("find").arg(root.path()).args(["-type", "f", "-printf", "%M /%P\n"]));
-        let mut files: Vec<&str> = found.lines().collect();
-        files.sort_unstable();
-        let expected = [
-            format!("-rw-r--r-- {prefix}/lib/systemd/system/yunion-mps-device-plugin.service"),
-            format!("-rw-r--r-- {prefix}/share/doc/yunion-mps-device-plugin/copyright"),
-            format!("-rw-r--r-- {prefix}/share/man/man8/yunion-mps-device-plugin.8"),
-            format!("-rwxr-xr-x {prefix}/bin/yunion-mps-device-plugin"),
-        ];
-        assert_eq!(files, expected);
+        assert_eq!(installed_by(&mut install, Some(prefix), root.path()), of_device_plugin(prefix));
         let unit =
             format!("{}/lib/systemd/system/yunion-mps-device-plugin.service", prefix.trim_start_matches('/'));
         let unit = fs::read_to_string(root.path().join(unit)).unwrap();
         assert!(unit.contains(&format!("\nExecStart={prefix}/bin/yunion-mps-device-plugin\n")), "{unit}");
+    }
+}
+
+/// The files of both packages.
+#[test]
+fn make_install_has_the_service_and_the_device_plugin() {
+    for prefix in [None, Some("/opt/mps")] {
+        let [service, both] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let mut expected = installed(prefix, service.path());
+        expected.extend(of_device_plugin(prefix.unwrap_or("/usr")));
+        expected.sort();
+        let mut make = Command::new("make");
+        make.args(["--silent", "--no-print-directory", "install"]).current_dir(source("."));
+        // The make that has started the tests speaks to its own kind through these.
+        make.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
+        assert_eq!(installed_by(&mut make, prefix, both.path()), expected);
     }
 }
 

@@ -277,6 +277,13 @@ fn the_manual_of_yunion_mps_daemon_has_every_option() {
 }
 
 #[test]
+fn the_manual_of_the_device_plugin_has_every_option() {
+    let mut command = device_plugin::command();
+    command.build();
+    assert_eq!(options_in(&chinese_manual("yunion-mps-device-plugin.8")), options_of(&command));
+}
+
+#[test]
 fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     let page = chinese_manual("yunion-mpsctl.1");
     let (beginning, subcommands) = page.split_once("\n.SH 子命令\n").unwrap();

@@ -1,14 +1,20 @@
 #!/usr/bin/python3
-"""Writes an image with busybox alone, as `docker save` does: image.py NAME FILE"""
+"""Writes an image with busybox, as `docker save` does: image.py NAME FILE [PROGRAM ...]
+
+The programs are in /bin, with the libraries that they are linked with.
+"""
 
 import hashlib
 import io
 import json
+import pathlib
+import re
 import shutil
+import subprocess
 import sys
 import tarfile
 
-name, file = sys.argv[1:]
+name, file, *programs = sys.argv[1:]
 
 
 def entry(tar, path, content, mode=0o644):
@@ -17,13 +23,23 @@ def entry(tar, path, content, mode=0o644):
     tar.addfile(one, io.BytesIO(content))
 
 
+def libraries(program):
+    """The files that the dynamic linker would load, and the linker itself."""
+    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"(/\S+) \(0x", listed)
+
+
 layer = io.BytesIO()
-with tarfile.open(fileobj=layer, mode="w") as tar, open(shutil.which("busybox"), "rb") as busybox:
-    entry(tar, "bin/busybox", busybox.read(), 0o755)
-    for program in ("sh", "sleep"):
-        link = tarfile.TarInfo(f"bin/{program}")
+with tarfile.open(fileobj=layer, mode="w") as tar:
+    entry(tar, "bin/busybox", pathlib.Path(shutil.which("busybox")).read_bytes(), 0o755)
+    for applet in ("sh", "sleep", "true"):
+        link = tarfile.TarInfo(f"bin/{applet}")
         link.type, link.linkname = tarfile.SYMTYPE, "busybox"
         tar.addfile(link)
+    for program in programs:
+        entry(tar, f"bin/{pathlib.Path(program).name}", pathlib.Path(program).read_bytes(), 0o755)
+    for library in sorted({library for program in programs for library in libraries(program)}):
+        entry(tar, library.lstrip("/"), pathlib.Path(library).read_bytes(), 0o755)
 digest = hashlib.sha256(layer.getvalue()).hexdigest()
 config = {
     "architecture": "amd64",

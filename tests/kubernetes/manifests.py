@@ -1,15 +1,19 @@
 #!/usr/bin/python3
-"""Reads manifests strictly, by the types that Kubernetes' own OpenAPI description has: manifests.py FILE...
+"""Reads manifests strictly, by the types that Kubernetes' own OpenAPI description has: manifests.py TYPES FILE...
 
-A key that no type has, a value of another type and a key that is missing are errors. It prints the kind of each object.
+TYPES is the folder with these types, the module kubernetes.client. A key that no type has, a value of another type and a key
+that is missing are errors. It prints the kind of each object.
 """
 
 import datetime
 import re
 import sys
 
-import kubernetes.client as types
 import yaml
+
+sys.path.insert(0, sys.argv[1])
+
+import kubernetes.client as types  # noqa: E402
 
 PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime": datetime.datetime}
 
@@ -17,6 +21,10 @@ PLAIN = {"str": str, "int": int, "bool": bool, "float": (int, float), "datetime"
 def read(value, kind, place):
     """Makes what the types say of a value, or says where it is wrong."""
     of_list, of_dict = re.fullmatch(r"list\[(.*)\]", kind), re.fullmatch(r"dict\(str, (.*)\)", kind)
+    # All that is left but the plain kinds, which are looked at below, is a mapping.
+    form = list if of_list else object if kind in (*PLAIN, "object") else dict
+    if not isinstance(value, form):
+        sys.exit(f"{place}: {value!r} is no {kind}")
     if of_list:
         return [read(one, of_list[1], f"{place}[{number}]") for number, one in enumerate(value)]
     if of_dict and re.search(r"\.(limits|requests)$", place):
@@ -42,7 +50,7 @@ def read(value, kind, place):
         sys.exit(f"{place}: {error}")
 
 
-for file in sys.argv[1:]:
+for file in sys.argv[2:]:
     with open(file) as text:
         for document in yaml.safe_load_all(text):
             version, kind = document["apiVersion"], document["kind"]

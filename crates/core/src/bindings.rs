@@ -4,10 +4,10 @@
 //! sharing, a slice is one binding's at a time. Bindings of control groups that are inside one another, or in one pod, are one
 //! tenant's, and take nothing from each other.
 //!
-//! A binding need not be ended: it ends when its control group is gone, or else, for a container of Kubernetes, when its pod has
-//! ended: the kubelet gives slices to pods, and a container that has ended is started again on its slice. An empty control group may get its first process yet,
-//! so its binding ends only after [`FIRST_PROCESS`]. One that has had a process gives its slice at once to a control group that
-//! asks for it: a container is started again while the control group of its predecessor is still there.
+//! A binding ends by itself when its control group is gone. The binding of a container of Kubernetes ends with the pod: the kubelet
+//! gives slices to pods, and starts a container again on its slice. An empty control group may get its first process yet, so its
+//! binding ends only after [`FIRST_PROCESS`]. A control group that has had a process gives its slice at once to a control group
+//! that asks for it: a container is started again while the control group of its predecessor is still there.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;

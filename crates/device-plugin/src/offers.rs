@@ -173,7 +173,7 @@ mod tests {
             (drained(strangers), unhealthy(), Some(Unusable::Unwatched)),
         ] {
             for (unwatched, expected) in [(false, healthy), (true, while_away)] {
-                let offers = Remembered::default().offers(&[slice.clone()], &naming(), unwatched);
+                let offers = Remembered::default().offers(std::slice::from_ref(&slice), &naming(), unwatched);
                 assert_eq!(only(&offers), expected, "{slice:?} {unwatched}");
             }
         }

@@ -21,13 +21,13 @@ pub(crate) const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kub
 /// The size of the four slices of the board `h200`.
 pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
 
-/// The Python that protoc makes of Kubernetes' own descriptions.
+/// The Python that protoc makes of Kubernetes' own descriptions, and Kubernetes' types of objects.
 const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
 
 /// The folder of the messages.
 pub(crate) fn messages() -> &'static Path {
     let messages = Path::new(MESSAGES);
-    let is_there = messages.join("runtime_pb2.py").is_file();
+    let is_there = messages.join("kubernetes").is_dir();
     assert!(is_there, "{MESSAGES} is missing; make it with scripts/fetch-kubernetes-api.sh");
     messages
 }

@@ -111,10 +111,8 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
 /// Whether a control group still is, and whether it has processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
-        Ok(found) if found == *group => match is_empty(&group.path) {
-            true => GroupUse::Empty,
-            false => GroupUse::Used,
-        },
+        Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
+        Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
         // A pod has a process of its own until it ends. The kubelet removes its control group some time later.
         Ok(_) | Err(_) => match pod_of(&group.path) {

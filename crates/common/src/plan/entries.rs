@@ -332,7 +332,7 @@ mod tests {
             let once = |_| {
                 let begun = used();
                 plan(&settings, &inventory).unwrap_err();
-                used() - begun
+                used().saturating_sub(begun)
             };
             (0..5).map(once).min().unwrap()
         };
