@@ -87,6 +87,7 @@ mutants: ## changes the core in one place after another, and names the changes t
 soak: ready-to-test ## ten minutes (or SOAK_SECONDS) of clients, reloads, faults and kills: what grows in the daemon, who is lost; and the tests that make test leaves to it
 	cargo test --locked --test it --test e2e -- --ignored --nocapture soak::
 	ROUNDS=10 cargo test --locked --test e2e -- comes_back docker_with_cdi
+	ROUNDS=50 cargo test --locked --test it -- pods::rolling_updates
 
 bench: ## the service's own times, memory and wake-ups, as one table (N= runs, BASE=REV or PEER=PROGRAM to compare with)
 	scripts/deps.sh bench

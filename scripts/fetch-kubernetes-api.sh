@@ -1,8 +1,8 @@
 #!/bin/bash
 # Fetches the interfaces of Kubernetes' kubelet into DIR (.cache/kubernetes-api unless given), as its own developers publish
-# them: deviceplugin.proto and podresources.proto, for device plugins, and runtime.proto, by which the kubelet speaks to a
-# container runtime (CRI). Beside them is the Python that protoc makes of them, and Kubernetes' own types of all objects as Python
-# (kubernetes.client), with which the manifests are read. They are for the tests; Debian 14 has them. The options for Go's
+# them: deviceplugin.proto, for device plugins, and runtime.proto, by which the kubelet speaks to a container runtime (CRI).
+# Beside them is the Python that protoc makes of them, and Kubernetes' own types of all objects as Python (kubernetes.client),
+# with which the manifests are read. They are for the tests; Debian 14 has them. The options for Go's
 # generator are left out, since protoc does not know them.
 set -euo pipefail
 umask 022
@@ -28,7 +28,6 @@ fetch() { # MIRROR
     source=$work/tree/usr/share/gocode/src/k8s.io
     rm -rf "$dir" "$dir.new" && mkdir -p "$dir.new" || return 1
     plain "$source/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto" >"$dir.new/deviceplugin.proto" || return 1
-    plain "$source/kubelet/pkg/apis/podresources/v1/api.proto" >"$dir.new/podresources.proto" || return 1
     plain "$source/cri-api/pkg/apis/runtime/v1/api.proto" >"$dir.new/runtime.proto" || return 1
     # For kubelet.py, by the machine's own protoc.
     (cd "$dir.new" && protoc --proto_path=. --python_out=. ./*.proto) || return 1

@@ -28,15 +28,15 @@ pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     stage.put(&package::built_package(UNIT, ".deb"), DEB);
-    stage.put(&source.join("tests/kubernetes/kubelet.py"), "/var/tmp/kubelet.py");
-    for messages in ["deviceplugin_pb2.py", "podresources_pb2.py"] {
-        let made = source.join(".cache/kubernetes-api").join(messages);
+    let messages = ".cache/kubernetes-api/deviceplugin_pb2.py";
+    for program in ["tests/kubernetes/kubelet.py", "tests/kubernetes/device_manager.py", messages] {
+        let file = source.join(program);
         assert!(
-            made.is_file(),
+            file.is_file(),
             "{} is missing; make it with scripts/fetch-kubernetes-api.sh",
-            made.display()
+            file.display()
         );
-        stage.put(&made, &format!("/var/tmp/{messages}"));
+        stage.put(&file, &format!("/var/tmp/{}", file.file_name().unwrap().to_str().unwrap()));
     }
     stage
 }

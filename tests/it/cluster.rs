@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use crate::kubernetes::messages;
 use crate::support::host::{binaries, succeeded, text};
+use crate::support::node::messages;
 
 /// The units of the machine, in the folder of its files.
 const UNITS: &str = "etc/systemd/system";

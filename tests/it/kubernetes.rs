@@ -1,211 +1,18 @@
-//! The device plugin between the real service on a simulated host and a kubelet that shares no code with it:
-//! `tests/kubernetes/kubelet.py`, on gRPC's own C library, with Kubernetes' own description of the messages compiled by protoc.
+//! The device plugin and its resources: what the kubelet is told of them, and what a container gets. Pods are admitted in
+//! `kubelet`.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
-use std::sync::mpsc::{Receiver, channel};
-use std::thread;
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::support::client::Client;
-use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
 use crate::support::host::{Host, binaries, control_pid, signal_pid, succeeded, text};
-use crate::support::skip::{root_or_skip, skip};
-use crate::support::wait::{DEADLINE, wait_for};
-
-pub(crate) const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
-
-/// The size of the four slices of the board `h200`.
-pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
-
-/// The Python that protoc makes of Kubernetes' own descriptions, and Kubernetes' types of objects.
-const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
-
-/// The folder of the messages.
-pub(crate) fn messages() -> &'static Path {
-    let messages = Path::new(MESSAGES);
-    let is_there = messages.join("kubernetes").is_dir();
-    assert!(is_there, "{MESSAGES} is missing; make it with scripts/fetch-kubernetes-api.sh");
-    messages
-}
-
-/// A kubelet, with all that has happened to it.
-pub(crate) struct FakeKubelet {
-    process: Client,
-    lines: Receiver<Value>,
-    /// The lines that are still of interest to a test, and all lines.
-    events: Vec<Value>,
-    heard: Vec<Value>,
-}
-
-impl FakeKubelet {
-    /// Starts it, as after a boot or after an end of another one.
-    pub(crate) fn start(host: &Host) -> Self {
-        Self::start_with(host, &[])
-    }
-
-    fn start_with(host: &Host, words: &[&str]) -> Self {
-        let mut command = Command::new("/usr/bin/python3");
-        command
-            .arg(Path::new(SOURCES).join("kubelet.py"))
-            .arg(messages())
-            .arg(host.path("kubelet"))
-            .args(words);
-        command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut process = Client::start(&mut command);
-        let output = BufReader::new(process.stdout.take().unwrap());
-        let (tell, lines): (mpsc::Sender<Value>, _) = channel();
-        thread::spawn(move || {
-            for line in output.lines().map_while(Result::ok) {
-                if tell.send(serde_json::from_str(&line).unwrap()).is_err() {
-                    break;
-                }
-            }
-        });
-        let mut kubelet = Self { process, lines, events: Vec::new(), heard: Vec::new() };
-        kubelet.wait("the kubelet", |event| event["event"] == "started");
-        kubelet
-    }
-
-    /// Waits for a line that says this, or finds it among earlier lines, and returns it.
-    #[track_caller]
-    fn wait(&mut self, what: &str, says: impl Fn(&Value) -> bool) -> Value {
-        if let Some(found) = self.events.iter().rev().find(|event| says(event)) {
-            return found.clone();
-        }
-        loop {
-            let Ok(line) = self.lines.recv_timeout(DEADLINE) else {
-                panic!("waited in vain for {what}: {:#?}", self.events);
-            };
-            self.events.push(line.clone());
-            self.heard.push(line.clone());
-            if says(&line) {
-                return line;
-            }
-        }
-    }
-
-    /// Waits until the last list of a resource has this many devices, of which these are unhealthy.
-    #[track_caller]
-    pub(crate) fn wait_for_devices(
-        &mut self,
-        resource: &str,
-        number: usize,
-        unhealthy: &[&str],
-    ) -> Vec<Value> {
-        loop {
-            let lists = |event: &Value| event["event"] == "devices" && event["resource"] == resource;
-            let list = self.wait(resource, lists)["devices"].as_array().unwrap().clone();
-            if list.len() == number && self::unhealthy(&list) == unhealthy {
-                return list;
-            }
-            // An older list is no answer any more.
-            self.events.retain(|event| !lists(event));
-        }
-    }
-
-    /// Waits for a registration that comes after this call.
-    #[track_caller]
-    fn wait_for_registration(&mut self, resource: &str) -> Value {
-        let registered = |event: &Value| event["event"] == "registered" && event["resource"] == resource;
-        let found = self.wait(resource, registered);
-        self.events.retain(|event| !registered(event));
-        found
-    }
-
-    /// The answer to a call, or the error.
-    #[track_caller]
-    fn call(&mut self, call: &Value) -> Value {
-        let is_answer = |event: &Value| event.get("answer").is_some() || event.get("error").is_some();
-        writeln!(self.process.stdin.as_mut().unwrap(), "{call}").unwrap();
-        let answer = self.wait("an answer", is_answer);
-        self.events.retain(|event| !is_answer(event));
-        answer
-    }
-
-    fn allocate(&mut self, resource: &str, names: &[&str]) -> Value {
-        self.call(&json!({"call": "allocate", "resource": resource, "containers": [names]}))
-    }
-
-    /// The settings of a container.
-    #[track_caller]
-    pub(crate) fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
-        let answer = self.allocate(resource, names);
-        assert!(answer.get("error").is_none(), "{answer}");
-        answer["answer"][0].clone()
-    }
-
-    /// Code and text of a refusal.
-    #[track_caller]
-    fn refused(&mut self, resource: &str, names: &[&str]) -> (String, String) {
-        let answer = self.allocate(resource, names);
-        let error = answer.get("error").unwrap_or_else(|| panic!("{answer}"));
-        (error["code"].as_str().unwrap().to_owned(), error["text"].as_str().unwrap().to_owned())
-    }
-
-    /// From now on pods have these devices of `QUARTER`.
-    pub(crate) fn give_to_pods(&mut self, names: &[&str]) {
-        self.call(&json!({"call": "pods", "given": {QUARTER: names}}));
-    }
-}
-
-/// The program, with its log.
-pub(crate) struct Plugin {
-    pub(crate) process: Client,
-    log: PathBuf,
-}
-
-impl Plugin {
-    pub(crate) fn start(host: &Host, more: &[&str]) -> Self {
-        let log = host.path("plugin.log");
-        let file = File::options().create(true).append(true).open(&log).unwrap();
-        let mut command = host.command(binaries().join("yunion-mps-device-plugin"));
-        command.arg("--kubelet-directory").arg(host.path("kubelet")).args(more).stderr(file);
-        Self { process: Client::start(&mut command), log }
-    }
-
-    fn said(&self) -> String {
-        fs::read_to_string(&self.log).unwrap()
-    }
-
-    #[track_caller]
-    fn wait_until_it_says(&self, text: &str) {
-        wait_for(text, || self.said().contains(text).then_some(()));
-    }
-}
-
-impl Drop for Plugin {
-    fn drop(&mut self) {
-        if thread::panicking() {
-            let _ = writeln!(std::io::stderr(), "--- the plugin's log\n{}", self.said());
-        }
-    }
-}
-
-/// A host that serves, with a kubelet and the plugin.
-pub(crate) fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
-    let mut host = Host::new(board);
-    host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
-    host.start();
-    host.wait_for_state("ready");
-    let kubelet = FakeKubelet::start(&host);
-    let plugin = Plugin::start(&host, more);
-    (host, kubelet, plugin)
-}
-
-fn unhealthy(devices: &[Value]) -> Vec<&str> {
-    let sick = devices.iter().filter(|device| device["health"] != "Healthy");
-    sick.map(|device| device["id"].as_str().unwrap()).collect()
-}
-
-fn ids(devices: &[Value]) -> Vec<&str> {
-    devices.iter().map(|device| device["id"].as_str().unwrap()).collect()
-}
+use crate::support::node::{FakeKubelet, Plugin, QUARTER, SOURCES, ids, messages, node, unhealthy};
+use crate::support::wait::wait_for;
 
 #[test]
 fn a_size_is_registered_with_all_slices_and_their_numa_node() {
@@ -256,14 +63,16 @@ fn containers_get_cdi_devices_or_refusals_with_a_reason() {
     assert_eq!(settings, json!({"environment": {}, "mounts": [], "nodes": [], "cdi": names}));
     plugin.wait_until_it_says(&format!("gave {own} to a container"));
 
-    // Slices of two GPUs: one environment for both, and NVIDIA's devices.
+    // Slices of two GPUs: one environment for both, NVIDIA's devices, and the hook of each slice.
     let (first, second) = (ids(&devices)[0], ids(&devices)[4]);
     let settings = kubelet.allocated(QUARTER, &[first, second]);
     assert_eq!(settings["environment"]["YUNION_MPS_DEVICE"], format!("{first},{second}"));
     assert!(settings["environment"].get("NVIDIA_VISIBLE_DEVICES").is_none(), "{settings}");
     let cdi: Vec<&str> =
         settings["cdi"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
-    assert!(cdi.len() == 2 && cdi.iter().all(|name| name.starts_with("nvidia.com/gpu=GPU-")), "{settings}");
+    let (gpus, hooks) = cdi.split_at(2);
+    assert!(gpus.iter().all(|name| name.starts_with("nvidia.com/gpu=GPU-")), "{settings}");
+    assert_eq!(hooks, [first, second].map(|name| format!("yunion.io/mps=bind-{name}")));
     assert_ne!(settings["mounts"], json!([]));
 
     let (code, why) = kubelet.refused(QUARTER, &[first, ids(&devices)[1]]);
@@ -298,7 +107,7 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
             let wish = json!({
                 "call": "preferred", "resource": QUARTER, "available": free, "must": must, "size": size,
             });
-            kubelet.call(&wish)["answer"][0].clone()
+            kubelet.call(&wish)["answer"].clone()
         };
         assert_eq!(preferred(&[], 1), json!([chosen]), "{placement}");
         assert_eq!(preferred(&["2d:00.0-1"], 2), json!(["2d:00.0-1", "1b:00.0-3"]), "{placement}");
@@ -310,7 +119,7 @@ fn a_kubelet_that_restarts_is_registered_with_again() {
     let (host, mut first, _plugin) = node("h200", &[]);
     first.wait_for_devices(QUARTER, 4, &[]);
     // It leaves its own sockets behind. The next one removes all that are there, or none of the plugin's.
-    for words in [&[][..], &["leave"], &[], &["leave"]] {
+    for words in [&[][..], &["--leave"], &[], &["--leave"]] {
         drop(first);
         first = FakeKubelet::start_with(&host, words);
         first.wait_for_registration(QUARTER);
@@ -415,44 +224,6 @@ print(sorted(family.name for family in read(open(sys.argv[1]).read())))";
     let families = Command::new("/usr/bin/python3").args(["-c", read]).arg(&metrics).output().unwrap();
     let families = succeeded(&families);
     assert!(families.contains("yunion_mps_device_plugin_registrations"), "{families}");
-}
-
-#[test]
-fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_does_not() {
-    let test = "a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_does_not";
-    if !root_or_skip(test) {
-        return;
-    }
-    let (Some(pod), Some(stranger)) = (ContainerGroup::new(), ContainerGroup::new()) else {
-        return skip(test, NO_CONTAINER_GROUP);
-    };
-    let (host, mut kubelet, _plugin) = node("h200", &[]);
-    kubelet.wait_for_devices(QUARTER, 4, &[]);
-    kubelet.give_to_pods(&["00:06.0-0"]);
-    let start = |group: &ContainerGroup, name: &str| {
-        let first = Client::start(host.command("sleep").arg("600"));
-        group.take(first.id(), "");
-        succeeded(&host.mpsctl(&["bind", name, "--pid", &first.id().to_string(), "--label", &group.id]));
-        first
-    };
-    let of_pod = start(&pod, "00:06.0-0");
-    let of_stranger = start(&stranger, "00:06.0-1");
-    kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
-    let (code, why) = kubelet.refused(QUARTER, &["00:06.0-1"]);
-    assert!(code == "FAILED_PRECONDITION" && why.contains("outside Kubernetes"), "{code}: {why}");
-    // The next container of the pod, or the next pod.
-    kubelet.allocated(QUARTER, &["00:06.0-0"]);
-    of_stranger.end();
-    succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&stranger)]));
-    kubelet.wait_for_devices(QUARTER, 4, &[]);
-    of_pod.end();
-}
-
-/// The path of a control group, as the kernel has it.
-fn path(group: &ContainerGroup) -> String {
-    let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
-    let below = mounts.iter().find_map(|mount| group.directory.strip_prefix(mount).ok()).unwrap();
-    format!("/{}", below.display())
 }
 
 /// A file of the manifests that the documents have.

@@ -49,6 +49,7 @@ mod isolation;
 mod journal;
 mod json;
 mod kernel_limits;
+mod kubelet;
 mod kubernetes;
 mod make_bench;
 mod matrix;

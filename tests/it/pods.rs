@@ -1,25 +1,26 @@
 //! Pods on a node. The kubelet asks the device plugin for the settings of a container, and gives them to a real containerd. The
 //! container is then a client of the slice that the kubelet has chosen.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::kubernetes::{FakeKubelet, Plugin, QUARTER, SOURCES, messages, node};
+use crate::bindings::bind;
 use crate::support::client::Client;
-use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
+use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP, OF_TEST};
 use crate::support::fetched::fetched;
-use crate::support::host::{Host, alive, binaries, control_pid, process_state, signal_pid, succeeded};
+use crate::support::host::{Host, alive, binaries, control_pid, process_state, signal_pid, succeeded, text};
+use crate::support::node::{FakeKubelet, Plugin, QUARTER, SOURCES, messages, node};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
-
-const SLICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
 /// A containerd, in mounts of its own, where the bus of the host is the system's.
 struct Containerd {
@@ -27,7 +28,7 @@ struct Containerd {
     /// A process that has these mounts as long as the test runs.
     mounts: Client,
     process: Client,
-    /// The control group above all pods.
+    /// The control group above all pods, below one of this test.
     parent: String,
 }
 
@@ -37,11 +38,11 @@ impl Containerd {
         let folder = host.path("containerd");
         fs::create_dir_all(host.path("run/cdi")).unwrap();
         fs::create_dir(&folder).unwrap();
-        let of_gpu = json!({
-            "cdiVersion": "0.5.0", "kind": "nvidia.com/gpu",
-            "devices": [{"name": uuid(host), "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}}],
-        });
-        fs::write(host.path("run/cdi/nvidia.json"), of_gpu.to_string()).unwrap();
+        let gpu =
+            |uuid: String| json!({"name": uuid, "containerEdits": {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}});
+        let of_gpus: Vec<Value> = uuids(host).into_iter().map(gpu).collect();
+        let of_gpus = json!({"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": of_gpus});
+        fs::write(host.path("run/cdi/nvidia.json"), of_gpus.to_string()).unwrap();
         let place = folder.display();
         let config = format!(
             "version = 2\nroot = \"{place}/lib\"\nstate = \"{place}/run\"\n[grpc]\naddress = \"{place}/sock\"\n\
@@ -66,7 +67,7 @@ impl Containerd {
         wait_for("the mounts", || folder.join("mounted").exists().then_some(()));
         let process = Self::again(host, &folder, &mounts);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let parent = format!("/kubepods-{}-{number}", std::process::id());
+        let parent = format!("/{OF_TEST}{}-{number}/kubepods", std::process::id());
         let containerd = Self { folder, mounts, process, parent };
         let image = containerd.folder.join("job.tar");
         let image_py = Path::new(SOURCES).join("image.py");
@@ -99,6 +100,13 @@ impl Containerd {
         self.process = Self::again(host, &self.folder, &self.mounts);
     }
 
+    /// Removes the control group of a pod whose containers are gone, as a kubelet does. Those of the containers are the runtime's.
+    fn remove_group(&self, pod: &str) {
+        for group in self.groups().iter().map(|group| group.join(pod)).filter(|group| group.is_dir()) {
+            fs::remove_dir(&group).unwrap_or_else(|error| panic!("{}: {error}", group.display()));
+        }
+    }
+
     /// The control groups of all pods, in every hierarchy.
     fn groups(&self) -> Vec<PathBuf> {
         let mounts = fs::read_dir("/sys/fs/cgroup").unwrap().map(|entry| entry.unwrap().path());
@@ -125,8 +133,9 @@ fn inside(host: &Host, mounts: &Client, program: &Path) -> Command {
     command
 }
 
-fn uuid(host: &Host) -> String {
-    fs::read_to_string(host.path("gpus/0/uuid")).unwrap().trim().to_owned()
+fn uuids(host: &Host) -> Vec<String> {
+    let gpus = fs::read_dir(host.path("gpus")).unwrap().map(|gpu| gpu.unwrap().path().join("uuid"));
+    gpus.filter_map(|uuid| Some(fs::read_to_string(uuid).ok()?.trim().to_owned())).collect()
 }
 
 impl Drop for Containerd {
@@ -142,7 +151,7 @@ impl Drop for Containerd {
         for shim in pids.filter(is_shim) {
             let _ = Command::new("kill").arg("-9").arg(shim.to_string()).status();
         }
-        for group in self.groups() {
+        for group in self.groups().iter().filter_map(|group| group.parent()) {
             // A container's process has its own control group below that of its pod.
             let kill = "for try in $(seq 100); do
                             for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs); done
@@ -150,7 +159,7 @@ impl Drop for Containerd {
                             [ -d \"$0\" ] || exit 0
                             sleep 0.05
                         done";
-            let _ = Command::new("sh").args(["-c", kill]).arg(&group).stderr(Stdio::null()).status();
+            let _ = Command::new("sh").args(["-c", kill]).arg(group).stderr(Stdio::null()).status();
         }
     }
 }
@@ -161,9 +170,11 @@ struct Runtime {
     answers: BufReader<ChildStdout>,
 }
 
-/// A pod that runs.
+/// A pod that runs, with the slices that the kubelet has chosen for it.
 #[derive(Debug, Clone)]
 struct Pod {
+    name: String,
+    slices: Vec<String>,
     sandbox: String,
     container: String,
 }
@@ -186,24 +197,28 @@ impl Runtime {
     }
 
     /// Starts a pod with a program of the host's, or gives the reason why there is none.
-    fn start(&mut self, host: &Host, name: &str, settings: &Value, work: &[&str]) -> Result<Pod, String> {
-        let mounts = [host.path("").display().to_string(), binaries().display().to_string()];
-        let mounts: Vec<String> =
-            mounts.into_iter().chain(["/lib", "/lib64", "/usr/lib"].map(str::to_owned)).collect();
+    fn start(&mut self, host: &Host, wanted: &Admitted, work: &[&str]) -> Result<Pod, String> {
+        let Admitted { name, slices, settings } = wanted;
+        let same = |place: &str| json!({"host": place, "container": place, "read_only": false});
+        let (own, programs) = (host.path("").display().to_string(), binaries().display().to_string());
+        let mut mounts = [&own, &programs, "/lib", "/lib64", "/usr/lib"].map(same).to_vec();
+        mounts.extend(settings["mounts"].as_array().unwrap().iter().cloned());
+        let mut environment = settings["environment"].as_object().unwrap().clone();
+        environment.insert("YUNION_MPS_SIM".to_owned(), json!(host.path("")));
+        environment.insert("LD_LIBRARY_PATH".to_owned(), json!(host.path("lib")));
         let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
         let command = [&[client.as_str()], work].concat();
         // Some pods have a RuntimeClass.
         let handler = if name.ends_with('1') { "yunion-mps" } else { "" };
         let said = self.call(&json!({
             "call": "start", "pod": name, "handler": handler, "cdi": settings["cdi"], "mounts": mounts,
-            "environment": {
-                "YUNION_MPS_SIM": host.path(""), "LD_LIBRARY_PATH": host.path("lib"),
-            },
-            "command": command,
+            "environment": environment, "command": command,
         }));
         let text = |key: &str| said["answer"][key].as_str().map(str::to_owned);
         match (text("sandbox"), text("container")) {
-            (Some(sandbox), Some(container)) => Ok(Pod { sandbox, container }),
+            (Some(sandbox), Some(container)) => {
+                Ok(Pod { name: name.clone(), slices: slices.clone(), sandbox, container })
+            }
             _ => Err(said["error"].as_str().unwrap_or_default().to_owned()),
         }
     }
@@ -224,6 +239,13 @@ impl Runtime {
     }
 }
 
+/// A pod that the kubelet has admitted, with the settings of its container.
+struct Admitted {
+    name: String,
+    slices: Vec<String>,
+    settings: Value,
+}
+
 /// All parts of a node.
 struct Node {
     runtime: Runtime,
@@ -235,6 +257,11 @@ struct Node {
 
 /// None where no container can be made.
 fn with_pods(test: &str) -> Option<Node> {
+    with_pods_on("h200", 4, test)
+}
+
+/// The same on a board with so many slices.
+fn with_pods_on(board: &str, slices: usize, test: &str) -> Option<Node> {
     if !root_or_skip(test) {
         return None;
     }
@@ -242,25 +269,39 @@ fn with_pods(test: &str) -> Option<Node> {
         skip(test, NO_CONTAINER_GROUP);
         return None;
     }
-    let (host, mut kubelet, plugin) = node("h200", &[]);
-    kubelet.wait_for_devices(QUARTER, 4, &[]);
+    let (host, mut kubelet, plugin) = node(board, &[]);
+    kubelet.wait_for_devices(QUARTER, slices, &[]);
     let containerd = Containerd::start(&host);
     let runtime = Runtime::beside(&containerd);
     Some(Node { runtime, containerd, plugin, kubelet, host })
 }
 
 impl Node {
-    /// Starts a pod on this slice as the kubelet does.
-    fn pod(&mut self, name: &str, slice: &str) -> Pod {
-        self.pod_with(name, slice, &["hold", "600"])
+    fn admit(&mut self, name: &str, number: u32) -> Admitted {
+        let (slices, settings) = self.kubelet.admitted(name, number);
+        Admitted { name: name.to_owned(), slices, settings }
     }
 
-    fn pod_with(&mut self, name: &str, slice: &str, work: &[&str]) -> Pod {
-        let settings = self.kubelet.allocated(QUARTER, &[slice]);
-        let started = self.runtime.start(&self.host, name, &settings, work);
+    /// Starts a pod on the slice that the kubelet chooses.
+    fn pod(&mut self, name: &str) -> Pod {
+        self.pod_with(name, 1, &["hold", "600"])
+    }
+
+    fn pod_with(&mut self, name: &str, number: u32, work: &[&str]) -> Pod {
+        let admitted = self.admit(name, number);
+        let started = self.runtime.start(&self.host, &admitted, work);
         let pod = started.unwrap_or_else(|error| panic!("{name}: {error}\n{}", self.log()));
         wait_for("the client of the pod", || self.client(name).map(|_| ()));
         pod
+    }
+
+    /// Deletes a pod: SIGTERM, and after these seconds SIGKILL. Then its device is free for the kubelet, and its control group,
+    /// which is the kubelet's, goes.
+    fn delete(&mut self, pod: &Pod, seconds: u32) {
+        self.runtime.stop(pod, seconds);
+        self.runtime.end(pod).unwrap();
+        self.kubelet.ended(&pod.name);
+        self.containerd.remove_group(&pod.name);
     }
 
     /// Ends the only pod. The kubelet asks for that until it is done: a containerd that has just started does not know its
@@ -268,8 +309,10 @@ impl Node {
     fn ends(&mut self, pod: &Pod) {
         wait_for("a slice without an owner", || {
             self.runtime.end(pod).is_ok().then_some(())?;
+            self.containerd.remove_group(&pod.name);
             self.owners().is_empty().then_some(())
         });
+        self.kubelet.ended(&pod.name);
     }
 
     fn log(&self) -> String {
@@ -283,22 +326,54 @@ impl Node {
         clients.as_array()?.iter().find(|client| client["label"] == label.as_str()).cloned()
     }
 
-    /// The pods that have slices.
-    fn owners(&self) -> Vec<String> {
-        let owner = |device: Value| device["bound_to"].as_str().unwrap_or_default().to_owned();
-        self.host.list().into_iter().map(owner).filter(|owner| !owner.is_empty()).collect()
+    /// The containers that have slices, by slice, as the service has it.
+    fn owners(&self) -> BTreeMap<String, Vec<String>> {
+        let text = |device: &Value, key: &str| device[key].as_str().unwrap_or_default().to_owned();
+        let owner = |device: Value| (text(&device, "addr"), vec![text(&device, "bound_to")]);
+        self.host.list().into_iter().map(owner).filter(|(_, owners)| !owners[0].is_empty()).collect()
     }
+
+    /// The same as the kubelet has it, which must be one container for each slice.
+    fn given(&mut self) -> BTreeMap<String, Vec<String>> {
+        let given = self.kubelet.given();
+        let labels = |owners: Vec<String>| owners.iter().map(|owner| format!("ml/{owner}")).collect();
+        given.into_iter().map(|(slice, owners)| (slice, labels(owners))).collect()
+    }
+
+    /// The control groups in that of a pod which have processes: its sandbox, and its container.
+    fn groups_at_work(&self, pod: &str) -> usize {
+        let has_process = |group: &PathBuf| {
+            fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|pids| !pids.trim().is_empty())
+        };
+        let of_pod = self.containerd.groups().into_iter().map(|group| group.join(pod));
+        of_pod.map(|group| groups_in(&group).iter().filter(|one| has_process(one)).count()).max().unwrap_or(0)
+    }
+}
+
+/// The control groups in another one.
+fn groups_in(group: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(group).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.filter(|path| path.is_dir()).collect()
+}
+
+fn has(slice: &str, owner: &str) -> (String, Vec<String>) {
+    (slice.to_owned(), vec![owner.to_owned()])
+}
+
+#[track_caller]
+fn refused(output: &Output, words: &str) {
+    assert!(!output.status.success() && text(output).contains(words), "{words}\n{}", text(output));
 }
 
 #[test]
 fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let test = "a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it";
     let Some(mut node) = with_pods(test) else { return };
-    let [_, own, other, _] = SLICES;
-    let pod = node.pod("train-0", own);
+    let pod = node.pod("train-0");
+    let own = &pod.slices[0];
     let client = node.client("train-0").unwrap();
     assert_eq!((&client["device"], &client["known_by"]), (&json!(own), &json!("bound")), "{client}");
-    assert_eq!(node.owners(), ["ml/train-0/main"]);
+    assert_eq!(node.owners(), BTreeMap::from([has(own, "ml/train-0/main")]));
     // Its limits are those of the slice.
     let memory = node.host.container_of(own)["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].clone();
     let pid = client["pid"].as_u64().unwrap();
@@ -308,65 +383,90 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     assert!(environment.contains(&limit), "{environment}");
 
     // Nobody is given a slice that a pod has, whoever asks for it.
-    node.kubelet.give_to_pods(&[own]);
-    node.kubelet.wait_for_devices(QUARTER, 4, &[]);
-    let settings = json!({"cdi": node.kubelet.allocated(QUARTER, &[own])["cdi"]});
-    let refused = node.runtime.start(&node.host, "train-1", &settings, &["hold", "600"]).unwrap_err();
+    let settings = node.kubelet.allocated(QUARTER, &[own]);
+    let twice = Admitted { name: "train-1".to_owned(), slices: vec![own.clone()], settings };
+    let refused = node.runtime.start(&node.host, &twice, &["hold", "600"]).unwrap_err();
     assert!(refused.contains("is taken by ml/train-0/main"), "{refused}");
-    let settings = node.kubelet.allocated(QUARTER, &[other]);
-    succeeded(&node.host.mpsctl(&["drain", other]));
-    let refused = node.runtime.start(&node.host, "train-2", &settings, &["hold", "600"]).unwrap_err();
-    assert!(refused.contains(&format!("{other} is drained")), "{refused}");
+    let other = node.admit("train-2", 1);
+    succeeded(&node.host.mpsctl(&["drain", &other.slices[0]]));
+    let refused = node.runtime.start(&node.host, &other, &["hold", "600"]).unwrap_err();
+    assert!(refused.contains(&format!("{} is drained", other.slices[0])), "{refused}");
 
     node.ends(&pod);
 }
 
-/// Fifty pods are stopped in the middle of kernels, and their neighbour on the GPU computes through that.
 #[test]
-fn pods_come_and_go_beside_a_neighbour_that_computes() {
-    let Some(mut node) = with_pods("pods_come_and_go_beside_a_neighbour_that_computes") else { return };
-    let work = ["long", "3600"];
-    let [of_neighbour, others @ ..] = SLICES;
-    let neighbour = node.pod_with("neighbour", of_neighbour, &work);
-    node.kubelet.give_to_pods(&[of_neighbour]);
-    node.kubelet.wait_for_devices(QUARTER, SLICES.len(), &[]);
-    // A slice is free again with the next look at the control groups, so all of a round end together.
-    for round in 0..17 {
-        let running: Vec<Pod> = (0..)
-            .zip(others)
-            .map(|(number, slice)| {
-                let name = format!("job-{round}-{number}");
-                let pod = node.pod_with(&name, slice, &work);
-                assert_eq!(node.client(&name).unwrap()["device"], slice);
-                pod
-            })
-            .collect();
-        for pod in &running {
-            // The first process of the container ignores SIGTERM, so SIGKILL comes.
-            node.runtime.stop(pod, 0);
-            node.runtime.end(pod).unwrap();
-        }
-        assert!(node.runtime.runs(&neighbour), "round {round}");
-        wait_for("slices without owners", || (node.owners() == ["ml/neighbour/main"]).then_some(()));
-        node.kubelet.wait_for_devices(QUARTER, SLICES.len(), &[]);
+fn a_pod_with_slices_of_two_gpus_has_both_of_them() {
+    let test = "a_pod_with_slices_of_two_gpus_has_both_of_them";
+    let Some(mut node) = with_pods_on("h200x8", 32, test) else { return };
+    let pod = node.pod_with("train-0", 2, &["hold", "600"]);
+    let [one, other] = &pod.slices[..] else { panic!("{pod:?}") };
+    let owner = "ml/train-0/main";
+    assert_eq!(node.owners(), BTreeMap::from([has(one, owner), has(other, owner)]));
+    assert_eq!(node.client("train-0").unwrap()["known_by"], "bound");
+    let stranger = ContainerGroup::new().unwrap();
+    for slice in &pod.slices {
+        refused(&bind(&node.host, slice, &stranger, &[]), &format!("{slice} is taken by {owner}"));
     }
-    node.runtime.end(&neighbour).unwrap();
+    node.kubelet.wait_for_devices(QUARTER, 32, &[]);
+    node.ends(&pod);
+}
+
+/// The kubelet frees the slice of a pod that was deleted by force at once, while the pod's container lives.
+#[test]
+fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_force() {
+    let test = "on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_force";
+    let Some(mut node) = with_pods(test) else { return };
+    let [former, ..] = ["train-0", "train-1", "train-2", "train-3"].map(|name| node.pod(name));
+    node.kubelet.ended("train-0");
+    let next = node.admit("train-4", 1);
+    assert_eq!(next.slices, former.slices);
+    let mut beside = Runtime::beside(&node.containerd);
+    let started = thread::scope(|scope| {
+        let starting = scope.spawn(|| beside.start(&node.host, &next, &["hold", "600"]));
+        // The hook runs once the first process of the container is in its control group.
+        wait_for("the container", || (node.groups_at_work("train-4") == 2).then_some(()));
+        assert_eq!(node.owners()[&former.slices[0]], ["ml/train-0/main"]);
+        node.runtime.stop(&former, 0);
+        node.runtime.end(&former).unwrap();
+        node.containerd.remove_group(&former.name);
+        starting.join().unwrap()
+    });
+    started.unwrap_or_else(|error| panic!("{error}\n{}", node.log()));
+    wait_for("the client of the pod", || node.client("train-4").map(|_| ()));
+    assert_eq!(node.client("train-4").unwrap()["device"], next.slices[0]);
+    assert_eq!(node.owners(), node.given());
+}
+
+/// `ROUNDS` says how often a Deployment gets another image.
+fn updates() -> u32 {
+    std::env::var("ROUNDS").map_or(10, |number| number.parse().unwrap())
+}
+
+/// A Deployment with three replicas on a full GPU gets one image after another. Its pods are stopped in the middle of kernels, and
+/// their neighbour computes through that.
+#[test]
+fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
+    let test = "rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice";
+    let Some(mut node) = with_pods(test) else { return };
+    let work = ["long", "3600"];
+    let neighbour = node.pod_with("neighbour", 1, &work);
+    let pid = node.pid_in("neighbour");
+    let mut replicas = [0, 1, 2].map(|number| node.pod_with(&format!("job-0-{number}"), 1, &work));
+    for update in 1..=updates() {
+        for (number, replica) in (0..).zip(&mut replicas) {
+            // The first process of the container ignores SIGTERM, so SIGKILL comes.
+            node.delete(replica, 1);
+            *replica = node.pod_with(&format!("job-{update}-{number}"), 1, &work);
+            assert_eq!(node.client(&replica.name).unwrap()["device"], replica.slices[0]);
+            assert_eq!(node.owners(), node.given(), "{}", replica.name);
+            assert!(node.runtime.runs(&neighbour) && node.pid_in("neighbour") == pid, "{}", replica.name);
+        }
+        assert!(replicas.iter().all(|replica| node.runtime.runs(replica)), "{update}: {replicas:?}");
+    }
+    replicas.iter().chain([&neighbour]).for_each(|pod| node.delete(pod, 0));
     wait_for("slices without owners", || node.owners().is_empty().then_some(()));
-    node.kubelet.wait_for_devices(QUARTER, SLICES.len(), &[]);
-    // The control group of a pod is the kubelet's, and the control groups in it are those of its containers.
-    let inside = |group: &PathBuf| {
-        fs::read_dir(group)
-            .unwrap()
-            .flatten()
-            .map(|entry| entry.path())
-            .filter(|path| path.is_dir())
-            .collect()
-    };
-    let pods: Vec<PathBuf> =
-        node.containerd.groups().iter().flat_map(|group| -> Vec<PathBuf> { inside(group) }).collect();
-    assert!(pods.len() > 50, "{pods:?}");
-    let left: Vec<PathBuf> = pods.iter().flat_map(|pod| -> Vec<PathBuf> { inside(pod) }).collect();
-    assert_eq!(left, [] as [PathBuf; 0]);
+    node.kubelet.wait_for_devices(QUARTER, 4, &[]);
 }
 
 /// The parts of a node that are killed.
@@ -416,10 +516,9 @@ impl Node {
 #[test]
 fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     let Some(mut node) = with_pods("no_kill_loses_a_pod_or_gives_its_slice_away") else { return };
-    let own = SLICES[1];
-    let pod = node.pod("train-0", own);
+    let pod = node.pod("train-0");
     let pid = node.pid_in("train-0");
-    node.kubelet.give_to_pods(&[own]);
+    let stranger = ContainerGroup::new().unwrap();
     for order in orders(&PARTS) {
         let order = order.join(", ");
         order.split(", ").for_each(|part| node.kill(part));
@@ -428,10 +527,11 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
         assert!(alive(pid) && process_state(pid) != Some('Z'), "{order}");
         // A containerd that has just started does not know its containers yet.
         wait_for(&format!("the pod after {order}"), || node.runtime.runs(&pod).then_some(()));
-        assert_eq!(node.owners(), ["ml/train-0/main"], "{order}");
-        let settings = node.kubelet.allocated(QUARTER, &[own]);
-        let refused = node.runtime.start(&node.host, "train-1", &settings, &["hold", "600"]).unwrap_err();
-        assert!(refused.contains("is taken by ml/train-0/main"), "{order}: {refused}");
+        assert_eq!(node.owners(), node.given(), "{order}");
+        refused(&bind(&node.host, &pod.slices[0], &stranger, &[]), "is taken by ml/train-0/main");
+        let other = node.admit("train-1", 1);
+        assert_ne!(other.slices, pod.slices, "{order}");
+        node.kubelet.ended("train-1");
     }
     node.ends(&pod);
 }
@@ -441,10 +541,9 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
 #[test]
 fn the_slices_of_a_killed_control_daemon_are_served_again() {
     let Some(mut node) = with_pods("the_slices_of_a_killed_control_daemon_are_served_again") else { return };
-    let own = SLICES[1];
     for (number, order) in orders(&[&PARTS[..], &["control daemon"]].concat()).into_iter().enumerate() {
         let name = format!("train-{number}");
-        let pod = node.pod(&name, own);
+        let pod = node.pod(&name);
         let pid = node.pid_in(&name);
         for part in order {
             let was_at_work = alive(pid);

@@ -1,41 +1,58 @@
 #!/usr/bin/python3
-"""Plays the kubelet for a device plugin: kubelet.py MESSAGES DIRECTORY [leave]
+"""Plays the kubelet for a device plugin: kubelet.py MESSAGES DIRECTORY [--leave] [--hang] [--deaf] [--period SECONDS]
 
 With gRPC's own C library and Google's protobuf, which share no code with the plugin's. MESSAGES is the folder with what protoc
-has made of Kubernetes' own descriptions, DIRECTORY stands for /var/lib/kubelet. With "leave" it removes no
-socket of a plugin when it starts.
+has made of Kubernetes' own descriptions, DIRECTORY stands for /var/lib/kubelet. A kubelet that starts removes all sockets of
+plugins, and then listens.
+  --leave   it removes no socket of a plugin
+  --hang    it takes registrations and never answers, and removes the socket of the plugin at the first one
+  --deaf    it answers registrations, and never asks for the list of devices, as a kubelet before 1.26
+  --period  the time from one publication of the node's numbers to the next (10)
 
 Each line on standard output is a JSON object about something that has happened, or the answer to a line on standard input:
+  {"call": "admit", "pod": P, "containers": [{"name": N, "init": false, "resource": R, "number": N}, ...]}
+                                  a new pod: the devices of its containers, and their settings
+  {"call": "admit again", "running": {P: [NAME, ...]}}
+                                  as after a start of the kubelet, with the containers that run: why pods are rejected, by pod
+  {"call": "ended", "pod": P}     the containers of the pod are gone, or it was deleted by force: its devices are free
+  {"call": "given"}               the pod and the containers that have each device, by resource
   {"call": "allocate", "resource": R, "containers": [[NAME, ...], ...]}
   {"call": "preferred", "resource": R, "available": [...], "must": [...], "size": N}
-  {"call": "pods", "given": {R: [NAME, ...]}}   from now on pods have these devices
   {"call": "path", "resource": R, "path": P}    a call with an empty message
-It ends with its standard input.
+It ends with its standard input. What it has given to pods outlasts it.
 """
 
+import argparse
 import json
 import os
 import pathlib
 import sys
 import threading
+import time
 from concurrent import futures
 
-messages, directory = (pathlib.Path(word) for word in sys.argv[1:3])
-leave = sys.argv[3:] == ["leave"]
-sys.path.insert(0, str(messages))
+from device_manager import DeviceManager, Rejected
+
+parser = argparse.ArgumentParser()
+parser.add_argument("messages", type=pathlib.Path)
+parser.add_argument("directory", type=pathlib.Path)
+parser.add_argument("--leave", action="store_true")
+parser.add_argument("--hang", action="store_true")
+parser.add_argument("--deaf", action="store_true")
+parser.add_argument("--period", type=float, default=10)
+choices = parser.parse_args()
+sys.path.insert(0, str(choices.messages))
 
 import grpc  # noqa: E402
 import deviceplugin_pb2 as message  # noqa: E402
-import podresources_pb2 as pods_message  # noqa: E402
 
-PLUGINS = directory / "device-plugins"
-PODS = directory / "pod-resources"
+PLUGINS = choices.directory / "device-plugins"
 PLUGIN = "/v1beta1.DevicePlugin/"
 DEADLINE = 30
 
 lock = threading.Lock()
 channels = {}
-given = {}
+hanging = []
 
 
 def say(**what):
@@ -50,7 +67,6 @@ def handler(kind, called):
 
 
 def serve(socket, name, handlers):
-    socket.parent.mkdir(parents=True, exist_ok=True)
     server = grpc.server(futures.ThreadPoolExecutor(4))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     server.add_insecure_port(f"unix:{socket}")
@@ -74,6 +90,12 @@ def register(request, context):
     if request.version != "v1beta1":
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"version {request.version!r}")
     socket = PLUGINS / request.endpoint
+    if choices.hang:
+        if not hanging:
+            socket.unlink()
+        hanging.append(context)
+        say(event="hangs", resource=request.resource_name)
+        threading.Event().wait()
     # The kubelet gives this authority since 1.26.
     channel = grpc.insecure_channel(f"unix:{socket}", options=[("grpc.default_authority", "localhost")])
     grpc.channel_ready_future(channel).result(DEADLINE)
@@ -86,7 +108,8 @@ def register(request, context):
         options=in_words(options),
     )
     channels[request.resource_name] = channel
-    threading.Thread(target=watch, args=(request.resource_name, channel), daemon=True).start()
+    if not choices.deaf:
+        threading.Thread(target=watch, args=(request.resource_name, channel), daemon=True).start()
     return message.Empty()
 
 
@@ -102,28 +125,33 @@ def watch(resource, channel):
                 {"id": one.ID, "health": one.health, "numa": [node.ID for node in one.topology.nodes]}
                 for one in devices.devices
             ]
+            manager.listed(resource, {row["id"]: row["health"] == "Healthy" for row in rows})
             say(event="devices", resource=resource, devices=rows)
-        say(event="gone", resource=resource, code="OK")
+        code = "OK"
     except grpc.RpcError as error:
-        say(event="gone", resource=resource, code=error.code().name)
+        code = error.code().name
+    # Otherwise the plugin has registered again, and that list counts.
+    if channels[resource] is channel:
+        manager.gone(resource)
+    say(event="gone", resource=resource, code=code)
 
 
-def pods(_request, _context):
-    containers = [
-        pods_message.ContainerResources(
-            name="main", devices=[pods_message.ContainerDevices(resource_name=resource, device_ids=names)]
-        )
-        for resource, names in given.items()
-    ]
-    say(event="asked for pods")
-    pod = pods_message.PodResources(name="job", namespace="default", containers=containers)
-    return pods_message.ListPodResourcesResponse(pod_resources=[pod])
+def publish():
+    """Tells the scheduler of the node's numbers, where they have changed."""
+    published = None
+    while True:
+        numbers = manager.numbers()
+        if numbers != published:
+            say(event="node", **numbers)
+            published = numbers
+        time.sleep(choices.period)
 
 
-def allocate(channel, line):
-    wanted = [message.ContainerAllocateRequest(devices_ids=names) for names in line["containers"]]
+def settings(resource, containers):
+    """The settings that the plugin gives to containers with these devices."""
+    wanted = [message.ContainerAllocateRequest(devices_ids=names) for names in containers]
     question = message.AllocateRequest(container_requests=wanted)
-    answer = unary(channel, PLUGIN + "Allocate", question, message.AllocateResponse)
+    answer = unary(channels[resource], PLUGIN + "Allocate", question, message.AllocateResponse)
     return [
         {
             "environment": dict(one.envs),
@@ -137,53 +165,83 @@ def allocate(channel, line):
     ]
 
 
-def preferred(channel, line):
+def prefer(resource, available, must, number):
     wish = message.ContainerPreferredAllocationRequest(
-        available_deviceIDs=line["available"], must_include_deviceIDs=line["must"], allocation_size=line["size"]
+        available_deviceIDs=available, must_include_deviceIDs=must, allocation_size=number
     )
     question = message.PreferredAllocationRequest(container_requests=[wish])
     answer = unary(
-        channel, PLUGIN + "GetPreferredAllocation", question, message.PreferredAllocationResponse
+        channels[resource], PLUGIN + "GetPreferredAllocation", question, message.PreferredAllocationResponse
     )
-    return [list(one.deviceIDs) for one in answer.container_responses]
+    return list(answer.container_responses[0].deviceIDs)
 
 
-def path(channel, line):
-    unary(channel, line["path"], message.Empty(), message.Empty)
-    return None
+def allocate(resource, names):
+    try:
+        return settings(resource, [names])[0]
+    except grpc.RpcError as error:
+        code = "".join(word.title() for word in error.code().name.split("_"))
+        raise Rejected(f"rpc error: code = {code} desc = {error.details()}") from error
 
 
-CALLS = {"allocate": allocate, "preferred": preferred, "path": path}
+def in_kubelets_words(why):
+    return f"Allocate failed due to {why}, which is unexpected"
+
+
+def admit(line):
+    given, answers = manager.admit(line["pod"], line["containers"])
+    return {
+        container: {"devices": names, "settings": answers[container]}
+        for container, devices in given.items()
+        for names in devices.values()
+    }
+
+
+def admit_again(line):
+    rejected = manager.admit_again(line["running"])
+    return {pod: f"Pod was rejected: {in_kubelets_words(why)}" for pod, why in rejected.items()}
+
+
+def path(line):
+    unary(channels[line["resource"]], line["path"], message.Empty(), message.Empty)
+
+
+CALLS = {
+    "admit": admit,
+    "admit again": admit_again,
+    "ended": lambda line: manager.ended(line["pod"]),
+    "given": lambda line: manager.given(),
+    "allocate": lambda line: settings(line["resource"], line["containers"]),
+    "preferred": lambda line: prefer(line["resource"], line["available"], line["must"], line["size"]),
+    "path": path,
+}
 
 
 def obey(line):
-    if line["call"] == "pods":
-        given.clear()
-        given.update(line["given"])
-        return say(answer=None)
     try:
-        say(answer=CALLS[line["call"]](channels[line["resource"]], line))
+        say(answer=CALLS[line["call"]](line))
+    except Rejected as why:
+        say(error={"code": "UnexpectedAdmissionError", "text": in_kubelets_words(why)})
     except grpc.RpcError as error:
         say(error={"code": error.code().name, "text": error.details()})
 
 
 def main():
     PLUGINS.mkdir(parents=True, exist_ok=True)
-    # A kubelet that starts removes the sockets of all plugins.
-    for left in PLUGINS.iterdir():
-        if not leave or left.name == "kubelet.sock":
+    # Its own first: a plugin may look before those of the plugins have gone.
+    for left in sorted(PLUGINS.iterdir(), key=lambda one: one.name != "kubelet.sock"):
+        if not choices.leave or left.name == "kubelet.sock":
             left.unlink()
-    (PODS / "kubelet.sock").unlink(missing_ok=True)
-    servers = [
-        serve(PODS / "kubelet.sock", "v1.PodResourcesLister", {"List": handler(pods_message.ListPodResourcesRequest, pods)}),
-        serve(PLUGINS / "kubelet.sock", "v1beta1.Registration", {"Register": handler(message.RegisterRequest, register)}),
-    ]
+    handlers = {"Register": handler(message.RegisterRequest, register)}
+    server = serve(PLUGINS / "kubelet.sock", "v1beta1.Registration", handlers)
+    threading.Thread(target=publish, daemon=True).start()
     say(event="started")
     for line in sys.stdin:
         obey(json.loads(line))
-    del servers
+    del server
     # As a kubelet that is killed: nothing is closed, and nothing removed.
     os._exit(0)
 
 
+manager = DeviceManager(choices.directory / "checkpoint", prefer, allocate)
 main()

@@ -2,7 +2,8 @@
 """Asks a container runtime for pods as the kubelet does (CRI): runtime.py MESSAGES SOCKET CGROUP-PARENT
 
 MESSAGES is the folder with what protoc has made of Kubernetes' own descriptions. Each line on standard input is a JSON object:
-  {"call": "start", "pod": NAME, "handler": RUNTIME, "cdi": [NAME, ...], "mounts": [PATH, ...], "environment": {NAME: VALUE}, "command": [WORD, ...]}
+  {"call": "start", "pod": NAME, "handler": RUNTIME, "cdi": [NAME, ...], "mounts": [{"host": PATH, "container": PATH, "read_only": false}, ...],
+   "environment": {NAME: VALUE}, "command": [WORD, ...]}
   {"call": "runs", "container": ID}
   {"call": "stop", "container": ID, "seconds": NUMBER}
   {"call": "end", "sandbox": ID}
@@ -50,7 +51,10 @@ def start(line):
         message.RunPodSandboxRequest(config=sandbox, runtime_handler=line["handler"]),
         message.RunPodSandboxResponse,
     ).pod_sandbox_id
-    mounts = [message.Mount(container_path=path, host_path=path) for path in line["mounts"]]
+    mounts = [
+        message.Mount(container_path=one["container"], host_path=one["host"], readonly=one["read_only"])
+        for one in line["mounts"]
+    ]
     container = message.ContainerConfig(
         metadata=message.ContainerMetadata(name="main"),
         image=message.ImageSpec(image=IMAGE),

@@ -10,6 +10,9 @@ use super::host::Host;
 /// Why there is none.
 pub(crate) const NO_CONTAINER_GROUP: &str = "no control group can be made here";
 
+/// The beginning of the name of a control group in which a test has a kubelet's.
+pub(crate) const OF_TEST: &str = "yunion-test-";
+
 /// The control group of a container, as its runtime would make it.
 pub(crate) struct ContainerGroup {
     pub(crate) id: String,
@@ -25,6 +28,11 @@ impl ContainerGroup {
     /// As the platform's host agent has it made.
     pub(crate) fn of_a_guest() -> Option<Self> {
         Self::named(|id| format!("cloudpods/{id}"))
+    }
+
+    /// As a kubelet has it made, in a control group of a pod. The kubelet's own control group is in one of this test.
+    pub(crate) fn of_a_pod() -> Option<Self> {
+        Self::named(|id| format!("{OF_TEST}{}/kubepods/pod/{id}", &id[..12]))
     }
 
     fn named(name: impl Fn(&str) -> String) -> Option<Self> {
@@ -49,16 +57,24 @@ impl ContainerGroup {
         fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// Puts a process where it is in no container.
+    /// Puts a process where it is in no container, but in the same pod.
     pub(crate) fn let_go(&self, pid: u32) {
         fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
+    }
+
+    /// Takes the group away after its processes, as a runtime does. The group of the pod stays.
+    pub(crate) fn remove(&self) {
+        for below in ["init/deeper", "init", ""] {
+            let _ = fs::remove_dir(self.directory.join(below));
+        }
     }
 }
 
 impl Drop for ContainerGroup {
     fn drop(&mut self) {
-        for below in ["init/deeper", "init", ""] {
-            let _ = fs::remove_dir(self.directory.join(below));
+        self.remove();
+        if self.directory.to_string_lossy().contains(OF_TEST) {
+            self.directory.ancestors().skip(1).take(3).for_each(|above| _ = fs::remove_dir(above));
         }
     }
 }

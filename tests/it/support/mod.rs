@@ -13,6 +13,7 @@ pub(crate) mod host;
 pub(crate) mod listener;
 pub(crate) mod mount;
 pub(crate) mod neighbours;
+pub(crate) mod node;
 pub(crate) mod processes;
 pub(crate) mod random;
 pub(crate) mod schema;

@@ -1,0 +1,268 @@
+//! A node of Kubernetes: the real service on a simulated host, the device plugin, and a kubelet that shares no code with them:
+//! `tests/kubernetes/kubelet.py`, on gRPC's own C library, with Kubernetes' own description of the messages compiled by protoc.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+
+use serde_json::{Value, json};
+
+use super::client::Client;
+use super::host::{Host, binaries};
+use super::wait::{DEADLINE, wait_for};
+
+pub(crate) const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
+
+/// The size of the four slices of the board `h200`.
+pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
+
+/// The Python that protoc makes of Kubernetes' own descriptions, and Kubernetes' types of objects.
+const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
+
+/// The folder of the messages.
+pub(crate) fn messages() -> &'static Path {
+    let messages = Path::new(MESSAGES);
+    let is_there = messages.join("kubernetes").is_dir();
+    assert!(is_there, "{MESSAGES} is missing; make it with scripts/fetch-kubernetes-api.sh");
+    messages
+}
+
+/// A kubelet, with all that has happened to it.
+pub(crate) struct FakeKubelet {
+    pub(crate) process: Client,
+    lines: Receiver<Value>,
+    /// The lines that are still of interest to a test, and all lines.
+    pub(crate) events: Vec<Value>,
+    pub(crate) heard: Vec<Value>,
+}
+
+impl FakeKubelet {
+    /// Starts it, as after a boot or after an end of another one.
+    pub(crate) fn start(host: &Host) -> Self {
+        Self::start_with(host, &[])
+    }
+
+    pub(crate) fn start_with(host: &Host, words: &[&str]) -> Self {
+        let mut command = Command::new("/usr/bin/python3");
+        command
+            .arg(Path::new(SOURCES).join("kubelet.py"))
+            .arg(messages())
+            .arg(host.path("kubelet"))
+            .args(words);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = Client::start(&mut command);
+        let output = BufReader::new(process.stdout.take().unwrap());
+        let (tell, lines): (mpsc::Sender<Value>, _) = channel();
+        thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                if tell.send(serde_json::from_str(&line).unwrap()).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut kubelet = Self { process, lines, events: Vec::new(), heard: Vec::new() };
+        kubelet.wait("the kubelet", |event| event["event"] == "started");
+        kubelet
+    }
+
+    /// Waits for a line that says this, or finds it among earlier lines, and returns it.
+    #[track_caller]
+    pub(crate) fn wait(&mut self, what: &str, says: impl Fn(&Value) -> bool) -> Value {
+        if let Some(found) = self.events.iter().rev().find(|event| says(event)) {
+            return found.clone();
+        }
+        loop {
+            let Ok(line) = self.lines.recv_timeout(DEADLINE) else {
+                panic!("waited in vain for {what}: {:#?}", self.events);
+            };
+            self.events.push(line.clone());
+            self.heard.push(line.clone());
+            if says(&line) {
+                return line;
+            }
+        }
+    }
+
+    /// Waits until the last list of a resource has this many devices, of which these are unhealthy.
+    #[track_caller]
+    pub(crate) fn wait_for_devices(
+        &mut self,
+        resource: &str,
+        number: usize,
+        unhealthy: &[&str],
+    ) -> Vec<Value> {
+        loop {
+            let lists = |event: &Value| event["event"] == "devices" && event["resource"] == resource;
+            let list = self.wait(resource, lists)["devices"].as_array().unwrap().clone();
+            if list.len() == number && self::unhealthy(&list) == unhealthy {
+                return list;
+            }
+            // An older list is no answer any more.
+            self.events.retain(|event| !lists(event));
+        }
+    }
+
+    /// Waits for a registration that comes after this call.
+    #[track_caller]
+    pub(crate) fn wait_for_registration(&mut self, resource: &str) -> Value {
+        let registered = |event: &Value| event["event"] == "registered" && event["resource"] == resource;
+        let found = self.wait(resource, registered);
+        self.events.retain(|event| !registered(event));
+        found
+    }
+
+    /// The answer to a call, or the error.
+    #[track_caller]
+    pub(crate) fn call(&mut self, call: &Value) -> Value {
+        let is_answer = |event: &Value| event.get("answer").is_some() || event.get("error").is_some();
+        writeln!(self.process.stdin.as_mut().unwrap(), "{call}").unwrap();
+        let answer = self.wait("an answer", is_answer);
+        self.events.retain(|event| !is_answer(event));
+        answer
+    }
+
+    fn allocate(&mut self, resource: &str, names: &[&str]) -> Value {
+        self.call(&json!({"call": "allocate", "resource": resource, "containers": [names]}))
+    }
+
+    /// The settings of a container.
+    #[track_caller]
+    pub(crate) fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
+        let answer = self.allocate(resource, names);
+        assert!(answer.get("error").is_none(), "{answer}");
+        answer["answer"][0].clone()
+    }
+
+    /// Code and text of a refusal.
+    #[track_caller]
+    pub(crate) fn refused(&mut self, resource: &str, names: &[&str]) -> (String, String) {
+        let answer = self.allocate(resource, names);
+        let error = answer.get("error").unwrap_or_else(|| panic!("{answer}"));
+        (error["code"].as_str().unwrap().to_owned(), error["text"].as_str().unwrap().to_owned())
+    }
+
+    /// Admits a pod of these containers, as the kubelet does with each pod that the scheduler has placed on its node. Returns
+    /// the answer for each container, or code and text of the refusal.
+    pub(crate) fn admit(&mut self, pod: &str, containers: &Value) -> Result<Value, (String, String)> {
+        let answer = self.call(&json!({"call": "admit", "pod": pod, "containers": containers}));
+        let text = |key: &str| answer["error"][key].as_str().map(str::to_owned);
+        match (text("code"), text("text")) {
+            (Some(code), Some(text)) => Err((code, text)),
+            _ => Ok(answer["answer"].clone()),
+        }
+    }
+
+    /// The devices that the kubelet has chosen for a new pod with one container, and the settings of the container.
+    #[track_caller]
+    pub(crate) fn admitted(&mut self, pod: &str, number: u32) -> (Vec<String>, Value) {
+        let admitted =
+            self.admit(pod, &json!([main_with(number)])).unwrap_or_else(|why| panic!("{pod}: {why:?}"));
+        let main = &admitted["main"];
+        (names(&main["devices"]), main["settings"].clone())
+    }
+
+    /// A kubelet admits each of its pods again after its start. These containers of theirs run. Returns why pods are rejected.
+    pub(crate) fn admit_again(&mut self, running: &Value) -> Value {
+        self.call(&json!({"call": "admit again", "running": running}))["answer"].clone()
+    }
+
+    /// A pod is no longer active: its containers are gone, or it was deleted by force.
+    pub(crate) fn ended(&mut self, pod: &str) {
+        self.call(&json!({"call": "ended", "pod": pod}));
+    }
+
+    /// The containers that have each device of `QUARTER`, as pod/container.
+    pub(crate) fn given(&mut self) -> BTreeMap<String, Vec<String>> {
+        let given = self.call(&json!({"call": "given"}))["answer"][QUARTER].clone();
+        let given = given.as_object().cloned().unwrap_or_default();
+        given.iter().map(|(device, owners)| (device.clone(), names(owners))).collect()
+    }
+}
+
+/// A container that asks for so many slices of `QUARTER`.
+pub(crate) fn main_with(number: u32) -> Value {
+    json!({"name": "main", "init": false, "resource": QUARTER, "number": number})
+}
+
+/// The same of a container that ends before others of its pod begin.
+pub(crate) fn init_container() -> Value {
+    json!({"name": "download", "init": true, "resource": QUARTER, "number": 1})
+}
+
+/// The texts in a list.
+fn names(list: &Value) -> Vec<String> {
+    list.as_array().unwrap().iter().map(|name| name.as_str().unwrap().to_owned()).collect()
+}
+
+/// The program, with its log.
+pub(crate) struct Plugin {
+    pub(crate) process: Client,
+    log: PathBuf,
+}
+
+impl Plugin {
+    pub(crate) fn start(host: &Host, more: &[&str]) -> Self {
+        Self::of(host, Self::command(host, more), "plugin.log")
+    }
+
+    pub(crate) fn command(host: &Host, more: &[&str]) -> Command {
+        let mut command = host.command(binaries().join("yunion-mps-device-plugin"));
+        command.arg("--kubelet-directory").arg(host.path("kubelet")).args(more);
+        command
+    }
+
+    /// A command that starts the program, with a log of this name.
+    pub(crate) fn of(host: &Host, mut command: Command, log: &str) -> Self {
+        let log = host.path(log);
+        let file = File::options().create(true).append(true).open(&log).unwrap();
+        Self { process: Client::start(command.stderr(file)), log }
+    }
+
+    pub(crate) fn said(&self) -> String {
+        fs::read_to_string(&self.log).unwrap()
+    }
+
+    #[track_caller]
+    pub(crate) fn wait_until_it_says(&self, text: &str) {
+        wait_for(text, || self.said().contains(text).then_some(()));
+    }
+}
+
+impl Drop for Plugin {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            let _ = writeln!(std::io::stderr(), "--- the plugin's log\n{}", self.said());
+        }
+    }
+}
+
+/// A host that serves, with CDI.
+pub(crate) fn serving(board: &str) -> Host {
+    let mut host = Host::new(board);
+    host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
+    host.start();
+    host.wait_for_state("ready");
+    host
+}
+
+/// The same with a kubelet and the plugin.
+pub(crate) fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
+    let host = serving(board);
+    let kubelet = FakeKubelet::start(&host);
+    let plugin = Plugin::start(&host, more);
+    (host, kubelet, plugin)
+}
+
+pub(crate) fn unhealthy(devices: &[Value]) -> Vec<&str> {
+    let sick = devices.iter().filter(|device| device["health"] != "Healthy");
+    sick.map(|device| device["id"].as_str().unwrap()).collect()
+}
+
+pub(crate) fn ids(devices: &[Value]) -> Vec<&str> {
+    devices.iter().map(|device| device["id"].as_str().unwrap()).collect()
+}
