@@ -9,6 +9,7 @@ use crate::{Check, package, service};
 pub(crate) const CHECKS: &[Check] = &[
     ("the_device_plugin_is_up_before_the_kubelet", up_before_the_kubelet),
     ("the_device_plugin_registers_and_allocates_in_its_sandbox", in_its_sandbox),
+    ("a_device_plugin_whose_directory_was_made_anew_gets_another_sandbox", directory_made_anew),
     ("a_device_plugin_that_was_restarted_or_upgraded_registers_again", restarted),
     ("a_removed_device_plugin_leaves_the_service_alone", removed),
 ];
@@ -61,12 +62,17 @@ fn up_before_the_kubelet(machine: &mut Machine) {
     assert_eq!(machine.property(UNIT, "StatusText"), "0 of 1 resources registered");
 }
 
-fn in_its_sandbox(machine: &mut Machine) {
+fn start_kubelet(machine: &Machine) {
     // Open for writing as well, so that the kubelet does not see the end of its calls.
     machine.sh(&format!(
-        "mkfifo {CALLS}; systemd-run --quiet --unit=fake-kubelet sh -c \
-         'exec /usr/bin/python3 /var/tmp/kubelet.py /var/tmp /var/lib/kubelet <>{CALLS} >{SAID}'"
+        "systemd-run --quiet --unit=fake-kubelet sh -c \
+         'exec /usr/bin/python3 /var/tmp/kubelet.py /var/tmp /var/lib/kubelet <>{CALLS} >>{SAID}'"
     ));
+}
+
+fn in_its_sandbox(machine: &mut Machine) {
+    machine.sh(&format!("mkfifo {CALLS}"));
+    start_kubelet(machine);
     let healthy = r#""health": "Healthy""#;
     wait_for("four devices", || (said(machine, healthy) == 4).then_some(()));
     wait_for("the status line", || {
@@ -75,6 +81,15 @@ fn in_its_sandbox(machine: &mut Machine) {
     let call = format!(r#"{{"call": "allocate", "resource": "{RESOURCE}", "containers": [["00:06.0-2"]]}}"#);
     machine.sh(&format!("echo '{call}' >{CALLS}"));
     wait_for("the slice", || (said(machine, r#""yunion.io/mps=00:06.0-2""#) == 1).then_some(()));
+}
+
+/// As kubeadm does for a node that joins a cluster again.
+fn directory_made_anew(machine: &mut Machine) {
+    let before = said(machine, r#""event": "registered""#);
+    machine.sh("systemctl stop fake-kubelet && rm -rf /var/lib/kubelet/device-plugins");
+    start_kubelet(machine);
+    wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));
+    assert_eq!(machine.property(UNIT, "ActiveState"), "active");
 }
 
 fn restarted(machine: &mut Machine) {
