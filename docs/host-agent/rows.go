@@ -70,6 +70,10 @@ type Slice struct {
 	Drained bool `json:"drained"`
 	// The label or the path of the control group that has it; empty where it is nobody's: Bind.
 	BoundTo string `json:"bound_to"`
+	// The paths of these control groups, as /proc/PID/cgroup has them; at most 8.
+	BoundGroups []string `json:"bound_groups"`
+	// Its clients are served: as Healthy, but true as well while it is drained.
+	Served bool `json:"served"`
 	// As of the last look. Changes of the numbers are no changes for Watch.
 	Clients    *uint32 `json:"clients,omitempty"`
 	MaxClients *uint32 `json:"max_clients,omitempty"`

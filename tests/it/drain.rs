@@ -21,12 +21,13 @@ fn serving(board: &str) -> Host {
     host
 }
 
-/// The devices in the CDI spec.
+/// The slices in the CDI spec.
 fn in_spec(host: &Host) -> Vec<String> {
     let spec = fs::read_to_string(host.path("run/cdi/yunion.io-mps.json")).unwrap();
     let spec: Value = serde_json::from_str(&spec).unwrap();
     let devices = spec["devices"].as_array().unwrap().iter();
-    devices.map(|device| device["name"].as_str().unwrap().to_owned()).collect()
+    let names = devices.map(|device| device["name"].as_str().unwrap().to_owned());
+    names.filter(|name| !name.starts_with("bind-")).collect()
 }
 
 fn names(devices: &[Value], wanted: impl Fn(&Value) -> bool) -> Vec<String> {
