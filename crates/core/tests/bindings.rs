@@ -8,7 +8,8 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::bindings::{
-    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound, pod_of,
+    Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, MOST_BYTES, NotBound,
+    is_named_by_root, pod_of,
 };
 use proptest::prelude::*;
 
@@ -263,6 +264,21 @@ fn bindings_are_bounded() {
     assert_eq!(refused.to_string(), "17 is taken by /17");
     assert!(bindings.unbind("/17").is_some());
     bindings.bind(binding(5000), false, |_| 1).unwrap();
+}
+
+/// The documentation of Bind has this number.
+#[test]
+fn all_bindings_together_have_24_mib() {
+    assert_eq!(MOST_BYTES, 24 * 1024 * 1024);
+}
+
+#[test]
+fn a_name_is_believed_where_root_has_made_it_and_all_above_it() {
+    let is_believed = |owners: &[Option<u32>]| is_named_by_root(owners.iter().copied());
+    assert!(is_believed(&[Some(0)]) && is_believed(&[Some(0), Some(0)]));
+    for owners in [&[Some(1000)][..], &[Some(0), Some(1000)], &[Some(1000), Some(0)], &[Some(0), None]] {
+        assert!(!is_believed(owners), "{owners:?}");
+    }
 }
 
 /// A binding that the state file has no room for is refused, and nothing is changed.
