@@ -46,7 +46,7 @@ pub struct ControlGroup {
 pub enum GroupUse {
     /// There is no such control group any more.
     Gone,
-    /// The same, and its pod is still there, which may start the container again.
+    /// There is no such control group any more, but its pod still runs, and the kubelet may start the container again.
     PodGoesOn,
     /// Neither it nor any control group below it has a process.
     Empty,
@@ -124,8 +124,8 @@ pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
 
 /// The path of the control group of a pod, from the path of a control group in it. None outside the kubelet's control groups.
 ///
-/// The kubelet has one for all pods (`kubepods`, or `kubepods.slice` below the slices of a root of its own), in it those of the two
-/// lower classes of pods, and in these or beside them one for each pod.
+/// One control group of the kubelet contains all pods: `kubepods`, or `kubepods.slice`, whose name begins with that of a root of its
+/// own. It contains the control groups of pods, and one for each of the two lower classes of service, with the pods of that class.
 pub fn pod_of(path: &str) -> Option<&str> {
     let is_for_all =
         |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");
@@ -158,7 +158,7 @@ impl ControlGroup {
         self.has(path) || is_in(&self.path, path)
     }
 
-    /// Whether this control group and the one at a path are inside one another, or in one pod.
+    /// Returns whether one tenant has both control groups: one of them contains the other, or one pod has both.
     fn is_one_tenants(&self, path: &str) -> bool {
         let pod = pod_of(path);
         self.is_around_or_inside(path) || (pod.is_some() && pod == pod_of(&self.path))

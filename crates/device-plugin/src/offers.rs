@@ -1,9 +1,9 @@
 //! The resources of the node and their devices: which there are, and which of them Kubernetes may give out. Pure.
 //!
-//! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has it go on. It asks the second one
-//! when it starts: a pod whose init container had a device that is not healthy now is ended. So a slice that a pod has is healthy
-//! as long as it is served, drained or not: the kubelet gives it to no other pod. A slice of a stranger is not, since the kubelet
-//! knows nothing of that.
+//! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has the device go on. A kubelet that
+//! starts asks the second question, and ends a pod whose ended init container has an unhealthy device. So a slice that a pod has is
+//! healthy as long as it is served, drained or not: the kubelet gives it to no other pod. A slice that a stranger has is unhealthy,
+//! since the kubelet knows nothing of strangers.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -56,8 +56,8 @@ struct Plugin {
     choices: Choices,
     manner: Manner,
     kubelet: Kubelet,
-    /// Registrations that the kubelet has not answered yet. It answers only after it has reached our socket, which may have to be
-    /// made again meanwhile: so nothing waits for it.
+    /// Registrations without an answer so far. The kubelet answers after it has reached our socket, and the loop may have to make
+    /// that socket again meanwhile: so the loop waits for no answer.
     registrations: JoinSet<Registered>,
     remembered: Remembered,
     resources: BTreeMap<String, Resource>,
@@ -184,8 +184,8 @@ impl Plugin {
                 }
                 Err(error) if is_former_directory(&directory, &error) => {
                     return Err(io::Error::other(format!(
-                        "{}: {error}: the directory was made anew, and this process still sees the former one; \
-                         it ends, and the next start sees the new one",
+                        "{}: {error}: the directory was replaced, and this process can reach the old directory alone; start \
+                         the program again, as its unit does by itself",
                         path.display()
                     )));
                 }
@@ -222,7 +222,7 @@ impl Plugin {
                 Registration::Accepted(with, _) if with == kubelet => {
                     deaf = Some(format!(
                         "{name}: the kubelet has taken the registration and does not ask for the devices; a kubelet \
-                         before 1.26 can't be served"
+                         before 1.26 never does: upgrade the kubelet"
                     ));
                 }
                 _ => {}
@@ -312,8 +312,8 @@ impl Plugin {
     }
 }
 
-/// Says whether the directory of sockets was made anew, though this process sees the former one: a sandbox keeps the mount of a
-/// directory that has been removed, and the new one is outside of all that may be written.
+/// Returns whether the directory of sockets was replaced, out of the reach of this process: a sandbox keeps the mount of the old
+/// directory, and may not write to the new one.
 fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => true,

@@ -57,12 +57,12 @@ pub(crate) struct Manner {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Registration {
     Missing,
-    /// It was asked, and has not answered yet.
+    /// The kubelet has our request, and has not answered.
     Asked(SocketFile),
     Failed(SocketFile, Instant),
-    /// It has not asked for the list of devices yet.
+    /// The kubelet knows the resource, and does not read the list of devices yet.
     Accepted(SocketFile, Instant),
-    /// It has asked for the list.
+    /// The kubelet reads the list of devices.
     Listens(SocketFile),
 }
 

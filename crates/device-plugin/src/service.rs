@@ -38,14 +38,20 @@ pub(crate) struct ServiceView {
 #[derive(Debug, Clone)]
 pub(crate) struct Absence {
     pub(crate) since: Instant,
-    /// Why it does not answer; empty until it was asked.
+    /// The reason; empty before the first question to the service.
     why: String,
+}
+
+impl Absence {
+    fn begins() -> Self {
+        Self { since: Instant::now(), why: String::new() }
+    }
 }
 
 impl ServiceView {
     /// Nothing is known yet.
     pub(crate) fn unknown() -> Self {
-        Self { slices: None, absence: Some(Absence { since: Instant::now(), why: String::new() }) }
+        Self { slices: None, absence: Some(Absence::begins()) }
     }
 
     /// Whether it has been away for this long.
@@ -53,7 +59,7 @@ impl ServiceView {
         self.absence.as_ref().is_some_and(|absence| absence.since.elapsed() >= time)
     }
 
-    /// What the absence means for the slices, and its cause.
+    /// The consequence of an absence for the slices, and its cause.
     pub(crate) fn complaint(&self) -> Option<String> {
         let why = self.absence.as_ref().map(|absence| &absence.why).filter(|why| !why.is_empty())?;
         Some(match self.slices {
@@ -110,8 +116,7 @@ fn answered(view: &watch::Sender<ServiceView>, slices: Vec<NodeSlice>) {
 fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
     let why = error.to_string();
     view.send_if_modified(|view| {
-        let absence =
-            view.absence.get_or_insert_with(|| Absence { since: Instant::now(), why: String::new() });
+        let absence = view.absence.get_or_insert_with(Absence::begins);
         let changed = absence.why != why;
         absence.why = why;
         changed

@@ -162,7 +162,7 @@ impl GpuView {
         self.slice_served(ordinal) && !self.drained.contains(&ordinal)
     }
 
-    /// Whether the clients that have the slice are served with its limits, also while it is drained for new ones.
+    /// Returns whether the clients of the slice are served with its limits. A drain changes nothing for them.
     pub fn slice_served(&self, ordinal: u32) -> bool {
         self.healthy && !self.unserved.contains_key(&ordinal)
     }

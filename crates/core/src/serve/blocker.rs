@@ -131,16 +131,16 @@ impl Blockers {
     }
 
     pub(super) fn has(&self, by: ClearedBy) -> bool {
-        self.of(by).next().is_some()
+        self.all_cleared_by(by).next().is_some()
     }
 
-    fn of(&self, by: ClearedBy) -> impl Iterator<Item = &Blocker> {
+    fn all_cleared_by(&self, by: ClearedBy) -> impl Iterator<Item = &Blocker> {
         self.0.iter().filter(move |one| one.cleared_by() == by)
     }
 
     /// The blockers that one part of the code clears, in words.
     fn describe(&self, by: ClearedBy) -> String {
-        self.of(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
+        self.all_cleared_by(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
     }
 
     /// Records who answers in its place: a blocker, or None if the control daemon does, as it should.

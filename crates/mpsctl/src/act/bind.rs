@@ -109,12 +109,12 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
         let names = arguments.devices.join(" ");
         return Err(Error::Failed(format!("{names} is {}", drained(&names))));
     }
-    let Some(ToBind { devices, group, label, owner_is_ending }) = wanted(arguments)? else { return Ok(()) };
+    let Some(ToBind { devices, group, label, waits_for_owner }) = wanted(arguments)? else { return Ok(()) };
     let wish = SliceWish { names: devices, free: false, share: arguments.share };
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
     // Somebody's container or job is to start, and a service that is just restarted is no reason against it.
     let waits = arguments.hook.oci || arguments.slurm;
-    let will_be_free = |error: &BusError| owner_is_ending && error.is("Taken");
+    let will_be_free = |error: &BusError| waits_for_owner && error.is("Taken");
     let worth_waiting = |error: &BusError| waits && (passes(error) || is_away(error) || will_be_free(error));
     let bound = until_served(bind, worth_waiting).await?;
     if waits {
@@ -131,9 +131,9 @@ struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
     label: String,
-    /// The kubelet has given the devices to this container, and gives a device to one pod at a time. A container that still has one
-    /// is of a pod that was deleted by force, and is about to end.
-    owner_is_ending: bool,
+    /// The kubelet has given the devices to this container, and gives a device to one pod at a time. So an owner of a device is a
+    /// container of a pod that was deleted by force, and ends soon.
+    waits_for_owner: bool,
 }
 
 /// None, if there is nothing to bind.
@@ -144,7 +144,7 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
             devices: slices,
             group: GroupOf::Path(control_group),
             label,
-            owner_is_ending: false,
+            waits_for_owner: false,
         }));
     }
     let devices = arguments.devices.clone();
@@ -152,7 +152,7 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
         let Group { pid, control_group } = &arguments.group;
         let group = named(*pid, control_group.as_deref());
         let label = arguments.label.clone();
-        return Ok(Some(ToBind { devices, group, label, owner_is_ending: false }));
+        return Ok(Some(ToBind { devices, group, label, waits_for_owner: false }));
     }
     if is_in_user_namespace() {
         ignore_input();
@@ -161,7 +161,7 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     }
     let state = container_state(io::stdin()).map_err(Error::Failed)?;
     let (group, in_pod) = (GroupOf::Process(state.pid), state.in_pod());
-    Ok(Some(ToBind { devices, group, owner_is_ending: in_pod.is_some(), label: in_pod.unwrap_or(state.id) }))
+    Ok(Some(ToBind { devices, group, waits_for_owner: in_pod.is_some(), label: in_pod.unwrap_or(state.id) }))
 }
 
 pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut dyn Write) -> Result<()> {
