@@ -123,7 +123,7 @@ look_tests() {
     needs protoc protobuf-compiler
     /usr/bin/python3 -c 'import google.protobuf' >/dev/null 2>&1 || lacks 'python module google.protobuf' python3-protobuf
     /usr/bin/python3 -c 'import grpc' >/dev/null 2>&1 || lacks 'python module grpc' python3-grpcio
-    # What Kubernetes' types are made of.
+    # Kubernetes' types are made of these.
     /usr/bin/python3 -c 'import certifi, dateutil.parser, requests, six, urllib3' >/dev/null 2>&1 ||
         lacks 'python modules certifi, dateutil, requests, six and urllib3' \
             'python3-certifi python3-dateutil python3-requests python3-six python3-urllib3'

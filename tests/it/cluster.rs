@@ -44,7 +44,7 @@ fn program(folder: &Path, name: &str, mode: u32) {
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// What it misses with these programs and packages, but for the rights of root and openssl.
+/// Its complaints with these programs and packages, but for the rights of root and openssl.
 fn missing(programs: Option<&Path>, packages: &Path) -> Vec<String> {
     let mut check = python(&cluster("run.py"));
     check.arg("--check").env_remove("KUBERNETES").env("PACKAGES", packages);

@@ -289,7 +289,7 @@ fn a_plugin_that_does_not_reach_the_service_says_why() {
     says(Plugin::start(&host, &[]), "yunion-mps-daemon is not running");
     let mut no_bus = Plugin::command(&host, &[]);
     no_bus.env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", host.path("nowhere").display()));
-    says(Plugin::of(&host, no_bus, "no-bus.log"), "the system bus");
+    says(Plugin::started_by(&host, no_bus, "no-bus.log"), "the system bus");
     if !root_or_skip("a_plugin_that_does_not_reach_the_service_says_why: a bus that refuses") {
         return;
     }
@@ -299,7 +299,10 @@ fn a_plugin_that_does_not_reach_the_service_says_why() {
     let command = Plugin::command(&host, &[]);
     let mut refused = host.command("setpriv");
     refused.args(AS_STRANGER).arg(command.get_program()).args(command.get_args());
-    says(Plugin::of(&host, refused, "refused.log"), "only root and the group yunion-mps may ask the service");
+    says(
+        Plugin::started_by(&host, refused, "refused.log"),
+        "only root and the group yunion-mps may ask the service",
+    );
 }
 
 /// A sandbox of systemd has the directory that was there at its start, and a new directory is read-only in it.
@@ -317,7 +320,7 @@ fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox()
     command.args(["--mount", "--propagation", "slave", "sh", "-c", SANDBOX, "sh"]);
     command.arg(host.path("kubelet")).arg(&sockets);
     command.arg(in_sandbox.get_program()).args(in_sandbox.get_args());
-    let mut plugin = Plugin::of(&host, command, "plugin.log");
+    let mut plugin = Plugin::started_by(&host, command, "plugin.log");
     let mut kubelet = FakeKubelet::start(&host);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     // As kubeadm does for a node that joins a cluster again.
@@ -338,7 +341,7 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let (host, mut kubelet, first) = node("h200", &[]);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     kubelet.wait_for_registration(QUARTER);
-    let second = Plugin::of(&host, Plugin::command(&host, &[]), "second.log");
+    let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves it");
     kubelet.events.clear();
     // After the first looks of the second plugin.
@@ -362,7 +365,7 @@ fn without_an_inotify_instance_the_plugin_names_the_setting_and_goes_on() {
         return skip(test, "no user namespace can be made");
     }
     let command = host.without_inotify(&Plugin::command(&host, &[]));
-    let plugin = Plugin::of(&host, command, "plugin.log");
+    let plugin = Plugin::started_by(&host, command, "plugin.log");
     plugin.wait_until_it_says("fs.inotify.max_user_instances");
     FakeKubelet::start(&host).wait_for_devices(QUARTER, 4, &[]);
     assert!(!plugin.said().contains("which makes this directory"), "{}", plugin.said());
@@ -370,7 +373,7 @@ fn without_an_inotify_instance_the_plugin_names_the_setting_and_goes_on() {
 
 /// Kubelets before 1.26 take the registration, and can't ask for the list.
 #[test]
-fn a_kubelet_that_never_asks_for_devices_is_told_of() {
+fn a_kubelet_that_never_asks_for_devices_is_named() {
     let host = Host::serving("h200");
     let mut kubelet = FakeKubelet::start_with(&host, &["--deaf"]);
     let plugin = Plugin::start(&host, &[]);

@@ -336,7 +336,7 @@ fn the_policy_refuses_what_can_never_run_or_may_be_ended() {
         (new(maker("apps/v1", "ReplicaSet", &wrong)), TWO),
         (new(maker("batch/v1", "Job", &wrong)), TWO),
         (new(cron_job), TWO),
-        // What is older than the policy can be labelled, and be deleted with its dependents.
+        // An object that is older than the policy can be labelled, and be deleted with its dependents.
         ((labelled, deployment.clone()), "not asked"),
         ((grown, deployment), TWO),
     ]

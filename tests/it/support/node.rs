@@ -207,7 +207,7 @@ pub(crate) struct Plugin {
 
 impl Plugin {
     pub(crate) fn start(host: &Host, more: &[&str]) -> Self {
-        Self::of(host, Self::command(host, more), "plugin.log")
+        Self::started_by(host, Self::command(host, more), "plugin.log")
     }
 
     pub(crate) fn command(host: &Host, more: &[&str]) -> Command {
@@ -217,7 +217,7 @@ impl Plugin {
     }
 
     /// A command that starts the program, with a log of this name.
-    pub(crate) fn of(host: &Host, mut command: Command, log: &str) -> Self {
+    pub(crate) fn started_by(host: &Host, mut command: Command, log: &str) -> Self {
         let log = host.path(log);
         let file = File::options().create(true).append(true).open(&log).unwrap();
         Self { process: Client::start(command.stderr(file)), log }

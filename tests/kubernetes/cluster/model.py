@@ -40,7 +40,7 @@ class Model(http.server.ThreadingHTTPServer):
         parent = PATHS[kind].format(namespace=namespace) + "/"
         return {path: one for path, one in self.objects.items() if path.startswith(parent)}
 
-    # What the API server does.
+    # The part of the API server.
 
     def refusal(self, thing, namespace):
         """The status and the words with which admission refuses an object."""
@@ -117,7 +117,7 @@ class Model(http.server.ThreadingHTTPServer):
         counts = {key: wanted for key in ("replicas", "updatedReplicas", "availableReplicas")}
         thing["status"] = {"observedGeneration": thing["metadata"]["generation"], **counts}
 
-    # What the node does.
+    # The part of the node.
 
     def schedule(self):
         """Pods that wait get their slices, as far as there are any."""
@@ -183,7 +183,7 @@ class Model(http.server.ThreadingHTTPServer):
             found["status"]["containerStatuses"][0]["restartCount"] += 1
         return found
 
-    # What commands do.
+    # The part of the commands.
 
     def run(self, *words, **_):
         """In the place of node.run."""

@@ -38,7 +38,7 @@ DEFECTS = [
     ("a stop hits the neighbour", updates, "clients of neighbour: "),
 ]
 
-# What does not come here in that time never comes. A busy machine has more time where something has to come.
+# A thing that does not come here in that time never comes. A busy machine has more time where something has to come.
 NEVER, SURELY = 1, 60
 
 

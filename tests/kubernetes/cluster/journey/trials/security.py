@@ -5,7 +5,7 @@ from objects import NAMESPACE, RESOURCE, container, namespace, pod, quota
 from wait import holds, same, wait_for
 
 LEVEL = "pod-security.kubernetes.io/enforce"
-# What the level asks of every pod.
+# The level asks this of every pod.
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
