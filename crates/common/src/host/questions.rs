@@ -108,7 +108,8 @@ mod tests {
         let mut questions = ParallelQuestions::default();
         let mut ask = |patience| questions.ask([1, 7, 9], patience, SHORT, question.clone());
         let others = BTreeMap::from([(1, 2), (9, 18)]);
-        assert_eq!(ask(SHORT), others);
+        // Two threads of a busy machine have to come to their turn.
+        assert_eq!(ask(SHORT * 100), others);
         // A second wait for it is short.
         let begun = Instant::now();
         assert_eq!(ask(LONG), others);
