@@ -9,7 +9,6 @@ use common::bindings::SliceBindings;
 use common::config::{Isolation, MayTerminate, Settings};
 use common::counted::counted;
 use common::drained::Drained;
-use common::host::device_name::SliceId;
 use common::host::nvml::facts::GpuState;
 use common::plan::{GpuPlan, Plan, only_slice};
 use common::published::control_daemon::ControlDaemonState;
@@ -18,6 +17,7 @@ use common::published::snapshot::{BoundSlice, GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
 use mps_core::bindings::Binding;
+use mps_core::terms::SliceId;
 
 /// The most bindings of a slice that are named, each with a label that may have hundreds of bytes.
 const NAMES: usize = 8;

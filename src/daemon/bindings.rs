@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use mps_core::access::Asker;
 use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse, NotBound};
+use mps_core::terms::{DeviceName, SliceId};
 use tokio::time::Instant;
 
 use super::Daemon;
@@ -13,7 +14,6 @@ use crate::dbus::{Reply, WantedBinding, WantedSlices};
 use common::bindings::{SliceBindings, bytes_of};
 use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
-use common::host::device_name::{DeviceName, SliceId};
 use common::host::{control_groups, proc};
 use common::membership::RecordedContainer;
 use common::published::access::choose;

@@ -1,8 +1,9 @@
 //! Critical errors of GPUs: they are told, and a GPU that needs a reset takes no client until it has had one.
 
+use mps_core::terms::GpuId;
+
 use super::Daemon;
 use crate::message::{Message, Subject};
-use common::host::device_name::GpuId;
 use common::host::xid::{CriticalError, FollowUp};
 
 impl Daemon {

@@ -1,10 +1,11 @@
 //! Slices and GPUs that an administrator takes out of use for new clients, and gives back.
 
+use mps_core::terms::{DeviceName, SliceId};
+
 use super::Daemon;
 use crate::dbus::Reply;
 use common::bus::error::RequestError;
 use common::drained::{Drained, SliceCounts};
-use common::host::device_name::{DeviceName, SliceId};
 use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 

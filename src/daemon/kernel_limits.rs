@@ -8,10 +8,10 @@ use super::{Daemon, Ending};
 use crate::tenants::limit_keeper::{LimitGoals, LimitKeeper};
 use common::bindings::SliceBindings;
 use common::config::MemoryLimit;
-use common::host::device_name::SliceId;
 use common::plan::Plan;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, limits, limits_around};
+use mps_core::terms::SliceId;
 
 impl Daemon {
     /// Has the kernel hold what follows from this plan and the bindings.

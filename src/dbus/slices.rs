@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use mps_core::access::Asker;
 use mps_core::bindings::BoundBy;
+use mps_core::terms::SliceId;
 use tokio::sync::{mpsc, watch};
 use zbus::Connection;
 use zbus::message::Header;
@@ -13,7 +14,6 @@ use zbus::message::Header;
 use super::request::{Callers, Request, Result, WantedSlices, ask};
 use common::bus::error::RequestError;
 use common::bus::proxy::SliceWish;
-use common::host::device_name::SliceId;
 use common::published::access::choose;
 use common::published::client::ClientView;
 use common::published::container::{ChosenSlice, ContainerConfig, container_config};

@@ -7,11 +7,12 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
+use mps_core::terms::ProcessId;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::proc;
 use common::host::readable::Readable;
 
@@ -20,7 +21,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Hold<Fd> {
-    identity: Identity,
+    identity: ProcessId,
     /// None if the kernel has no pidfds.
     pidfd: Option<Fd>,
 }
@@ -39,7 +40,7 @@ impl Hold<OwnedFd> {
         };
         // The pidfd comes first. The identity that is read afterwards is the identity of the held process, unless it
         // has ended.
-        Ok(Self { identity: Identity::read(pid)?, pidfd })
+        Ok(Self { identity: identity::read(pid)?, pidfd })
     }
 
     /// The same hold, for waiting on the running runtime.
@@ -49,7 +50,7 @@ impl Hold<OwnedFd> {
 
     /// Whether the process lives. A zombie does not.
     pub(super) fn is_alive(&self) -> bool {
-        let Some(pidfd) = &self.pidfd else { return self.identity.runs() };
+        let Some(pidfd) = &self.pidfd else { return identity::runs(self.identity) };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         loop {
             match rustix::event::poll(&mut [PollFd::new(pidfd, PollFlags::IN)], Some(&now)) {
@@ -64,7 +65,7 @@ impl Hold<OwnedFd> {
 impl Hold<Readable> {
     pub(super) async fn ended(&self) {
         let Some(pidfd) = &self.pidfd else {
-            while self.identity.runs() {
+            while identity::runs(self.identity) {
                 tokio::time::sleep(PAUSE).await;
             }
             return;
@@ -78,7 +79,7 @@ impl Hold<Readable> {
 }
 
 impl<Fd: std::os::fd::AsFd> Hold<Fd> {
-    pub(super) fn identity(&self) -> Identity {
+    pub(super) fn identity(&self) -> ProcessId {
         self.identity
     }
 
@@ -86,7 +87,7 @@ impl<Fd: std::os::fd::AsFd> Hold<Fd> {
     pub(super) fn signal(&self, signal: Signal) -> io::Result<()> {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd_send_signal(pidfd, signal),
-            None if self.identity.runs() => kill_process(number(self.identity.pid)?, signal),
+            None if identity::runs(self.identity) => kill_process(number(self.identity.pid)?, signal),
             None => Ok(()),
         };
         match sent {
@@ -117,7 +118,7 @@ mod tests {
 
     /// A hold as an old kernel gives it.
     fn without_pidfd(pid: u32) -> Hold<OwnedFd> {
-        Hold { identity: Identity::read(pid).unwrap(), pidfd: None }
+        Hold { identity: identity::read(pid).unwrap(), pidfd: None }
     }
 
     #[tokio::test]
@@ -126,7 +127,7 @@ mod tests {
             let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
             let held = hold(child.id());
             assert!(held.is_alive());
-            assert_eq!(held.identity(), Identity::read(child.id()).unwrap());
+            assert_eq!(held.identity(), identity::read(child.id()).unwrap());
             let watched = hold(child.id()).watched().unwrap();
             let waiting = tokio::spawn(async move { watched.ended().await });
             // With each turn the task polls again, and the runtime looks for descriptors that have become readable.
@@ -150,7 +151,7 @@ mod tests {
         drop(child.stdin.take());
         child.wait().unwrap();
         assert!(proc::is_gone(&Hold::open(child.id()).unwrap_err()));
-        assert!(proc::is_gone(&Identity::read(child.id()).unwrap_err()));
+        assert!(proc::is_gone(&identity::read(child.id()).unwrap_err()));
         assert!([0, u32::MAX].iter().all(|pid| proc::is_gone(&Hold::open(*pid).unwrap_err())));
         assert!(!held.is_alive());
         assert!(!proc::is_gone(&Errno::MFILE.into()));

@@ -12,12 +12,12 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Stdio;
 
+use mps_core::terms::ProcessId;
 use tokio::io::AsyncWriteExt;
 use tokio::process::{ChildStdin, Command};
 
 use super::process::Process;
 use common::host::cpus::Cpus;
-use common::host::identity::Identity;
 use common::host::{oom, proc};
 
 /// The program to start, and its surroundings.
@@ -76,7 +76,7 @@ impl PausedProcess {
     }
 
     /// The identity of the process. It does not change with [`PausedProcess::go`].
-    pub(crate) fn identity(&self) -> Identity {
+    pub(crate) fn identity(&self) -> ProcessId {
         self.process.identity()
     }
 

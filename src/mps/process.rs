@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::Permit;
+use mps_core::terms::ProcessId;
 use rustix::process::Signal;
 use tokio::process::Child;
 
 use super::cgroup_freezer::{self, Thawed};
 use super::control::{Control, ControlError};
 use super::hold::{Hold, unless_gone};
-use common::host::identity::Identity;
 use common::host::proc;
 use common::host::readable::Readable;
 
@@ -37,7 +37,7 @@ impl Process {
     ///
     /// # Errors
     /// The kernel refused, for example because the service has no file descriptors left. The process may live.
-    pub(crate) fn adopt(identity: Identity) -> io::Result<Option<Self>> {
+    pub(crate) fn adopt(identity: ProcessId) -> io::Result<Option<Self>> {
         Ok(Self::open(identity.pid)?.filter(|process| process.identity() == identity))
     }
 
@@ -53,7 +53,7 @@ impl Process {
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
     }
 
-    pub(crate) fn identity(&self) -> Identity {
+    pub(crate) fn identity(&self) -> ProcessId {
         self.hold.identity()
     }
 
@@ -258,7 +258,7 @@ impl Held {
         Err(io::Error::other("it stays stopped; a debugger may hold it"))
     }
 
-    pub(crate) fn identity(&self) -> Identity {
+    pub(crate) fn identity(&self) -> ProcessId {
         self.0.identity()
     }
 
@@ -356,7 +356,7 @@ mod tests {
         while !named() {
             std::thread::yield_now();
         }
-        assert!(Identity::read(child.id()).unwrap().start_time > 0);
+        assert!(common::host::identity::read(child.id()).unwrap().start_time > 0);
         let held = Held::open(child.id()).unwrap().unwrap();
         held.0.signal(Signal::STOP).unwrap();
         while !is_stopped(child.id()) {

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use common::host::identity::Identity;
+use mps_core::terms::ProcessId;
+
+use common::host::identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
 
@@ -11,7 +13,7 @@ use common::host::proc;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Bypass {
     pub gpu_uuid: String,
-    pub process: Identity,
+    pub process: ProcessId,
     /// Its command, 15 characters at most.
     pub command: String,
     /// Its owner, as the end of a sentence; empty until it is told of.
@@ -29,7 +31,7 @@ impl Bypass {
 
 /// The bypasses that people were told of. All control daemons that take turns on a GPU see the same.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, u32, u64)>>>);
+pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
 impl ToldBypasses {
     /// The processes of which nobody was told. From now on they count as told.
@@ -44,13 +46,13 @@ impl ToldBypasses {
         gone.into_iter().filter(|bypass| told.remove(&key(bypass))).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeSet<(String, u32, u64)>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<(String, ProcessId)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn key(bypass: &Bypass) -> (String, u32, u64) {
-    (bypass.gpu_uuid.clone(), bypass.process.pid, bypass.process.start_time)
+fn key(bypass: &Bypass) -> (String, ProcessId) {
+    (bypass.gpu_uuid.clone(), bypass.process)
 }
 
 /// These processes in words: `PID 1234 (python3) of user alice, PID 1235 (python3)`.
@@ -75,7 +77,7 @@ pub(crate) fn find(
         .filter_map(|process| {
             Some(Bypass {
                 gpu_uuid: gpu_uuid.to_owned(),
-                process: Identity::read(process.pid).ok()?,
+                process: identity::read(process.pid).ok()?,
                 command: proc::name(process.pid)?,
                 memory_mib: process.memory_mib,
                 owner: String::new(),

@@ -2,17 +2,17 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::serve::{GpuNews, GpuShell, ProcessId, SeenGpu, SeenGpus, SeenProcess};
+use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus, SeenProcess};
+use mps_core::terms::{ProcessId, ServedGpu};
 use mps_core::{GpuUuid, Tenure};
 
 use crate::message::{Message, Subject};
 use common::host::compute_mode::ComputeMode;
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
 use common::membership::SliceMounts;
 use common::membership::whose::{owner, users};
-use common::plan::ServedGpu;
 
 use super::Worker;
 use super::bypass::{self, Bypass};
@@ -55,8 +55,8 @@ impl GpuShell for Worker {
         self.reporter.update_gpu(gpu, |status| status.left_out = why);
     }
 
-    fn start_time(&self, pid: u32) -> Option<u64> {
-        Identity::read(pid).ok().map(|process| process.start_time)
+    fn process(&self, pid: u32) -> Option<ProcessId> {
+        identity::read(pid).ok()
     }
 
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
@@ -64,9 +64,9 @@ impl GpuShell for Worker {
             let there = self.processes.get(gpu).into_iter().flatten();
             there.filter(|process| process.pid == pid).find_map(|process| process.memory_mib)
         };
-        let bypass = |(pid, start_time): &ProcessId| {
-            let process = Identity { pid: *pid, start_time: *start_time };
-            let (command, memory_mib) = (proc::name(*pid)?, memory_of(*pid));
+        let bypass = |process: &ProcessId| {
+            let (process, command) = (*process, proc::name(process.pid)?);
+            let memory_mib = memory_of(process.pid);
             Some(Bypass { gpu_uuid: gpu.clone(), process, command, memory_mib, owner: String::new() })
         };
         let mut now: Vec<Bypass> = bypasses.iter().filter_map(bypass).collect();

@@ -6,10 +6,11 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use mps_core::terms::ProcessId;
 use tokio::task::JoinSet;
 
 use common::host::blocking::Blocking;
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::proc;
 use common::membership::whose::{Whose, users, whose};
 use common::membership::{SliceMounts, Slices};
@@ -27,7 +28,7 @@ const QUESTIONS: usize = 8;
 /// A client with its owner.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct KnownClient {
-    process: Identity,
+    process: ProcessId,
     whose: Whose,
     /// The name of its program. A tenant chooses that name.
     command: String,
@@ -62,7 +63,7 @@ impl KnownClients {
 
     /// Looks at these clients if they are not known, beside the loop.
     pub(super) fn remember(&self, pids: impl IntoIterator<Item = u32>, slices: impl FnOnce() -> Slices) {
-        let now = |pid: u32| Identity::read(pid).ok();
+        let now = |pid: u32| identity::read(pid).ok();
         let is_unknown = |pid: &u32| {
             let known = self.with(|known| known.get(pid).map(|client| client.process));
             known.is_none() || known != now(*pid)
@@ -96,7 +97,7 @@ impl KnownClients {
 
     /// Looks at a client. Its memory comes last, since that look can be held up.
     fn learn_one(&self, pid: u32, mounts: &SliceMounts, users: &str) {
-        let (Ok(process), Some(command)) = (Identity::read(pid), proc::name(pid)) else { return };
+        let (Ok(process), Some(command)) = (identity::read(pid), proc::name(pid)) else { return };
         let mut client = KnownClient { process, whose: whose(pid, mounts, users), command };
         self.keep(client.clone());
         if client.whose.slices.is_none()
@@ -111,7 +112,7 @@ impl KnownClients {
     /// Keeps a client, unless another process has its PID by now. Two looks may be under way, and the client may end during the
     /// later one, which then finds less.
     fn keep(&self, client: KnownClient) {
-        let now = |client: &KnownClient| Identity::read(client.process.pid).ok();
+        let now = |client: &KnownClient| identity::read(client.process.pid).ok();
         if now(&client).is_some_and(|now| now != client.process) {
             return;
         }
@@ -160,7 +161,7 @@ mod tests {
     #[test]
     fn a_later_look_takes_nothing_away() {
         let clients = KnownClients::default();
-        let process = Identity::read(std::process::id()).unwrap();
+        let process = identity::read(std::process::id()).unwrap();
         for (user, has_slice, expected) in [
             ("one", false, "one"),
             ("less", false, "one"),
@@ -179,7 +180,7 @@ mod tests {
     #[test]
     fn a_command_can_not_look_like_another_client() {
         let whose = Whose::only(7);
-        let process = Identity { pid: 7, start_time: 7 };
+        let process = ProcessId { pid: 7, start_time: 7 };
         let known = KnownClient { process, whose, command: "x\"; PID 8\n".to_owned() };
         assert_eq!(known.to_string(), r#"PID 7, command "x\"; PID 8\n""#);
     }

@@ -30,6 +30,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted, WantedGpu};
+use mps_core::terms::ServedGpu;
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::yield_now;
@@ -45,7 +46,7 @@ use common::config::Supervision;
 use common::host::cpus::Cpus;
 use common::host::nvml::GpuProcess;
 use common::membership::Slices;
-use common::plan::{ControlDaemonPlan, ServedGpu, tenure_of};
+use common::plan::{ControlDaemonPlan, tenure_of};
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
-    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, ProcessId, Said, SeenGpus, Shell,
-    Showing,
+    ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Said, SeenGpus, Shell, Showing,
 };
+use mps_core::terms::ProcessId;
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
@@ -59,8 +59,8 @@ impl GpuShell for RunShell<'_> {
         self.worker.show_left_out(gpu, why);
     }
 
-    fn start_time(&self, pid: u32) -> Option<u64> {
-        self.worker.start_time(pid)
+    fn process(&self, pid: u32) -> Option<ProcessId> {
+        self.worker.process(pid)
     }
 
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {

@@ -13,11 +13,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use mps_core::terms::GpuId;
+
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::bindings::{SliceBindings, WrittenBindings};
 use common::drained::{ClosedDevices, Drained};
 use common::host::compute_mode::ComputeMode;
-use common::host::device_name::GpuId;
+use common::host::identity;
 use common::whole_file;
 
 /// The state file in the hands of everybody who keeps something in it.
@@ -142,7 +144,7 @@ impl StateFile {
     /// Whether a control daemon that was started by us still has a GPU.
     pub(crate) fn is_in_our_hands(&self, uuid: &str) -> bool {
         let mut all = self.contents.control_daemons.values();
-        all.any(|running| running.gpus.iter().any(|gpu| gpu == uuid) && running.process.runs())
+        all.any(|running| running.gpus.iter().any(|gpu| gpu == uuid) && identity::runs(running.process))
     }
 
     /// Forgets a control daemon that has ended.
@@ -246,9 +248,9 @@ impl StateFile {
 #[cfg(test)]
 mod tests {
     use common::bindings::bytes_of;
-    use common::host::device_name::SliceId;
-    use common::host::identity::Identity;
     use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse};
+    use mps_core::terms::ProcessId;
+    use mps_core::terms::SliceId;
 
     use super::*;
 
@@ -286,7 +288,7 @@ mod tests {
 
     fn running(pipe_directory: &str) -> Running {
         Running {
-            process: Identity { pid: 7, start_time: 8 },
+            process: ProcessId { pid: 7, start_time: 8 },
             pipe_directory: pipe_directory.into(),
             private_directory: None,
             slice_directories: None,

@@ -6,13 +6,13 @@ use std::time::{Duration, SystemTime};
 
 use mps_core::links::MissingLinks;
 use mps_core::serve::{Showing, ShownAs, ShownGpu, ShownState};
+use mps_core::terms::ProcessId;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use crate::message::{Message, Subject};
 use crate::supervisor::bypass::Bypass;
 use common::host::compute_mode::ComputeMode;
-use common::host::identity::Identity;
 use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
@@ -59,7 +59,7 @@ pub(crate) struct Status {
     /// Its GPUs, by UUID.
     pub gpus: BTreeMap<String, GpuStatus>,
     /// The clients that have waited for a server for a while.
-    pub waiting: Vec<Identity>,
+    pub waiting: Vec<ProcessId>,
     /// True once the plan is in force, or the reason says why it is not.
     pub settled: bool,
     /// True if the next step waits for clients to end, or follows a failure. That may take days.
@@ -219,10 +219,7 @@ impl Reporter {
                 }
             }
             Showing::PutOff => self.put_off(),
-            Showing::WaitingClients(clients) => self.update(|status| {
-                let process = |(pid, start_time)| Identity { pid, start_time };
-                status.waiting = clients.into_iter().map(process).collect();
-            }),
+            Showing::WaitingClients(clients) => self.update(|status| status.waiting = clients),
             Showing::InForce { thread_percentage } => self.update(|status| {
                 status.view.multiuser = Some(multiuser);
                 for (uuid, gpu) in &mut status.gpus {

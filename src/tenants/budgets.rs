@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::terms::ProcessId;
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -20,7 +21,7 @@ use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::config::OnOveruse;
 use common::host::blocking::Blocking;
-use common::host::identity::Identity;
+use common::host::identity;
 use common::membership::{RecordedContainer, SliceMounts, Slices, Tenant};
 use common::plan::GpuPlan;
 use common::published::usage::InUse;
@@ -206,12 +207,12 @@ impl Budgets {
 }
 
 /// An attempt that is over.
-type Attempted = (Enforcer<Identity, Held>, Vec<Victim<Identity>>);
+type Attempted = (Enforcer<ProcessId, Held>, Vec<Victim<ProcessId>>);
 
 struct GpuWatch {
     uuid: String,
     gpu: GpuBudget,
-    watch: BudgetWatch<Identity>,
+    watch: BudgetWatch<ProcessId>,
     begun: Instant,
     nvml: ComputeModes,
     /// Asks the kernel for the owners of clients.
@@ -221,7 +222,7 @@ struct GpuWatch {
     uses: watch::Sender<GpuUse>,
     looked: watch::Sender<Option<Instant>>,
     /// The slices of which clients may be ended, by the last look.
-    over: watch::Sender<Vec<OverBudget<Identity, Tenant>>>,
+    over: watch::Sender<Vec<OverBudget<ProcessId, Tenant>>>,
     /// The owners of the clients that an attempt may end, by PID.
     known_owners: BTreeMap<u32, Whose>,
     members: Members,
@@ -230,7 +231,7 @@ struct GpuWatch {
     seen_at: Instant,
     due: Option<Instant>,
     /// The task that ends clients has it meanwhile.
-    enforcer: Enforcer<Identity, Held>,
+    enforcer: Enforcer<ProcessId, Held>,
 }
 
 impl GpuWatch {
@@ -289,7 +290,7 @@ impl GpuWatch {
         for container in std::mem::take(&mut self.members.recorded) {
             self.send(BudgetEvent::Recorded(container)).await;
         }
-        let look = self.watch.decide(&found, members, Identity::runs, now);
+        let look = self.watch.decide(&found, members, identity::runs, now);
         let Look { uses, news, over, begins_attempt, due } = look;
         self.due = due.map(|due| self.begun + due);
         if begins_attempt || is_attempting {
@@ -318,14 +319,14 @@ impl GpuWatch {
     }
 
     /// Learns the owners of the clients that may be ended, before they are.
-    async fn learn_owners(&mut self, over: &[OverBudget<Identity, Tenant>]) {
+    async fn learn_owners(&mut self, over: &[OverBudget<ProcessId, Tenant>]) {
         let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid);
         let learnt = self.owners(pids.filter(|pid| !self.known_owners.contains_key(pid)).collect()).await;
         self.known_owners.extend(learnt);
     }
 
     /// The words that are shown of a slice.
-    async fn describe(&self, news: &OveruseNews<Identity>) -> BudgetEvent {
+    async fn describe(&self, news: &OveruseNews<ProcessId>) -> BudgetEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
         if news.reasons.is_empty() {
@@ -391,13 +392,13 @@ impl GpuWatch {
     }
 }
 
-impl MemberShell<Identity> for EndingShell {
-    fn process(&self, held: &Held) -> Identity {
+impl MemberShell<ProcessId> for EndingShell {
+    fn process(&self, held: &Held) -> ProcessId {
         held.identity()
     }
 
-    fn runs(&self, process: Identity) -> bool {
-        process.runs()
+    fn runs(&self, process: ProcessId) -> bool {
+        identity::runs(process)
     }
 }
 

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use mps_core::terms::ProcessId;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -13,7 +14,7 @@ use crate::mps::control::{Control, ControlError};
 use crate::supervisor::bypass::{self, Bypass};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
 use common::membership::whose::{container, user_in};
@@ -43,7 +44,7 @@ pub(crate) struct ServingDaemon {
     /// The processes that are known to use them without its servers.
     pub bypasses: Vec<Bypass>,
     /// The clients that wait for one of its servers.
-    pub waiting: Vec<Identity>,
+    pub waiting: Vec<ProcessId>,
 }
 
 /// The findings of one look at the GPUs of one control daemon.
@@ -262,7 +263,7 @@ fn views(one: &ServingDaemon, look: &Scan, about: &ListContext) -> Vec<ClientVie
         let view = about.view(process.pid, command, String::new(), None);
         // A server may have taken it by now, or it may have ended.
         let waits = !views.iter().any(|served| served.pid == process.pid)
-            && Identity::read(process.pid).ok() == Some(*process);
+            && identity::read(process.pid).ok() == Some(*process);
         waits.then_some(ClientView { waiting: true, ..view })
     });
     let waiting: Vec<ClientView> = waiting.collect();

@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{ClientShell, DaemonClients, TerminateAnswer, UnknownClients, by_client};
+use mps_core::terms::{ProcessId, SliceId};
 use mps_core::{CoreTime, Permit};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::mps::control::{Control, ControlError};
 use crate::mps::process::{GoingOn, Held};
-use common::host::device_name::SliceId;
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::proc;
 
 /// The time for the list of clients of one control daemon. Each of its questions has a shorter deadline.
@@ -35,7 +35,7 @@ pub(crate) struct ClientsDaemon {
 /// The process of a control daemon of ours, and the UUIDs of its GPUs.
 #[derive(Debug, Clone)]
 pub(crate) struct OwnDaemon {
-    pub process: Identity,
+    pub process: ProcessId,
     pub gpus: Vec<String>,
 }
 
@@ -82,7 +82,7 @@ async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     // The list may name nobody while a server handles an error: so this is asked before the list, and after it.
     let mut faulted = servers_in_fault(control, &servers).await?;
     let pids = control.client_pids(&servers).await?;
-    let started = |pid| Identity::read(pid).ok().map(|process| process.start_time);
+    let started = |pid| identity::read(pid).ok().map(|process| process.start_time);
     let clients = by_client(control.connections(&pids).await?, started);
     let servers: Vec<u32> = pids.into_keys().collect();
     faulted.extend(servers_in_fault(control, &servers).await?);
@@ -103,7 +103,7 @@ async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> Result<Daemon
         }),
         Err(why) => {
             let has_no_server = ours.as_ref().is_some_and(|OwnDaemon { process, .. }| {
-                !process.runs() || proc::has_children(process.pid).is_ok_and(|has_some| !has_some)
+                !identity::runs(*process) || proc::has_children(process.pid).is_ok_and(|has_some| !has_some)
             });
             Err(UnknownClients { why, has_no_server })
         }

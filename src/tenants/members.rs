@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::terms::{DeviceName, GpuId, ProcessId};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use common::host::blocking::Blocking;
-use common::host::device_name::{DeviceName, GpuId};
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::nvml::GpuProcess;
 use common::membership::{
     KnownBy, Membership, ProcessMounts, RecordedContainer, SliceMounts, Slices, Tenant,
@@ -50,14 +50,14 @@ enum MemberSlice {
 }
 
 /// The clients of each slice, by its ordinal.
-pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<Identity, Tenant>>>;
+pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<ProcessId, Tenant>>>;
 
 /// The clients that were looked at.
 #[derive(Debug)]
 pub(super) struct Members {
     kernel: Blocking,
     /// The slice of each client, by PID. The slice of a process does not change.
-    known: BTreeMap<u32, (Identity, MemberSlice)>,
+    known: BTreeMap<u32, (ProcessId, MemberSlice)>,
     /// The containers of clients that only the host agent's records tell, until somebody takes them.
     pub(super) recorded: Vec<RecordedContainer>,
 }
@@ -77,15 +77,15 @@ impl Members {
         &mut self,
         processes: &[GpuProcess],
         cut: &SlicedGpu,
-    ) -> (Vec<Identity>, SliceMembers) {
-        let clients: BTreeMap<u32, (Identity, Option<u64>)> = processes
+    ) -> (Vec<ProcessId>, SliceMembers) {
+        let clients: BTreeMap<u32, (ProcessId, Option<u64>)> = processes
             .iter()
             .filter(|process| process.via_mps)
             .filter_map(|process| {
-                Some((process.pid, (Identity::read(process.pid).ok()?, process.memory_mib)))
+                Some((process.pid, (identity::read(process.pid).ok()?, process.memory_mib)))
             })
             .collect();
-        let there = |pid: &u32, known: &mut Identity| clients.get(pid).is_some_and(|(now, _)| now == known);
+        let there = |pid: &u32, known: &mut ProcessId| clients.get(pid).is_some_and(|(now, _)| now == known);
         self.known.retain(|pid, (known, _)| there(pid, known));
         self.ask(clients.iter().map(|(pid, (process, _))| (*pid, *process)), cut).await;
         let found = clients.values().map(|(process, _)| *process).collect();
@@ -101,7 +101,7 @@ impl Members {
     }
 
     /// The slice of a client that has held up the question: the slice that it had before, if it had one.
-    fn without_answer(&self, pid: u32, process: &Identity) -> MemberSlice {
+    fn without_answer(&self, pid: u32, process: &ProcessId) -> MemberSlice {
         match self.known.get(&pid) {
             Some((known, MemberSlice::Slice(slice, known_by, tenant, _))) if known == process => {
                 MemberSlice::Slice(*slice, *known_by, tenant.clone(), Instant::now())
@@ -111,14 +111,14 @@ impl Members {
     }
 
     /// Asks the kernel about the clients that are not known.
-    async fn ask(&mut self, clients: impl Iterator<Item = (u32, Identity)>, cut: &SlicedGpu) {
+    async fn ask(&mut self, clients: impl Iterator<Item = (u32, ProcessId)>, cut: &SlicedGpu) {
         let is_known = |pid: &u32| match self.known.get(pid) {
             None => false,
             Some((_, MemberSlice::Slice(_, known_by, ..))) if known_by.is_certain() => true,
             Some((_, MemberSlice::Nowhere(since) | MemberSlice::Slice(.., since))) => since.elapsed() < AGAIN,
             Some((_, MemberSlice::Hidden)) => true,
         };
-        let unknown: Vec<(u32, Identity)> = clients.filter(|(pid, _)| !is_known(pid)).collect();
+        let unknown: Vec<(u32, ProcessId)> = clients.filter(|(pid, _)| !is_known(pid)).collect();
         if unknown.is_empty() {
             return;
         }
@@ -161,7 +161,7 @@ impl Members {
                 }
             };
             // If the process has ended, its PID may have been another's while it was looked at.
-            if Identity::read(pid).ok() == Some(process) {
+            if identity::read(pid).ok() == Some(process) {
                 self.known.insert(pid, (process, place));
             }
         }
@@ -228,7 +228,7 @@ mod tests {
     #[tokio::test]
     async fn a_client_with_a_slice_is_a_member_of_it() {
         let mut members = Members::new();
-        let process = Identity::read(std::process::id()).unwrap();
+        let process = identity::read(std::process::id()).unwrap();
         let tenant = Tenant::read(process.pid).ok();
         let place = || MemberSlice::Slice(2, KnownBy::Bound, tenant.clone(), Instant::now());
         members.known.insert(process.pid, (process, place()));
@@ -237,7 +237,7 @@ mod tests {
         let member = Member { process, memory_mib: Some(7), only_claims: false, tenant, stays: false };
         assert_eq!(found, (vec![process], BTreeMap::from([(2, vec![member])])));
         // Another process with the same PID is another client.
-        let before = Identity { start_time: process.start_time - 1, ..process };
+        let before = ProcessId { start_time: process.start_time - 1, ..process };
         members.known.insert(process.pid, (before, place()));
         assert_eq!(
             members.by_slice(&[this_one(true)], &cut("00:06.0")).await,
@@ -249,20 +249,20 @@ mod tests {
     #[tokio::test]
     async fn a_client_that_holds_up_a_question_keeps_the_slice_that_it_had() {
         let mut members = Members::new();
-        let process = Identity::read(std::process::id()).unwrap();
+        let process = identity::read(std::process::id()).unwrap();
         let answer = |members: &Members| members.without_answer(process.pid, &process);
         assert!(matches!(answer(&members), MemberSlice::Hidden));
         let claim = MemberSlice::Slice(2, KnownBy::Environment, None, Instant::now());
         members.known.insert(process.pid, (process, claim));
         assert!(matches!(answer(&members), MemberSlice::Slice(2, KnownBy::Environment, None, _)));
         // Another process with the same PID.
-        let before = Identity { start_time: process.start_time - 1, ..process };
+        let before = ProcessId { start_time: process.start_time - 1, ..process };
         assert!(matches!(members.without_answer(process.pid, &before), MemberSlice::Hidden));
     }
 
     #[tokio::test]
     async fn a_client_that_only_claims_a_slice_is_looked_at_again() {
-        let process = Identity::read(std::process::id()).unwrap();
+        let process = identity::read(std::process::id()).unwrap();
         let before = Instant::now().checked_sub(AGAIN).unwrap();
         for (known_by, since, again) in [
             (KnownBy::Bound, before, false),

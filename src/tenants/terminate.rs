@@ -9,6 +9,7 @@ use mps_core::tenants::{
     EnclosingContainer, KnownSlices, Reception, RequestNews, Target, Termination, TerminationError,
     TerminationShell,
 };
+use mps_core::terms::{DeviceName, SliceId};
 
 use super::clients::{users, whose};
 use super::describe::Whose;
@@ -16,7 +17,6 @@ use super::ending::{ClientsDaemon, EndingShell};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
 use common::host::control_groups;
-use common::host::device_name::{DeviceName, SliceId};
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 use common::membership::{SliceMounts, Slices};

@@ -6,9 +6,8 @@ use std::{io, mem};
 
 pub use mps_core::bindings::pod_of;
 use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
+use mps_core::terms::{DeviceName, SliceId};
 use serde::{Deserialize, Deserializer, Serialize};
-
-use crate::host::device_name::{DeviceName, SliceId};
 
 /// All bindings of the host.
 pub type SliceBindings = bindings::Bindings<SliceId>;

@@ -3,7 +3,6 @@
 
 pub mod immutable;
 
-use crate::host::device_name;
 use crate::host::driver::LOG_FIFO;
 use crate::host::proc;
 use crate::plan::ControlDaemonPlan;
@@ -14,6 +13,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Component, Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use mps_core::terms::is_of_service;
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 use rustix::path::Arg;
@@ -217,7 +217,7 @@ fn read_only(path: &Path) -> Problem {
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        device_name::is_of_service(&name)
+        is_of_service(&name)
     };
     let configured = path.ancestors().find(|path| !is_below(path)).unwrap_or(path);
     configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)

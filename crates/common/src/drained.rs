@@ -2,9 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use mps_core::terms::{DeviceName, GpuId, SliceId};
 use serde::{Deserialize, Deserializer, Serialize};
-
-use crate::host::device_name::{DeviceName, GpuId, SliceId};
 
 /// The GPUs that there are, and the number of slices of each.
 pub type SliceCounts = BTreeMap<GpuId, u32>;

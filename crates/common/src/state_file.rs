@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::bindings;
+use mps_core::terms::{GpuId, ProcessId};
 use serde::{Deserialize, Serialize};
 
 use crate::bindings::SliceBindings;
 use crate::drained::Drained;
-use crate::host::device_name::GpuId;
-use crate::host::identity::Identity;
 use crate::host::regular_file::{self, Unreadable};
 
 pub const FILE: &str = "state.json";
@@ -24,7 +23,7 @@ pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 /// A control daemon that was started by us.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
-    pub process: Identity,
+    pub process: ProcessId,
     pub pipe_directory: PathBuf,
     /// The directory in which it makes its sockets, if that is another one.
     #[serde(default)]

@@ -3,7 +3,7 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
-use crate::{Configured, GpuUuid, Id};
+use crate::{Configured, GpuUuid, Id, Tenure};
 
 /// Something that has happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,7 +50,7 @@ pub struct Demand<P> {
     pub mps: MpsSwitch,
     /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
     pub kept: Configured,
-    /// GPUs that programs without MPS tenure: their compute mode is set, so that no more of them come.
+    /// GPUs in use by programs without MPS: their compute mode is set, so that no more of them come.
     pub closed: Vec<GpuUuid>,
 }
 
@@ -79,30 +79,6 @@ pub struct Order<P> {
     pub sets_modes: bool,
     /// The rest, which no decision here depends on, but for whether it is the same as before.
     pub payload: P,
-}
-
-/// Whether a control daemon shares its GPUs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tenure {
-    /// No other control daemon of ours has them. In the compute mode `EXCLUSIVE_PROCESS` no other server gets in.
-    Alone,
-    /// In the compute mode `Default`, others of ours may have them too: the servers take turns on each GPU.
-    InTurns,
-}
-
-impl Tenure {
-    /// Whether a control daemon that has a GPU so keeps it from one that would have it so.
-    pub fn keeps_from(self, other: Self) -> bool {
-        self == Self::Alone || other == Self::Alone
-    }
-
-    /// The compute mode of the GPUs, as nvidia-smi takes it.
-    pub fn compute_mode(self) -> &'static str {
-        match self {
-            Self::Alone => "EXCLUSIVE_PROCESS",
-            Self::InTurns => "DEFAULT",
-        }
-    }
 }
 
 /// A control daemon of ours that runs, or has run, as the state file has it.

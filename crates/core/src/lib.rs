@@ -10,6 +10,7 @@
 //!
 //! | file | its job |
 //! |---|---|
+//! | `terms/` | the vocabulary: the names of devices and control daemons, a process, a GPU in the hands of a control daemon |
 //! | `event.rs` | everything that happens |
 //! | `act.rs` | everything that is to be done |
 //! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
@@ -48,6 +49,7 @@ mod permit;
 mod rate_limit;
 pub mod serve;
 pub mod tenants;
+pub mod terms;
 
 use alloc::string::String;
 
@@ -56,15 +58,12 @@ pub use configured::Configured;
 pub use core::Core;
 pub use driver::{DriverInForce, DriverNews};
 pub use event::{
-    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, Tenure,
-    WhyFailed,
+    ActOutcome, CoreEvent, Demand, HeldGpus, ModeOutcome, MpsSwitch, Order, RunUse, RunningDaemon, WhyFailed,
 };
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause, programs_wait};
 pub use permit::{Cause, Permit};
 pub use rate_limit::{Rate, RateLimit};
-
-/// The UUID of a GPU.
-pub type GpuUuid = String;
+pub use terms::{GpuUuid, Tenure};
 
 /// The name of a control daemon: `shared`, or the UUID of its GPU.
 pub type Id = String;

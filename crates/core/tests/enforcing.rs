@@ -9,8 +9,8 @@ use std::time::Duration;
 use core_world::overuse::{Overuse, SLICE};
 use core_world::story::SERVER;
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::budget::MemberProcess;
 use mps_core::tenants::{Enforced, VictimState};
+use mps_core::terms::ProcessId;
 
 /// So much later, after another look.
 fn later(story: &mut Overuse, seconds: u64) {
@@ -18,8 +18,8 @@ fn later(story: &mut Overuse, seconds: u64) {
     story.list_members();
 }
 
-fn states<P: MemberProcess>(enforced: &Enforced<P>) -> Vec<(u32, VictimState)> {
-    enforced.victims.iter().map(|victim| (victim.process.pid(), victim.state.clone())).collect()
+fn states(enforced: &Enforced<ProcessId>) -> Vec<(u32, VictimState)> {
+    enforced.victims.iter().map(|victim| (victim.process.pid, victim.state.clone())).collect()
 }
 
 fn tried(story: &mut Overuse) -> Vec<u32> {

@@ -13,10 +13,11 @@ use std::process::{Command, ExitCode, Stdio};
 use std::slice;
 use std::time::Duration;
 
+use mps_core::terms::ProcessId;
 use serde::Deserialize;
 
 use common::bus::proxy::{BusError, ContainerStop, DaemonProxy};
-use common::host::identity::Identity;
+use common::host::identity;
 use common::text::printable;
 
 /// The names of this program before a runtime.
@@ -67,9 +68,9 @@ pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> 
 
 /// Has the runtime send its signal to a container with this first process. A program whose GPU work has ended may end by itself
 /// before the signal comes. The runtime then calls it an error that nothing runs, and the engine would believe that.
-fn signal(mut command: Command, first: &Identity) -> io::Result<ExitCode> {
+fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     let done = command.stdin(Stdio::inherit()).output()?;
-    if !done.status.success() && !first.runs() {
+    if !done.status.success() && !identity::runs(*first) {
         return Ok(ExitCode::SUCCESS);
     }
     // The signal is sent already, so a reader that has gone changes nothing.
@@ -140,11 +141,11 @@ impl<'a> SignalCommand<'a> {
 
     /// Ends the GPU work that the signal may end, and returns the first process of the container. None: nothing of the container
     /// runs, as far as that is known.
-    fn prepare(&self, runtime: &OsStr) -> Option<Identity> {
+    fn prepare(&self, runtime: &OsStr) -> Option<ProcessId> {
         let mut first = None;
         let ended = in_time(async {
             let Some(pid) = self.first_process(runtime).await? else { return Ok(()) };
-            first = Identity::read(pid).ok();
+            first = identity::read(pid).ok();
             let stop = ContainerStop {
                 pid,
                 container: self.container.to_string_lossy().into_owned(),

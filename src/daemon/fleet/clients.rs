@@ -13,6 +13,7 @@ use crate::supervisor::bypass::Bypass;
 use crate::supervisor::{Status, Supervisor};
 use crate::tenants::clients::ServingDaemon;
 use crate::tenants::ending::{ClientsDaemon, OwnDaemon};
+use common::host::identity;
 use common::membership::Slices;
 use common::plan::{only_slice, tenure_of};
 use common::state_file::Running;
@@ -84,7 +85,7 @@ impl Fleet {
 
     fn doomed(&self, ends: impl Fn(&str) -> bool) -> Vec<Doomed> {
         let running = self.tools.state_file.lock().control_daemons().clone();
-        let ours = running.into_iter().filter(|(id, running)| ends(id) && running.process.runs());
+        let ours = running.into_iter().filter(|(id, running)| ends(id) && identity::runs(running.process));
         ours.map(|(id, running)| {
             let serving = self.serving_if_in_place(&id, running);
             (id, serving)
@@ -118,7 +119,8 @@ impl Fleet {
         let mut in_place: BTreeMap<String, Arc<Control>> =
             in_place.into_iter().filter_map(|(id, control)| Some((id, control?))).collect();
         let state_file = self.tools.state_file.lock();
-        let running = state_file.control_daemons().iter().filter(|(_, running)| running.process.runs());
+        let running =
+            state_file.control_daemons().iter().filter(|(_, running)| identity::runs(running.process));
         let mut all: Vec<ClientsDaemon> = running
             .map(|(id, running)| {
                 in_place.remove(id);

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use mps_core::terms::ServedGpu;
 use mps_core::{CoreEvent, Demand, Goal, HeldGpus, MpsSwitch, Order, Tenure};
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -279,7 +280,7 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructio
 /// The plan of a control daemon that runs and has no place in any plan, as far as it is known.
 fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
     let planned = |uuid: &str| plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
-    let gpus = running.gpus.iter().map(|uuid| plan::ServedGpu {
+    let gpus = running.gpus.iter().map(|uuid| ServedGpu {
         uuid: uuid.clone(),
         id: planned(uuid).map(|gpu| gpu.gpu.id()),
         memory_limit_mib: 0,

@@ -6,8 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use mps_core::tenants::budget::{Budget, Member, MemberProcess};
+use mps_core::tenants::budget::{Budget, Member};
 use mps_core::tenants::{BudgetWatch, Enforced, Enforcer, OverBudget, SliceBudgets};
+use mps_core::terms::ProcessId;
 
 use super::bindings::{group_of, seen};
 use super::enforcing::{Facts, SimEnforcement, SimHeld};
@@ -16,34 +17,10 @@ use super::serving::size_of;
 use super::ways::SLICES;
 use super::{Dice, GPUS, World};
 
-/// A process. Another one may get its PID.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct SimProcess {
-    pub pid: u32,
-    pub start_time: u64,
-}
-
-impl MemberProcess for SimProcess {
-    fn pid(self) -> u32 {
-        self.pid
-    }
-
-    fn start_time(self) -> u64 {
-        self.start_time
-    }
-}
-
-impl SimProcess {
-    /// Whoever has more is newer.
-    pub(crate) fn age(self) -> (u64, u32) {
-        (self.start_time, self.pid)
-    }
-}
-
 /// The program of a client.
 #[derive(Debug, Clone)]
 pub(crate) struct Program {
-    pub(crate) process: SimProcess,
+    pub(crate) process: ProcessId,
     /// None if nobody knows it.
     pub(crate) slice: Option<u32>,
     /// The path of its control group.
@@ -61,7 +38,7 @@ impl Program {
     pub(crate) fn new(pid: u32, start_time: u64) -> Self {
         let mut dice = Dice::new(start_time ^ u64::from(pid));
         Self {
-            process: SimProcess { pid, start_time },
+            process: ProcessId { pid, start_time },
             slice: Some(u32::try_from(dice.below(SLICES)).unwrap()),
             group: group_of(&mut Dice::new(start_time)),
             tenant: usize::from(dice.one_in(12)),
@@ -72,7 +49,7 @@ impl Program {
         }
     }
 
-    pub(crate) fn member(&self) -> Member<SimProcess, usize> {
+    pub(crate) fn member(&self) -> Member<ProcessId, usize> {
         Member {
             process: self.process,
             memory_mib: Some(self.mib),
@@ -86,14 +63,14 @@ impl Program {
 /// Clients that come together share a look.
 const SHARE: Duration = Duration::from_millis(250);
 
-type SimEnforcer = Enforcer<SimProcess, SimHeld>;
+type SimEnforcer = Enforcer<ProcessId, SimHeld>;
 
 /// An attempt under way.
-type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced<SimProcess>)>>>;
+type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced<ProcessId>)>>>;
 
 /// The watch over one GPU.
 pub(crate) struct SimWatch {
-    watch: BudgetWatch<SimProcess>,
+    watch: BudgetWatch<ProcessId>,
     due: Option<Duration>,
     enforcer: SimEnforcer,
     attempt: Option<SimAttempt>,
@@ -101,7 +78,7 @@ pub(crate) struct SimWatch {
     over: Arc<Mutex<SimOver>>,
 }
 
-type SimOver = Vec<OverBudget<SimProcess, usize>>;
+type SimOver = Vec<OverBudget<ProcessId, usize>>;
 
 impl SimWatch {
     fn facts(&self) -> MutexGuard<'_, Facts> {
@@ -227,8 +204,8 @@ impl World {
             watched.over.lock().unwrap().clear();
             return;
         }
-        let found: Vec<SimProcess> = programs.iter().map(|program| program.process).collect();
-        let mut members: BTreeMap<u32, Vec<Member<SimProcess, usize>>> = BTreeMap::new();
+        let found: Vec<ProcessId> = programs.iter().map(|program| program.process).collect();
+        let mut members: BTreeMap<u32, Vec<Member<ProcessId, usize>>> = BTreeMap::new();
         for program in &programs {
             if let Some(slice) = program.slice {
                 members.entry(slice).or_default().push(program.member());

@@ -4,8 +4,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use mps_core::mps::{Meaning, ServerStatus};
+use mps_core::terms::ProcessId;
 
-use super::budgets::{Program, SimProcess};
+use super::budgets::Program;
 use super::mps::{CAPACITY, Later, Mps, SimServer};
 use super::tenants::{SimSlice, Tenant};
 use super::ways::slices_of;
@@ -152,7 +153,7 @@ impl Mps {
     }
 
     /// A client is to lose its work. Whether it is there. Half of the programs end then.
-    pub(crate) fn loses_work(&mut self, process: SimProcess) -> bool {
+    pub(crate) fn loses_work(&mut self, process: ProcessId) -> bool {
         let is_it = |client: &SimClient| client.program.process == process;
         let is_there = self.clients.get(&process.pid).is_some_and(is_it);
         if is_there && self.dice.one_in(2) {

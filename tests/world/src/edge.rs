@@ -592,7 +592,7 @@ impl Shell for SimShell {
                 mps.note(format_args!("put off"));
             }
             Showing::WaitingClients(waiting) => {
-                mps.stage.waiting = waiting.into_iter().map(|(pid, _)| pid).collect();
+                mps.stage.waiting = waiting.into_iter().map(|process| process.pid).collect();
             }
         }
     }

@@ -7,15 +7,15 @@ use std::task::Poll;
 use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::budget::MemberProcess;
 use mps_core::tenants::{
     ClientShell, Connections, DaemonClients, ListedClient, MemberShell, SliceBudgets, TerminateAnswer,
     UnknownClients,
 };
+use mps_core::terms::ProcessId;
 use mps_core::{Cause, CoreTime, Permit};
 
 use super::answers::listed;
-use super::budgets::{Program, SimProcess};
+use super::budgets::Program;
 use super::mps::Mps;
 
 /// The deadline of one question.
@@ -38,25 +38,25 @@ pub(crate) struct Facts {
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
     /// Whoever was there before the service, or before the budgets became smaller.
-    before: BTreeSet<SimProcess>,
+    before: BTreeSet<ProcessId>,
     /// Nobody has looked since then, so whoever comes until then may be spared too.
     is_unseen: bool,
-    may_be_spared: BTreeSet<SimProcess>,
+    may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,
     seen_at: Duration,
     seen_budgets: Option<SliceBudgets>,
     /// The clients that control daemons have listed last, with their connections.
-    listed: BTreeMap<SimProcess, u64>,
+    listed: BTreeMap<ProcessId, u64>,
     listed_at: Duration,
     /// The clients that are known to be ended, with the connections of then.
-    ended: BTreeMap<SimProcess, u64>,
+    ended: BTreeMap<ProcessId, u64>,
     /// The clients with a lost answer.
-    in_doubt: BTreeSet<SimProcess>,
+    in_doubt: BTreeSet<ProcessId>,
     /// The clients that could not be ended.
-    refused: BTreeMap<SimProcess, Duration>,
+    refused: BTreeMap<ProcessId, Duration>,
     told: BTreeMap<u32, Vec<Duration>>,
     /// The client that was chosen last, and why it must not be ended.
-    chosen: Option<(SimProcess, Option<&'static str>)>,
+    chosen: Option<(ProcessId, Option<&'static str>)>,
 }
 
 impl Default for Facts {
@@ -120,16 +120,16 @@ impl Facts {
     }
 
     /// Nobody has this PID but this process.
-    fn is_found(&mut self, pid: u32, process: Option<SimProcess>) {
+    fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
 
-    fn is_refused(&mut self, process: SimProcess) {
+    fn is_refused(&mut self, process: ProcessId) {
         self.refused.insert(process, self.now);
     }
 
     /// Why this client must not be ended now.
-    fn forbids(&self, victim: SimProcess) -> Option<&'static str> {
+    fn forbids(&self, victim: ProcessId) -> Option<&'static str> {
         let Some(SliceBudgets { budgets, terminate }) = &self.seen_budgets else {
             return Some("no budget");
         };
@@ -171,7 +171,7 @@ impl Facts {
 #[derive(Clone)]
 pub(crate) struct SimHeld {
     mps: Arc<Mutex<Mps>>,
-    process: SimProcess,
+    process: ProcessId,
 }
 
 /// Ends clients of these control daemons.
@@ -225,7 +225,7 @@ impl SimEnforcement {
 impl ClientShell for SimEnforcement {
     type Control = Arc<Mutex<Mps>>;
     type Held = SimHeld;
-    type GoingOn = SimProcess;
+    type GoingOn = ProcessId;
 
     fn now(&self) -> CoreTime {
         self.facts().now
@@ -251,7 +251,7 @@ impl ClientShell for SimEnforcement {
                         let on = client.ordinals.iter();
                         let gpus = on.filter_map(|ordinal| mps.gpus.get(*ordinal).cloned()).collect();
                         let connections = Connections::from([Some(connection)]);
-                        let started = Some(MemberProcess::start_time(client.program.process));
+                        let started = Some(client.program.process.start_time);
                         clients.insert((server, pid), ListedClient { started, connections, gpus });
                     }
                 }
@@ -295,7 +295,7 @@ impl ClientShell for SimEnforcement {
         Ok(if mps.is_old { ServerStatus::Unsupported } else { status })
     }
 
-    async fn go_on(&mut self, held: &SimHeld) -> Result<SimProcess, String> {
+    async fn go_on(&mut self, held: &SimHeld) -> Result<ProcessId, String> {
         lock(&held.mps).turn_during("go on");
         let client = lock(&held.mps).clients.get(&held.process.pid).cloned();
         if client.is_some_and(|client| client.program.is_held) {
@@ -310,7 +310,7 @@ impl ClientShell for SimEnforcement {
         &mut self,
         control: &Self::Control,
         server: u32,
-        client: SimProcess,
+        client: ProcessId,
         may_end: Permit,
     ) -> Result<TerminateAnswer, String> {
         let is_faulted =
@@ -353,12 +353,12 @@ impl ClientShell for SimEnforcement {
     }
 }
 
-impl MemberShell<SimProcess> for SimEnforcement {
-    fn process(&self, held: &SimHeld) -> SimProcess {
+impl MemberShell<ProcessId> for SimEnforcement {
+    fn process(&self, held: &SimHeld) -> ProcessId {
         held.process
     }
 
-    fn runs(&self, process: SimProcess) -> bool {
+    fn runs(&self, process: ProcessId) -> bool {
         let runs = self.daemons.iter().any(|daemon| {
             lock(daemon).clients.get(&process.pid).is_some_and(|one| one.program.process == process)
         });

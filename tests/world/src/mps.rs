@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use mps_core::Cause;
 use mps_core::mps::{Meaning, ServerStatus};
+use mps_core::terms::ProcessId;
 
 use super::Dice;
-use super::budgets::SimProcess;
 use super::clients::SimClient;
 use super::reader::{PATIENCE, Reader};
 use super::starting::Spawning;
@@ -60,7 +60,7 @@ pub(crate) enum Later {
     /// A client that has connected is admitted to these GPUs.
     IsAdmitted(BTreeSet<usize>),
     /// A client ends, since its work was ended.
-    Leaves(SimProcess),
+    Leaves(ProcessId),
     StartFails(u32),
     Says(Meaning),
     IsWell(u32),

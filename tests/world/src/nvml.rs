@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use mps_core::serve::{GpuNews, GpuShell, ProcessId, SeenGpu, SeenGpus, SeenProcess};
-use mps_core::tenants::budget::MemberProcess;
+use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus, SeenProcess};
+use mps_core::terms::ProcessId;
 
 use super::edge::SimShell;
 
@@ -81,19 +81,20 @@ impl GpuShell for SimShell {
         }
     }
 
-    fn start_time(&self, pid: u32) -> Option<u64> {
+    fn process(&self, pid: u32) -> Option<ProcessId> {
         let mps = self.lock();
         if mps.stage.is_on {
-            return (!mps.stage.gone.contains(&pid)).then_some(u64::from(pid));
+            return (!mps.stage.gone.contains(&pid)).then_some(as_old_as_its_pid(pid));
         }
-        let client = mps.clients.get(&pid).map(|client| client.program.process.start_time());
-        client.or_else(|| mps.servers.contains_key(&pid).then_some(u64::from(pid)))
+        let client = mps.clients.get(&pid).map(|client| client.program.process);
+        client.or_else(|| mps.servers.contains_key(&pid).then_some(as_old_as_its_pid(pid)))
     }
 
     /// No server and no client of ours is called a bypass.
     fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
         let stage = &mut self.lock().stage;
-        let is_others = |(pid, _): &ProcessId| stage.processes.values().flatten().any(|one| one.pid == *pid);
+        let is_others =
+            |process: &ProcessId| stage.processes.values().flatten().any(|one| one.pid == process.pid);
         assert!(bypasses.iter().all(is_others), "ours-are-no-strangers: {bypasses:?} on {gpu}");
         stage.bypasses.insert(gpu.clone(), (bypasses.clone(), server_is_kept_out));
     }
@@ -106,4 +107,9 @@ impl GpuShell for SimShell {
         };
         self.lock().tell(format_args!("{kind}"), &text);
     }
+}
+
+/// A process without a start time of its own.
+fn as_old_as_its_pid(pid: u32) -> ProcessId {
+    ProcessId { pid, start_time: u64::from(pid) }
 }

@@ -11,10 +11,10 @@ use std::time::Duration;
 use mps_core::Tenure;
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{
-    Ended, Failure, GpuReach, Known, ProcessId, Requested, SeenProcess, Serving, ShownState, Wanted,
-    WantedGpu,
+    Ended, Failure, GpuReach, Known, Requested, SeenProcess, Serving, ShownState, Wanted, WantedGpu,
 };
 use mps_core::tenants::Target;
+use mps_core::terms::ProcessId;
 
 use super::Dice;
 use super::bindings::BoundGroups;

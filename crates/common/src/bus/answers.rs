@@ -6,13 +6,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Parser;
+use mps_core::terms::{DeviceName, PciAddress};
 use tokio::time::timeout;
 
 use crate::arguments::Arguments;
 use crate::bus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
-use crate::host::device_name;
-use crate::host::pci_address::PciAddress;
 use crate::host::proc;
 
 /// The time that the daemon may take to report its state, which it always knows. A daemon that is stopped or hangs gets
@@ -87,7 +86,7 @@ pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusE
 
 /// The published form of a name, with its address written in any way.
 pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
-    let (address, _) = device_name::parts(name);
+    let (address, _) = DeviceName::parts(name);
     let ordinal = name.strip_prefix(address).unwrap_or_default();
     let known = devices.iter().filter_map(|device| device.pci_bdf.parse::<PciAddress>().ok());
     match address.parse::<PciAddress>() {

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
+use mps_core::terms::SliceSize;
 use serde::Serialize;
 
 use crate::bus::answers::Published;
@@ -11,7 +12,7 @@ use crate::bus::rows::{self, Gpu};
 use crate::config::Loaded;
 use crate::counted::counted;
 use crate::directories::give_up_private_directory;
-use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present, SliceSize, tenure_of};
+use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present, tenure_of};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {

@@ -8,11 +8,11 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use mps_core::Tenure;
+use mps_core::terms::ServedGpu;
 
 use crate::config::{self, Isolation, Loaded, Refused, Sources};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::{Driver, GpuQuestions};
-use crate::plan::ServedGpu;
 use crate::plan::{self, GpuPlan, Missing, Plan, PlanError};
 use crate::problem::{LocatedProblem, Problem};
 

@@ -9,11 +9,12 @@ use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
+use mps_core::terms::PciAddress;
+
 use super::host_conf::boolean;
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
-use crate::host::pci_address::PciAddress;
 use crate::problem::{LocatedProblem, Origin};
 
 /// The type of the entries that this service serves. The host agent compares it exactly.

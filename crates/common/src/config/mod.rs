@@ -15,9 +15,9 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use mps_core::terms::PciAddress;
 use strum::{EnumString, VariantNames};
 
-use crate::host::pci_address::PciAddress;
 use crate::host::regular_file::{self, Unreadable};
 use crate::problem::{LocatedProblem, Origin, Problem};
 pub(crate) use host_conf::LOG_KEY;

@@ -2,10 +2,10 @@
 
 use std::path::PathBuf;
 
+use mps_core::terms::{GpuId, PciAddress};
+
 use super::cpus::Cpus;
-use super::device_name::GpuId;
 use super::nvml::facts::NvmlFacts;
-use super::pci_address::PciAddress;
 use crate::problem::Problem;
 
 pub const NVIDIA: u16 = 0x10de;

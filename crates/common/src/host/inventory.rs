@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use mps_core::terms::PciAddress;
+
 use super::cpus::Cpus;
 use super::driver::Series;
 use super::gpu::{Gpu, NVIDIA, PciDevice};
 use super::nvml::{GpuQuestions, ToldByNvml};
-use super::pci_address::PciAddress;
 use super::{pci_ids, sysfs};
 use crate::problem::Problem;
 

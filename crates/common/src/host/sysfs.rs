@@ -5,9 +5,10 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use mps_core::terms::PciAddress;
+
 use super::cpus::Cpus;
 use super::gpu::{PciDevice, PcieLink};
-use super::pci_address::PciAddress;
 
 /// The PCI base class of display controllers.
 const DISPLAY: u32 = 0x03;

@@ -15,13 +15,13 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::sleep;
 use std::time::Duration;
 
+use mps_core::terms::DeviceName;
 use rustix::fs::{CWD, Dir, Mode, OFlags, Stat, fstat, openat};
 use rustix::process::geteuid;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 use super::CLAIMS;
-use crate::host::device_name::DeviceName;
 
 /// The records of all containers of one guest: the ids that the container runtime knows them by.
 const CONTAINERS: &str = "containers";

@@ -32,10 +32,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use mps_core::bindings::{Binding, BoundBy, ControlGroup};
+use mps_core::terms::{DIRECTORIES, DeviceName, GpuId, SliceId};
 
 use crate::bindings::SliceBindings;
 use crate::host::control_groups;
-use crate::host::device_name::{DIRECTORIES, DeviceName, GpuId, SliceId};
 use crate::host::mounts::{self, Place};
 use crate::host::proc;
 use crate::plan::ControlDaemonPlan;
@@ -427,7 +427,7 @@ impl SliceMounts {
         for pipe in &self.pipes {
             for root in roots {
                 let inside = root.below(pipe);
-                sight.slices.extend(inside.and_then(SliceId::with_directory));
+                sight.slices.extend(inside.and_then(slice_with_directory));
                 let whole = pipe.below(root).is_some() || inside == Some(Path::new(DIRECTORIES));
                 sight.whole |= whole;
                 sight.pipe |= inside.is_some() || whole;
@@ -544,11 +544,16 @@ fn named(environment: &[u8]) -> Option<Vec<DeviceName>> {
     (!slices.is_empty()).then_some(slices)
 }
 
+/// The slice with a directory of this path below the pipe directory: `slices/00_06.0-1`.
+fn slice_with_directory(path: &Path) -> Option<SliceId> {
+    SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
+}
+
 /// The slice in which directory a process with this environment looks for its control daemon.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
-    pipe_directories.iter().filter_map(inside).find_map(SliceId::with_directory)
+    pipe_directories.iter().filter_map(inside).find_map(slice_with_directory)
 }
 
 #[cfg(test)]

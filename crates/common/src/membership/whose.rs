@@ -3,9 +3,10 @@
 use std::fmt;
 use std::fs;
 
+use mps_core::terms::DeviceName;
+
 use super::containers::containers_in;
 use super::{GuestContainer, ProcessMounts, SliceMounts};
-use crate::host::device_name::DeviceName;
 use crate::host::proc;
 
 /// The most slices of one process that are named.

@@ -4,14 +4,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use mps_core::Tenure;
+use mps_core::terms::{DIRECTORIES, DeviceName, ServedGpu, SliceId, SliceSize};
 
 use super::PlanError;
-use super::gpu_plan::{GpuPlan, SliceSize};
+use super::gpu_plan::GpuPlan;
 use super::limits::{Limit, waits_for_default};
 use super::warnings::loose;
 use crate::config::{self, Isolation, LOG_BESIDE_PIPE, LOG_KEY, MultiUser, Settings, Topology};
 use crate::host::cpus::Cpus;
-use crate::host::device_name::{self, DeviceName, GpuId, SliceId};
 use crate::host::driver::{self, LINKED_SOCKET, MULTI_USER};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
@@ -54,33 +54,6 @@ pub fn only_slice(id: &str) -> Option<SliceId> {
     match id.parse() {
         Ok(DeviceName::Slice(slice)) => Some(slice),
         _ => None,
-    }
-}
-
-/// A GPU of a control daemon. Its position is its ordinal.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ServedGpu {
-    pub uuid: String,
-    /// None if the plan does not know it any more.
-    pub id: Option<GpuId>,
-    /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
-    pub memory_limit_mib: u64,
-    /// The slices of the GPU that the control daemon serves, by their ordinals.
-    pub sizes: BTreeMap<u32, SliceSize>,
-    pub limits_enforced: bool,
-    /// The number of clients that it can hold at once.
-    pub capacity: u32,
-    /// Whether NVML tells the clients of this control daemon. If not, only the control daemon knows them.
-    pub clients_listed: bool,
-}
-
-impl ServedGpu {
-    pub fn name(&self) -> String {
-        self.id.map_or_else(|| self.uuid.clone(), |id| id.to_string())
-    }
-
-    pub fn slices(&self) -> impl Iterator<Item = SliceId> {
-        self.id.into_iter().flat_map(|id| self.sizes.keys().map(move |ordinal| id.slice(*ordinal)))
     }
 }
 
@@ -225,7 +198,7 @@ fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathB
 
 /// The directories of the slices of these GPUs, where clients can connect in any directory.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
-    let directories = settings.pipe_directory.join(device_name::DIRECTORIES);
+    let directories = settings.pipe_directory.join(DIRECTORIES);
     let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices().saturating_sub(1)).directory_name());
     let longest = names.map(|name| name.len()).max()?;
     let path = directories.as_os_str().len() + "/".len() + longest + "/control".len();

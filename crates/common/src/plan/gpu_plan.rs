@@ -2,10 +2,11 @@
 
 use std::path::PathBuf;
 
+use mps_core::terms::{SliceId, SliceSize};
+
 use crate::config::Isolation;
 use crate::host::compute_mode::ComputeMode;
 use crate::host::cpus::Cpus;
-use crate::host::device_name::SliceId;
 use crate::host::gpu::Gpu;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::NamedProblem;
@@ -29,29 +30,6 @@ pub struct GpuPlan {
     pub slice_directories: Option<PathBuf>,
     /// The CPUs near it, if its control daemon and its clients are to run there. None if these are all CPUs.
     pub cpus: Option<Cpus>,
-}
-
-/// The size of a slice.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct SliceSize {
-    /// Its memory: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory of
-    /// the GPU is not known.
-    pub memory_mib: u64,
-    /// Its active thread percentage, 1 to 100.
-    pub thread_percentage: u8,
-    /// The most clients.
-    pub max_clients: u32,
-}
-
-impl SliceSize {
-    /// The largest parts of these.
-    pub fn largest<'s>(sizes: impl IntoIterator<Item = &'s Self>) -> Self {
-        sizes.into_iter().fold(Self::default(), |largest, size| Self {
-            memory_mib: largest.memory_mib.max(size.memory_mib),
-            thread_percentage: largest.thread_percentage.max(size.thread_percentage),
-            max_clients: largest.max_clients.max(size.max_clients),
-        })
-    }
 }
 
 pub const HELD: &str = "gpu-held";

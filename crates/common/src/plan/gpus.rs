@@ -2,8 +2,10 @@
 
 use std::num::{NonZeroU32, NonZeroU64};
 
+use mps_core::terms::SliceSize;
+
 use super::entries::ConfiguredGpu;
-use super::gpu_plan::{GpuPlan, HELD, INSEPARABLE, SliceSize, obstacles};
+use super::gpu_plan::{GpuPlan, HELD, INSEPARABLE, obstacles};
 use super::limits;
 use super::paths;
 use super::warnings;

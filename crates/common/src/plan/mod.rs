@@ -13,8 +13,8 @@ mod limits;
 mod paths;
 mod warnings;
 
-pub use control_daemons::{ControlDaemonPlan, Present, ServedGpu, only_slice, tenure_of};
-pub use gpu_plan::{GpuPlan, HELD, SliceSize};
+pub use control_daemons::{ControlDaemonPlan, Present, only_slice, tenure_of};
+pub use gpu_plan::{GpuPlan, HELD};
 pub use limits::context_mib;
 pub use mps_core::Configured;
 pub use paths::render_node;

@@ -2,11 +2,12 @@
 
 use std::path::Path;
 
+use mps_core::terms::PciAddress;
+
 use crate::config::{DeviceEntry, DevicePath};
 use crate::host::gpu::{Gpu, NVIDIA, PciDevice};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
-use crate::host::pci_address::PciAddress;
 use crate::problem::Problem;
 
 pub(super) enum Miss {

@@ -2,13 +2,15 @@
 
 use std::num::NonZeroU32;
 
+use mps_core::terms::{ServedGpu, SliceSize};
+
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::cpus::Cpus;
 use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::{GpuState, NvmlFacts};
-use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, ServedGpu, SliceSize, warnings};
+use crate::plan::{Configured, ControlDaemonPlan, GpuPlan, Plan, PlanError, warnings};
 use crate::problem::Origin;
 
 pub(super) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";

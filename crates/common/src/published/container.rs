@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use crate::host::cpus::Cpus;
-use crate::host::device_name::SliceId;
 use crate::host::driver::{READ_ONLY_PIPE_DIRECTORY, Series};
 use crate::membership::{DEVICE_VARIABLE, PIPE_DIRECTORY_VARIABLE};
-use crate::plan::{SliceSize, context_mib};
+use crate::plan::context_mib;
 use crate::published::snapshot::{GpuView, Snapshot, drained};
 use mps_core::access::Obstacle;
+use mps_core::terms::{SliceId, SliceSize};
 
 /// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::access::{Asker, Obstacle};
+use mps_core::terms::{DeviceName, SliceId};
 
 use crate::bindings::SliceBindings;
 use crate::counted::counted;
-use crate::host::device_name::{DeviceName, SliceId};
 use crate::published::access::may_have;
 use crate::published::client::ClientView;
 use crate::published::container::{ChosenSlice, ContainerError};

@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use crate::host::device_name;
+use mps_core::terms::DeviceName;
 
 /// The GPUs of which `devices` names several slices, each with these slices. `devices` has published names, each once,
 /// with commas, as `YUNION_MPS_DEVICE` has them; the name of a GPU stands for one slice of it.
 pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut by_gpu: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for name in devices.split(',') {
-        let (gpu, _) = device_name::parts(name);
+        let (gpu, _) = DeviceName::parts(name);
         by_gpu.entry(gpu).or_default().push(name);
     }
     by_gpu.retain(|_, slices| slices.len() > 1);

@@ -6,11 +6,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use mps_core::terms::SliceSize;
+
 use super::snapshot::{GpuView, Snapshot, State};
 use crate::host::compute_mode::ComputeMode;
 use crate::host::gpu::{Gpu, PciDevice};
 use crate::host::nvml::facts::{GpuState, NvmlFacts};
-use crate::plan::{GpuPlan, SliceSize};
+use crate::plan::GpuPlan;
 
 /// A GPU with four slices of 5760 MiB and 25 %.
 pub fn gpu(address: &str, uuid: &str) -> GpuView {

@@ -5,11 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use mps_core::terms::{DeviceName, PciAddress, SliceId};
+
 use crate::bindings::SliceBindings;
 use crate::config::Isolation;
 use crate::host::compute_mode::ComputeMode;
-use crate::host::device_name::{self, DeviceName};
-use crate::host::pci_address::PciAddress;
 use crate::plan::GpuPlan;
 use crate::problem::Problem;
 use crate::published::control_daemon::ControlDaemonView;
@@ -130,7 +130,7 @@ impl Snapshot {
         {
             return Some(Named::Gpu(gpu));
         }
-        let (address, ordinal) = device_name::parts(name);
+        let (address, ordinal) = DeviceName::parts(name);
         let mut wanted: PciAddress = address.parse().ok()?;
         if PciAddress::is_short(address) {
             wanted = wanted.in_any_domain(gpus().map(|gpu| gpu.plan.gpu.pci.address)).ok()?;
@@ -139,7 +139,7 @@ impl Snapshot {
         match ordinal {
             None => Some(Named::Gpu(gpu)),
             Some(text) => {
-                let ordinal = device_name::ordinal(text).filter(|ordinal| *ordinal < gpu.plan.slices())?;
+                let ordinal = SliceId::ordinal_in(text).filter(|ordinal| *ordinal < gpu.plan.slices())?;
                 Some(Named::Slice(gpu, ordinal))
             }
         }

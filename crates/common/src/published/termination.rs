@@ -3,8 +3,7 @@
 use std::fmt;
 
 use mps_core::tenants::Stop;
-
-use crate::host::device_name::SliceId;
+use mps_core::terms::SliceId;
 
 use crate::membership::whose::shortened;
 

@@ -3,14 +3,12 @@
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
 
+use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid};
 
 /// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
 /// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.
 pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
-
-/// A process, by its PID and start time.
-pub type ProcessId = (u32, u64);
 
 /// The bypasses of the last look, each with the time when it was first seen, and whether it was seen twice since. They outlive
 /// control daemons.
@@ -50,11 +48,11 @@ mod tests {
     use super::*;
 
     fn bypasses(pids: &[u32]) -> BTreeSet<(GpuUuid, ProcessId)> {
-        pids.iter().map(|pid| ("GPU-1".to_owned(), (*pid, 7))).collect()
+        pids.iter().map(|pid| ("GPU-1".to_owned(), ProcessId { pid: *pid, start_time: 7 })).collect()
     }
 
     fn confirmed(bypasses: &Bypasses) -> Vec<u32> {
-        bypasses.confirmed("GPU-1").into_iter().map(|(pid, _)| pid).collect()
+        bypasses.confirmed("GPU-1").into_iter().map(|process| process.pid).collect()
     }
 
     #[test]
@@ -81,7 +79,10 @@ mod tests {
         let mut found = Bypasses::default();
         let start = CoreTime::from_secs(7);
         found.confirm(bypasses(&[1]), start);
-        found.confirm([("GPU-1".to_owned(), (1, 8))].into(), start + CONFIRM_AFTER);
+        found.confirm(
+            [("GPU-1".to_owned(), ProcessId { pid: 1, start_time: 8 })].into(),
+            start + CONFIRM_AFTER,
+        );
         assert_eq!(confirmed(&found), []);
     }
 }

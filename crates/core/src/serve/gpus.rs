@@ -8,7 +8,8 @@ use alloc::vec::Vec;
 use core::mem::discriminant;
 
 use super::Wanted;
-use super::bypasses::{Bypasses, ProcessId};
+use super::bypasses::Bypasses;
+use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid, Id, Tenure};
 
 /// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
@@ -62,8 +63,8 @@ pub trait GpuShell: Send {
     /// Shows why a GPU is left out, in words; empty if it is not.
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
 
-    /// When a process was started. None if it has ended.
-    fn start_time(&self, pid: u32) -> Option<u64>;
+    /// The process that has this PID now. None if there is none.
+    fn process(&self, pid: u32) -> Option<ProcessId>;
 
     /// Shows the processes that use a GPU without a server, and tells who has come and who has gone; and whether they keep a
     /// server out.
@@ -276,7 +277,7 @@ impl GpuReach {
         let listed = there.iter().filter(|(gpu, _)| !self.unlisted.contains(*gpu));
         let on_gpus = listed.flat_map(|(gpu, there)| there.iter().map(move |one| (gpu, one.pid)));
         let strangers = on_gpus.filter(|(_, pid)| is_stranger(pid));
-        let found = strangers.filter_map(|(gpu, pid)| Some((gpu.clone(), (pid, shell.start_time(pid)?))));
+        let found = strangers.filter_map(|(gpu, pid)| Some((gpu.clone(), shell.process(pid)?)));
         let kept = self
             .unlisted
             .iter()

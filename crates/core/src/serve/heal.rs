@@ -9,10 +9,10 @@ use core::time::Duration;
 
 use super::Serving;
 use super::blocker::{Blocker, ClearedBy};
-use super::bypasses::ProcessId;
 use super::fault::{AfterGrace, FAULT_PAUSE, Fault, HealStep, after_grace, is_over, next_look, next_step};
 use super::shell::{Failure, News, Shell};
 use crate::mps::ServerStatus;
+use crate::terms::ProcessId;
 use crate::{CoreTime, HEALTHY_AGAIN, Permit, next_pause};
 
 /// The pause between a server's end and the start of the next one, ahead of the first client.
@@ -241,7 +241,7 @@ impl<S: Shell> Serving<'_, S> {
 
     /// The processes that have these PIDs now.
     fn processes(&self, pids: &BTreeSet<u32>) -> BTreeSet<ProcessId> {
-        pids.iter().filter_map(|pid| Some((*pid, self.shell.start_time(*pid)?))).collect()
+        pids.iter().filter_map(|pid| self.shell.process(*pid)).collect()
     }
 
     /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. The error is NVML's about a

@@ -48,7 +48,7 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 pub use blocker::{ShownAs, ShownState};
-pub use bypasses::{CONFIRM_AFTER, ProcessId};
+pub use bypasses::CONFIRM_AFTER;
 pub use end::Judged;
 pub use gpus::{GpuNews, GpuReach, GpuShell, SeenGpu, SeenGpus, SeenProcess};
 pub(crate) use heal::clients_counted;

@@ -7,9 +7,9 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::blocker::ShownState;
-use super::bypasses::ProcessId;
 use super::gpus::{GpuReach, GpuShell};
 use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
+use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// The next thing that happens to a control daemon.

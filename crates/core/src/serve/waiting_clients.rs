@@ -7,10 +7,10 @@ use alloc::vec::Vec;
 use core::time::Duration;
 
 use super::Serving;
-use super::bypasses::ProcessId;
 use super::shell::{News, Shell, Showing};
 use crate::CoreTime;
 use crate::mps::Meaning;
+use crate::terms::ProcessId;
 
 /// The time after which a waiting client is told of, and the time between two looks. Measured: the first client waits
 /// 0.15 s for its server to start.
@@ -32,7 +32,7 @@ pub(super) struct WaitingClients {
 
 #[derive(Debug)]
 struct WaitingClient {
-    start_time: u64,
+    process: ProcessId,
     uid: u32,
     since: CoreTime,
 }
@@ -49,8 +49,8 @@ impl WaitingClients {
         self.waiting.len() < KEPT && of_user < KEPT_OF_A_USER
     }
 
-    fn add(&mut self, (pid, start_time): ProcessId, uid: u32, now: CoreTime) {
-        self.waiting.entry(pid).or_insert(WaitingClient { start_time, uid, since: now });
+    fn add(&mut self, process: ProcessId, uid: u32, now: CoreTime) {
+        self.waiting.entry(process.pid).or_insert(WaitingClient { process, uid, since: now });
         self.due.get_or_insert(now + PATIENCE);
     }
 
@@ -65,15 +65,15 @@ impl WaitingClients {
     fn take_long_waiting(
         &mut self,
         now: CoreTime,
-        start_time: impl Fn(u32) -> Option<u64>,
+        process: impl Fn(u32) -> Option<ProcessId>,
     ) -> Vec<(ProcessId, u32)> {
-        self.waiting.retain(|pid, one| start_time(*pid) == Some(one.start_time));
+        self.waiting.retain(|pid, one| process(*pid) == Some(one.process));
         let next = |one: &WaitingClient| {
             if one.is_long_waiting(now) { now + PATIENCE } else { one.since + PATIENCE }
         };
         self.due = self.waiting.values().map(next).min();
-        let long = self.waiting.iter().filter(|(_, one)| one.is_long_waiting(now));
-        long.map(|(pid, one)| ((*pid, one.start_time), one.uid)).collect()
+        let long = self.waiting.values().filter(|one| one.is_long_waiting(now));
+        long.map(|one| (one.process, one.uid)).collect()
     }
 
     /// The first client of each user that was not told of yet.
@@ -91,9 +91,9 @@ impl<S: Shell> Serving<'_, S> {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
             // The line may be an old one, and the PID somebody else's by now.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
-                let start_time = self.shell.start_time(client);
-                if let Some(start_time) = start_time.filter(|_| self.shell.runs_as(client, uid)) {
-                    waiting.add((client, start_time), uid, now);
+                let process = self.shell.process(client);
+                if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {
+                    waiting.add(process, uid, now);
                 }
             }
             _ => {}
@@ -104,8 +104,8 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) fn tell_waiting(&mut self) {
         let served_alone = self.run.servers.user_served().filter(|_| !self.run.multiuser);
         let (now, shell) = (self.shell.now(), &self.shell);
-        let waiting = self.run.waiting_clients.take_long_waiting(now, |pid| shell.start_time(pid));
-        for ((pid, _), uid) in self.run.waiting_clients.take_untold(&waiting) {
+        let waiting = self.run.waiting_clients.take_long_waiting(now, |pid| shell.process(pid));
+        for (ProcessId { pid, .. }, uid) in self.run.waiting_clients.take_untold(&waiting) {
             let why = match served_alone {
                 Some(served) if served != uid => format!(
                     "until the clients of user {served} have ended: this control daemon serves one user at a time"
@@ -126,6 +126,10 @@ mod tests {
     const NOW: CoreTime = CoreTime::from_secs(100);
     const SECOND: Duration = Duration::from_secs(1);
 
+    fn process(pid: u32, start_time: u64) -> ProcessId {
+        ProcessId { pid, start_time }
+    }
+
     #[test]
     fn of_each_user_only_so_many_are_kept() {
         let mut clients = WaitingClients::default();
@@ -133,48 +137,48 @@ mod tests {
         for _ in 0..100 {
             for uid in 0..8 {
                 if clients.has_room(uid) {
-                    clients.add((pids.next().unwrap(), 1), uid, NOW);
+                    clients.add(process(pids.next().unwrap(), 1), uid, NOW);
                 }
             }
         }
         let of_user = |uid| clients.waiting.values().filter(|one| one.uid == uid).count();
         assert_eq!((0..8).map(of_user).collect::<Vec<_>>(), [8; 8]);
         let mut clients = WaitingClients::default();
-        (1..=16).for_each(|pid| clients.add((pid, 1), 7, NOW));
+        (1..=16).for_each(|pid| clients.add(process(pid, 1), 7, NOW));
         assert!(!clients.has_room(7) && clients.has_room(8));
     }
 
     #[test]
     fn one_that_waits_is_told_of_after_a_while_and_once_for_its_user() {
         let mut clients = WaitingClients::default();
-        let there = |pid: u32| (pid != 3).then_some(u64::from(pid) * 10);
-        clients.add((1, 10), 7, NOW);
-        clients.add((1, 10), 7, NOW + SECOND);
-        clients.add((2, 20), 7, NOW + SECOND);
-        clients.add((3, 30), 8, NOW);
+        let there = |pid: u32| (pid != 3).then_some(process(pid, u64::from(pid) * 10));
+        clients.add(process(1, 10), 7, NOW);
+        clients.add(process(1, 10), 7, NOW + SECOND);
+        clients.add(process(2, 20), 7, NOW + SECOND);
+        clients.add(process(3, 30), 8, NOW);
         assert_eq!(clients.due, Some(NOW + PATIENCE));
         assert_eq!(clients.take_long_waiting(NOW + 4 * SECOND, there), []);
         assert_eq!(clients.due, Some(NOW + PATIENCE));
         let long = clients.take_long_waiting(NOW + PATIENCE, there);
-        assert_eq!(long, [((1, 10), 7)], "3 has ended, and 2 waits since a second later");
+        assert_eq!(long, [(process(1, 10), 7)], "3 has ended, and 2 waits since a second later");
         assert_eq!(clients.due, Some(NOW + PATIENCE + SECOND));
-        assert_eq!(clients.take_untold(&long), [((1, 10), 7)]);
+        assert_eq!(clients.take_untold(&long), [(process(1, 10), 7)]);
         let long = clients.take_long_waiting(NOW + PATIENCE + SECOND, there);
-        assert_eq!(long, [((1, 10), 7), ((2, 20), 7)]);
+        assert_eq!(long, [(process(1, 10), 7), (process(2, 20), 7)]);
         assert_eq!(clients.due, Some(NOW + PATIENCE + SECOND + PATIENCE));
         assert_eq!(clients.take_untold(&long), [], "its user is told of");
-        let of_others = |pid| there(pid).map(|start_time| start_time + 1);
+        let of_others = |pid| there(pid).map(|one| process(pid, one.start_time + 1));
         assert_eq!(clients.take_long_waiting(NOW + 3 * PATIENCE, of_others), [], "the PIDs are others' now");
         assert_eq!(clients.due, None);
         assert_eq!(clients.take_untold(&[]), []);
-        assert_eq!(clients.take_untold(&long), [((1, 10), 7)], "it waits once more");
+        assert_eq!(clients.take_untold(&long), [(process(1, 10), 7)], "it waits once more");
     }
 
     #[test]
     fn one_that_was_shown_is_taken_back_at_once() {
         let mut clients = WaitingClients::default();
-        clients.add((1, 10), 7, NOW);
-        clients.add((2, 20), 7, NOW);
+        clients.add(process(1, 10), 7, NOW);
+        clients.add(process(2, 20), 7, NOW);
         clients.admitted(1, NOW + SECOND);
         assert_eq!(clients.due, Some(NOW + PATIENCE), "nobody was told of it");
         clients.admitted(2, NOW + PATIENCE);

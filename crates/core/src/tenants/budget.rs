@@ -7,6 +7,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 
 use crate::serve::clients_counted;
+use crate::terms::ProcessId;
 use crate::{Cause, Permit};
 
 /// All that clients have together.
@@ -64,6 +65,16 @@ pub trait MemberProcess: Copy + PartialEq {
 
     /// When it was started.
     fn start_time(self) -> u64;
+}
+
+impl MemberProcess for ProcessId {
+    fn pid(self) -> u32 {
+        self.pid
+    }
+
+    fn start_time(self) -> u64 {
+        self.start_time
+    }
 }
 
 /// A client of a slice. `T` says for whom it works.

@@ -8,11 +8,18 @@ use super::shell::ClientShell;
 use super::stop::Reception;
 use crate::GpuUuid;
 use crate::serve::ClientsOnGpus;
+use crate::terms::SliceId;
 
 /// The name of a slice.
 pub trait SliceName: Clone + PartialEq + Send + Sync {
     /// Whether both are parts of one GPU.
     fn shares_gpu(&self, other: &Self) -> bool;
+}
+
+impl SliceName for SliceId {
+    fn shares_gpu(&self, other: &Self) -> bool {
+        self.gpu == other.gpu
+    }
 }
 
 /// The slices that a process is known to have.

@@ -28,7 +28,7 @@ fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
 
 fn bypasses(story: &Story, gpu: &str) -> (Vec<u32>, bool) {
     let shown = story.host().stage.bypasses.get(gpu).cloned().unwrap_or_default();
-    (shown.0.into_iter().map(|(pid, _)| pid).collect(), shown.1)
+    (shown.0.into_iter().map(|process| process.pid).collect(), shown.1)
 }
 
 #[test]

@@ -18,6 +18,7 @@ use std::process::{ExitStatus, id};
 use std::time::Duration;
 
 use clap::Args;
+use mps_core::terms::{DeviceName, GpuId};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, geteuid, getpid, kill_process, kill_process_group};
 use tokio::process::Command;
@@ -30,7 +31,6 @@ use crate::show::env::{ensure_reachable, host_environment, quoted, warn_of_sever
 use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, Result};
 use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
-use common::host::device_name::{self, GpuId};
 use common::host::{control_groups, proc, systemd};
 use common::text::printable;
 
@@ -187,7 +187,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
 
 /// Whether a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
-    device_name::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
+    DeviceName::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }
 
 /// The process group of the command.

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
+use mps_core::terms::DeviceName;
 use serde_json::json;
 
 use crate::complete;
@@ -12,7 +13,6 @@ use crate::{Result, print_json};
 use common::bus::answers::published_name;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
-use common::host::device_name::DeviceName;
 use common::published::termination::{ContainerId, TerminationTarget};
 use common::text::printable;
 

@@ -16,7 +16,7 @@ use common::check::{self, Checked};
 use common::config::{self, Loaded, Refused, Settings, Sources};
 use common::host::driver;
 use common::host::gpu::Gpu;
-use common::host::identity::Identity;
+use common::host::identity;
 use common::host::inventory::Inventory;
 use common::host::nvml::Driver;
 use common::host::nvml::facts::NvmlFacts;
@@ -181,7 +181,7 @@ impl Facts {
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
         let written = self.state_file.as_deref().unwrap_or_default();
         self.own_control_daemons().iter().any(|published| published.pid == Some(daemon))
-            || written.iter().any(|running| Identity::read(daemon).is_ok_and(|now| now == running.process))
+            || written.iter().any(|running| identity::read(daemon).is_ok_and(|now| now == running.process))
     }
 
     /// Finds them by the sockets in the configured directories and in the default directory of CUDA, by the servers on our

@@ -6,6 +6,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::{fmt, fs};
 
+use mps_core::terms::PciAddress;
 use nvml_calls::processes::{self, ListedProcess, NotListed, ProcessList};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
@@ -23,7 +24,6 @@ use super::driver::{self, NVML_LISTS_CLIENTS};
 use super::gpu::{Gpu, PciDevice};
 use super::gpu_processes::Contexts;
 use super::installation;
-use super::pci_address::PciAddress;
 use super::xid::{CriticalError, RecoveryAction};
 use crate::host::proc;
 use crate::problem::Problem;

@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::terms::PciAddress;
+
 use super::Driver;
 use super::facts::NvmlFacts;
 use crate::host::gpu::Gpu;
-use crate::host::pci_address::PciAddress;
 use crate::host::questions::ParallelQuestions;
 use crate::problem::Problem;
 

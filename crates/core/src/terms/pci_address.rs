@@ -1,13 +1,19 @@
 //! The address of a device on the PCI bus.
 
-use std::fmt;
-use std::str::FromStr;
+use alloc::format;
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+use core::error::Error;
+use core::fmt;
+use core::ops::RangeInclusive;
+use core::str::FromStr;
 
 /// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PciAddress {
     /// Above 0xffff behind some host bridges.
     pub domain: u32,
+    /// 0 to 255.
     pub bus: u8,
     /// 0 to 31.
     pub device: u8,
@@ -16,7 +22,8 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`. The name of a GPU is made of it in `device_name`.
+    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`. The name of
+    /// a GPU is made of it.
     pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
@@ -54,15 +61,23 @@ impl fmt::Display for PciAddress {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a PCI address like 0000:00:06.0 or 00:06.0")]
+/// A text is no PCI address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadPciAddress;
+
+impl fmt::Display for BadPciAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("not a PCI address like 0000:00:06.0 or 00:06.0")
+    }
+}
+
+impl Error for BadPciAddress {}
 
 impl FromStr for PciAddress {
     type Err = BadPciAddress;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let hex = |part: &str, widths: std::ops::RangeInclusive<usize>| {
+        let hex = |part: &str, widths: RangeInclusive<usize>| {
             let plain = widths.contains(&part.len()) && part.bytes().all(|b| b.is_ascii_hexdigit());
             u32::from_str_radix(part, 16).ok().filter(|_| plain).ok_or(BadPciAddress)
         };

@@ -1,0 +1,55 @@
+//! The vocabulary: names, and the values that everything else is said with. It decides nothing.
+
+mod names;
+mod pci_address;
+mod served_gpu;
+
+use alloc::string::String;
+
+pub use names::{BadName, DIRECTORIES, DaemonId, DeviceName, GpuId, SliceId, is_of_service};
+pub use pci_address::{BadPciAddress, PciAddress};
+pub use served_gpu::{ServedGpu, SliceSize};
+
+/// The UUID of a GPU.
+pub type GpuUuid = String;
+
+/// A process. PIDs are used again, but no two processes have the same PID and start time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+pub struct ProcessId {
+    /// Its PID.
+    pub pid: u32,
+    /// Its start time in clock ticks since boot (field 22 of /proc/PID/stat).
+    pub start_time: u64,
+}
+
+impl ProcessId {
+    /// The age among processes: a newer one has more.
+    pub fn age(self) -> (u64, u32) {
+        (self.start_time, self.pid)
+    }
+}
+
+/// Whether a control daemon shares its GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tenure {
+    /// No other control daemon of ours has them. In the compute mode `EXCLUSIVE_PROCESS` no other server gets in.
+    Alone,
+    /// In the compute mode `Default`, others of ours may have them too: the servers take turns on each GPU.
+    InTurns,
+}
+
+impl Tenure {
+    /// Whether a control daemon that has a GPU so keeps it from one that would have it so.
+    pub fn keeps_from(self, other: Self) -> bool {
+        self == Self::Alone || other == Self::Alone
+    }
+
+    /// The compute mode of the GPUs, as nvidia-smi takes it.
+    pub fn compute_mode(self) -> &'static str {
+        match self {
+            Self::Alone => "EXCLUSIVE_PROCESS",
+            Self::InTurns => "DEFAULT",
+        }
+    }
+}

@@ -1,0 +1,307 @@
+//! The names of GPUs, of their slices and of control daemons: `00:06.0`, `00:06.0-1`, the directory `00_06.0-1`, `shared`. This
+//! file alone makes them and takes them apart.
+
+use alloc::string::{String, ToString};
+use core::error::Error;
+use core::fmt;
+use core::str::FromStr;
+
+use super::pci_address::{BadPciAddress, PciAddress};
+use super::{GpuUuid, Tenure};
+
+/// The directory of the directories of slices, in the configured pipe directory.
+pub const DIRECTORIES: &str = "slices";
+
+/// The id of the control daemon of all GPUs.
+const SHARED: &str = "shared";
+
+const DIGITS: usize = 3;
+
+/// A GPU as the service publishes it. Its name is the short form of its PCI address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GpuId(pub PciAddress);
+
+impl GpuId {
+    /// Its slice with this ordinal.
+    pub fn slice(self, ordinal: u32) -> SliceId {
+        SliceId { gpu: self, ordinal }
+    }
+
+    /// Its slices, if it has so many.
+    pub fn slices(self, number: u32) -> impl Iterator<Item = SliceId> {
+        (0..number).map(move |ordinal| self.slice(ordinal))
+    }
+}
+
+impl fmt::Display for GpuId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.short())
+    }
+}
+
+impl FromStr for GpuId {
+    type Err = BadPciAddress;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(Self(text.parse()?))
+    }
+}
+
+/// A slice as the service publishes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SliceId {
+    /// Its GPU.
+    pub gpu: GpuId,
+    /// Its number on the GPU, from 0 on.
+    pub ordinal: u32,
+}
+
+/// Whether the service gives things in the configured directories this name: the directory of a control daemon of one GPU, of
+/// one slice, or of the directories of slices.
+pub fn is_of_service(name: &str) -> bool {
+    name.starts_with("GPU-") || name == DIRECTORIES || SliceId::with_directory_name(name).is_some()
+}
+
+impl SliceId {
+    /// The name of its directory: its own, without the colons at which `docker --volume` splits.
+    pub fn directory_name(self) -> String {
+        self.to_string().replace(':', "_")
+    }
+
+    /// The slice with a directory of this name. There may be such a slice no more.
+    pub fn with_directory_name(name: &str) -> Option<Self> {
+        match name.replace('_', ":").parse() {
+            Ok(DeviceName::Slice(slice)) if !name.contains(':') => Some(slice),
+            _ => None,
+        }
+    }
+
+    /// The ordinal that a text spells. An ordinal has one spelling only, so that a slice has no second name.
+    pub fn ordinal_in(text: &str) -> Option<u32> {
+        text.parse().ok().filter(|ordinal: &u32| text.len() <= DIGITS && ordinal.to_string() == text)
+    }
+}
+
+impl fmt::Display for SliceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{}", self.gpu, self.ordinal)
+    }
+}
+
+/// The name of a device: a whole GPU, or a slice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(into = "String"))]
+pub enum DeviceName {
+    /// A GPU.
+    Gpu(GpuId),
+    /// A slice.
+    Slice(SliceId),
+}
+
+impl DeviceName {
+    /// The part of a name that names the GPU, and the ordinal behind it.
+    pub fn parts(name: &str) -> (&str, Option<&str>) {
+        match name.split_once('-') {
+            Some((gpu, ordinal)) => (gpu, Some(ordinal)),
+            None => (name, None),
+        }
+    }
+
+    /// Its GPU, or itself.
+    pub fn gpu(self) -> GpuId {
+        match self {
+            Self::Gpu(gpu) => gpu,
+            Self::Slice(slice) => slice.gpu,
+        }
+    }
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gpu(gpu) => gpu.fmt(f),
+            Self::Slice(slice) => slice.fmt(f),
+        }
+    }
+}
+
+/// A text is no name of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BadName;
+
+impl fmt::Display for BadName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("not a name like 00:06.0 or 00:06.0-1")
+    }
+}
+
+impl Error for BadName {}
+
+impl FromStr for DeviceName {
+    type Err = BadName;
+
+    /// Reads a name with an address in any spelling.
+    fn from_str(name: &str) -> Result<Self, BadName> {
+        let (address, ordinal) = Self::parts(name);
+        let gpu: GpuId = address.parse().map_err(|_| BadName)?;
+        match ordinal {
+            None => Ok(Self::Gpu(gpu)),
+            Some(text) => Ok(Self::Slice(gpu.slice(SliceId::ordinal_in(text).ok_or(BadName)?))),
+        }
+    }
+}
+
+impl From<DeviceName> for String {
+    fn from(name: DeviceName) -> Self {
+        name.to_string()
+    }
+}
+
+/// The id of a control daemon. It says which GPUs and slices the control daemon serves, and with which tenure.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[cfg_attr(
+    feature = "serde",
+    derive(serde::Serialize, serde::Deserialize),
+    serde(into = "String", from = "String")
+)]
+pub enum DaemonId {
+    /// It serves this slice alone.
+    Slice(SliceId),
+    /// It serves all slices of this GPU.
+    Gpu(GpuUuid),
+    /// It serves all GPUs that have no control daemon of their own.
+    Shared,
+}
+
+impl DaemonId {
+    /// The tenure of its GPUs.
+    pub fn tenure(&self) -> Tenure {
+        match self {
+            Self::Slice(_) => Tenure::InTurns,
+            Self::Gpu(_) | Self::Shared => Tenure::Alone,
+        }
+    }
+
+    /// The slice that it alone serves. None: it serves all slices of its GPUs.
+    pub fn only_slice(&self) -> Option<SliceId> {
+        match self {
+            Self::Slice(slice) => Some(*slice),
+            Self::Gpu(_) | Self::Shared => None,
+        }
+    }
+
+    /// The name of its pipe directory, in the configured one. None: its pipe directory is the configured one.
+    pub fn directory_name(&self) -> Option<String> {
+        match self {
+            Self::Slice(slice) => Some(slice.directory_name()),
+            Self::Gpu(uuid) => Some(uuid.clone()),
+            Self::Shared => None,
+        }
+    }
+}
+
+impl fmt::Display for DaemonId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Slice(slice) => f.pad(&slice.to_string()),
+            Self::Gpu(uuid) => f.pad(uuid),
+            Self::Shared => f.pad(SHARED),
+        }
+    }
+}
+
+impl From<&str> for DaemonId {
+    /// Reads an id. Each text is one, so that no control daemon in the state file is lost: a text that is nothing else counts as
+    /// the UUID of a GPU.
+    fn from(text: &str) -> Self {
+        match text.parse() {
+            _ if text == SHARED => Self::Shared,
+            Ok(DeviceName::Slice(slice)) => Self::Slice(slice),
+            Ok(DeviceName::Gpu(_)) | Err(BadName) => Self::Gpu(text.into()),
+        }
+    }
+}
+
+impl From<String> for DaemonId {
+    fn from(text: String) -> Self {
+        text.as_str().into()
+    }
+}
+
+impl From<DaemonId> for String {
+    fn from(id: DaemonId) -> Self {
+        id.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::vec::Vec;
+
+    use super::*;
+
+    #[test]
+    fn only_names_are_taken_for_names() {
+        for (name, expected) in [
+            ("00:06.0-1", "00:06.0-1"),
+            ("0000:00:06.0-1", "00:06.0-1"),
+            ("0001:1A:00.0-12", "0001:1a:00.0-12"),
+            ("00:06.0", "00:06.0"),
+        ] {
+            assert_eq!(name.parse::<DeviceName>().unwrap().to_string(), expected, "{name}");
+        }
+        for other in [
+            "",
+            "mine",
+            "00:06.0-",
+            "00:06.0--1",
+            "00:06.0-1234",
+            "00:06.0-01",
+            "00:06.0-+1",
+            "00:06.0-1\u{1b}[2J",
+            "00:06.0-1 ",
+        ] {
+            assert_eq!(other.parse::<DeviceName>(), Err(BadName), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_directory_names_its_slice() {
+        for address in ["00:06.0", "0001:1a:00.0"] {
+            let slice = address.parse::<GpuId>().unwrap().slice(12);
+            assert_eq!(SliceId::with_directory_name(&slice.directory_name()), Some(slice));
+            assert_eq!(slice.to_string(), [address, "12"].join("-"));
+        }
+        for other in ["", "slices", "00_06.0", "00:06.0-1", "00_06.0-1/x"] {
+            assert_eq!(SliceId::with_directory_name(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn slices_stand_in_the_order_of_their_numbers() {
+        let gpu: GpuId = "00:06.0".parse().unwrap();
+        assert!(gpu.slice(9) < gpu.slice(10));
+        let names: Vec<String> = gpu.slices(2).map(|slice| slice.to_string()).collect();
+        assert_eq!(names, ["00:06.0-0", "00:06.0-1"]);
+    }
+
+    #[test]
+    fn an_id_is_its_text() {
+        let slice = |name: &str| match name.parse() {
+            Ok(DeviceName::Slice(slice)) => DaemonId::Slice(slice),
+            other => panic!("{other:?}"),
+        };
+        for (text, id, tenure, directory) in [
+            ("shared", DaemonId::Shared, Tenure::Alone, None),
+            ("GPU-0", DaemonId::Gpu("GPU-0".into()), Tenure::Alone, Some("GPU-0")),
+            ("00:06.0-1", slice("00:06.0-1"), Tenure::InTurns, Some("00_06.0-1")),
+        ] {
+            assert_eq!(DaemonId::from(text), id, "{text}");
+            assert_eq!((id.to_string().as_str(), id.tenure()), (text, tenure));
+            assert_eq!(id.directory_name().as_deref(), directory);
+        }
+        for other in ["", "00:06.0", "Shared", "00:06.0-01"] {
+            assert_eq!(DaemonId::from(other), DaemonId::Gpu(other.into()), "{other}");
+        }
+    }
+}

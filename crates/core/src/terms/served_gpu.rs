@@ -1,0 +1,60 @@
+//! A GPU in the hands of a control daemon, and the sizes of its slices.
+
+use alloc::collections::BTreeMap;
+use alloc::string::{String, ToString};
+
+use super::{GpuId, GpuUuid, SliceId};
+
+/// The size of a slice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SliceSize {
+    /// Its memory: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory of
+    /// the GPU is not known.
+    pub memory_mib: u64,
+    /// Its active thread percentage, 1 to 100.
+    pub thread_percentage: u8,
+    /// The most clients.
+    pub max_clients: u32,
+}
+
+impl SliceSize {
+    /// The largest parts of these.
+    pub fn largest<'s>(sizes: impl IntoIterator<Item = &'s Self>) -> Self {
+        sizes.into_iter().fold(Self::default(), |largest, size| Self {
+            memory_mib: largest.memory_mib.max(size.memory_mib),
+            thread_percentage: largest.thread_percentage.max(size.thread_percentage),
+            max_clients: largest.max_clients.max(size.max_clients),
+        })
+    }
+}
+
+/// A GPU of a control daemon. Its position is its ordinal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServedGpu {
+    /// Its UUID.
+    pub uuid: GpuUuid,
+    /// None if the plan does not know it any more.
+    pub id: Option<GpuId>,
+    /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
+    pub memory_limit_mib: u64,
+    /// The slices of the GPU that the control daemon serves, by their ordinals.
+    pub sizes: BTreeMap<u32, SliceSize>,
+    /// The GPU enforces the limits.
+    pub limits_enforced: bool,
+    /// The number of clients that it can hold at once.
+    pub capacity: u32,
+    /// Whether NVML tells the clients of this control daemon. If not, only the control daemon knows them.
+    pub clients_listed: bool,
+}
+
+impl ServedGpu {
+    /// Its name, for people.
+    pub fn name(&self) -> String {
+        self.id.map_or_else(|| self.uuid.clone(), |id| id.to_string())
+    }
+
+    /// The slices of the GPU that the control daemon serves.
+    pub fn slices(&self) -> impl Iterator<Item = SliceId> {
+        self.id.into_iter().flat_map(|id| self.sizes.keys().map(move |ordinal| id.slice(*ordinal)))
+    }
+}
