@@ -16,6 +16,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "performance.md"
 READMES = [ROOT / "README.md", ROOT / "README.zh-CN.md"]
+LEVELS = ROOT / "docs" / "isolation.md"
 
 MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
 SHOWN = {"bare": "bare control daemon"}
@@ -135,26 +136,29 @@ def columns(title, axis, below, groups, heads, names, colours):
     return picture.svg()
 
 
-def rows_of_bars(title, axis, below, rows, names, colours, digits):
-    """Bars from left to right with their values: a row is a name and a number for each of `names`."""
-    left, right, each = 150, 80, 15
+def rows_of_bars(title, below, panels, names, colours):
+    """Bars from left to right with their values. A panel has an axis of its own: its words, the digits of its values, and rows, which
+    are a name and a number for each of `names`."""
+    left, right, each, under = 150, 80, 15, 62
     high = each * len(names) + 14
-    height = TOP + high * len(rows) + 62
-    picture = Picture(title, below, height)
-    marks = ticks(max(value for _, values in rows for value in values))
-    far = lambda value: left + (WIDTH - left - right) * value / marks[-1]
-    bottom = TOP + high * len(rows)
-    for mark in marks:
-        picture.line(far(mark), TOP, far(mark), bottom)
-        picture.text(far(mark), bottom + 17, shown(mark))
-    for number, (name, values) in enumerate(rows):
-        top = TOP + high * number + 7
-        picture.text(left - 8, top + each * len(values) / 2 + 4, name, "end")
-        for place, (value, colour) in enumerate(zip(values, colours)):
-            picture.bar(left, top + each * place, max(far(value) - left, 1), each - 2, colour)
-            picture.text(far(value) + 5, top + each * place + 10, f"{value:.{digits}f}", "start", 'font-size="11"')
-    picture.line(left, TOP, left, bottom, f'stroke="{INK}"')
-    picture.text((left + WIDTH - right) / 2, bottom + 36, axis)
+    height = TOP + sum(high * len(rows) + under for _, _, rows in panels)
+    picture, start = Picture(title, below, height), TOP
+    for axis, digits, rows in panels:
+        marks = ticks(max(value for _, values in rows for value in values))
+        far = lambda value: left + (WIDTH - left - right) * value / marks[-1]
+        bottom = start + high * len(rows)
+        for mark in marks:
+            picture.line(far(mark), start, far(mark), bottom)
+            picture.text(far(mark), bottom + 17, shown(mark))
+        for number, (name, values) in enumerate(rows):
+            top = start + high * number + 7
+            picture.text(left - 8, top + each * len(values) / 2 + 4, name, "end")
+            for place, (value, colour) in enumerate(zip(values, colours)):
+                picture.bar(left, top + each * place, max(far(value) - left, 1), each - 2, colour)
+                picture.text(far(value) + 5, top + each * place + 10, f"{value:.{digits}f}", "start", 'font-size="11"')
+        picture.line(left, start, left, bottom, f'stroke="{INK}"')
+        picture.text((left + WIDTH - right) / 2, bottom + 36, axis)
+        start = bottom + under
     picture.legend(names, colours)
     return picture.svg()
 
@@ -236,8 +240,8 @@ def beside(found, file):
     below = f"{hardware(file)}; {runs(file)}"
     values = [(found[mode]["median_ms"], found[mode]["p99_ms"]) for mode in modes]
     picture = rows_of_bars(
-        "A short kernel beside three clients that fill the GPU", "milliseconds", below,
-        list(zip(names, values)), kinds, ["#93b4f5", "#2563eb"], 2,
+        "A short kernel beside three clients that fill the GPU", below,
+        [("milliseconds", 2, list(zip(names, values)))], kinds, ["#93b4f5", "#2563eb"],
     )
     rows = [[name, *(f"{value:.2f} ms" for value in of_mode)] for name, of_mode in zip(names, values)]
     text = (
@@ -259,7 +263,7 @@ def pairs(found, file):
     title = "This service beside a bare control daemon"
     policies = [policy for policy in MODES if policy in found]
     ratios = [found[policy]["ratios"] for policy in policies]
-    below = hardware(file)
+    below = f"{hardware(file)}; {max(map(len, ratios))} pairs of runs for each policy"
     low, high = min(map(min, ratios)), max(map(max, ratios))
     picture = dots(
         "This service beside a bare control daemon: throughput", "this service / a bare control daemon",
@@ -283,11 +287,6 @@ def topology(found, file):
     kinds = [(name, way) for name in order if name in found for way in ways if way in found[name]]
     values = [[mean(found[name][way], gpu) for gpu in (0, 1)] for name, way in kinds]
     below = f"{hardware(file)}; {runs(file)}"
-    names = [name if way == "anywhere" else f"{name}, {way}" for name, way in kinds]
-    picture = rows_of_bars(
-        "ResNet-50 in 8 processes on each of two GPUs", "images a second of each GPU", below, list(zip(names, values)),
-        ["first GPU", "second GPU"], ["#2563eb", "#93b4f5"], 0,
-    )
     rows = [[f"`{name}`", way, *(f"{value:.0f}" for value in of_kind)] for (name, way), of_kind in zip(kinds, values)]
     text = (
         "ResNet-50 in 8 processes on each of two GPUs at the same time, policy `equal`. One control daemon serves both "
@@ -296,7 +295,7 @@ def topology(found, file):
         "these or on the others."
     )
     heads = ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]
-    return [f"## {title}", text, f"![{title}](performance-topology.svg)", table(heads, rows), f"*{below}.*"], picture
+    return [f"## {title}", text, table(heads, rows), f"*{below}.*"], None
 
 
 def killed(found, file):
@@ -306,7 +305,7 @@ def killed(found, file):
         f"ResNet-50 in 8 processes, while the service was killed three times and reloaded: {hit} images a second. "
         f"In a calm run: {calm}. Processes that failed: {failed}."
     )
-    return ["## The service is killed", text, f"*{hardware(file)}.*"], None
+    return ["## The service is killed", text, f"*{hardware(file)}; one run.*"], None
 
 
 def clients(found, file):
@@ -341,7 +340,7 @@ def clients(found, file):
     ]
     return [
         "## The cost of the service and its clients", text, table(["clients", *counts], rows), each,
-        table(["clients", "GPU, each", "host, each"], costs), f"*{hardware(file)}.*",
+        table(["clients", "GPU, each", "host, each"], costs), f"*{hardware(file)}; one run.*",
     ], None
 
 
@@ -360,14 +359,13 @@ def isolation(found, file):
     below = f"{hardware(file)}; {runs(file)}"
     rate = lambda way, part: found[way][part]["per_second"]
     gains = lambda part: [rate(way, part) / rate("without MPS", part) for way in ways]
-    bars = [
-        ("8 processes", gains("resnet50")),
-        ("1 beside 7 idle", gains("alone")),
-        ("a fault ends, of 8", [found[way]["fault"]["failed"] for way in ways]),
-    ]
     picture = rows_of_bars(
-        "Four slices: ResNet-50, and a fault in one slice", "times the work without MPS; processes that the fault ends",
-        below, bars, names, colours, 1,
+        "Four slices: ResNet-50, and a fault in one slice", below,
+        [
+            ("times the work without MPS", 1, [("8 processes", gains("resnet50")), ("1 beside 7 idle", gains("alone"))]),
+            ("processes that the fault ends", 0, [("of 8 processes", [found[way]["fault"]["failed"] for way in ways])]),
+        ],
+        names, colours,
     )
 
     def row(words, cell):
@@ -412,6 +410,12 @@ def numbers(found):
     return [*(f"{gain:.1f}" for gain in gains), f"{min(ratios):.3f}", f"{max(ratios):.3f}", *latencies]
 
 
+def prices(found):
+    """What isolation costs, which stands where somebody chooses a level."""
+    rates = {way: one["resnet50"]["per_second"] for way, one in found["isolation"][0].items() if "resnet50" in one}
+    return [f"{rates[way] / rates['without MPS']:.1f}" for way in ("one for each", "one for all")]
+
+
 def written(found):
     """Every file that is made, with its text."""
     files, page = {}, PAGE.read_text()
@@ -440,8 +444,10 @@ def main():
     for path in set((ROOT / "docs").glob("performance-*.svg")) - set(files):
         faults.append(f"{path.relative_to(ROOT)} is made from no figures")
     around = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", files[PAGE], flags=re.DOTALL)
-    for path, text in {PAGE: around, **{path: path.read_text() for path in READMES}}.items():
-        missing = [number for number in numbers(found) if number not in text]
+    texts = {PAGE: around, **{path: path.read_text() for path in [*READMES, LEVELS]}}
+    wanted = {path: numbers(found) for path in [PAGE, *READMES]} | {LEVELS: prices(found)}
+    for path, text in texts.items():
+        missing = [number for number in wanted[path] if number not in text]
         if missing:
             faults.append(f"{path.relative_to(ROOT)} lacks {', '.join(missing)}")
     if faults:

@@ -258,7 +258,7 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
     }
     Err(Problem::new(
         format!("belongs to user {}, not to user {us} as whom this service runs", stat.st_uid),
-        "remove it with all that is in it (rm -r), or configure another directory (docs/isolation.md)",
+        "remove it with all that is in it (rm -r), or configure another directory (docs/bounds.md)",
     ))
 }
 
@@ -271,7 +271,7 @@ fn others_rule(stat: &Stat) -> Result<(), Problem> {
         return Err(Problem::new(
             format!("belongs to user {owner}, who could replace what is in it"),
             "remove it with all that is in it (rm -r), or configure a directory where only root can write \
-             (docs/isolation.md)",
+             (docs/bounds.md)",
         ));
     }
     if stat.st_mode & 0o1002 == 0o002 {

@@ -46,7 +46,7 @@ fn untried(facts: &Facts) -> Outcome {
             format!(
                 "{version} is newer than every driver that this version of the service was tried with ({NEWEST_TRIED})"
             ),
-            "see docs/isolation.md, Newer drivers, and try `yunion-mpsctl probe` on one GPU before tenants come",
+            "see docs/bounds.md, Newer drivers, and try `yunion-mpsctl probe` on one GPU before tenants come",
         )]
     })
 }
