@@ -29,8 +29,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted, WantedGpu};
-use mps_core::terms::ServedGpu;
+use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::yield_now;
@@ -115,8 +114,7 @@ pub(crate) struct Tools {
 
 /// The core's view of a control daemon in the state file.
 pub(crate) fn written(id: &str, running: &Running) -> RunningDaemon {
-    let process = (running.process.pid, running.process.start_time);
-    RunningDaemon { process, gpus: running.gpus.clone(), tenure: tenure_of(id) }
+    RunningDaemon { process: running.process, gpus: running.gpus.clone(), tenure: tenure_of(id) }
 }
 
 impl From<ControlError> for Failure {
@@ -322,16 +320,8 @@ impl Worker {
     /// The order, as far as serving depends on it.
     fn wanted(&self) -> Wanted {
         let Instructions { plan, supervision } = &self.order;
-        let gpu = |gpu: &ServedGpu| WantedGpu {
-            uuid: gpu.uuid.clone(),
-            name: gpu.name(),
-            memory_limit_mib: gpu.memory_limit_mib,
-            limits_enforced: gpu.limits_enforced,
-            capacity: gpu.capacity,
-            clients_listed: gpu.clients_listed,
-        };
         Wanted {
-            gpus: plan.gpus.iter().map(gpu).collect(),
+            gpus: plan.gpus.clone(),
             thread_percentage: plan.thread_percentage,
             prewarm: plan.prewarm,
             retiring: self.is_retiring(),

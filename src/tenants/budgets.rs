@@ -207,12 +207,12 @@ impl Budgets {
 }
 
 /// An attempt that is over.
-type Attempted = (Enforcer<ProcessId, Held>, Vec<Victim<ProcessId>>);
+type Attempted = (Enforcer<Held>, Vec<Victim>);
 
 struct GpuWatch {
     uuid: String,
     gpu: GpuBudget,
-    watch: BudgetWatch<ProcessId>,
+    watch: BudgetWatch,
     begun: Instant,
     nvml: ComputeModes,
     /// Asks the kernel for the owners of clients.
@@ -222,7 +222,7 @@ struct GpuWatch {
     uses: watch::Sender<GpuUse>,
     looked: watch::Sender<Option<Instant>>,
     /// The slices of which clients may be ended, by the last look.
-    over: watch::Sender<Vec<OverBudget<ProcessId, Tenant>>>,
+    over: watch::Sender<Vec<OverBudget<Tenant>>>,
     /// The owners of the clients that an attempt may end, by PID.
     known_owners: BTreeMap<u32, Whose>,
     members: Members,
@@ -231,7 +231,7 @@ struct GpuWatch {
     seen_at: Instant,
     due: Option<Instant>,
     /// The task that ends clients has it meanwhile.
-    enforcer: Enforcer<ProcessId, Held>,
+    enforcer: Enforcer<Held>,
 }
 
 impl GpuWatch {
@@ -319,14 +319,14 @@ impl GpuWatch {
     }
 
     /// Learns the owners of the clients that may be ended, before they are.
-    async fn learn_owners(&mut self, over: &[OverBudget<ProcessId, Tenant>]) {
+    async fn learn_owners(&mut self, over: &[OverBudget<Tenant>]) {
         let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid);
         let learnt = self.owners(pids.filter(|pid| !self.known_owners.contains_key(pid)).collect()).await;
         self.known_owners.extend(learnt);
     }
 
     /// The words that are shown of a slice.
-    async fn describe(&self, news: &OveruseNews<ProcessId>) -> BudgetEvent {
+    async fn describe(&self, news: &OveruseNews) -> BudgetEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
         if news.reasons.is_empty() {
@@ -392,7 +392,7 @@ impl GpuWatch {
     }
 }
 
-impl MemberShell<ProcessId> for EndingShell {
+impl MemberShell for EndingShell {
     fn process(&self, held: &Held) -> ProcessId {
         held.identity()
     }

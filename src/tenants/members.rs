@@ -50,7 +50,7 @@ enum MemberSlice {
 }
 
 /// The clients of each slice, by its ordinal.
-pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<ProcessId, Tenant>>>;
+pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<Tenant>>>;
 
 /// The clients that were looked at.
 #[derive(Debug)]

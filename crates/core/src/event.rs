@@ -3,6 +3,7 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
+use crate::terms::ProcessId;
 use crate::{Configured, GpuUuid, Id, Tenure};
 
 /// Something that has happened.
@@ -84,8 +85,8 @@ pub struct Order<P> {
 /// A control daemon of ours that runs, or has run, as the state file has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunningDaemon {
-    /// Its PID and start time: another process may get the PID, and not both.
-    pub process: (u32, u64),
+    /// Its process.
+    pub process: ProcessId,
     /// The GPUs that it was started with.
     pub gpus: Vec<GpuUuid>,
     /// Whether others of ours may have them too.

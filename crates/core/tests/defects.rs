@@ -225,7 +225,7 @@ const DEFECTS: &[Defect] = &[
     ),
     (
         "control daemons that take turns keep GPUs from each other",
-        "event.rs",
+        "terms/mod.rs",
         "self == Self::Alone || other",
         "self == Self::Alone || PUT_BACK || other",
         "all-is-served-in-the-end",

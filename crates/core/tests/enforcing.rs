@@ -10,7 +10,6 @@ use core_world::overuse::{Overuse, SLICE};
 use core_world::story::SERVER;
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{Enforced, VictimState};
-use mps_core::terms::ProcessId;
 
 /// So much later, after another look.
 fn later(story: &mut Overuse, seconds: u64) {
@@ -18,7 +17,7 @@ fn later(story: &mut Overuse, seconds: u64) {
     story.list_members();
 }
 
-fn states(enforced: &Enforced<ProcessId>) -> Vec<(u32, VictimState)> {
+fn states(enforced: &Enforced) -> Vec<(u32, VictimState)> {
     enforced.victims.iter().map(|victim| (victim.process.pid, victim.state.clone())).collect()
 }
 

@@ -11,6 +11,8 @@ use mps_core::{
     RunUse, RunningDaemon, Tenure, WhyFailed,
 };
 
+use mps_core::terms::ProcessId;
+
 const NOW: Duration = Duration::from_secs(1000);
 
 fn order(id: &str, gpus: &[&str]) -> Order<()> {
@@ -32,7 +34,7 @@ fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
 
 fn runs(gpus: &[&str]) -> Option<RunningDaemon> {
     let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
-    Some(RunningDaemon { process: (7, 7), gpus, tenure: Tenure::Alone })
+    Some(RunningDaemon { process: ProcessId { pid: 7, start_time: 7 }, gpus, tenure: Tenure::Alone })
 }
 
 fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEvent<()> {

@@ -49,7 +49,7 @@ impl Program {
         }
     }
 
-    pub(crate) fn member(&self) -> Member<ProcessId, usize> {
+    pub(crate) fn member(&self) -> Member<usize> {
         Member {
             process: self.process,
             memory_mib: Some(self.mib),
@@ -63,14 +63,14 @@ impl Program {
 /// Clients that come together share a look.
 const SHARE: Duration = Duration::from_millis(250);
 
-type SimEnforcer = Enforcer<ProcessId, SimHeld>;
+type SimEnforcer = Enforcer<SimHeld>;
 
 /// An attempt under way.
-type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced<ProcessId>)>>>;
+type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced)>>>;
 
 /// The watch over one GPU.
 pub(crate) struct SimWatch {
-    watch: BudgetWatch<ProcessId>,
+    watch: BudgetWatch,
     due: Option<Duration>,
     enforcer: SimEnforcer,
     attempt: Option<SimAttempt>,
@@ -78,7 +78,7 @@ pub(crate) struct SimWatch {
     over: Arc<Mutex<SimOver>>,
 }
 
-type SimOver = Vec<OverBudget<ProcessId, usize>>;
+type SimOver = Vec<OverBudget<usize>>;
 
 impl SimWatch {
     fn facts(&self) -> MutexGuard<'_, Facts> {
@@ -205,7 +205,7 @@ impl World {
             return;
         }
         let found: Vec<ProcessId> = programs.iter().map(|program| program.process).collect();
-        let mut members: BTreeMap<u32, Vec<Member<ProcessId, usize>>> = BTreeMap::new();
+        let mut members: BTreeMap<u32, Vec<Member<usize>>> = BTreeMap::new();
         for program in &programs {
             if let Some(slice) = program.slice {
                 members.entry(slice).or_default().push(program.member());

@@ -353,7 +353,7 @@ impl ClientShell for SimEnforcement {
     }
 }
 
-impl MemberShell<ProcessId> for SimEnforcement {
+impl MemberShell for SimEnforcement {
     fn process(&self, held: &SimHeld) -> ProcessId {
         held.process
     }

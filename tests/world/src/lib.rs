@@ -386,7 +386,7 @@ impl World {
             Act::Daemon { id, order, goal, held, act } => {
                 let retiring = goal == Goal::Retire;
                 if let Some(run) = self.state_file.daemons.get(&id)
-                    && let Some(one) = self.daemons.get_mut(&run.process.0)
+                    && let Some(one) = self.daemons.get_mut(&run.process.pid)
                     && act == DaemonAct::Serve
                 {
                     one.sets_modes = order.sets_modes;
@@ -434,7 +434,7 @@ impl World {
         let Some(service) = &mut self.service else { return };
         let task = service.tasks.remove(id).expect("no act is under way");
         if task.act == DaemonAct::Start
-            && let Some(pid) = written.as_ref().map(|written| written.process.0)
+            && let Some(pid) = written.as_ref().map(|written| written.process.pid)
             && self.daemons.get(&pid).is_some_and(|one| one.is_paused)
         {
             self.daemons.remove(&pid);
@@ -456,7 +456,7 @@ impl World {
 
     /// The control daemon of ours that lives with this id.
     fn living(&self, id: &str) -> Option<(u32, &ControlDaemon)> {
-        let pid = self.state_file.daemons.get(id)?.process.0;
+        let pid = self.state_file.daemons.get(id)?.process.pid;
         Some((pid, self.daemons.get(&pid)?))
     }
 }

@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use mps_core::tenants::budget::{Budget, may_cut_back};
 use mps_core::tenants::{Enforced, Enforcer, OverBudget, SliceBudgets};
-use mps_core::terms::ProcessId;
 
 use super::budgets::Program;
 use super::enforcing::{Facts, SimEnforcement, SimHeld};
@@ -24,7 +23,7 @@ const BUDGET: Budget = Budget { memory_mib: 100_000, max_clients: 2 };
 pub struct Overuse {
     story: Story,
     shell: SimEnforcement,
-    enforcer: Enforcer<ProcessId, SimHeld>,
+    enforcer: Enforcer<SimHeld>,
     /// The clients as of the last look.
     members: Vec<Program>,
     pub looked_at: Duration,
@@ -94,7 +93,7 @@ impl Overuse {
     }
 
     /// One attempt. Returns the PIDs that were asked for, and the outcome.
-    pub fn attempt(&mut self) -> (Vec<u32>, Enforced<ProcessId>) {
+    pub fn attempt(&mut self) -> (Vec<u32>, Enforced) {
         self.facts().are_seen(&self.members, self.looked_at);
         let over = || {
             vec![OverBudget {
@@ -102,7 +101,7 @@ impl Overuse {
                 slice: SLICE,
                 budget: BUDGET,
                 members: self.members.iter().map(Program::member).collect(),
-                may_end: may_cut_back::<ProcessId, usize>(&[]).unwrap(),
+                may_end: may_cut_back::<usize>(&[]).unwrap(),
             }]
         };
         let enforced = {

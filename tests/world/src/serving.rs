@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted, WantedGpu};
+use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted};
+use mps_core::terms::ServedGpu;
 use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, Order, RunUse, Tenure, WhyFailed};
 
 use super::edge::SimShell;
@@ -108,9 +109,10 @@ pub(crate) fn mode_of(tenure: Tenure) -> Mode {
 
 pub(crate) fn wanted(task: &Task) -> Wanted {
     let payload = task.order.payload;
-    let gpu = |uuid: &String| WantedGpu {
+    let gpu = |uuid: &String| ServedGpu {
         uuid: uuid.clone(),
-        name: uuid.clone(),
+        id: None,
+        sizes: BTreeMap::new(),
         memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),

@@ -4,6 +4,7 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 use mps_core::serve::{Failure, GpuReach, StartPlace, Starter, Stranger, WantedUsers, start};
+use mps_core::terms::ProcessId;
 use mps_core::{ActOutcome, Cause, CoreTime, Permit, RunningDaemon};
 
 use super::edge::SimShell;
@@ -154,7 +155,7 @@ impl World {
             Some(Spawning::WriteDown(gpus)) => {
                 self.add_to_story(|| format!("     control daemon {pid} is written down for {id}"));
                 mps.lock().unwrap().gpus.clone_from(&gpus);
-                let process = (pid, u64::from(pid));
+                let process = ProcessId { pid, start_time: u64::from(pid) };
                 self.state_file.daemons.insert(
                     id.to_owned(),
                     RunningDaemon { process, gpus: gpus.clone(), tenure: task.order.tenure },

@@ -10,11 +10,9 @@ use std::time::Duration;
 
 use mps_core::Tenure;
 use mps_core::mps::{Meaning, ServerStatus};
-use mps_core::serve::{
-    Ended, Failure, GpuReach, Known, Requested, SeenProcess, Serving, ShownState, Wanted, WantedGpu,
-};
+use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, SeenProcess, Serving, ShownState, Wanted};
 use mps_core::tenants::Target;
-use mps_core::terms::ProcessId;
+use mps_core::terms::{ProcessId, ServedGpu};
 
 use super::Dice;
 use super::bindings::BoundGroups;
@@ -247,10 +245,11 @@ pub struct Story {
     act: Option<Act>,
 }
 
-pub fn wanted_gpu(uuid: &str) -> WantedGpu {
-    WantedGpu {
+pub fn wanted_gpu(uuid: &str) -> ServedGpu {
+    ServedGpu {
         uuid: uuid.to_owned(),
-        name: format!("name of {uuid}"),
+        id: format!("0{}:00.0", uuid.to_lowercase()).parse().ok(),
+        sizes: BTreeMap::new(),
         memory_limit_mib: 1024,
         limits_enforced: true,
         capacity: 2,

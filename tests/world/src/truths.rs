@@ -65,7 +65,7 @@ impl World {
     /// Who runs is written down: once, with its GPUs.
     fn check_who_runs_is_written_down(&self) {
         for (pid, one) in &self.daemons {
-            let mut entries = self.state_file.daemons.values().filter(|entry| entry.process.0 == *pid);
+            let mut entries = self.state_file.daemons.values().filter(|entry| entry.process.pid == *pid);
             let entry = entries.next();
             assert!(
                 entry.is_some_and(|entry| entry.gpus == one.gpus),

@@ -7,11 +7,12 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
+use super::Serving;
 use super::gpus::ProcessesOnGpus;
 use super::shell::{Failure, News, Shell};
-use super::{Serving, WantedGpu};
 use crate::CoreTime;
 use crate::mps::{Client, Meaning};
+use crate::terms::ServedGpu;
 
 /// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
@@ -48,7 +49,7 @@ pub(super) struct Capacity {
 impl Capacity {
     /// Reads a line of the log, which alone tells of the clients on these GPUs if NVML lists none. True if the line
     /// tells, for the first time, that a client was turned away.
-    pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[WantedGpu], now: CoreTime) -> bool {
+    pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
             Meaning::ClientRefused { capacity, .. } if self.refusal == Refusal::None => {
@@ -70,7 +71,7 @@ impl Capacity {
     }
 
     /// A client has left, or a server with all of its clients.
-    pub(super) fn some_left(&mut self, gpus: &[WantedGpu], now: CoreTime) {
+    pub(super) fn some_left(&mut self, gpus: &[ServedGpu], now: CoreTime) {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         if unlisted || self.refusal != Refusal::None || !self.full.is_empty() {
             self.refusal = Refusal::None;
@@ -83,8 +84,8 @@ impl Capacity {
     }
 
     /// Has the clients counted if the driver knows of as many as a GPU can hold, or knows of none at all.
-    pub(super) fn suspect(&mut self, gpus: &[WantedGpu], there: &ProcessesOnGpus, now: CoreTime) {
-        let many = |gpu: &WantedGpu| {
+    pub(super) fn suspect(&mut self, gpus: &[ServedGpu], there: &ProcessesOnGpus, now: CoreTime) {
+        let many = |gpu: &ServedGpu| {
             let there = there.get(&gpu.uuid).into_iter().flatten();
             !gpu.clients_listed || there.filter(|process| process.via_mps).count() >= gpu.capacity as usize
         };
@@ -106,7 +107,7 @@ impl Capacity {
     }
 
     /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
-    fn count(&mut self, gpus: &[WantedGpu], clients: &[Client], now: CoreTime) -> Vec<(WantedGpu, bool)> {
+    fn count(&mut self, gpus: &[ServedGpu], clients: &[Client], now: CoreTime) -> Vec<(ServedGpu, bool)> {
         let has_refused = self.refusal != Refusal::None;
         if has_refused && (clients.is_empty() || clients.len() < self.counted) {
             self.refusal = Refusal::Disbelieved;
@@ -159,7 +160,7 @@ impl<S: Shell> Serving<'_, S> {
             Err(_) => return Ok(()),
         };
         for (gpu, is_full) in self.run.capacity.count(&self.wanted.gpus, &clients, self.shell.now()) {
-            let name = &gpu.name;
+            let name = gpu.name();
             let text = if is_full {
                 format!("GPU {name} is {}", self.run.capacity.full(&gpu.uuid))
             } else {
@@ -180,10 +181,11 @@ mod tests {
 
     const NOW: CoreTime = CoreTime::ZERO;
 
-    fn gpu(uuid: &str, capacity: u32) -> WantedGpu {
-        WantedGpu {
+    fn gpu(uuid: &str, capacity: u32) -> ServedGpu {
+        ServedGpu {
             uuid: uuid.to_owned(),
-            name: uuid.to_owned(),
+            id: None,
+            sizes: BTreeMap::new(),
             memory_limit_mib: 0,
             limits_enforced: true,
             capacity,
@@ -196,7 +198,7 @@ mod tests {
         on.iter().flat_map(|(gpu, count)| core::iter::repeat_n(client(gpu), *count)).collect()
     }
 
-    fn changed(changed: Vec<(WantedGpu, bool)>) -> Vec<(String, bool)> {
+    fn changed(changed: Vec<(ServedGpu, bool)>) -> Vec<(String, bool)> {
         changed.into_iter().map(|(gpu, is_full)| (gpu.uuid, is_full)).collect()
     }
 
@@ -236,7 +238,7 @@ mod tests {
 
     #[test]
     fn the_control_daemon_counts_where_nvml_lists_no_clients() {
-        let gpus = [WantedGpu { clients_listed: false, ..gpu("GPU-1", 16) }, gpu("GPU-2", 48)];
+        let gpus = [ServedGpu { clients_listed: false, ..gpu("GPU-1", 16) }, gpu("GPU-2", 48)];
         let mut capacity = Capacity::default();
         assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus[1..], NOW) && capacity.due.is_none());
         assert!(!capacity.observe(&Meaning::ClientAdmitted(7), &gpus, NOW) && capacity.due.is_some());

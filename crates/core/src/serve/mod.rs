@@ -58,6 +58,7 @@ pub use shell::{ClientsOnGpus, Failure, News, Occurrence, Requested, Said, Shell
 pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
 
 use crate::mps::Limits;
+use crate::terms::ServedGpu;
 use crate::{CoreTime, GpuUuid, HeldGpus, Tenure};
 use blocker::Blockers;
 use capacity::Capacity;
@@ -70,7 +71,7 @@ use waiting_clients::WaitingClients;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// The GPUs of the order.
-    pub gpus: Vec<WantedGpu>,
+    pub gpus: Vec<ServedGpu>,
     /// The active thread percentage.
     pub thread_percentage: u8,
     /// A server runs ahead of its first client.
@@ -92,26 +93,9 @@ pub struct Wanted {
 
 impl Wanted {
     /// The name of a GPU, for people: its UUID, if it is none of the order.
-    fn name_of<'w>(&'w self, gpu: &'w str) -> &'w str {
-        self.gpus.iter().find(|wanted| wanted.uuid == gpu).map_or(gpu, |wanted| &wanted.name)
+    fn name_of(&self, gpu: &str) -> String {
+        self.gpus.iter().find(|wanted| wanted.uuid == gpu).map_or_else(|| gpu.into(), ServedGpu::name)
     }
-}
-
-/// A GPU of the order.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WantedGpu {
-    /// Its UUID.
-    pub uuid: GpuUuid,
-    /// Its name, for people.
-    pub name: String,
-    /// The memory limit of a client, in MiB.
-    pub memory_limit_mib: u64,
-    /// The GPU enforces it.
-    pub limits_enforced: bool,
-    /// The most clients of a server.
-    pub capacity: u32,
-    /// NVML lists its clients.
-    pub clients_listed: bool,
 }
 
 /// Everything that is learnt of a control daemon while it runs.

@@ -58,30 +58,11 @@ impl Part {
     }
 }
 
-/// A process. Another one may get its PID.
-pub trait MemberProcess: Copy + PartialEq {
-    /// Its PID.
-    fn pid(self) -> u32;
-
-    /// When it was started.
-    fn start_time(self) -> u64;
-}
-
-impl MemberProcess for ProcessId {
-    fn pid(self) -> u32 {
-        self.pid
-    }
-
-    fn start_time(self) -> u64 {
-        self.start_time
-    }
-}
-
 /// A client of a slice. `T` says for whom it works.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Member<P, T> {
+pub struct Member<T> {
     /// The process.
-    pub process: P,
+    pub process: ProcessId,
     /// None if the driver does not report it.
     pub memory_mib: Option<u64>,
     /// Only its environment says that it has the slice.
@@ -93,7 +74,7 @@ pub struct Member<P, T> {
 }
 
 /// All that these members have together.
-pub fn in_use<'m, P: 'm, T: 'm>(members: impl IntoIterator<Item = &'m Member<P, T>>) -> InUse {
+pub fn in_use<'m, T: 'm>(members: impl IntoIterator<Item = &'m Member<T>>) -> InUse {
     InUse::sum(members.into_iter().map(|member| member.memory_mib))
 }
 
@@ -109,31 +90,31 @@ pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
 /// # Errors
 /// The reason why the members may be of several tenants. Then nobody knows who is too much: any program can name a slice in its
 /// environment, and a program that is older than the slice's tenant would stay. So nobody's work is ended.
-pub fn may_cut_back<P: MemberProcess, T: PartialEq>(members: &[Member<P, T>]) -> Result<Permit, String> {
+pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
-        let pid = claims.process.pid();
+        let pid = claims.process.pid;
         return Err(format!("only the environment of process {pid} says that it has this slice"));
     }
     let permit = Ok(Permit::new(Cause::OverBudget));
     let Some((first, others)) = members.split_first() else { return permit };
-    let is_anothers = |member: &&Member<P, T>| member.tenant.is_none() || member.tenant != first.tenant;
+    let is_anothers = |member: &&Member<T>| member.tenant.is_none() || member.tenant != first.tenant;
     let Some(other) = others.iter().find(is_anothers) else { return permit };
-    let (one, two) = (first.process.pid(), other.process.pid());
+    let (one, two) = (first.process.pid, other.process.pid);
     Err(format!("processes {one} and {two} are of several users or containers"))
 }
 
 /// The member that has to end its work next so that the rest fits. None: it fits, or nobody can go. The newest goes first, but before
 /// it a member that may have lost its work already: then nobody else does before that is settled. The last member fits, since
 /// the driver binds it by itself.
-pub fn next_victim<P: MemberProcess, T>(
+pub fn next_victim<T>(
     budget: Budget,
-    members: &[Member<P, T>],
-    may_have_lost: impl Fn(P) -> bool,
-) -> Option<P> {
+    members: &[Member<T>],
+    may_have_lost: impl Fn(ProcessId) -> bool,
+) -> Option<ProcessId> {
     if members.len() < 2 || exceeded(budget, in_use(members)).is_empty() {
         return None;
     }
-    let age = |member: &&Member<P, T>| (member.process.start_time(), member.process.pid());
+    let age = |member: &&Member<T>| member.process.age();
     let first = members.iter().filter(|member| may_have_lost(member.process)).max_by_key(age);
     let newest = || members.iter().filter(|member| !member.stays).max_by_key(age);
     first.or_else(newest).filter(|member| !member.stays).map(|member| member.process)
@@ -149,39 +130,23 @@ pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use alloc::borrow::ToOwned;
 
     use proptest::prelude::*;
 
     use super::*;
 
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    pub(in crate::tenants) struct Process {
-        pub(in crate::tenants) pid: u32,
-        pub(in crate::tenants) start_time: u64,
-    }
-
-    impl MemberProcess for Process {
-        fn pid(self) -> u32 {
-            self.pid
-        }
-
-        fn start_time(self) -> u64 {
-            self.start_time
-        }
-    }
-
     /// A user and a container.
     type Tenant = (u32, String);
 
-    type Member = super::Member<Process, Tenant>;
+    type Member = super::Member<Tenant>;
 
     const BUDGET: Budget = Budget { memory_mib: 100, max_clients: 2 };
 
     fn member(pid: u32, start_time: u64, memory_mib: u64) -> Member {
         Member {
-            process: Process { pid, start_time },
+            process: ProcessId { pid, start_time },
             memory_mib: Some(memory_mib),
             only_claims: false,
             tenant: Some((7, "own".to_owned())),
@@ -195,7 +160,7 @@ pub(super) mod tests {
         let claims = Member { only_claims: true, ..old.clone() };
         let unknown = Member { tenant: None, ..old.clone() };
         let others = Member { tenant: Some((7, "0123".to_owned())), ..old.clone() };
-        assert!(may_cut_back::<Process, Tenant>(&[]).is_ok());
+        assert!(may_cut_back::<Tenant>(&[]).is_ok());
         assert_eq!(may_cut_back(&[old, new.clone()]).unwrap().cause(), Cause::OverBudget);
         for (other, reason) in
             [(claims, "environment of process 1"), (unknown, "several"), (others, "several")]
@@ -216,7 +181,7 @@ pub(super) mod tests {
     }
 
     /// All who go, one after another.
-    fn victims(budget: Budget, members: &[Member]) -> Vec<Process> {
+    fn victims(budget: Budget, members: &[Member]) -> Vec<ProcessId> {
         let (mut rest, mut gone) = (members.to_vec(), Vec::new());
         while let Some(next) = next_victim(budget, &rest, |_| false) {
             rest.retain(|member| member.process != next);
@@ -304,8 +269,8 @@ pub(super) mod tests {
             }
             let budget = Budget { memory_mib, max_clients };
             let gone = victims(budget, &members);
-            let of = |process: &Process| members.iter().find(|member| member.process == *process).unwrap();
-            let rest_without = |gone: &[Process]| -> Vec<Member> {
+            let of = |process: &ProcessId| members.iter().find(|member| member.process == *process).unwrap();
+            let rest_without = |gone: &[ProcessId]| -> Vec<Member> {
                 members.iter().filter(|member| !gone.contains(&member.process)).cloned().collect()
             };
             let rest = rest_without(&gone);

@@ -6,10 +6,11 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::budget::{MemberProcess, next_victim};
+use super::budget::next_victim;
 use super::end::{ClientEnd, end_client};
 use super::shell::{ClientShell, Connections, ListedClient, known_clients};
 use super::watch::{OverBudget, Victim, VictimState};
+use crate::terms::ProcessId;
 use crate::{CoreTime, Permit};
 
 /// The first pause after a client could not be ended; it doubles up to the last.
@@ -20,13 +21,13 @@ const LAST_PAUSE: Duration = Duration::from_secs(60);
 /// leave meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
-/// Carries out what an [`Enforcer`] asks. `P` is the identity of a process.
-pub trait MemberShell<P>: ClientShell {
+/// Carries out what an [`Enforcer`] asks.
+pub trait MemberShell: ClientShell {
     /// The process that is held.
-    fn process(&self, held: &Self::Held) -> P;
+    fn process(&self, held: &Self::Held) -> ProcessId;
 
     /// Whether this process runs, and no other with its PID.
-    fn runs(&self, process: P) -> bool;
+    fn runs(&self, process: ProcessId) -> bool;
 }
 
 /// The connections of a client at one server.
@@ -43,9 +44,9 @@ type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
 
 /// An attempt that is over.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Enforced<P> {
+pub struct Enforced {
     /// The clients that were to be ended.
-    pub victims: Vec<Victim<P>>,
+    pub victims: Vec<Victim>,
     /// Why it was broken off, if it was: after a fault, and with a control daemon that does not answer, nobody is touched.
     pub broken_off: Option<String>,
 }
@@ -53,17 +54,17 @@ pub struct Enforced<P> {
 /// Knows the clients that it has ended, or may have, and the clients that could not be ended, so that it tries nothing again without
 /// need. `H` is a hold on a process.
 #[derive(Debug)]
-pub struct Enforcer<P, H> {
+pub struct Enforcer<H> {
     /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
     /// process with its PID is taken for it.
     ended: BTreeMap<u32, (H, Connections)>,
     /// The processes that may have lost their work, in part or wholly, by PID: an answer got lost. They go first as long as they live.
     in_doubt: BTreeMap<u32, H>,
     /// The processes that could not be ended, by PID: when the next attempt may come, and the pause before it.
-    stubborn: BTreeMap<u32, (P, CoreTime, Duration)>,
+    stubborn: BTreeMap<u32, (ProcessId, CoreTime, Duration)>,
 }
 
-impl<P, H> Default for Enforcer<P, H> {
+impl<H> Default for Enforcer<H> {
     fn default() -> Self {
         Self { ended: BTreeMap::new(), in_doubt: BTreeMap::new(), stubborn: BTreeMap::new() }
     }
@@ -79,21 +80,21 @@ enum End {
     BreaksOff { reason: String, is_in_doubt: bool },
 }
 
-impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
+impl<H: Clone> Enforcer<H> {
     /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` gives the slices as
     /// they were found last: looks go on meanwhile.
-    pub async fn enforce<S: MemberShell<P, Held = H>, T>(
+    pub async fn enforce<S: MemberShell<Held = H>, T>(
         &mut self,
         shell: &mut S,
-        over: impl Fn() -> Vec<OverBudget<P, T>>,
-    ) -> Enforced<P> {
+        over: impl Fn() -> Vec<OverBudget<T>>,
+    ) -> Enforced {
         let (mut victims, mut gone) = (Vec::new(), Vec::new());
         let connected = self.list(shell).await;
         let until = shell.now() + BELIEVED_FOR;
         while shell.now() < until
             && let Some((slice, process, may_end)) = self.next(shell, over(), &connected, &gone)
         {
-            let servers = connected.get(&process.pid()).map(Vec::as_slice).unwrap_or_default();
+            let servers = connected.get(&process.pid).map(Vec::as_slice).unwrap_or_default();
             match self.end(shell, process, servers, may_end).await {
                 End::Gone => gone.push(process),
                 End::Came(state) => victims.push(Victim { slice, process, state }),
@@ -109,18 +110,18 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
 
     /// The next client to end, with its slice. A member that was ended before counts as gone while it has no new connection, and
     /// so does a process without any connection, and one with a PID that another process has by now. The next newest goes in place of one that can't be ended.
-    fn next<S: MemberShell<P, Held = H>, T>(
+    fn next<S: MemberShell<Held = H>, T>(
         &self,
         shell: &S,
-        over: Vec<OverBudget<P, T>>,
+        over: Vec<OverBudget<T>>,
         connected: &AllConnected<S::Control>,
-        gone: &[P],
-    ) -> Option<(u32, P, Permit)> {
+        gone: &[ProcessId],
+    ) -> Option<(u32, ProcessId, Permit)> {
         let now = shell.now();
         over.into_iter().filter(|one| now < one.as_of + BELIEVED_FOR).find_map(|mut one| {
             one.members.retain(|member| {
-                let pid = member.process.pid();
-                let is_it = |one: &Connected<_>| one.started == Some(member.process.start_time());
+                let pid = member.process.pid;
+                let is_it = |one: &Connected<_>| one.started == Some(member.process.start_time);
                 let servers = connected.get(&pid).filter(|servers| servers.iter().all(is_it));
                 let servers = servers.filter(|servers| !self.has_ended(shell, pid, servers));
                 servers.is_some() && !gone.contains(&member.process) && shell.runs(member.process)
@@ -134,7 +135,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
     }
 
     /// The clients of all control daemons that answer. A client that is not listed counts as gone, so fewer are ended.
-    async fn list<S: MemberShell<P, Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
+    async fn list<S: MemberShell<Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
         let mut connected = AllConnected::new();
         let (known, missing) = known_clients(shell.list().await);
         let is_complete = missing.is_none();
@@ -155,7 +156,7 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
 
     /// Whether a client has no work: it has no connection that it did not have when its work was ended. A client that
     /// starts over has a new one. Users can forge connections, but they can't remove any.
-    fn has_ended<S: MemberShell<P, Held = H>>(
+    fn has_ended<S: MemberShell<Held = H>>(
         &self,
         shell: &S,
         pid: u32,
@@ -166,24 +167,24 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
         })
     }
 
-    fn is_stubborn(&self, process: P, now: CoreTime) -> bool {
-        let stubborn = self.stubborn.get(&process.pid());
+    fn is_stubborn(&self, process: ProcessId, now: CoreTime) -> bool {
+        let stubborn = self.stubborn.get(&process.pid);
         stubborn.is_some_and(|(known, until, _)| *known == process && now < *until)
     }
 
-    fn is_in_doubt<S: MemberShell<P, Held = H>>(&self, shell: &S, process: P) -> bool {
-        self.in_doubt.get(&process.pid()).is_some_and(|held| shell.process(held) == process)
+    fn is_in_doubt<S: MemberShell<Held = H>>(&self, shell: &S, process: ProcessId) -> bool {
+        self.in_doubt.get(&process.pid).is_some_and(|held| shell.process(held) == process)
     }
 
     /// Ends the work of a client at all its servers.
-    async fn end<S: MemberShell<P, Held = H>>(
+    async fn end<S: MemberShell<Held = H>>(
         &mut self,
         shell: &mut S,
-        process: P,
+        process: ProcessId,
         servers: &[Connected<S::Control>],
         may_end: Permit,
     ) -> End {
-        let pid = process.pid();
+        let pid = process.pid;
         let held = match shell.hold(pid) {
             Ok(Some(held)) if shell.process(&held) == process => held,
             Ok(_) => return End::Gone,
@@ -223,10 +224,10 @@ impl<P: MemberProcess, H: Clone> Enforcer<P, H> {
     }
 
     /// Leaves a client alone for a while, and longer each time.
-    fn stays(&mut self, now: CoreTime, process: P, reason: String) -> VictimState {
-        let before = self.stubborn.get(&process.pid()).filter(|(known, ..)| *known == process);
+    fn stays(&mut self, now: CoreTime, process: ProcessId, reason: String) -> VictimState {
+        let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));
-        self.stubborn.insert(process.pid(), (process, now + pause, pause));
+        self.stubborn.insert(process.pid, (process, now + pause, pause));
         VictimState::Stays(reason)
     }
 }

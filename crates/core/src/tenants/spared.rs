@@ -3,17 +3,17 @@
 
 use alloc::vec::Vec;
 
-use super::budget::MemberProcess;
+use crate::terms::ProcessId;
 
 /// The clients of a GPU that are spared.
 #[derive(Debug)]
-pub(super) struct Spared<P> {
+pub(super) struct Spared {
     /// Whoever the next look finds is spared.
     spares_next: bool,
-    processes: Vec<P>,
+    processes: Vec<ProcessId>,
 }
 
-impl<P: MemberProcess> Spared<P> {
+impl Spared {
     /// Spares the clients that were there before the service.
     pub(super) fn new() -> Self {
         Self { spares_next: true, processes: Vec::new() }
@@ -26,17 +26,17 @@ impl<P: MemberProcess> Spared<P> {
 
     /// Takes note of the clients that a look has found, with a known slice or without. Whoever is spared stays so until its process
     /// has gone: the driver may leave out a client for a moment.
-    pub(super) fn observe(&mut self, found: &[P], runs: impl Fn(P) -> bool) {
+    pub(super) fn observe(&mut self, found: &[ProcessId], runs: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|process| runs(*process));
         if core::mem::take(&mut self.spares_next) {
             let new = found.iter().filter(|process| !self.processes.contains(process));
-            let new: Vec<P> = new.copied().collect();
+            let new: Vec<ProcessId> = new.copied().collect();
             self.processes.extend(new);
         }
     }
 
     /// Whether this client is spared.
-    pub(super) fn has(&self, process: P) -> bool {
+    pub(super) fn has(&self, process: ProcessId) -> bool {
         self.processes.contains(&process)
     }
 }
@@ -44,11 +44,10 @@ impl<P: MemberProcess> Spared<P> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tenants::budget::tests::Process;
 
     #[test]
     fn whoever_is_spared_stays_so_until_it_has_gone() {
-        let process = |pid, start_time| Process { pid, start_time };
+        let process = |pid, start_time| ProcessId { pid, start_time };
         let (old, new) = (process(1, 1), process(2, 2));
         let mut spared = Spared::new();
         spared.observe(&[old], |_| true);

@@ -7,9 +7,10 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::budget::{self, Budget, InUse, Member, MemberProcess, Part};
+use super::budget::{self, Budget, InUse, Member, Part};
 use super::overuse::{Endings, MESSAGES, ShownOveruse};
 use super::spared::Spared;
+use crate::terms::ProcessId;
 use crate::{CoreTime, Permit, RateLimit};
 
 /// The time to the next look while some slice has two clients or more, and after a client has come: the driver lists a
@@ -49,7 +50,7 @@ impl SliceBudgets {
 
 /// A slice that is over its budget.
 #[derive(Debug, Clone)]
-pub struct OverBudget<P, T> {
+pub struct OverBudget<T> {
     /// When it was looked at.
     pub as_of: CoreTime,
     /// Its ordinal.
@@ -57,18 +58,18 @@ pub struct OverBudget<P, T> {
     /// Its budget.
     pub budget: Budget,
     /// Its clients.
-    pub members: Vec<Member<P, T>>,
+    pub members: Vec<Member<T>>,
     /// The leave to end work of members.
     pub may_end: Permit,
 }
 
 /// A client that was to be ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Victim<P> {
+pub struct Victim {
     /// The ordinal of its slice.
     pub slice: u32,
     /// The client.
-    pub process: P,
+    pub process: ProcessId,
     /// The result.
     pub state: VictimState,
 }
@@ -86,13 +87,13 @@ pub enum VictimState {
 
 /// All that one look says.
 #[derive(Debug)]
-pub struct Look<P, T> {
+pub struct Look<T> {
     /// The use of each slice, and the words about its overuse. The words are empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
     /// The news of slices, to be told.
-    pub news: Vec<OveruseNews<P>>,
+    pub news: Vec<OveruseNews>,
     /// The slices of which clients may be ended.
-    pub over: Vec<OverBudget<P, T>>,
+    pub over: Vec<OverBudget<T>>,
     /// An attempt to end clients of them begins now, and [`BudgetWatch::has_attempted`] follows.
     pub begins_attempt: bool,
     /// When to look again, although nobody asks.
@@ -101,13 +102,13 @@ pub struct Look<P, T> {
 
 /// A slice has gone over its budget, is over it in another way, or is within it again.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OveruseNews<P> {
+pub struct OveruseNews {
     /// The ordinal of the slice.
     pub slice: u32,
     /// The exceeded parts of its budget, each in one word. None: it is within its budget again.
     pub reasons: Vec<&'static str>,
     /// Its clients.
-    pub clients: Vec<P>,
+    pub clients: Vec<ProcessId>,
     /// In which way it is over, in words.
     words: String,
     memory_mib: Option<u64>,
@@ -115,7 +116,7 @@ pub struct OveruseNews<P> {
     spared: Option<String>,
 }
 
-impl<P> OveruseNews<P> {
+impl OveruseNews {
     /// The words for people, with the name of the slice and of its clients.
     pub fn text(&self, device: &str, clients: &str) -> String {
         if self.reasons.is_empty() {
@@ -131,25 +132,25 @@ impl<P> OveruseNews<P> {
 
 /// The news of a slice after an attempt to end clients of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct AttemptNews<P> {
+pub struct AttemptNews {
     /// The ordinal of the slice.
     pub slice: u32,
-    told: AttemptResult<P>,
+    told: AttemptResult,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum AttemptResult<P> {
+enum AttemptResult {
     /// These have lost their work, and so many before that were not told.
-    Ended(Vec<P>, Option<usize>),
+    Ended(Vec<ProcessId>, Option<usize>),
     /// This one could not be ended.
-    Stays(P, String),
+    Stays(ProcessId, String),
     /// This one may have lost its work.
-    Unknown(P, String),
+    Unknown(ProcessId, String),
 }
 
-impl<P: Copy> AttemptNews<P> {
+impl AttemptNews {
     /// The clients to name, and whether they are counted too.
-    pub fn clients(&self) -> (Vec<P>, bool) {
+    pub fn clients(&self) -> (Vec<ProcessId>, bool) {
         match &self.told {
             AttemptResult::Ended(ended, _) => (ended.clone(), true),
             AttemptResult::Stays(one, _) | AttemptResult::Unknown(one, _) => ([*one].to_vec(), false),
@@ -200,9 +201,9 @@ impl SliceMessages {
 
 /// The watch over one GPU.
 #[derive(Debug)]
-pub struct BudgetWatch<P> {
+pub struct BudgetWatch {
     gpu: SliceBudgets,
-    spared: Spared<P>,
+    spared: Spared,
     /// By the ordinals of the slices. One that was never over its budget has none.
     slices: BTreeMap<u32, SliceMessages>,
     /// By the ordinals of the slices with clients that were ended.
@@ -214,7 +215,7 @@ pub struct BudgetWatch<P> {
     attempt: Attempt,
 }
 
-impl<P: MemberProcess> BudgetWatch<P> {
+impl BudgetWatch {
     /// Whoever the first look finds is spared.
     pub fn new(gpu: SliceBudgets, now: CoreTime) -> Self {
         Self {
@@ -272,11 +273,11 @@ impl<P: MemberProcess> BudgetWatch<P> {
     /// whether a process that was found before may still be there.
     pub fn decide<T: PartialEq>(
         &mut self,
-        found: &[P],
-        mut members: BTreeMap<u32, Vec<Member<P, T>>>,
-        runs: impl Fn(P) -> bool,
+        found: &[ProcessId],
+        mut members: BTreeMap<u32, Vec<Member<T>>>,
+        runs: impl Fn(ProcessId) -> bool,
         now: CoreTime,
-    ) -> Look<P, T> {
+    ) -> Look<T> {
         self.spared.observe(found, runs);
         let (mut uses, mut news, mut over) = (Vec::new(), Vec::new(), Vec::new());
         for (slice, budget) in (0..).zip(self.gpu.budgets.clone()) {
@@ -327,7 +328,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
     }
 
     /// Whether clients are to be ended now: it is time, and some may go.
-    fn begins_attempt<T>(&mut self, over: &[OverBudget<P, T>], now: CoreTime) -> bool {
+    fn begins_attempt<T>(&mut self, over: &[OverBudget<T>], now: CoreTime) -> bool {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         let begins = can_go && !self.attempt.is_under_way && now >= self.attempt.at;
         self.attempt.is_under_way |= begins;
@@ -336,7 +337,7 @@ impl<P: MemberProcess> BudgetWatch<P> {
 
     /// An attempt to end clients is over. Returns what is told of it. None: it has failed, and nobody knows who has lost work, so
     /// whoever is there is spared.
-    pub fn has_attempted(&mut self, victims: Option<Vec<Victim<P>>>, now: CoreTime) -> Vec<AttemptNews<P>> {
+    pub fn has_attempted(&mut self, victims: Option<Vec<Victim>>, now: CoreTime) -> Vec<AttemptNews> {
         if victims.is_none() {
             self.spared.spare_all();
         }
@@ -357,12 +358,10 @@ impl<P: MemberProcess> BudgetWatch<P> {
     fn tell<'v>(
         &mut self,
         slice: u32,
-        victims: impl Iterator<Item = &'v Victim<P>>,
+        victims: impl Iterator<Item = &'v Victim>,
         now: CoreTime,
-    ) -> Vec<AttemptNews<P>>
-    where
-        P: 'v,
-    {
+    ) -> Vec<AttemptNews>
+where {
         let (mut ended, mut other) = (Vec::new(), None);
         for Victim { process, state, .. } in victims {
             match state {
@@ -389,7 +388,6 @@ mod tests {
     use alloc::borrow::ToOwned;
 
     use super::*;
-    use crate::tenants::budget::tests::Process;
 
     const SECOND: Duration = Duration::from_secs(1);
     const BUDGET: Budget = Budget { memory_mib: 100, max_clients: 2 };
@@ -399,37 +397,33 @@ mod tests {
         SliceBudgets { budgets: alloc::vec![BUDGET; 2], terminate }
     }
 
-    fn process(pid: u32) -> Process {
-        Process { pid, start_time: u64::from(pid) }
+    fn process(pid: u32) -> ProcessId {
+        ProcessId { pid, start_time: u64::from(pid) }
     }
 
-    fn member(pid: u32, memory_mib: u64) -> Member<Process, u32> {
+    fn member(pid: u32, memory_mib: u64) -> Member<u32> {
         let (process, memory_mib) = (process(pid), Some(memory_mib));
         Member { process, memory_mib, only_claims: false, tenant: Some(7), stays: false }
     }
 
     /// A look that finds these members of slice 1.
-    fn look(
-        watch: &mut BudgetWatch<Process>,
-        members: &[Member<Process, u32>],
-        now: CoreTime,
-    ) -> Look<Process, u32> {
-        let found: Vec<Process> = members.iter().map(|member| member.process).collect();
+    fn look(watch: &mut BudgetWatch, members: &[Member<u32>], now: CoreTime) -> Look<u32> {
+        let found: Vec<ProcessId> = members.iter().map(|member| member.process).collect();
         watch.decide(&found, BTreeMap::from([(1, members.to_vec())]), |_| true, now)
     }
 
-    fn texts(look: &Look<Process, u32>) -> Vec<String> {
+    fn texts(look: &Look<u32>) -> Vec<String> {
         look.news.iter().map(|news| news.text("slice 1", "them")).collect()
     }
 
     /// A watch that has looked once, and found nobody.
-    fn watch(gpu: SliceBudgets) -> BudgetWatch<Process> {
+    fn watch(gpu: SliceBudgets) -> BudgetWatch {
         let mut watch = BudgetWatch::new(gpu, CoreTime::ZERO);
         assert_eq!(look(&mut watch, &[], CoreTime::ZERO).due, None);
         watch
     }
 
-    fn is_cut_back(look: &Look<Process, u32>) -> bool {
+    fn is_cut_back(look: &Look<u32>) -> bool {
         assert!(look.over.iter().all(|one| one.slice == 1) && (!look.begins_attempt || look.over.len() == 1));
         look.begins_attempt
     }
@@ -530,7 +524,7 @@ mod tests {
         assert_eq!(watch.is_blind(6 * SECOND), Some(7 * SECOND), "overuse is still shown");
     }
 
-    fn victim(pid: u32, state: VictimState) -> Victim<Process> {
+    fn victim(pid: u32, state: VictimState) -> Victim {
         Victim { slice: 1, process: process(pid), state }
     }
 
@@ -539,10 +533,10 @@ mod tests {
         let mut watch = watch(gpu(true));
         let ended =
             |pids: &[u32]| pids.iter().map(|pid| victim(*pid, VictimState::Ended)).collect::<Vec<_>>();
-        let mut told = |mut victims: Vec<_>, more: Option<Victim<Process>>| {
+        let mut told = |mut victims: Vec<_>, more: Option<Victim>| {
             victims.extend(more);
             let news = watch.has_attempted(Some(victims), SECOND).into_iter();
-            let who = |news: &AttemptNews<Process>| {
+            let who = |news: &AttemptNews| {
                 format!("{:?}", news.clients().0.iter().map(|one| one.pid).collect::<Vec<_>>())
             };
             news.map(|news| news.text("slice 1", &who(&news))).collect::<Vec<_>>()
@@ -575,7 +569,7 @@ mod tests {
         let mut watch = watch(gpu(true));
         let mut now = SECOND;
         let mut pids = 2..;
-        let mut starts_over = |watch: &mut BudgetWatch<Process>, now: CoreTime| {
+        let mut starts_over = |watch: &mut BudgetWatch, now: CoreTime| {
             let (newcomer, share) = (pids.next().unwrap(), watch.share(now));
             watch.client_has_come(now);
             let over = look(watch, &[member(1, 60), member(newcomer, 60)], now);

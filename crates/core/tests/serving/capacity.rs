@@ -37,7 +37,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
     story.served(12_000);
     assert_eq!(full(&story, "A"), "full: all 2 places are taken; the next client gets CUDA error 46");
     assert_eq!(full(&story, "B"), "");
-    assert!(story.has_told("GPU name of A is full: all 2 places are taken"));
+    assert!(story.has_told("GPU 0a:00.0 is full: all 2 places are taken"));
 }
 
 #[test]
@@ -49,7 +49,7 @@ fn a_full_gpu_is_counted_again_until_it_has_a_place() {
     story.served(40_000);
     let counts = story.times("clients 200");
     assert_eq!(counts[..3].iter().map(|at| at - counts[0]).collect::<Vec<_>>(), [0, 5000, 10_000]);
-    assert!(story.has_told("GPU name of A has a place for a client again"));
+    assert!(story.has_told("GPU 0a:00.0 has a place for a client again"));
     assert_eq!(full(&story, "A"), "");
 }
 
@@ -96,7 +96,7 @@ fn the_end_of_a_server_has_the_clients_counted_too() {
         host.log_is_lost = false;
     });
     story.served(12_500);
-    assert!(story.has_told("GPU name of A has a place for a client again"));
+    assert!(story.has_told("GPU 0a:00.0 has a place for a client again"));
 }
 
 #[test]

@@ -36,12 +36,12 @@ fn a_gpu_that_is_lost_is_told_once_and_asked_by_itself() {
     let mut story = served(&["A", "B"]);
     story.host().stage.lost.insert("B".to_owned(), "it is lost".to_owned());
     story.served(65_000);
-    assert_eq!(story.host().reader.words, ["unreachable: GPU name of B: it is lost"]);
+    assert_eq!(story.host().reader.words, ["unreachable: GPU 0b:00.0: it is lost"]);
     assert_eq!((left_out(&story, "A").as_str(), left_out(&story, "B").as_str()), ("", "it is lost"));
     assert_eq!(story.times("read GPUs, each by itself"), [60_150], "another one must not wait for it");
     story.host().stage.lost.clear();
     story.served(95_000);
-    assert_eq!(story.host().reader.words[1..], ["GPU name of B can be reached again"]);
+    assert_eq!(story.host().reader.words[1..], ["GPU 0b:00.0 can be reached again"]);
     assert_eq!(left_out(&story, "B"), "");
 }
 
@@ -54,11 +54,11 @@ fn a_gpu_in_other_hands_is_left_out_until_it_is_free() {
     story.break_off(|wanted| wanted.held.clear());
     story.served(3000);
     let told = [
-        "GPU name of B: control daemon C still has it",
-        "GPU name of B is free: control daemon C has released it",
+        "GPU 0b:00.0: control daemon C still has it",
+        "GPU 0b:00.0 is free: control daemon C has released it",
     ];
     let of_gpu: Vec<String> =
-        story.host().reader.words.iter().filter(|text| text.starts_with("GPU name of B")).cloned().collect();
+        story.host().reader.words.iter().filter(|text| text.starts_with("GPU 0b:00.0")).cloned().collect();
     assert_eq!(of_gpu, told);
 }
 
@@ -68,7 +68,7 @@ fn a_mode_that_others_have_changed_is_set_again() {
     story.host().with_our_mode.remove("B");
     story.served(31_000);
     assert_eq!(story.times("take the mode of"), [30_150]);
-    let told = "warning: compute mode of GPU name of B was changed by others; set to EXCLUSIVE_PROCESS again";
+    let told = "warning: compute mode of GPU 0b:00.0 was changed by others; set to EXCLUSIVE_PROCESS again";
     assert_eq!(story.host().reader.words, [told]);
     // It can't be set.
     {
@@ -77,7 +77,7 @@ fn a_mode_that_others_have_changed_is_set_again() {
         host.stage.refuses.insert("A".to_owned(), "NVML says no".to_owned());
     }
     story.served(61_000);
-    assert_eq!(story.host().reader.words[1..], ["warning: compute mode of GPU name of A: NVML says no"]);
+    assert_eq!(story.host().reader.words[1..], ["warning: compute mode of GPU 0a:00.0: NVML says no"]);
     assert_eq!(left_out(&story, "A"), "", "it serves");
 }
 
@@ -143,7 +143,7 @@ fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     story.break_off(|wanted| wanted.sets_modes = true);
     story.served(80_000);
     assert_eq!(story.times("take the mode of").len(), 1);
-    let told = "warning: compute mode of GPU name of A was changed by others; set to EXCLUSIVE_PROCESS again";
+    let told = "warning: compute mode of GPU 0a:00.0 was changed by others; set to EXCLUSIVE_PROCESS again";
     let has_told = |story: &Story| story.host().reader.words.contains(&told.to_owned());
     assert!(!has_told(&story), "{:?}", story.host().reader.words);
     story.host().with_our_mode.remove("A");
@@ -164,7 +164,7 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
     story.host().with_our_mode.remove("A");
     story.served(65_000);
-    let told = "warning: compute mode of GPU name of A was changed by others; set to DEFAULT again";
+    let told = "warning: compute mode of GPU 0a:00.0 was changed by others; set to DEFAULT again";
     assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 

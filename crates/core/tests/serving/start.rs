@@ -204,8 +204,8 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
     assert_eq!(shell.spawned, [(vec!["A".to_owned()], true)]);
     assert!(reach.is_left_out("B") && reach.is_left_out("C") && !reach.is_left_out("A"));
     let told = [
-        "unreachable: GPU name of B: it is lost",
-        "warning: GPU name of C: it is served once its compute mode can be set: NVML says no; with cuda_mps_set_compute_mode: false it \
+        "unreachable: GPU 0b:00.0: it is lost",
+        "warning: GPU 0c:00.0: it is served once its compute mode can be set: NVML says no; with cuda_mps_set_compute_mode: false it \
          is served as it is, and programs get in without MPS and without limits",
     ];
     assert_eq!(shell.told(), told);
@@ -215,7 +215,7 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
 fn without_any_gpu_nothing_is_started() {
     let mut shell = HostStart::with_gpus(&["A"]);
     shell.shell.host().stage.lost.insert("A".to_owned(), "it is lost".to_owned());
-    let words = "none of its GPUs can be served: GPU name of A: it is lost";
+    let words = "none of its GPUs can be served: GPU 0a:00.0: it is lost";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
     assert!(shell.spawned.is_empty());
 }
@@ -264,7 +264,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     // Once is not enough.
     assert!(shell.shell.host().stage.bypasses.values().all(|(seen, _)| seen.is_empty()));
     let noted = format!("{reach:?}");
-    assert!(noted.contains("(7, 7)") && !noted.contains("(8, 8)"), "{noted}");
+    assert!(noted.contains("ProcessId { pid: 7,") && !noted.contains("ProcessId { pid: 8,"), "{noted}");
 }
 
 #[test]
