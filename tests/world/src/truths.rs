@@ -1,4 +1,61 @@
-//! The promises. Each has a name of its own, and docs/architecture.md has the same names.
+//! The promises of the core. An assertion begins with the name of its promise. `scripts/promises.py` writes these words into
+//! docs/architecture.md.
+//!
+//! * work-is-safe: a control daemon ends with its clients only for a stop for good, MPS disabled, or `--force`; a
+//!   server after a fault only with clients that were hit; a client for a budget only if it is one of the newest of
+//!   a slice of one tenant, the rest does not fit, the client has come since the budget is so small, and no other
+//!   client of its slice may have lost its work already
+//! * the-door-is-closed-first: when a control daemon is asked to end since it has no client, no way leads to it,
+//!   and it knows of every program that has connected; no program gets error 805
+//! * programs-wait-for-a-server: programs that came while the door was closed begin once a server has the GPUs, and
+//!   not before
+//! * given-up-is-not-done: no work ends for an `apply --force` after its asker was told that there was no answer
+//! * limits-are-in-force: a control daemon that is shown as ready has the limits of its order, unless others have
+//!   just changed them
+//! * what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error that
+//!   the log has told of
+//! * who-was-hit-is-told: each client that was hit by a fatal GPU error is reported once, and no other client
+//! * ours-are-no-strangers: no server or client of ours is called a bypass
+//! * one-has-a-gpu: no two control daemons of ours have one GPU, unless both take turns on it
+//! * who-runs-is-written-down: each control daemon of ours that runs is in the state file, once
+//! * only-the-wanted-are-ended: a request ends the work of the clients that it means, and of no other client
+//! * a-request-tells-the-truth: once a request is done, none of these clients is at work; otherwise each client
+//!   that was found and is still at work is named, and each that may have ended without an answer
+//! * a-stop-harms-no-neighbour: once the service has answered a container runtime, no client is at work that the
+//!   signal may end
+//! * a-request-holds-up-nobody: no client is asked to end at a server that handles a fatal GPU error, where its
+//!   control daemon would wait for it
+//! * slices-follow-bindings: a program in a control group that is bound has the slices of the nearest binding and
+//!   no other, no program elsewhere claims such a slice, and without sharing no two tenants have one slice
+//! * one-answer: all doors give the same answer about a slice at the same moment; a program that may have the
+//!   slice, and begins at once, comes to a control daemon with the limits of the slice, unless something has
+//!   happened that the service can't know yet; in the end each slice that is not drained can be had
+//! * a-binding-lasts: no binding ends while there are programs in its control group, or within a minute from its
+//!   beginning if there was none yet, but by Unbind; no slice is refused for a binding that could end
+//! * names-are-roots: no control group gets a slice, or keeps one from others, for a name that a user other than
+//!   root has given it
+//! * a-shown-limit-is-held: where a slice is shown as limited by the kernel, the one control group that has it can
+//!   have the memory of the slice and no more, unless somebody else has changed that since the last look
+//! * limits-go-with-bindings: in the end the kernel holds each limit that follows from the bindings and that it
+//!   does not refuse, and no other of ours
+//! * a-driver-stays: a driver that can be used stays in force, also when a look at the host or a reload fails
+//! * drained-takes-none: no directory of a drained slice leads to a control daemon, unless the answer has said that
+//!   it can't be closed
+//! * a-slice-leads-home: a program that connects through a slice's directory finds the control daemon that has its
+//!   GPU
+//! * modes-stay: the compute mode of a GPU is not put back while the configuration names it or a control daemon of
+//!   ours has it
+//! * modes-come-back: after a stop for good, each GPU has the compute mode of before
+//! * a-stop-ends-all: after a stop for good nothing of ours runs that could be ended
+//! * nothing-spins: an act that fails is followed by a pause, however long the trouble lasts
+//! * all-is-served-in-the-end: once nothing goes wrong any more, all orders are served, nothing else runs, and it
+//!   took few acts
+//! * a-published-limit-is-enforced: a program with the environment of a slice can have the memory of the slice and
+//!   no more, and no server gives less, with slices of any sizes
+//! * an-idle-host-is-quiet: a host on which all is served and nothing happens asks nothing but the health check's
+//!   questions, and reports nothing
+//! * nothing-grows: the knowledge of a control daemon and of the host has a bounded size at any time
+//! * overuse-is-told-in-measure: a tenant who comes and goes causes at most 20 messages a minute about its slice
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
