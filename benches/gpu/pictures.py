@@ -21,7 +21,7 @@ LEVELS = ROOT / "docs" / "isolation.md"
 MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
 SHOWN = {"bare": "bare control daemon"}
 COLOURS = dict(zip(MODES, ["#8a8f98", "#3b3f46", "#2563eb", "#059669", "#d97706"]))
-PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "topology", "isolation", "killed", "clients"]
+PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "isolation", "killed", "clients"]
 
 WIDTH, LEFT, RIGHT, TOP = 720, 64, 16, 72
 INK, FAINT = "#1f2328", "#d8dde3"
@@ -279,25 +279,6 @@ def pairs(found, file):
     return [f"## {title}", text, f"![{title}](performance-pairs.svg)", table(heads, rows), f"*{below}.*"], picture
 
 
-def topology(found, file):
-    title = "Two GPUs"
-    mean = lambda rounds, gpu: sum(each[gpu]["per_second"] for each in rounds) / len(rounds)
-    order = ["shared", "per_gpu", "per_gpu, none", "per_gpu, auto"]
-    ways = ("anywhere", "near", "far")
-    kinds = [(name, way) for name in order if name in found for way in ways if way in found[name]]
-    values = [[mean(found[name][way], gpu) for gpu in (0, 1)] for name, way in kinds]
-    below = f"{hardware(file)}; {runs(file)}"
-    rows = [[f"`{name}`", way, *(f"{value:.0f}" for value in of_kind)] for (name, way), of_kind in zip(kinds, values)]
-    text = (
-        "ResNet-50 in 8 processes on each of two GPUs at the same time, policy `equal`. One control daemon serves both "
-        "GPUs (`shared`), or each GPU has its own (`per_gpu`; `none` and `auto` are values of "
-        "`cuda_mps_cpu_affinity`). The processes may run on any CPU, or, where the kernel names CPUs near a GPU, on "
-        "these or on the others."
-    )
-    heads = ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]
-    return [f"## {title}", text, table(heads, rows), f"*{below}.*"], None
-
-
 def killed(found, file):
     calm, hit = (round(found[name]["per_second"]) for name in ("calm", "killed"))
     failed = found["killed"]["failed"]
@@ -396,7 +377,7 @@ def isolation(found, file):
 
 
 OTHERS = {
-    "beside": beside, "pairs": pairs, "topology": topology, "isolation": isolation, "killed": killed, "clients": clients,
+    "beside": beside, "pairs": pairs, "isolation": isolation, "killed": killed, "clients": clients,
 }
 
 

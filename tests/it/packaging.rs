@@ -222,6 +222,33 @@ fn the_index_has_every_document_and_links_lead_somewhere() {
     assert!(links > 20, "{links}");
 }
 
+/// A stranger reads a page once. docs/dbus.md is a reference, which `scripts/interface-docs.py` makes.
+#[test]
+fn no_page_is_too_long_to_read() {
+    for entry in fs::read_dir(source("docs")).unwrap() {
+        let page = entry.unwrap().path();
+        let is_page = page.extension().is_some_and(|extension| extension == "md");
+        if is_page && !page.ends_with("dbus.md") {
+            let lines = fs::read_to_string(&page).unwrap().lines().count();
+            assert!(lines <= 300, "{} has {lines} lines", page.display());
+        }
+    }
+}
+
+/// A first reader sees the use of the service, how to install it, and its slices, without a scroll.
+#[test]
+fn the_readme_begins_with_a_picture_the_installation_and_a_screen() {
+    for readme in ["README.md", "README.zh-CN.md"] {
+        let text = fs::read_to_string(source(readme)).unwrap();
+        let first = text.lines().take(40).collect::<Vec<_>>().join("\n");
+        for part in
+            ["](docs/overview.svg)", "    yunion-mpsctl run --free", "$ yunion-mpsctl list", "make deb"]
+        {
+            assert!(first.contains(part), "{readme} has no {part} in its first 40 lines");
+        }
+    }
+}
+
 /// So no figure in a text differs from the measured one.
 #[test]
 fn the_performance_page_is_what_the_figures_make_of_it() {

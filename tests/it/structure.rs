@@ -353,6 +353,20 @@ fn the_words_of_the_architecture_page_are_in_the_code() {
     }
 }
 
+/// The promises of the core stand in its tests, and the page has their words.
+#[test]
+fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let made = tempfile::NamedTempFile::new().unwrap();
+    fs::write(made.path(), &page).unwrap();
+    let output =
+        std::process::Command::new(root.join("scripts/promises.py")).arg(made.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let now = fs::read_to_string(made.path()).unwrap();
+    assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
+}
+
 #[test]
 fn a_breach_is_named_with_file_and_line() {
     let source = |below: &str, text: &str| Source::new("src", below, text.to_owned());
