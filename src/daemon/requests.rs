@@ -47,7 +47,7 @@ pub(super) struct Requests {
 #[derive(Debug)]
 pub(super) struct EndedTermination {
     /// Names the clients that had work, if any had.
-    event: Option<String>,
+    event: Option<Event>,
     answer: Result<(), RequestError>,
     reply: Reply<()>,
 }
@@ -111,10 +111,11 @@ impl Daemon {
         let daemons = self.fleet.with_clients();
         let (kernel, nvml) = (self.requests.kernel.clone(), self.requests.nvml.clone());
         let processes = Processes::new(self.fleet.slices(), kernel, nvml);
-        let (event, terminated) = (wanted.event(), self.requests.terminated.clone());
+        let terminated = self.requests.terminated.clone();
         tokio::spawn(async move {
-            let (had_work, ended) = terminate::terminate(daemons, wanted, processes).await;
-            let event = event.zip(describe(had_work)).map(|(event, clients)| event + &clients);
+            let (had_work, ended) = terminate::terminate(daemons, wanted.clone(), processes).await;
+            let clients = describe(had_work).filter(|_| wanted.is_told());
+            let event = clients.map(|clients| Event::ended(&wanted, clients));
             let answer = ended.map_err(|error| not_ended(&error));
             let _ = terminated.send(EndedTermination { event, answer, reply }).await;
         });
@@ -125,7 +126,7 @@ impl Daemon {
         let EndedTermination { event, answer, reply } = terminated;
         if let Some(event) = event {
             // The journal has it already.
-            self.events.push(Event::now(event));
+            self.events.push(event);
             self.settle();
         }
         let _ = reply.send(answer);

@@ -215,7 +215,7 @@ impl Manager {
 
     #[zbus(property)]
     fn state(&self) -> String {
-        self.service().state
+        self.service().state.to_string()
     }
 
     #[zbus(property)]

@@ -407,6 +407,9 @@ impl Normal {
             Value::String(text) if key == "version" && text == env!("CARGO_PKG_VERSION") => {
                 *text = VERSION.to_owned();
             }
+            Value::String(text) if key == "ended_for" && text.parse::<u32>().is_ok() => {
+                *text = self.pid(text);
+            }
             Value::String(text) => *text = self.prose(text),
             Value::Null | Value::Bool(_) => {}
         }

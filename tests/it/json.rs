@@ -17,7 +17,7 @@ use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
 
 /// The keys that no recorded document has, each with the test that has it.
-const ELSEWHERE: [(&str, &[&str]); 6] = [
+const ELSEWHERE: [(&str, &[&str]); 7] = [
     // bench::with_mps_side_by_side_and_without_by_turns
     (
         "bench",
@@ -29,6 +29,8 @@ const ELSEWHERE: [(&str, &[&str]); 6] = [
     ),
     ("check", CHECK),
     ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),
+    // release::terminate_by_pid_and_by_device
+    ("events", &["[].ended_clients", "[].ended_for"]),
     // kernel_limits::a_refused_limit_leaves_the_watch_and_says_why
     ("list", &["[].kernel_limit_refused"]),
     // cpus::a_take_over_shows_the_cpus_in_force

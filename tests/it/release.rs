@@ -9,7 +9,7 @@ use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::client::{describe, own_user};
 use crate::support::container::{ContainerGroup, NO_CONTAINER_GROUP};
@@ -67,6 +67,9 @@ fn terminate_by_pid_and_by_device() {
         // Its environment is not read for this.
         let ended = describe(&[(victim.id(), &user, "")]);
         assert_eq!(said, format!("Process {pid} uses no GPU any more.\nEnded the GPU work of {ended}.\n"));
+        let events = scene.host.json(&["events"]).unwrap();
+        let event = events.as_array().unwrap().last().unwrap();
+        assert_eq!((&event["ended_for"], &event["ended_clients"]), (&json!([pid]), &json!(ended)));
         // So it stands in the journal.
         let own = format!("GPU work ended on request: {}", ended.trim_start_matches("1 client: "));
         assert!(scene.host.log().contains(&own), "{own}\n{}", scene.host.log());

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::Device;
+use common::published::snapshot::State;
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
 
@@ -128,8 +129,8 @@ fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
 pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
     let asked = async {
         // First: a list that is asked for afterwards is no older than the state.
-        let state = service.service().await?.state.clone();
-        if state == "starting" { Err(NoAnswer::Starting) } else { Ok(service.devices().await?) }
+        let is_starting = service.service().await?.state == State::Starting;
+        if is_starting { Err(NoAnswer::Starting) } else { Ok(service.devices().await?) }
     };
     let rows: Vec<Listed<Device>> = timeout(ANSWER, asked).await.map_err(|_| BusError::Silent)??;
     Ok(rows.iter().map(|row| NodeSlice::from(&**row)).collect())

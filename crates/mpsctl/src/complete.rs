@@ -40,7 +40,7 @@ pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Opt
 }
 
 /// A word and its meaning.
-type Word = (String, String);
+type Completion = (String, String);
 
 /// The names of slices and GPUs.
 pub(super) fn devices() -> ArgValueCompleter {
@@ -55,7 +55,7 @@ pub(super) fn slices() -> ArgValueCompleter {
 fn names(with_gpus: bool) -> ArgValueCompleter {
     ArgValueCompleter::new(move |begun: &OsStr| {
         let devices = ask(async |daemon| daemon.devices().await).unwrap_or_default();
-        let mut words: Vec<Word> = Vec::new();
+        let mut words: Vec<Completion> = Vec::new();
         for device in &devices {
             let model = device.model.clone().unwrap_or_default();
             let gpu = (device.base_addr.clone(), format!("{model}, the GPU"));
@@ -76,7 +76,7 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
 pub(super) fn clients() -> ArgValueCompleter {
     ArgValueCompleter::new(|begun: &OsStr| {
         let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
-        let mut words: Vec<Word> = Vec::new();
+        let mut words: Vec<Completion> = Vec::new();
         for client in clients.iter().filter(|client| !client.bypass) {
             let user = client.user.as_ref().map(|user| format!(", user {user}")).unwrap_or_default();
             let slice = client.device.as_ref().map(|device| format!(", {device}")).unwrap_or_default();
@@ -96,7 +96,7 @@ pub(super) fn containers() -> ArgValueCompleter {
             let id = client.container_id.as_ref()?;
             Some((id.chars().take(SHORT_ID).collect(), client.command.clone()))
         });
-        let mut words: Vec<Word> = ids.collect();
+        let mut words: Vec<Completion> = ids.collect();
         words.sort();
         words.dedup_by(|next, before| next.0 == before.0);
         beginning_with(begun, words)
@@ -110,7 +110,7 @@ fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Op
     runtime.block_on(async { timeout(PATIENCE, answer).await }).ok()?.ok()
 }
 
-fn beginning_with(begun: &OsStr, words: Vec<Word>) -> Vec<CompletionCandidate> {
+fn beginning_with(begun: &OsStr, words: Vec<Completion>) -> Vec<CompletionCandidate> {
     let begun = begun.to_string_lossy();
     let fitting = words.into_iter().filter(|(word, _)| word.starts_with(&*begun));
     fitting.map(|(word, help)| CompletionCandidate::new(word).help(Some(help.into()))).collect()

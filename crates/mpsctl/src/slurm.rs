@@ -15,6 +15,7 @@ use crate::{Error, Result};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Device;
 use common::host::{control_groups, regular_file};
+use common::published::snapshot::State;
 use common::text::printable;
 
 /// The file with the lines that `yunion-mpsctl slurm` has printed.
@@ -30,7 +31,7 @@ const MIB_IN_GIB: i32 = 1024;
 pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<()> {
     let service = daemon.service().await?;
     let devices = daemon.devices().await?;
-    if service.state != "ready" {
+    if service.state != State::Ready {
         let state = describe_state(&service);
         say(&format!("warning: write the lines again when every GPU is served: {state}"));
     }

@@ -5,6 +5,7 @@ pub mod changes;
 pub mod error;
 pub mod proxy;
 pub mod rows;
+pub mod word;
 
 pub const NAME: &str = "io.yunion.Mps1";
 pub const ROOT: &str = "/io/yunion/Mps1";

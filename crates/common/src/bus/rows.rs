@@ -17,13 +17,15 @@ use zbus::{Signature, Type, Variant, as_variant, interface};
 
 use super::ROOT;
 use super::error::RequestError;
+use super::word::Word;
+use crate::config::Isolation;
 use crate::host::gpu::PcieLink;
 use crate::host::variant::json;
-use crate::membership::{GuestContainer, Membership};
+use crate::membership::{GuestContainer, KnownBy, MayCommand, Membership};
 use crate::published::client::ClientView;
-use crate::published::control_daemon::ControlDaemonView;
+use crate::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use crate::published::events;
-use crate::published::snapshot::{GpuView, Snapshot};
+use crate::published::snapshot::{GpuView, Snapshot, State};
 use crate::text::clean;
 
 /// An `a{sv}`. A key without a known value is left out.
@@ -116,6 +118,14 @@ impl<T: OnBus> OnBus for Option<T> {
 
     fn wire(&self) -> Option<T::Wire> {
         self.as_ref()?.wire()
+    }
+}
+
+impl<E: fmt::Display> OnBus for Word<E> {
+    type Wire = String;
+
+    fn wire(&self) -> Option<String> {
+        self.to_string().wire()
     }
 }
 
@@ -227,7 +237,7 @@ macro_rules! gpu_object {
                 "const" detected_on_host: bool = true;
                 device_path: Option<String> = $gpu.plan.gpu.facts().map(|nvml| nvml.uuid.clone());
                 "const" hot_pluggable: bool = false;
-                isolation: String = $gpu.plan.isolation.to_string();
+                isolation: Word<Isolation> = $gpu.plan.isolation.into();
                 limits_enforced: bool = $gpu.plan.limits_enforced;
                 model: Option<String> = Some($gpu.plan.gpu.model()).filter(|model| !model.is_empty());
                 mps_memory_total: Option<i32> = $gpu.plan.gpu.facts().and_then(|nvml| known_mib(nvml.memory_total_mib?));
@@ -357,7 +367,7 @@ row! {
         generation: u64 = snapshot.generation;
         log_directory: String = path(&snapshot.log_directory);
         pipe_directory: String = path(&snapshot.pipe_directory);
-        state: String = snapshot.state.to_string();
+        state: Word<State> = snapshot.state.into();
         state_reason: String = snapshot.reason.clone();
         version: String = env!("CARGO_PKG_VERSION").to_owned();
     }
@@ -381,7 +391,7 @@ row! {
         servers: Vec<u32> = daemon.servers.clone();
         since: i64 = seconds(daemon.since);
         starts: u32 = daemon.starts;
-        state: String = daemon.state.to_string();
+        state: Word<ControlDaemonState> = daemon.state.into();
         wanted_cpus: Option<String> = daemon.wanted_cpus.map(|cpus| cpus.to_string());
     }
 }
@@ -390,6 +400,8 @@ row! {
     /// An event, with its time in microseconds.
     Event(event: &events::Event) {
         at: i64 = microseconds(event.at);
+        ended_clients: Option<String> = Some(event.ended_clients.clone()).filter(|clients| !clients.is_empty());
+        ended_for: Option<Vec<String>> = Some(event.ended_for.clone()).filter(|names| !names.is_empty());
         fault: bool = event.fault;
         text: String = event.text.clone();
     }
@@ -405,9 +417,9 @@ row! {
         device: Option<String> = client.slices.as_ref().map(Membership::names);
         gpu: String = client.gpu_uuid.clone();
         guest: Option<String> = guest_name(client, |guest| &guest.guest);
-        known_by: Option<String> = client.slices.as_ref().map(|known| known.known_by.to_string());
+        known_by: Option<Word<KnownBy>> = client.slices.as_ref().map(|known| known.known_by.into());
         label: Option<String> = client.label.clone();
-        may_command: Option<String> = client.may_command.map(|may| may.to_string());
+        may_command: Option<Word<MayCommand>> = client.may_command.map(Word::Known);
         memory_mib: Option<i32> = client.memory_mib.map(mib);
         pid: u32 = client.pid;
         project: Option<String> = guest_name(client, |guest| &guest.project);

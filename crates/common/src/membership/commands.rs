@@ -2,7 +2,7 @@
 //! the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
 
 /// The commands that a control daemon takes from a client; in lower case it is the word on D-Bus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 #[strum(serialize_all = "snake_case")]
 pub enum MayCommand {
     /// All commands: it can change everybody's limits and end the control daemon.

@@ -56,7 +56,7 @@ const CLAIMS: usize = 64;
 const ANCESTORS: usize = 32;
 
 /// The way in which the slices of a process are known; in lower case it is the word on D-Bus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 #[strum(serialize_all = "snake_case")]
 pub enum KnownBy {
     /// By the binding of its control group, or of one above it.

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use crate::host::cpus::Cpus;
 
 /// The state of one control daemon; in lower case it is the word on D-Bus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum ControlDaemonState {
     /// Being started and configured.

@@ -3,6 +3,8 @@
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};
 
+use crate::published::termination::TerminationTarget;
+
 /// The most events that are kept.
 pub const EVENTS_KEPT: usize = 32;
 
@@ -19,11 +21,29 @@ pub struct Event {
     pub text: String,
     /// A GPU or a server has failed, or clients have lost their work.
     pub fault: bool,
+    /// The PID, the container or the slices of a request that has ended GPU work, as the request named them. Empty for every
+    /// other event.
+    pub ended_for: Vec<String>,
+    /// The clients with the work that such a request has ended, in words.
+    pub ended_clients: String,
 }
 
 impl Event {
     pub fn now(text: String) -> Self {
-        Self { at: SystemTime::now(), seen: Instant::now(), text, fault: false }
+        Self {
+            at: SystemTime::now(),
+            seen: Instant::now(),
+            text,
+            fault: false,
+            ended_for: Vec::new(),
+            ended_clients: String::new(),
+        }
+    }
+
+    /// The end of the GPU work of these clients, as a request has named them.
+    pub fn ended(target: &TerminationTarget, clients: String) -> Self {
+        let text = format!("GPU work ended for {target}, of {clients}");
+        Self { ended_for: target.names(), ended_clients: clients, ..Self::now(text) }
     }
 }
 

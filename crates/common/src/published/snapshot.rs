@@ -21,7 +21,9 @@ use crate::published::usage::SliceUse;
 const NAMED: usize = 4;
 
 /// The service's state in one word, as D-Bus has it. A reader treats an unknown word as `degraded`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
+)]
 #[strum(serialize_all = "snake_case")]
 pub enum State {
     /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.

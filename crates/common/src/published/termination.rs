@@ -1,4 +1,4 @@
-//! The end of GPU work: whom a caller can name, and the event that tells of it.
+//! The end of GPU work: the clients that a caller can name.
 
 use std::fmt;
 
@@ -29,16 +29,30 @@ pub enum TerminationTarget {
 }
 
 impl TerminationTarget {
-    /// The beginning of the event that names the clients with work that was ended. yunion-mpsctl finds the event by it. None: that
-    /// is no event, since containers are stopped all the time.
-    pub fn event(&self) -> Option<String> {
-        let whom = match self {
-            Self::Process(pid) | Self::ProcessOf { pid, .. } => format!("process {pid}"),
-            Self::Slices(names) => shortened(names),
-            Self::Container(id) => format!("container {id}"),
-            Self::Signalled(_) => return None,
-        };
-        Some(format!("GPU work ended for {whom}, of "))
+    /// Returns whether the end of the work is an event. Containers are stopped all the time.
+    pub fn is_told(&self) -> bool {
+        !matches!(self, Self::Signalled(_))
+    }
+
+    /// The PID, the container or the slices, as a caller names them.
+    pub fn names(&self) -> Vec<String> {
+        match self {
+            Self::Process(pid) | Self::ProcessOf { pid, .. } => vec![pid.to_string()],
+            Self::Slices(slices) => slices.iter().map(ToString::to_string).collect(),
+            Self::Container(id) => vec![id.to_string()],
+            Self::Signalled(stop) => vec![stop.group.clone()],
+        }
+    }
+}
+
+impl fmt::Display for TerminationTarget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process(pid) | Self::ProcessOf { pid, .. } => write!(f, "process {pid}"),
+            Self::Slices(slices) => f.write_str(&shortened(slices)),
+            Self::Container(id) => write!(f, "container {id}"),
+            Self::Signalled(stop) => write!(f, "control group {}", stop.group),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use serde_json::json;
 
-use crate::show::table::prose;
+use crate::show::table::{Shown, prose};
 use crate::{Result, print_json};
 use common::bus::proxy::DaemonProxy;
 
@@ -20,7 +20,7 @@ pub(crate) async fn apply(daemon: &DaemonProxy, force: bool, json: bool, out: &m
 pub(crate) async fn reload(daemon: &DaemonProxy, json: bool, out: &mut dyn Write) -> Result<()> {
     let generation = daemon.reload().await?;
     let service = daemon.service().await?;
-    let (state, reason) = (&service.state, &service.state_reason);
+    let (state, reason) = (service.state.shown(), &service.state_reason);
     if json {
         let answer = json!({"generation": generation, "state": state, "state_reason": reason});
         return print_json(out, &answer);

@@ -19,6 +19,8 @@ use common::bus::answers::{given, is_called, published_name};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device};
 use common::counted::counted;
+use common::published::control_daemon::ControlDaemonState;
+use common::published::snapshot::State;
 use common::text::printable;
 
 /// The pause between two looks at the clients.
@@ -205,10 +207,10 @@ struct RemainingClients {
 
 /// Whether no control daemon is just being taken over: its clients would not be listed.
 async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
-    let starts = |state: &str| state == "starting";
     let service = daemon.service().await?;
     let daemons = daemon.control_daemons().await?;
-    Ok(!starts(&service.state) && !daemons.iter().any(|one| starts(&one.state)))
+    let is_starting = |one: &Listed<ControlDaemon>| one.state == ControlDaemonState::Starting;
+    Ok(service.state != State::Starting && !daemons.iter().any(is_starting))
 }
 
 fn still_there(look: &Result<Option<RemainingClients>, BusError>) -> String {

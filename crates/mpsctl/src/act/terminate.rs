@@ -4,7 +4,6 @@ use std::io::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use mps_core::terms::DeviceName;
 use serde_json::json;
 
 use crate::complete;
@@ -13,7 +12,6 @@ use crate::{Result, print_json};
 use common::bus::answers::published_name;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Event;
-use common::published::termination::{ContainerId, TerminationTarget};
 use common::text::printable;
 
 #[derive(Debug, Args)]
@@ -69,22 +67,17 @@ pub(crate) async fn terminate(
 /// The clients that had work, as the service names them in an event. A control daemon is not asked for them: one that
 /// hangs would be busy with that question first. None if there were none, or the service does not answer.
 async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
-    let wanted = match whom {
-        Whom { pid: Some(pid), .. } => TerminationTarget::Process(*pid),
-        Whom { container: Some(id), .. } => TerminationTarget::Container(ContainerId::new(id).ok()?),
+    let named = match whom {
+        Whom { pid: Some(pid), .. } => vec![pid.to_string()],
+        Whom { container: Some(id), .. } => vec![id.to_ascii_lowercase()],
         Whom { device, .. } => {
             let known = daemon.devices().await.ok()?;
-            let slice = |name: &String| match published_name(name, &known).parse() {
-                Ok(DeviceName::Slice(slice)) => Some(slice),
-                _ => None,
-            };
-            TerminationTarget::Slices(device.iter().map(slice).collect::<Option<_>>()?)
+            device.iter().map(|name| published_name(name, &known)).collect()
         }
     };
-    let beginning = wanted.event()?;
     let asked = asked.duration_since(UNIX_EPOCH).ok()?.as_micros();
     let is_new = |event: &&Listed<Event>| u128::try_from(event.at).is_ok_and(|at| at >= asked);
     let events = daemon.events().await.ok()?;
-    let event = events.iter().rev().filter(is_new).find_map(|event| event.text.strip_prefix(&beginning));
-    event.map(str::to_owned)
+    let mut new = events.iter().rev().filter(is_new);
+    new.find(|event| event.ended_for.as_ref() == Some(&named))?.ended_clients.clone()
 }

@@ -14,6 +14,7 @@ use crate::toolkit::{self, WHERE_CUDA_LOOKS};
 use common::directories::{check, immutable};
 use common::host::proc;
 use common::host::socket::listener;
+use common::published::control_daemon::ControlDaemonState;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the pipe and log directories", refused),
@@ -121,7 +122,7 @@ fn private(facts: &Facts) -> Outcome {
 /// A container that can write to a directory without the flag can take its link away, or put a socket of its own there.
 fn changeable(facts: &Facts) -> Outcome {
     let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
-    let serving = daemons.iter().filter(|daemon| daemon.state == "ready");
+    let serving = daemons.iter().filter(|daemon| daemon.state == ControlDaemonState::Ready);
     let private = serving.filter(|daemon| daemon.control_directory != daemon.pipe_directory);
     each(private, |daemon| judge_flag(Path::new(&daemon.pipe_directory)))
 }
@@ -181,7 +182,8 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
 /// A control daemon keeps running when its socket is removed, and clients no longer find it.
 fn sockets(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
-        let (Some(pid), "ready" | "waiting") = (daemon.pid, daemon.state.as_str()) else { return None };
+        let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);
+        let pid = daemon.pid.filter(|_| serves)?;
         let own = socket(Path::new(&daemon.control_directory), pid);
         // The pipe directory leads nowhere while no slice takes clients.
         let devices = facts.published().ok()?.devices.iter().flatten();

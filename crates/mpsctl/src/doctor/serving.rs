@@ -6,11 +6,15 @@ use super::facts::Facts;
 use super::{Check, Finding, Outcome, Severity, each, error, finding, info, warning};
 use common::bus::proxy::Listed;
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
+use common::bus::word::Word;
+use common::config::Isolation;
 use common::counted::counted;
 use common::host::driver::MULTI_USER;
 use common::host::proc;
-use common::membership::records_without_effect;
+use common::membership::{KnownBy, MayCommand, records_without_effect};
 use common::problem::Problem;
+use common::published::control_daemon::ControlDaemonState;
+use common::published::snapshot::State;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),
@@ -53,15 +57,15 @@ fn control_daemons(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     each(&published.control_daemons, |daemon| {
         let reason = &daemon.reason;
-        match daemon.state.as_str() {
-            "faulted" => Some(error(
+        match daemon.state.known()? {
+            ControlDaemonState::Faulted => Some(error(
                 "control-daemon-faulted",
                 name(daemon),
                 format!("its server has met a fatal GPU error: {reason}"),
                 "it is healed when its clients have ended, at the latest after cuda_mps_fault_grace; sooner with \
                  yunion-mpsctl terminate PID for each that status names",
             )),
-            "backoff" => Some(error(
+            ControlDaemonState::Backoff => Some(error(
                 "control-daemon-backoff",
                 name(daemon),
                 format!("it died or does not start: {reason}"),
@@ -71,7 +75,7 @@ fn control_daemons(facts: &Facts) -> Outcome {
                     daemon.log_directory
                 ),
             )),
-            "waiting" => {
+            ControlDaemonState::Waiting => {
                 // One without a process waits for something of others, and the reason says how to end it.
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
@@ -83,7 +87,7 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 let problem = Problem::new(reason, remedy);
                 Some(finding(unless_served(is_served), "control-daemon-waiting", name(daemon), problem))
             }
-            _ => None,
+            ControlDaemonState::Starting | ControlDaemonState::Ready | ControlDaemonState::Stopping => None,
         }
     })
 }
@@ -106,7 +110,8 @@ pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
     };
     // It becomes another state within a minute.
     let is_starting = |gpu: &&Listed<Gpu>| {
-        published.control_daemons.iter().any(|one| one.id == gpu.control_daemon && one.state == "starting")
+        let mut daemons = published.control_daemons.iter();
+        daemons.any(|one| one.id == gpu.control_daemon && one.state == ControlDaemonState::Starting)
     };
     if facts.inventory.driver.is_err() && errors().next().is_some() {
         return Ok(Vec::new());
@@ -129,14 +134,15 @@ fn slices(facts: &Facts) -> Outcome {
 /// A problem of no GPU and no control daemon, such as a new configuration that was refused.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
-    let state = published.service.state.as_str();
+    let state = &published.service.state;
     let all_well = published.gpus.iter().all(|gpu| gpu.healthy)
         && published.devices.iter().flatten().all(|device| device.healthy || device.drained)
-        && published.control_daemons.iter().all(|daemon| daemon.state == "ready");
-    if matches!(state, "ready" | "disabled" | "stopping") || !all_well || facts.inventory.driver.is_err() {
+        && published.control_daemons.iter().all(|daemon| daemon.state == ControlDaemonState::Ready);
+    let is_as_wanted = matches!(state.known(), Some(State::Ready | State::Disabled | State::Stopping));
+    if is_as_wanted || !all_well || facts.inventory.driver.is_err() {
         return Ok(Vec::new());
     }
-    let severity = if state == "failed" { Severity::Error } else { Severity::Warning };
+    let severity = if *state == State::Failed { Severity::Error } else { Severity::Warning };
     let subject = format!("the service is {state}");
     Ok(vec![finding(
         severity,
@@ -168,12 +174,13 @@ fn kernel_limits(facts: &Facts) -> Outcome {
 fn limits(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
-    for daemon in published.control_daemons.iter().filter(|daemon| daemon.state == "ready") {
+    let is_ready = |daemon: &&Listed<ControlDaemon>| daemon.state == ControlDaemonState::Ready;
+    for daemon in published.control_daemons.iter().filter(is_ready) {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
         // Control daemons of slices with different sizes confirm different limits, so the GPU has none.
-        let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == "gpu";
+        let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == Isolation::Gpu;
         for gpu in served().filter(is_common) {
             let pairs = [
                 (percentage, gpu.confirmed_thread_percentage, "%"),
@@ -219,8 +226,8 @@ fn devices(facts: &Facts) -> Outcome {
     };
     let nameless = list(&|client| client.device.is_none());
     // A program on the host has no other way than its environment, unless somebody binds it.
-    let claim =
-        list(&|client| client.container_id.is_some() && client.known_by.as_deref() == Some("environment"));
+    let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
+    let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();
     if !nameless.is_empty() {
         findings.push(info(
@@ -305,10 +312,14 @@ fn commanders(facts: &Facts) -> Outcome {
     let all = list(&|client| {
         let is_contained =
             || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-        !matches!(client.may_command.as_deref(), None | Some("nothing" | "neighbours")) && is_contained()
+        // A word that this version does not know is more than these.
+        let is_harmless =
+            |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
+        client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
     // Nobody on the host has so little.
-    let neighbours = list(&|client| client.may_command.as_deref() == Some("neighbours"));
+    let neighbours =
+        list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();
     if !all.is_empty() {
         findings.push(warning(
@@ -381,7 +392,7 @@ fn cpus(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
         let found = format!("it is to run on CPUs {wanted}, which are near its GPUs, and may run on {cpus}");
-        (daemon.state == "ready" && wanted != cpus).then(|| {
+        (daemon.state == ControlDaemonState::Ready && wanted != cpus).then(|| {
             warning(
                 "cpus-elsewhere",
                 name(daemon),

@@ -11,6 +11,7 @@ use crate::show::table::{prose, width};
 use crate::{Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, Service};
+use common::published::snapshot::State;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -57,10 +58,10 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
 
 /// Not every state explains that there is no client: a service that is degraded may serve most of its GPUs.
 fn why_none(service: &Service) -> String {
-    match service.state.as_str() {
-        "ready" => "No clients: no process uses a GPU that is served.".to_owned(),
+    match service.state.known() {
+        Some(State::Ready) => "No clients: no process uses a GPU that is served.".to_owned(),
         // A control daemon of others may have clients, which are not known here.
-        "degraded" => format!(
+        Some(State::Degraded) => format!(
             "No clients of this service: no process uses a GPU that it serves. Note that {}",
             describe_state(service)
         ),

@@ -3,8 +3,8 @@
 
 use std::cmp::Ordering;
 
-use crate::show::health::{Health, for_the_platform};
-use crate::show::table::{Head, Shown, Table, Tone, tone_of, with_unit};
+use crate::show::health::{Health, for_the_platform, tone_of_daemon};
+use crate::show::table::{Head, Shown, Table, Tone, with_unit};
 use crate::show::time;
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::membership::whose::SHORT_ID;
@@ -20,8 +20,7 @@ const BAR: i32 = 10;
 pub(crate) struct Column<R> {
     pub(crate) head: Head,
     pub(crate) text: fn(&R) -> String,
-    /// The tone of a row with this text.
-    pub(crate) tone: fn(&R, &str) -> Option<Tone>,
+    pub(crate) tone: fn(&R) -> Option<Tone>,
     /// The order of the rows of `top` by this column.
     pub(crate) order: fn(&R, &R) -> Ordering,
     /// Whether only `-o wide` has it.
@@ -31,7 +30,7 @@ pub(crate) struct Column<R> {
 impl<R> Column<R> {
     const fn new(name: &'static str, text: fn(&R) -> String) -> Self {
         let head = Head { name, is_number: false, ends: false, expendable: 0 };
-        Self { head, text, tone: |_, _| None, order: |_, _| Ordering::Equal, is_wide: false }
+        Self { head, text, tone: |_| None, order: |_, _| Ordering::Equal, is_wide: false }
     }
 
     const fn number(self) -> Self {
@@ -54,13 +53,8 @@ impl<R> Column<R> {
         Self { order, ..self }
     }
 
-    const fn toned(self, tone: fn(&R, &str) -> Option<Tone>) -> Self {
+    const fn toned(self, tone: fn(&R) -> Option<Tone>) -> Self {
         Self { tone, ..self }
-    }
-
-    /// With the tone of a state.
-    const fn state(self) -> Self {
-        self.toned(|_, text| tone_of(text))
     }
 }
 
@@ -73,11 +67,7 @@ pub(crate) fn table_of<'r, R: 'r>(
     let columns: Vec<&Column<R>> = columns.iter().filter(|column| wide || !column.is_wide).collect();
     let mut table = Table::new(columns.iter().map(|column| column.head));
     for row in rows {
-        table.add_toned_row(columns.iter().map(|column| {
-            let text = (column.text)(row);
-            let tone = (column.tone)(row, &text);
-            (text, tone)
-        }));
+        table.add_toned_row(columns.iter().map(|column| ((column.text)(row), (column.tone)(row))));
     }
     table
 }
@@ -128,7 +118,7 @@ pub(crate) const SLICES: &[Column<Device>] = &[
     OfSlice::new("UUID", |one| one.device_path.shown()).expendable(3).wide(),
     OfSlice::new("RENDER NODE", |one| one.render_node.shown()).expendable(7).wide(),
     OfSlice::new("PIPE DIRECTORY", |one| one.pipe_directory.shown()).expendable(8).wide(),
-    OfSlice::new("HEALTH", health).state(),
+    OfSlice::new("HEALTH", health).toned(|one| Some(Health::of_slice(one).tone())),
 ];
 
 /// `list --gpus`, and the GPUs of `status`
@@ -144,7 +134,8 @@ pub(crate) const GPUS: &[Column<Gpu>] = &[
     OfGpu::new("CONFIRMED", confirmed).expendable(4).wide(),
     OfGpu::new("UUID", |one| one.device_path.shown()).expendable(7).wide(),
     OfGpu::new("RENDER NODE", |one| one.render_node.shown()).expendable(8).wide(),
-    OfGpu::new("HEALTH", |one| Health::of_gpu(one).word().to_owned()).state(),
+    OfGpu::new("HEALTH", |one| Health::of_gpu(one).word().to_owned())
+        .toned(|one| Some(Health::of_gpu(one).tone())),
 ];
 
 /// `list --platform`. The heads are the platform's.
@@ -178,7 +169,7 @@ pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
 /// The control daemons of `status`, with their names for people as ids.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
-    OfDaemon::new("STATE", |one| one.state.shown()).state(),
+    OfDaemon::new("STATE", |one| one.state.shown()).toned(tone_of_daemon),
     OfDaemon::new("FOR", |one| time::age(time::from_seconds(one.since))).expendable(3),
     OfDaemon::new("SINCE", |one| time::local(time::from_seconds(one.since))).expendable(6).wide(),
     OfDaemon::new("MULTI-USER", |one| one.multiuser.shown()).expendable(5).wide(),
@@ -198,7 +189,7 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
     COMMAND,
-    OfClient::new("MPS", |one| by_mps(one).to_owned()).state(),
+    OfClient::new("MPS", |one| by_mps(one).to_owned()).toned(tone_of_client),
     OfClient::new("SLICE", |one| one.device.shown()),
     MEMORY,
     AGE,
@@ -229,11 +220,13 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
     OfSlice::new("IN USE", bar)
         .expendable(2)
         // Over its budget.
-        .toned(|one, _| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
+        .toned(|one| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
     // The word alone: the reason is that of the whole GPU, and stands above once a slice is selected. The worst first.
-    OfSlice::new("STATE", health).state().order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
+    OfSlice::new("STATE", health)
+        .toned(|one| Some(Health::of_slice(one).tone()))
+        .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
 ];
 
 /// The clients of `top`.
@@ -241,7 +234,7 @@ pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
     OfClient::new("SLICE", slice_as_far_as_it_has_one)
-        .state()
+        .toned(tone_of_client)
         .order(|a, b| slice_as_far_as_it_has_one(a).cmp(&slice_as_far_as_it_has_one(b))),
     MEMORY,
     AGE.number(),
@@ -249,6 +242,15 @@ pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     CONTAINER,
     COMMAND,
 ];
+
+/// The tone of a client that is not served.
+fn tone_of_client(client: &Client) -> Option<Tone> {
+    match client {
+        Client { bypass: true, .. } => Some(Tone::Bad),
+        Client { waiting: true, .. } => Some(Tone::Between),
+        _ => None,
+    }
+}
 
 fn health(slice: &Device) -> String {
     Health::of_slice(slice).word().to_owned()
@@ -409,10 +411,10 @@ mod tests {
             slice(true, false, false),
             slice(true, false, true),
         ];
-        let tones = states.each_ref().map(|slice| tone_of(&health(slice)));
+        let column = TOP_SLICES.last().unwrap();
+        let tones = states.each_ref().map(column.tone);
         let expected = [Tone::Bad, Tone::Between, Tone::Between, Tone::Well].map(Some);
         assert_eq!(tones, expected);
-        let column = TOP_SLICES.last().unwrap();
         assert!(states.is_sorted_by(|a, b| (column.order)(a, b).is_lt()));
     }
 }

@@ -1,6 +1,10 @@
 //! The health of a slice or a GPU, in one word.
 
-use common::bus::rows::{Device, Gpu, Service};
+use crate::show::table::{Shown, Tone};
+use common::bus::rows::{ControlDaemon, Device, Gpu, Service};
+use common::bus::word::Word;
+use common::published::control_daemon::ControlDaemonState;
+use common::published::snapshot::State;
 use common::text::printable;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,6 +37,14 @@ impl Health {
         }
     }
 
+    pub(crate) fn tone(self) -> Tone {
+        match self {
+            Self::Served => Tone::Well,
+            Self::NotEnforced | Self::Drained => Tone::Between,
+            Self::NotServed => Tone::Bad,
+        }
+    }
+
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Served => "served",
@@ -41,6 +53,28 @@ impl Health {
             Self::NotServed => "not served",
         }
     }
+}
+
+/// The tone of a state that this version knows.
+pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
+    match state.known()? {
+        State::Ready => Some(Tone::Well),
+        State::Failed => Some(Tone::Bad),
+        State::Degraded | State::Starting | State::Stopping => Some(Tone::Between),
+        State::Disabled => None,
+    }
+}
+
+/// The tone of a state that this version knows.
+pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
+    Some(match daemon.state.known()? {
+        ControlDaemonState::Ready => Tone::Well,
+        ControlDaemonState::Faulted => Tone::Bad,
+        ControlDaemonState::Starting
+        | ControlDaemonState::Backoff
+        | ControlDaemonState::Waiting
+        | ControlDaemonState::Stopping => Tone::Between,
+    })
 }
 
 /// The word for a slice, and the reason or a note.
@@ -59,8 +93,28 @@ fn said(word: &str, reason: &str) -> String {
 
 /// The state of the service, for a list that it leaves empty.
 pub(crate) fn describe_state(service: &Service) -> String {
-    match (printable(&service.state), printable(&service.state_reason)) {
+    match (service.state.shown(), printable(&service.state_reason)) {
         (state, reason) if reason.is_empty() => format!("the service is {state}."),
         (state, reason) => format!("the service is {state}: {reason}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn states_have_tones_and_a_word_of_a_newer_service_has_none() {
+        for (state, tone) in [
+            (Word::Known(State::Ready), Some(Tone::Well)),
+            (Word::Known(State::Degraded), Some(Tone::Between)),
+            (Word::Known(State::Disabled), None),
+            (Word::Unknown("resting".to_owned()), None),
+        ] {
+            assert_eq!(tone_of_service(&state), tone, "{state}");
+        }
+        let daemon = |state| ControlDaemon { state, ..ControlDaemon::default() };
+        assert_eq!(tone_of_daemon(&daemon(ControlDaemonState::Faulted.into())), Some(Tone::Bad));
+        assert_eq!(tone_of_daemon(&daemon(Word::Unknown("resting".to_owned()))), None);
     }
 }

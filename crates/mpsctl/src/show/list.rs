@@ -12,6 +12,7 @@ use crate::{Error, Result, print_json};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Device, Gpu, Service};
 use common::counted::counted;
+use common::published::snapshot::State;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -156,7 +157,7 @@ pub(super) fn print_notes(out: &mut dyn Write, gpus: &[Listed<Gpu>], service: &S
     if with_reason.count() > 0 {
         writeln!(out, "\n{notes}")?;
     }
-    let is_explained = service.state == "ready" || gpus.iter().any(|gpu| !gpu.healthy);
+    let is_explained = service.state == State::Ready || gpus.iter().any(|gpu| !gpu.healthy);
     if !is_explained {
         writeln!(out, "\n{}", prose(&format!("Note that {}", describe_state(service))))?;
     }

@@ -9,16 +9,13 @@ use std::path::{Path, PathBuf};
 use clap::{Args, ValueHint};
 
 use crate::show::exposition::{ExpositionFormat, Family, Labels, exposition};
+use crate::show::table::Shown;
 use crate::{Error, Result};
 use common::bus::answers::{Published, given};
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 use common::text::printable;
 use common::whole_file;
-
-/// The states of the service and of a control daemon, in the order of their documentation.
-const SERVICE_STATES: [&str; 6] = ["disabled", "starting", "ready", "degraded", "failed", "stopping"];
-const CONTROL_DAEMON_STATES: [&str; 6] = ["starting", "ready", "faulted", "backoff", "waiting", "stopping"];
 
 /// The most clients that have series of their own: all that 16 GPUs with 60 clients each can have.
 const MOST_CLIENTS: usize = 1024;
@@ -93,7 +90,7 @@ fn about_service(published: &Published, to: &mut Families) {
     let Service { version, driver_version, state, enabled, generation, .. } = &*published.service;
     let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
     to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
-    let states = states(&SERVICE_STATES, &printable(state), &Vec::new());
+    let states = states(state.and_others(), &state.shown(), &Vec::new());
     to.add("service_state", "1 for the state that the service is in.", states);
     to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
     to.one(
@@ -109,7 +106,7 @@ fn about_service(published: &Published, to: &mut Families) {
 fn about_control_daemons(daemons: &[Listed<ControlDaemon>], to: &mut Families) {
     let states = daemons
         .iter()
-        .flat_map(|daemon| states(&CONTROL_DAEMON_STATES, &printable(&daemon.state), &daemon.labels()));
+        .flat_map(|daemon| states(daemon.state.and_others(), &daemon.state.shown(), &daemon.labels()));
     to.add("control_daemon_state", "1 for the state that the control daemon is in.", states);
     to.each("control_daemon_servers", "The MPS servers that run.", daemons, |daemon| {
         number(daemon.servers.len())
@@ -319,14 +316,14 @@ impl Labelled for Device {
     }
 }
 
-/// A sample for each state, 1 for the present state. A state that is not in the list has its sample at the end.
-fn states(known: &[&str], current: &str, labels: &Labels) -> Vec<(Labels, f64)> {
-    let unknown = (!known.contains(&current)).then_some(current);
-    let all = known.iter().copied().chain(unknown);
+/// A sample for each state, 1 for the present state.
+fn states<'w>(all: impl Iterator<Item = &'w str>, current: &str, labels: &Labels) -> Vec<(Labels, f64)> {
     let sample = |state: &str| {
         let mut labels = labels.clone();
-        labels.push(("state", state.to_owned()));
-        (labels, flag(state == current))
+        let state = printable(state);
+        let sample = flag(state == current);
+        labels.push(("state", state));
+        (labels, sample)
     };
     all.map(sample).collect()
 }

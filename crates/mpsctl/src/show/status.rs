@@ -11,18 +11,18 @@ use tokio::time::timeout;
 
 use crate::screen::{fitted, rows};
 use crate::show::columns::{CONTROL_DAEMONS, GPUS, table_of};
+use crate::show::health::tone_of_service;
 use crate::show::list::{Output, gpu_name};
-use crate::show::table::{Shown, Table, pairs, tone_of, width};
+use crate::show::table::{Shown, Table, pairs, width};
 use crate::show::{happened, time};
 use crate::{Result, print_json};
 use common::bus::answers::known;
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{Client, ControlDaemon, Event, Gpu, Service};
 use common::counted::counted;
+use common::published::control_daemon::ControlDaemonState;
+use common::published::snapshot::State;
 use common::text::printable;
-
-/// The state of a control daemon for which something else must happen first.
-const WAITING: &str = "waiting";
 
 /// How often the answers are asked for, if the service changes between two of them.
 const ATTEMPTS: usize = 3;
@@ -91,7 +91,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
     if !gpus.is_empty() {
         writeln!(out, "\n{}", table_of(GPUS, gpus.iter().map(Deref::deref), wide))?;
     }
-    let waits = control_daemons.iter().any(|daemon| daemon.state == WAITING);
+    let waits = control_daemons.iter().any(|daemon| daemon.state == ControlDaemonState::Waiting);
     // Control daemons are asked for them, and one may hang: the rest of the screen is worth more.
     let clients =
         if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
@@ -158,7 +158,7 @@ fn how_it_waits(
     all: &[Listed<ControlDaemon>],
     clients: Option<&[Listed<Client>]>,
 ) -> Option<String> {
-    if daemon.state != WAITING {
+    if daemon.state != ControlDaemonState::Waiting {
         return None;
     }
     let since = format!("it waits since {}", time::local(time::from_seconds(daemon.since)));
@@ -184,16 +184,17 @@ pub(crate) fn state_and_reason(service: &Service) -> String {
 }
 
 fn print_service(out: &mut dyn Write, service: &Service) -> io::Result<()> {
-    let driver = match (service.driver_version.as_str(), service.state.as_str()) {
-        ("", "disabled") => "driver not looked for".to_owned(),
-        ("", _) => "no driver".to_owned(),
+    let driver = match service.driver_version.as_str() {
+        "" if service.state == State::Disabled => "driver not looked for".to_owned(),
+        "" => "no driver".to_owned(),
         _ => format!("driver {}", service.driver_version.shown()),
     };
     let version = service.version.shown();
     let mut lines = pairs();
-    let state = state_and_reason(service);
-    let tone = tone_of(&state);
-    lines.add_toned_row([("State:".to_owned(), None), (state, tone)]);
+    lines.add_toned_row([
+        ("State:".to_owned(), None),
+        (state_and_reason(service), tone_of_service(&service.state)),
+    ]);
     lines.add_row(["Version:", &format!("{version}, {driver}, generation {}", service.generation)]);
     lines.add_row(["Pipe directory:", &service.pipe_directory.shown()]);
     lines.add_row(["Log directory:", &service.log_directory.shown()]);

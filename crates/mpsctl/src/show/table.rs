@@ -8,6 +8,7 @@ use comfy_table::{Cell, CellAlignment, Color, ColumnConstraint, ContentArrangeme
 use unicode_truncate::UnicodeTruncateStr;
 
 use common::bus::rows::PcieInfo;
+use common::bus::word::Word;
 use common::text::printable;
 
 /// The borders of the platform's own tables: `+---+`, nothing between the rows.
@@ -76,19 +77,6 @@ pub(crate) enum Tone {
     Well,
     Between,
     Bad,
-}
-
-/// The tone of a state: the word at the beginning of this text.
-pub(crate) fn tone_of(text: &str) -> Option<Tone> {
-    match text.split([':', ';']).next().unwrap_or_default() {
-        "ready" | "served" => Some(Tone::Well),
-        "failed" | "faulted" | "not served" | "BYPASS" => Some(Tone::Bad),
-        "degraded" | "starting" | "stopping" | "backoff" | "waiting" | "not enforced" | "drained" => {
-            Some(Tone::Between)
-        }
-        word if word.starts_with("WAITS") => Some(Tone::Between),
-        _ => None,
-    }
 }
 
 /// Rows of text, shown as a table.
@@ -325,6 +313,12 @@ macro_rules! shown {
 
 shown!(bool, i32, u32, u64, String, PcieInfo);
 
+impl<E: fmt::Display> Shown for Word<E> {
+    fn shown(&self) -> String {
+        printable(&self.to_string())
+    }
+}
+
 impl<T: Shown> Shown for Option<T> {
     fn shown(&self) -> String {
         self.as_ref().map_or_else(|| UNKNOWN.to_owned(), Shown::shown)
@@ -379,7 +373,7 @@ mod tests {
         (table.heads[1].expendable, table.heads[2].is_number, table.heads[3].expendable) = (1, true, 2);
         let texts = ["00:06.0-0", "Tesla P40", "1 / 12", "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400"];
         let cells = texts.iter().map(|text| ((*text).to_owned(), None));
-        table.add_toned_row(cells.chain([(health.to_owned(), tone_of(health))]));
+        table.add_toned_row(cells.chain([(health.to_owned(), Some(Tone::Well))]));
         table
     }
 
@@ -437,16 +431,6 @@ mod tests {
         let coloured = table.render(None, true);
         assert_eq!(coloured.matches('\u{1b}').count(), 2, "{coloured:?}");
         assert!(!table.render(None, false).contains('\u{1b}'));
-        for (text, tone) in [
-            ("not served: GPU is lost", Some(Tone::Bad)),
-            ("not enforced", Some(Tone::Between)),
-            ("degraded: 1 of 2 GPUs", Some(Tone::Between)),
-            ("WAITS 00:06.0-1", Some(Tone::Between)),
-            ("ready", Some(Tone::Well)),
-            ("disabled", None),
-        ] {
-            assert_eq!(tone_of(text), tone, "{text}");
-        }
     }
 
     #[test]

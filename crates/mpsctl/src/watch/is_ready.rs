@@ -12,6 +12,7 @@ use crate::{FAILED, NOT_RUNNING, Result};
 use common::bus::answers::SIGN_OF_LIFE;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::Service;
+use common::published::snapshot::State;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -63,5 +64,5 @@ async fn ask(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Liste
 }
 
 fn is_well(service: &Service) -> bool {
-    service.state == "ready"
+    service.state == State::Ready
 }

@@ -14,10 +14,11 @@ use unicode_truncate::UnicodeTruncateStr;
 use super::model::Model;
 use super::state::{Focus, Sort, TopState};
 use crate::show::columns::{Column, TOP_CLIENTS, TOP_SLICES};
-use crate::show::health::Health;
-use crate::show::table::{Head, Shown, Tone, cut, tone_of, without_room};
+use crate::show::health::{Health, tone_of_service};
+use crate::show::table::{Head, Shown, Tone, cut, without_room};
 use crate::show::time;
 use common::bus::proxy::Listed;
+use common::bus::rows::Service;
 use common::counted::counted;
 
 /// The least room for the last column.
@@ -89,14 +90,14 @@ fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
     let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
     let of_slice = selected.filter(|slice| !slice.reason.is_empty()).map(|slice| {
-        (format!("{}: {}", slice.addr.shown(), slice.reason.shown()), Health::of_slice(slice).word())
+        (format!("{}: {}", slice.addr.shown(), slice.reason.shown()), Health::of_slice(slice).tone())
     });
     let of_service = model.service.as_ref().filter(|service| !service.state_reason.is_empty());
-    let of_service = of_service.map(|service| (service.state_reason.shown(), service.state.as_str()));
+    let of_service = of_service.map(|service| (service.state_reason.shown(), tone(service)));
     if let Some(silent) = &model.silent {
         lines.push(Line::styled(cut(silent, width), style(Tone::Between)));
-    } else if let Some((reason, state)) = of_slice.or(of_service) {
-        lines.push(Line::styled(cut(&reason, width), style(tone(state))));
+    } else if let Some((reason, tone)) = of_slice.or(of_service) {
+        lines.push(Line::styled(cut(&reason, width), style(tone)));
     }
     if let (None, Some(why)) = (&model.silent, &model.unlisted) {
         lines.push(Line::styled(cut(&format!("clients: {why}"), width), style(Tone::Between)));
@@ -109,7 +110,7 @@ fn service_facts(model: &Model) -> Vec<Span<'static>> {
     if let Some(service) = &model.service {
         facts.push(Span::raw(service.version.shown()));
         if model.silent.is_none() {
-            facts.push(Span::styled(service.state.shown(), style(tone(&service.state))));
+            facts.push(Span::styled(service.state.shown(), style(tone(service))));
         }
         let driver = Some(&service.driver_version).filter(|driver| !driver.is_empty());
         facts.push(Span::raw(format!("driver {}", driver.map_or_else(|| "none".to_owned(), Shown::shown))));
@@ -148,8 +149,8 @@ fn time_of_day(at: SystemTime) -> String {
 }
 
 /// A state that is not known is neither good nor bad.
-fn tone(state: &str) -> Tone {
-    tone_of(state).unwrap_or(Tone::Between)
+fn tone(service: &Service) -> Tone {
+    tone_of_service(&service.state).unwrap_or(Tone::Between)
 }
 
 fn bottom(width: usize, state: &TopState) -> Line<'static> {
@@ -329,7 +330,7 @@ impl<R> TopTable<'_, R> {
 fn cell<R>(column: &Column<R>, width: usize, row: &R) -> Line<'static> {
     let text = (column.text)(row);
     let text = if column.head.ends { cut_in_front(&text, width) } else { cut(&text, width) };
-    let style = (column.tone)(row, &text).map(style).unwrap_or_default();
+    let style = (column.tone)(row).map(style).unwrap_or_default();
     Line::styled(text, style).alignment(side(&column.head))
 }
 
