@@ -1,11 +1,10 @@
 //! The limits of slices: which are watched over, and what is told of them.
 
-use tokio::sync::oneshot;
-
-use super::Daemon;
+use super::requests::Finished;
+use super::{Daemon, FAULTS};
 use crate::dbus::Reply;
 use crate::message::{Message, Subject};
-use crate::tenants::budgets::{BudgetEvent, GpuBudget};
+use crate::tenants::budgets::{GpuBudget, LoopEvent};
 use common::plan::Plan;
 
 impl Daemon {
@@ -23,33 +22,30 @@ impl Daemon {
             .pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse, &slices)));
     }
 
-    /// Looks at the clients of all GPUs. Whoever has asked finds the numbers published.
-    pub(super) fn look_at_clients(&self, reply: Reply<()>) {
-        let (published, is_published) = oneshot::channel();
-        self.budgets.look_now(published);
-        tokio::spawn(async move {
-            let _ = is_published.await;
-            let _ = reply.send(Ok(()));
+    /// Looks at the clients of all GPUs. At the answer the numbers are published.
+    pub(super) fn look_at_clients(&mut self, reply: Reply<()>) {
+        let looked = self.budgets.look_now();
+        self.requests.beside.spawn(async move {
+            looked.await;
+            Finished { event: None, answer: Ok(()), reply }
         });
     }
 
-    /// Tells the event of a watch, or answers it.
-    pub(super) fn handle_budget_event(&mut self, event: BudgetEvent) {
+    /// Tells an event, or answers it.
+    pub(super) fn handle(&mut self, event: LoopEvent) {
         match event {
-            BudgetEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients())),
-            BudgetEvent::Recorded(container) => self.bind_recorded(container),
-            BudgetEvent::Event(text) => self.event(text),
-            BudgetEvent::Looked(published) => {
+            LoopEvent::CriticalError(uuid, error) => self.met(&uuid, error),
+            LoopEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients())),
+            LoopEvent::Recorded(container) => self.bind_recorded(container),
+            LoopEvent::Event(text) => self.event(text),
+            LoopEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
+            LoopEvent::OverUse(slice, signal, text) => {
+                self.tell_of_slice(Message::OverBudget, &slice, text);
+                // A listener finds it published.
                 self.settle();
-                let _ = published.send(());
-            }
-            BudgetEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
-            BudgetEvent::OverUse(overuse, text) => {
-                self.tell_of_slice(Message::OverBudget, &overuse.device, text);
-                // Whoever hears of it finds it published.
-                self.settle();
-                if let Err(error) = self.overuses.try_send(overuse) {
-                    tracing::debug!("the bus is not told of an overuse: {error}");
+                // Half of the places are for faults.
+                if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
+                    tracing::debug!("the bus is not told of an overuse of {slice}");
                 }
             }
         }

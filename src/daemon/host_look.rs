@@ -5,14 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::{DriverInForce, DriverNews};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
+use crate::tenants::budgets::LoopEvent;
 use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
 use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
-use common::host::xid::CriticalError;
 use common::problem::Problem;
 
 /// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end
@@ -34,9 +35,6 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
 const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
-/// A critical error that NVML tells of, with the GPU's UUID.
-pub(super) type Xid = (String, CriticalError);
-
 /// Looks at the host. A look gets the driver in force and returns what it has found; it changes nothing by itself.
 #[derive(Debug)]
 pub(super) struct HostLook {
@@ -53,7 +51,7 @@ pub(super) struct HostLook {
     late: Option<Looked>,
     /// The version of the driver in force, or why there is none.
     pub(super) driver_version: Result<String, String>,
-    xids: mpsc::Sender<Xid>,
+    events: mpsc::Sender<LoopEvent>,
     /// When a program without MPS that has just come to a GPU is none that has just come any more.
     pub(super) newcomers_until: Option<Instant>,
 }
@@ -61,7 +59,7 @@ pub(super) struct HostLook {
 #[derive(Debug)]
 struct LookUnderWay {
     begun: Instant,
-    answer: oneshot::Receiver<Looked>,
+    answer: JoinHandle<Looked>,
 }
 
 /// All that a look has found.
@@ -89,7 +87,7 @@ impl HostLook {
     pub(super) fn new(
         sysroot: PathBuf,
         driver: watch::Sender<Option<Arc<Driver>>>,
-        xids: mpsc::Sender<Xid>,
+        events: mpsc::Sender<LoopEvent>,
     ) -> Self {
         Self {
             sysroot,
@@ -99,7 +97,7 @@ impl HostLook {
             under_way: None,
             late: None,
             driver_version: Err("not looked for yet".to_owned()),
-            xids,
+            events,
             newcomers_until: None,
         }
     }
@@ -178,12 +176,8 @@ impl HostLook {
             none => none.insert({
                 let (sysroot, driver) = (self.sysroot.clone(), self.in_force.get().cloned());
                 let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
-                let (tell, answer) = oneshot::channel();
                 // Off the loop's thread: a GPU that is about to fall off the bus can hold a question.
-                tokio::task::spawn_blocking(move || {
-                    // An error means that the service ends.
-                    let _ = tell.send(look(&sysroot, nvml));
-                });
+                let answer = tokio::task::spawn_blocking(move || look(&sysroot, nvml));
                 LookUnderWay { begun: Instant::now(), answer }
             }),
         };
@@ -195,15 +189,17 @@ impl HostLook {
     /// Has critical errors told as they happen. Waiting for them blocks, so it has a thread of its own, which ends after
     /// the driver or the service has: a wait that fails is begun again, since one bad GPU must not silence the others.
     fn watch_xids(&self, driver: Arc<Driver>) {
-        let told = self.xids.clone();
+        let told = self.events.clone();
         let current = self.driver.subscribe();
         std::thread::spawn(move || {
             let is_current = || {
                 let now = current.borrow();
                 !told.is_closed() && now.as_ref().is_some_and(|now| Arc::ptr_eq(now, &driver))
             };
-            let tell =
-                |uuid: &str, error| is_current() && told.blocking_send((uuid.to_owned(), error)).is_ok();
+            let tell = |uuid: &str, error| {
+                let event = LoopEvent::CriticalError(uuid.to_owned(), error);
+                is_current() && told.blocking_send(event).is_ok()
+            };
             let mut pause = FIRST_XID_PAUSE;
             let mut last = String::new();
             while is_current() {

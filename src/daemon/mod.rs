@@ -21,6 +21,7 @@ mod signals;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
@@ -35,8 +36,8 @@ use crate::supervisor::bypass::ToldBypasses;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
-use crate::supervisor::{self, ClientFault, Tools};
-use crate::tenants::budgets::{BudgetEvent, Budgets, OverUse};
+use crate::supervisor::{self, BusSignal, Tools};
+use crate::tenants::budgets::{Budgets, LoopEvent};
 use crate::tenants::limit_keeper::LimitKeeper;
 use cdi_spec::CdiSpec;
 use common::config::{Settings, Sources};
@@ -48,10 +49,10 @@ use common::published::events::{Event, Events};
 use common::published::snapshot::Snapshot;
 use findings::{bad_configuration, say_findings, say_what_is_new, why};
 use fleet::{Fleet, Moment};
-use host_look::{HostLook, Xid};
+use host_look::HostLook;
 use kernel_limits::kernel_limits;
 use logging::Level;
-use requests::{EndedTermination, Requests};
+use requests::Requests;
 use service_manager::ServiceManager;
 use signals::{Signals, Wish};
 
@@ -63,7 +64,7 @@ const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// The most faults that wait to be told, for example while there is no bus. More are only in the log.
+/// The most faults, and the most overuses, that wait to be told, for example while there is no bus. More are only in the log.
 const FAULTS: usize = 64;
 
 /// The most requests that wait. The next caller waits for a place.
@@ -109,35 +110,32 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let (requests, received) = mpsc::channel(REQUESTS);
     let (snapshot, seen) = watch::channel(Arc::new(compose::nothing_yet(&loaded.settings)));
     let changed = Arc::new(Notify::new());
-    let (joined, on_the_bus) = watch::channel(false);
-    let (faults, faults_seen) = mpsc::channel(FAULTS);
-    let (overuses, overuses_seen) = mpsc::channel(FAULTS);
-    let told = Arc::clone(&changed);
-    let bus = presence::stay_on_the_bus(seen, requests, faults_seen, overuses_seen, joined, told);
+    let on_the_bus = Arc::new(AtomicBool::new(false));
+    let (signals_of_bus, signals_seen) = mpsc::channel(2 * FAULTS);
+    let (joined, told) = (Arc::clone(&on_the_bus), Arc::clone(&changed));
+    let bus = presence::stay_on_the_bus(seen, requests, signals_seen, joined, told);
     if let Err(error) = presence::on_a_thread_of_its_own(bus) {
         return Exit::Failed(format!("the thread for the bus can't be started: {error}"));
     }
-    let (xids, xids_seen) = mpsc::channel(FAULTS);
-    let (terminated, terminated_seen) = mpsc::channel(REQUESTS);
-    let (budget_events, budget_events_seen) = mpsc::channel(FAULTS);
+    let (events, happened) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
     let compute_modes = ComputeModes::new(driver_seen, state_file.clone());
-    let tools = tools(compute_modes, state_file.clone(), Arc::clone(&changed), faults);
+    let tools = tools(compute_modes, state_file.clone(), Arc::clone(&changed), signals_of_bus.clone());
     let mut daemon = Daemon {
-        look: HostLook::new(options.sources.sysroot.clone(), driver, xids),
+        look: HostLook::new(options.sources.sysroot.clone(), driver, events.clone()),
         options,
         level,
         settings: loaded.settings,
         plan: Err("no look at the GPUs yet".to_owned()),
-        requests: Requests::new(&tools.compute_modes, terminated),
+        requests: Requests::new(&tools.compute_modes),
         budgets: Budgets::new(
             tools.compute_modes.clone(),
             tools.bells.clone(),
             Arc::clone(&changed),
-            budget_events.clone(),
+            events.clone(),
         ),
-        limit_keeper: LimitKeeper::new(tools.compute_modes.clone(), Arc::clone(&changed), budget_events),
-        overuses,
+        limit_keeper: LimitKeeper::new(tools.compute_modes.clone(), Arc::clone(&changed), events),
+        signals: signals_of_bus,
         next_look_at_groups: None,
         fleet: Fleet::new(tools),
         cdi_spec: CdiSpec::new(state_file.clone()),
@@ -156,7 +154,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         reloads: 0,
         in_force: watch::Sender::new(0),
     };
-    let exit = daemon.run(signals, received, xids_seen, terminated_seen, budget_events_seen).await;
+    let exit = daemon.run(signals, received, happened).await;
     daemon.service_manager.end().await;
     exit
 }
@@ -166,12 +164,12 @@ fn tools(
     compute_modes: ComputeModes,
     state_file: SharedStateFile,
     changed: Arc<Notify>,
-    faults: mpsc::Sender<ClientFault>,
+    signals: mpsc::Sender<BusSignal>,
 ) -> Tools {
     let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
     let (bells, changes, begun) = (Bells::default(), FileChanges::default(), Instant::now());
     let told_bypasses = ToldBypasses::default();
-    Tools { front_ends, compute_modes, state_file, changed, faults, told_bypasses, bells, changes, begun }
+    Tools { front_ends, compute_modes, state_file, changed, signals, told_bypasses, bells, changes, begun }
 }
 
 /// The way in which the service ends.
@@ -196,8 +194,8 @@ struct Daemon {
     requests: Requests,
     budgets: Budgets,
     limit_keeper: LimitKeeper,
-    /// Takes every overuse that is to be told on the bus.
-    overuses: mpsc::Sender<OverUse>,
+    /// Takes every signal for the bus.
+    signals: mpsc::Sender<BusSignal>,
     cdi_spec: CdiSpec,
     state_file: SharedStateFile,
     /// Wakes the loop up.
@@ -205,7 +203,7 @@ struct Daemon {
     /// When to look at the control groups that are bound.
     next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
-    on_the_bus: watch::Receiver<bool>,
+    on_the_bus: Arc<AtomicBool>,
     /// Events that concern no control daemon.
     events: Events,
     /// The reason why a new configuration was refused, until the next one is granted.
@@ -230,9 +228,7 @@ impl Daemon {
         &mut self,
         mut signals: Signals,
         mut requests: mpsc::Receiver<Request>,
-        mut xids: mpsc::Receiver<Xid>,
-        mut terminated: mpsc::Receiver<EndedTermination>,
-        mut budget_events: mpsc::Receiver<BudgetEvent>,
+        mut happened: mpsc::Receiver<LoopEvent>,
     ) -> Exit {
         self.end_bindings();
         if let Err(problems) = self.first_pass().await {
@@ -254,9 +250,8 @@ impl Daemon {
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
-                Some((uuid, error)) = xids.recv() => self.met(&uuid, error),
-                Some(ended) = terminated.recv() => self.terminated(ended),
-                Some(event) = budget_events.recv() => self.handle_budget_event(event),
+                Some(Ok(finished)) = self.requests.beside.join_next() => self.finished(finished),
+                Some(event) = happened.recv() => self.handle(event),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_look_at_groups) => self.end_bindings(),
                 () = sleep_or_never(self.next_scan) => {
@@ -496,7 +491,7 @@ impl Daemon {
     fn tell_service_manager(&mut self, settled: bool) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
         self.service_manager.status(snapshot.state, &compose::status_line(&snapshot), &self.shutdown_report);
-        if settled && *self.on_the_bus.borrow() && self.ending.is_none() {
+        if settled && self.on_the_bus.load(Ordering::Relaxed) && self.ending.is_none() {
             self.service_manager.ready();
         }
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use mps_core::tenants::{Stop, TerminationError};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
+use tokio::task::JoinSet;
 
 use super::fleet::Fleet;
 use super::{Daemon, bindings, reload};
@@ -39,24 +40,25 @@ pub(super) struct Requests {
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
     nvml: ComputeModes,
-    /// Takes the terminations that have ended beside the loop.
-    terminated: mpsc::Sender<EndedTermination>,
+    /// The requests that are carried out beside the loop, and are answered behind the next Snapshot.
+    pub(super) beside: JoinSet<Finished>,
 }
 
-/// A termination that has ended.
+/// A request that was carried out beside the loop.
 #[derive(Debug)]
-pub(super) struct EndedTermination {
+pub(super) struct Finished {
     /// Names the clients that had work, if any had.
-    event: Option<Event>,
-    answer: Result<(), RequestError>,
-    reply: Reply<()>,
+    pub(super) event: Option<Event>,
+    pub(super) answer: Result<(), RequestError>,
+    pub(super) reply: Reply<()>,
 }
 
 impl Requests {
-    pub(super) fn new(compute_modes: &ComputeModes, terminated: mpsc::Sender<EndedTermination>) -> Self {
+    pub(super) fn new(compute_modes: &ComputeModes) -> Self {
         let (listings, asked) = mpsc::channel(LISTINGS);
         tokio::spawn(list_clients(asked, compute_modes.clone()));
-        Self { listings, kernel: Blocking::new(TERMINATIONS), nvml: compute_modes.clone(), terminated }
+        let kernel = Blocking::new(TERMINATIONS);
+        Self { listings, kernel, nvml: compute_modes.clone(), beside: JoinSet::new() }
     }
 
     fn list_clients(&self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
@@ -103,7 +105,7 @@ impl Daemon {
         }
     }
 
-    fn terminate(&self, wanted: Result<TerminationTarget, RequestError>, reply: Reply<()>) {
+    fn terminate(&mut self, wanted: Result<TerminationTarget, RequestError>, reply: Reply<()>) {
         let wanted = match wanted {
             Ok(wanted) => wanted,
             Err(error) => return drop(reply.send(Err(error))),
@@ -111,24 +113,21 @@ impl Daemon {
         let daemons = self.fleet.with_clients();
         let (kernel, nvml) = (self.requests.kernel.clone(), self.requests.nvml.clone());
         let processes = Processes::new(self.fleet.slices(), kernel, nvml);
-        let terminated = self.requests.terminated.clone();
-        tokio::spawn(async move {
+        self.requests.beside.spawn(async move {
             let (had_work, ended) = terminate::terminate(daemons, wanted.clone(), processes).await;
             let clients = describe(had_work).filter(|_| wanted.is_told());
             let event = clients.map(|clients| Event::ended(&wanted, clients));
             let answer = ended.map_err(|error| not_ended(&error));
-            let _ = terminated.send(EndedTermination { event, answer, reply }).await;
+            Finished { event, answer, reply }
         });
     }
 
-    /// Answers whoever has asked for a termination. The event is published before.
-    pub(super) fn terminated(&mut self, terminated: EndedTermination) {
-        let EndedTermination { event, answer, reply } = terminated;
-        if let Some(event) = event {
-            // The journal has it already.
-            self.events.push(event);
-            self.settle();
-        }
+    /// Answers a request. The event, and the numbers that a look has found, are published before.
+    pub(super) fn finished(&mut self, finished: Finished) {
+        let Finished { event, answer, reply } = finished;
+        // The journal has it already.
+        event.into_iter().for_each(|event| self.events.push(event));
+        self.settle();
         let _ = reply.send(answer);
     }
 

@@ -1,6 +1,7 @@
 //! Being on the bus: joined as soon as there is one, told what changes, joined again after it has gone.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use std::{io, thread};
 
@@ -8,8 +9,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::sleep;
 
 use super::{BusConnection, Request};
-use crate::supervisor::ClientFault;
-use crate::tenants::budgets::OverUse;
+use crate::supervisor::BusSignal;
 use common::published::snapshot::Snapshot;
 
 /// The pause before the bus is joined again; it doubles up to the last.
@@ -28,9 +28,8 @@ pub(crate) fn on_a_thread_of_its_own(bus: impl Future<Output = ()> + Send + 'sta
 pub(crate) async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
-    mut faults: mpsc::Receiver<ClientFault>,
-    mut overuses: mpsc::Receiver<OverUse>,
-    joined: watch::Sender<bool>,
+    mut signals: mpsc::Receiver<BusSignal>,
+    joined: Arc<AtomicBool>,
     changed: Arc<Notify>,
 ) {
     let mut pause = FIRST_BUS_PAUSE;
@@ -40,18 +39,23 @@ pub(crate) async fn stay_on_the_bus(
             Ok(mut bus) => {
                 tracing::info!("connected to D-Bus as {}", common::bus::NAME);
                 (pause, said) = (FIRST_BUS_PAUSE, String::new());
-                joined.send_replace(true);
+                joined.store(true, Ordering::Relaxed);
                 changed.notify_one();
                 loop {
                     tokio::select! {
                         () = bus.closed() => break,
-                        Some(fault) = faults.recv() => {
-                            bus.client_fault(&fault.gpu_uuid, &fault.pids, &fault.reason).await;
-                        }
-                        Some(overuse) = overuses.recv() => {
+                        Some(signal) = signals.recv() => {
+                            // A listener finds published what the signal is about.
                             let new = Arc::clone(&snapshot.borrow_and_update());
                             bus.publish(new).await;
-                            bus.over_use(&overuse.device, &overuse.reasons, &overuse.pids).await;
+                            match signal {
+                                BusSignal::ClientFault { gpu_uuid, pids, reason } => {
+                                    bus.client_fault(&gpu_uuid, &pids, &reason).await;
+                                }
+                                BusSignal::OverUse { device, reasons, pids } => {
+                                    bus.over_use(&device, &reasons, &pids).await;
+                                }
+                            }
                         }
                         changed = snapshot.changed() => match changed {
                             Ok(()) => {
@@ -62,7 +66,7 @@ pub(crate) async fn stay_on_the_bus(
                         },
                     }
                 }
-                joined.send_replace(false);
+                joined.store(false, Ordering::Relaxed);
                 tracing::warn!("lost the D-Bus connection; GPUs are still served; reconnecting");
             }
             Err(error) => {

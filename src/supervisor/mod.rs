@@ -81,12 +81,14 @@ struct SupervisorCommand {
     reply: Option<oneshot::Sender<Result<(), String>>>,
 }
 
-/// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
+/// A signal for all who listen on the bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct ClientFault {
-    pub gpu_uuid: String,
-    pub pids: Vec<u32>,
-    pub reason: String,
+pub(crate) enum BusSignal {
+    /// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
+    ClientFault { gpu_uuid: String, pids: Vec<u32>, reason: String },
+    /// A slice has gone over its budget, or is over it in another way: its name, the exceeded parts, each in one word, and its
+    /// clients.
+    OverUse { device: String, reasons: Vec<&'static str>, pids: Vec<u32> },
 }
 
 /// Everything that supervisors share.
@@ -100,8 +102,8 @@ pub(crate) struct Tools {
     pub state_file: SharedStateFile,
     /// Notified whenever a status changes.
     pub changed: Arc<Notify>,
-    /// Takes every fault.
-    pub faults: mpsc::Sender<ClientFault>,
+    /// Takes every signal for the bus.
+    pub signals: mpsc::Sender<BusSignal>,
     /// Who was told of as a bypass.
     pub told_bypasses: ToldBypasses,
     /// Ring for the clients of a GPU.

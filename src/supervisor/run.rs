@@ -9,6 +9,7 @@ use std::sync::Arc;
 use mps_core::mps::Meaning;
 use mps_core::tenants::first_named;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
@@ -19,7 +20,7 @@ use common::counted::counted;
 use common::host::{driver, proc};
 use common::state_file::Running;
 
-use super::ClientFault;
+use super::BusSignal;
 use super::known_clients::KnownClients;
 use super::status::Reporter;
 
@@ -69,8 +70,8 @@ pub(super) struct Run {
     pub(super) log_trouble: Option<&'static str>,
     /// The last lines that may explain an end. None of them is older than the newest server.
     last_words: VecDeque<String>,
-    pub(super) server_ended: mpsc::Sender<u32>,
-    server_ends: mpsc::Receiver<u32>,
+    /// Wait for the ends of its servers.
+    pub(super) server_ends: JoinSet<u32>,
     pub(super) known_clients: KnownClients,
     /// The PIDs of the clients that have come and not left, as the log tells.
     at_work: BTreeSet<u32>,
@@ -84,7 +85,6 @@ impl Run {
         log: Follower,
         quiet_until: u64,
     ) -> Self {
-        let (server_ended, server_ends) = mpsc::channel(16);
         Self {
             process,
             exit_status: None,
@@ -94,8 +94,7 @@ impl Run {
             quiet_until,
             log_trouble: None,
             last_words: VecDeque::new(),
-            server_ended,
-            server_ends,
+            server_ends: JoinSet::new(),
             known_clients: KnownClients::default(),
             at_work: BTreeSet::new(),
         }
@@ -107,7 +106,7 @@ impl Run {
             biased;
             line = self.log.next() => Happening::Line(line),
             status = self.process.exited() => Happening::Ended(status),
-            Some(server) = self.server_ends.recv() => Happening::ServerEnded(server),
+            Some(Ok(server)) = self.server_ends.join_next() => Happening::ServerEnded(server),
             () = sleep_until(deadline) => Happening::Nothing,
         }
     }
@@ -207,7 +206,7 @@ impl Run {
         ordinal: usize,
         pids: Vec<u32>,
         reporter: &Reporter,
-        faults: &mpsc::Sender<ClientFault>,
+        signals: &mpsc::Sender<BusSignal>,
     ) {
         let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
         let reason = format!("server {server} met a fatal GPU error on device {ordinal}");
@@ -225,7 +224,7 @@ impl Run {
             Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));
         }
         reporter.keep_event(Message::ClientsHit.event(text.clone()));
-        if let Err(error) = faults.try_send(ClientFault { gpu_uuid, pids, reason: text }) {
+        if let Err(error) = signals.try_send(BusSignal::ClientFault { gpu_uuid, pids, reason: text }) {
             tracing::debug!("a fault is not told: {error}");
         }
     }

@@ -418,7 +418,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
-        self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools.faults);
+        self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools.signals);
     }
 
     fn describe(&self, clients: &BTreeSet<u32>) -> String {
@@ -441,14 +441,12 @@ impl Shell for RunShell<'_> {
     }
 
     fn watch_server(&mut self, server: u32) {
-        let ended = self.run.server_ended.clone();
         if std::mem::replace(&mut self.worker.has_served, true) {
             self.worker.reporter.update(|status| status.view.server_restarts += 1);
         }
-        tokio::spawn(async move {
+        self.run.server_ends.spawn(async move {
             process::ended(server).await;
-            // An error means that the run has ended.
-            let _ = ended.send(server).await;
+            server
         });
     }
 

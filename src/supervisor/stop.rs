@@ -121,7 +121,7 @@ impl Worker {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {
                 for (ordinal, clients) in hit {
-                    run.tell_hit(server, ordinal, clients, &self.reporter, &self.tools.faults);
+                    run.tell_hit(server, ordinal, clients, &self.reporter, &self.tools.signals);
                 }
             }
             if let Some(count) = self.rate_limit.suppressed() {

@@ -17,11 +17,13 @@ use super::describe::{Whose, describe};
 use super::ending::{ClientsDaemon, EndingShell};
 use super::members::{Members, SlicedGpu};
 use crate::mps::process::Held;
+use crate::supervisor::BusSignal;
 use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::config::OnOveruse;
 use common::host::blocking::Blocking;
 use common::host::identity;
+use common::host::xid::CriticalError;
 use common::membership::{RecordedContainer, SliceMounts, Slices, Tenant};
 use common::plan::GpuPlan;
 use common::published::usage::InUse;
@@ -71,26 +73,16 @@ impl GpuBudget {
     }
 }
 
-/// A slice has gone over its budget, or is over it in another way.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct OverUse {
-    /// The name of the slice.
-    pub device: String,
-    /// The exceeded parts of its budget, each in one word.
-    pub reasons: Vec<&'static str>,
-    /// Its clients.
-    pub pids: Vec<u32>,
-}
-
 /// Something for the loop to tell, or to answer.
 #[derive(Debug)]
-pub(crate) enum BudgetEvent {
-    OverUse(OverUse, String),
+pub(crate) enum LoopEvent {
+    /// The name of a slice that is over its budget, the signal that tells of it, and the words for people.
+    OverUse(String, BusSignal, String),
     /// The name of a slice that was over its budget, and which clients have lost their work for it, or can't.
     CutBack(String, String),
     Event(String),
-    /// The clients were looked at, for whoever waits for that.
-    Looked(oneshot::Sender<()>),
+    /// A critical error that NVML tells of, with the GPU's UUID.
+    CriticalError(String, CriticalError),
     /// A container that only the host agent's records tell has come.
     Recorded(RecordedContainer),
     /// Who can end the work of clients.
@@ -104,7 +96,7 @@ pub(crate) struct Budgets {
     bells: Bells,
     /// Wakes the loop up.
     changed: Arc<Notify>,
-    events: mpsc::Sender<BudgetEvent>,
+    events: mpsc::Sender<LoopEvent>,
     /// By UUID.
     watched: BTreeMap<String, WatchHandle>,
 }
@@ -113,9 +105,8 @@ pub(crate) struct Budgets {
 #[derive(Debug)]
 struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
-    uses: watch::Receiver<GpuUse>,
-    /// When the last look began that has ended.
-    looked: watch::Receiver<Option<Instant>>,
+    /// When the last look began that has ended, and the use that the looks have found.
+    looked: watch::Receiver<(Option<Instant>, GpuUse)>,
     bell: Arc<Bell>,
     task: JoinHandle<()>,
 }
@@ -131,7 +122,7 @@ impl Budgets {
         nvml: ComputeModes,
         bells: Bells,
         changed: Arc<Notify>,
-        events: mpsc::Sender<BudgetEvent>,
+        events: mpsc::Sender<LoopEvent>,
     ) -> Self {
         Self { nvml, bells, changed, events, watched: BTreeMap::new() }
     }
@@ -153,8 +144,7 @@ impl Budgets {
 
     fn watch(&self, uuid: &str, budget: GpuBudget) -> WatchHandle {
         let (sender, received) = watch::channel(budget.clone());
-        let (uses, uses_seen) = watch::channel(GpuUse::default());
-        let (looked, looked_seen) = watch::channel(None);
+        let (looked, looked_seen) = watch::channel((None, GpuUse::default()));
         let bell = self.bells.for_gpu(uuid);
         let begun = Instant::now();
         let watch = GpuWatch {
@@ -166,7 +156,6 @@ impl Budgets {
             kernel: Blocking::new(1),
             changed: Arc::clone(&self.changed),
             events: self.events.clone(),
-            uses,
             looked,
             over: watch::Sender::default(),
             known_owners: BTreeMap::new(),
@@ -177,14 +166,16 @@ impl Budgets {
             enforcer: Enforcer::default(),
         };
         let task = tokio::spawn(watch.run(received, Arc::clone(&bell)));
-        WatchHandle { budget: sender, uses: uses_seen, looked: looked_seen, bell, task }
+        WatchHandle { budget: sender, looked: looked_seen, bell, task }
     }
 
-    /// Has every GPU looked at that was not looked at just now. The answer goes through the loop, behind the published
-    /// result. A GPU that does not answer in time holds up nobody.
-    pub(crate) fn look_now(&self, published: oneshot::Sender<()>) {
+    /// Has every GPU looked at that was not looked at just now, and waits for these looks. A GPU that does not answer in time
+    /// holds up nothing.
+    pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
-        let is_fresh = move |looked: &Option<Instant>| looked.is_some_and(|looked| looked + FRESH > now);
+        let is_fresh = move |(looked, _): &(Option<Instant>, GpuUse)| {
+            looked.is_some_and(|looked| looked + FRESH > now)
+        };
         let mut looks = JoinSet::new();
         for watched in self.watched.values() {
             if !is_fresh(&watched.looked.borrow()) {
@@ -193,16 +184,12 @@ impl Budgets {
                 looks.spawn(async move { drop(looked.wait_for(is_fresh).await) });
             }
         }
-        let events = self.events.clone();
-        tokio::spawn(async move {
-            let _ = timeout(ASKED, looks.join_all()).await;
-            let _ = events.send(BudgetEvent::Looked(published)).await;
-        });
+        async move { drop(timeout(ASKED, looks.join_all()).await) }
     }
 
     /// The use of the GPUs and their slices, by the UUIDs of the GPUs.
     pub(crate) fn uses(&self) -> BTreeMap<String, GpuUse> {
-        self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.uses.borrow().clone())).collect()
+        self.watched.iter().map(|(uuid, watched)| (uuid.clone(), watched.looked.borrow().1.clone())).collect()
     }
 }
 
@@ -218,9 +205,8 @@ struct GpuWatch {
     /// Asks the kernel for the owners of clients.
     kernel: Blocking,
     changed: Arc<Notify>,
-    events: mpsc::Sender<BudgetEvent>,
-    uses: watch::Sender<GpuUse>,
-    looked: watch::Sender<Option<Instant>>,
+    events: mpsc::Sender<LoopEvent>,
+    looked: watch::Sender<(Option<Instant>, GpuUse)>,
     /// The slices of which clients may be ended, by the last look.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
     /// The owners of the clients that an attempt may end, by PID.
@@ -260,7 +246,7 @@ impl GpuWatch {
             }
             sleep_until(self.looked_at + self.watch.share(self.begun.elapsed())).await;
             let begins_attempt = self.measure(attempted.is_some()).await;
-            self.looked.send_replace(Some(self.looked_at));
+            self.looked.send_modify(|(looked, _)| *looked = Some(self.looked_at));
             if begins_attempt {
                 attempted = Some(self.begin_attempt());
             }
@@ -288,7 +274,7 @@ impl GpuWatch {
         tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
         let (found, members) = self.members.by_slice(&processes, &self.gpu.cut).await;
         for container in std::mem::take(&mut self.members.recorded) {
-            self.send(BudgetEvent::Recorded(container)).await;
+            self.send(LoopEvent::Recorded(container)).await;
         }
         let look = self.watch.decide(&found, members, identity::runs, now);
         let Look { uses, news, over, begins_attempt, due } = look;
@@ -313,7 +299,8 @@ impl GpuWatch {
     }
 
     fn publish(&self, uses: &GpuUse) {
-        if self.uses.send_if_modified(|before| std::mem::replace(before, uses.clone()) != *uses) {
+        let is_new = |(_, before): &mut (_, GpuUse)| std::mem::replace(before, uses.clone()) != *uses;
+        if self.looked.send_if_modified(is_new) {
             self.changed.notify_one();
         }
     }
@@ -326,18 +313,19 @@ impl GpuWatch {
     }
 
     /// The words that are shown of a slice.
-    async fn describe(&self, news: &OveruseNews) -> BudgetEvent {
+    async fn describe(&self, news: &OveruseNews) -> LoopEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
         if news.reasons.is_empty() {
-            return BudgetEvent::Event(news.text(&device, ""));
+            return LoopEvent::Event(news.text(&device, ""));
         }
         let who = describe(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
         let text = news.text(&device, &who);
-        BudgetEvent::OverUse(OverUse { device, reasons: news.reasons.clone(), pids }, text)
+        let signal = BusSignal::OverUse { device: device.clone(), reasons: news.reasons.clone(), pids };
+        LoopEvent::OverUse(device, signal, text)
     }
 
-    async fn send(&self, event: BudgetEvent) {
+    async fn send(&self, event: LoopEvent) {
         // The loop takes the events as long as the service runs.
         let _ = self.events.send(event).await;
     }
@@ -362,7 +350,7 @@ impl GpuWatch {
         // Beside the looks: the control daemon waits for each client that it ends.
         tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
-            let _ = events.send(BudgetEvent::Daemons(reply)).await;
+            let _ = events.send(LoopEvent::Daemons(reply)).await;
             let mut shell = EndingShell::new(answer.await.unwrap_or_default(), begun, ());
             let Enforced { victims, broken_off } =
                 enforcer.enforce(&mut shell, || over.borrow().clone()).await;
@@ -386,7 +374,7 @@ impl GpuWatch {
             if let Some(who) = who {
                 let device = self.gpu.name(news.slice);
                 let text = news.text(&device, &who);
-                self.send(BudgetEvent::CutBack(device, text)).await;
+                self.send(LoopEvent::CutBack(device, text)).await;
             }
         }
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::budgets::BudgetEvent;
+use super::budgets::LoopEvent;
 use crate::supervisor::compute_modes::ComputeModes;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
@@ -26,21 +26,19 @@ pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
 pub(crate) struct LimitKeeper {
     /// The goals, and their number.
     goals: watch::Sender<(u64, LimitGoals)>,
-    /// The number of the last goals that have all been tried.
-    tried: watch::Receiver<u64>,
-    outcomes: watch::Receiver<LimitOutcomes>,
+    /// The number of the last goals that have all been tried, and the outcomes so far.
+    tried: watch::Receiver<(u64, LimitOutcomes)>,
 }
 
 impl LimitKeeper {
     /// Wakes the loop up with `changed` when an outcome is new.
-    pub(crate) fn new(nvml: ComputeModes, changed: Arc<Notify>, events: mpsc::Sender<BudgetEvent>) -> Self {
+    pub(crate) fn new(nvml: ComputeModes, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
         let (goals, wanted) = watch::channel((0, LimitGoals::new()));
-        let (tried, tried_seen) = watch::channel(0);
-        let (outcomes, outcomes_seen) = watch::channel(LimitOutcomes::new());
+        let (tried, tried_seen) = watch::channel((0, LimitOutcomes::new()));
         let task =
-            Acts { nvml, changed, events, begun: Instant::now(), limits: KernelLimits::default(), outcomes };
-        tokio::spawn(task.run(wanted, tried));
-        Self { goals, tried: tried_seen, outcomes: outcomes_seen }
+            Acts { nvml, changed, events, begun: Instant::now(), limits: KernelLimits::default(), tried };
+        tokio::spawn(task.run(wanted));
+        Self { goals, tried: tried_seen }
     }
 
     /// Whether it has no goals yet.
@@ -65,12 +63,12 @@ impl LimitKeeper {
     pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
         let (number, mut tried) = (self.goals.borrow().0, self.tried.clone());
         async move {
-            let _ = timeout(PATIENCE, tried.wait_for(|tried| *tried >= number)).await;
+            let _ = timeout(PATIENCE, tried.wait_for(|(tried, _)| *tried >= number)).await;
         }
     }
 
-    pub(crate) fn outcomes(&self) -> watch::Ref<'_, LimitOutcomes> {
-        self.outcomes.borrow()
+    pub(crate) fn outcomes(&self) -> LimitOutcomes {
+        self.tried.borrow().1.clone()
     }
 }
 
@@ -79,14 +77,14 @@ impl LimitKeeper {
 struct Acts {
     nvml: ComputeModes,
     changed: Arc<Notify>,
-    events: mpsc::Sender<BudgetEvent>,
+    events: mpsc::Sender<LoopEvent>,
     begun: Instant,
     limits: KernelLimits<GpuUuid>,
-    outcomes: watch::Sender<LimitOutcomes>,
+    tried: watch::Sender<(u64, LimitOutcomes)>,
 }
 
 impl Acts {
-    async fn run(mut self, mut goals: watch::Receiver<(u64, LimitGoals)>, tried: watch::Sender<u64>) {
+    async fn run(mut self, mut goals: watch::Receiver<(u64, LimitGoals)>) {
         let mut number = 0;
         loop {
             if goals.has_changed().unwrap_or(false) {
@@ -103,7 +101,7 @@ impl Acts {
                 self.act(&place, &goal).await;
                 continue;
             }
-            tried.send_replace(number);
+            self.tried.send_modify(|(tried, _)| *tried = number);
             let due = self.limits.due().map(|due| self.begun + due);
             tokio::select! {
                 changed = goals.changed() => match changed {
@@ -145,7 +143,7 @@ impl Acts {
                      NVIDIA's container toolkit does so for a container whose environment has NVIDIA_GPU_MEMORY_LIMIT"
                 );
                 // The loop has ended, and with it the events.
-                let _ = self.events.send(BudgetEvent::Event(text)).await;
+                let _ = self.events.send(LoopEvent::Event(text)).await;
             }
             _ => {}
         }
@@ -159,7 +157,7 @@ impl Acts {
 
     /// Publishes a change, if it is one.
     fn publish_if(&self, change: impl FnOnce(&mut LimitOutcomes) -> bool) {
-        if self.outcomes.send_if_modified(change) {
+        if self.tried.send_if_modified(|(_, outcomes)| change(outcomes)) {
             self.changed.notify_one();
         }
     }

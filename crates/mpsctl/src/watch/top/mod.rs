@@ -8,7 +8,7 @@ use ratatui_core::layout::Rect;
 use ratatui_core::terminal::{Terminal, TerminalOptions, Viewport};
 use ratatui_crossterm::CrosstermBackend;
 use rustix::process::{Signal, getpid, kill_process};
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{self, UnboundedSender};
 use tokio::time::interval;
 
 use self::draw::draw;
@@ -55,7 +55,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     let _entered = Entered::enter()?;
     let viewport = Viewport::Fixed(area());
     let mut screen = Terminal::with_options(CrosstermBackend::new(out), TerminalOptions { viewport })?;
-    let (sender, mut events) = unbounded_channel();
+    let (sender, mut events) = mpsc::unbounded_channel();
     read_keys(sender.clone());
     let mut tasks = ask::start(&sender);
     let mut ticks = interval(PERIOD);
