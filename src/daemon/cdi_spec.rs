@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Ending;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
+use common::problem::Problem;
 use common::published::cdi;
 use common::published::snapshot::Snapshot;
 
@@ -12,7 +13,7 @@ use common::published::snapshot::Snapshot;
 pub(super) struct CdiSpec {
     state_file: SharedStateFile,
     /// The program of the hooks, or why there is none.
-    hooks: Result<PathBuf, String>,
+    hooks: Result<PathBuf, Problem>,
     /// Why the spec is not as it should be; empty if it is.
     pub(super) problem: String,
 }
@@ -49,7 +50,7 @@ impl CdiSpec {
         snapshot: &Snapshot,
         directory: Option<&Path>,
         ending: Option<Ending>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         // It outlives this service: an engine that starts a container before the next one finds the slice, and its hook waits.
         // The plan is not known yet, or is not looked for any more.
         if ending.is_some() || (snapshot.enabled && snapshot.gpus.is_none()) {
@@ -67,7 +68,7 @@ impl CdiSpec {
         match cdi::spec(snapshot, hooks) {
             Some(spec) => {
                 remember(&mut state_file, Some(file));
-                cdi::write(directory, &spec).map_err(|error| error.to_string())
+                cdi::write(directory, &spec).map_err(|error| error.to_string().into())
             }
             None => {
                 cdi::remove(&file).map_err(|error| error.to_string())?;
@@ -79,16 +80,14 @@ impl CdiSpec {
 }
 
 /// Where yunion-mpsctl is. Both programs are in one package.
-fn beside_this_program() -> Result<PathBuf, String> {
+fn beside_this_program() -> Result<PathBuf, Problem> {
     let own = std::env::current_exe().map_err(|error| format!("the path of this program: {error}"))?;
     let program = own.with_file_name("yunion-mpsctl");
     if program.is_file() {
         Ok(program)
     } else {
-        Err(format!(
-            "{} is not there, and devices need its hook; install the package again",
-            program.display()
-        ))
+        let found = format!("{} is not there, and devices need its hook", program.display());
+        Err(Problem::new(found, "install the package again"))
     }
 }
 

@@ -201,7 +201,7 @@ impl HostLook {
                 is_current() && told.blocking_send(event).is_ok()
             };
             let mut pause = FIRST_XID_PAUSE;
-            let mut last = String::new();
+            let mut last = Problem::from("");
             while is_current() {
                 let begun = Instant::now();
                 let Err(reason) = driver.watch_xids(tell) else { return };

@@ -125,8 +125,10 @@ impl Daemon {
     /// Answers a request. The event, and the numbers that a look has found, are published before.
     pub(super) fn finished(&mut self, finished: Finished) {
         let Finished { event, answer, reply } = finished;
-        // The journal has it already.
-        event.into_iter().for_each(|event| self.events.push(event));
+        if let Some(event) = event {
+            // The journal has it already.
+            self.events.push(event);
+        }
         self.settle();
         let _ = reply.send(answer);
     }

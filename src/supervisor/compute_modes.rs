@@ -1,6 +1,6 @@
 //! The compute mode of GPUs that are served: set, kept, put back.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -11,8 +11,10 @@ use crate::supervisor::state_file::SharedStateFile;
 use common::host::blocking::Blocking;
 use common::host::compute_mode::ComputeMode;
 use common::host::nvml::{Driver, GpuProcess};
+use common::problem::Problem;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};
+use mps_core::serve::ClientsOnGpus;
 
 /// The most questions about one GPU at a time. A check and a list of the clients may meet.
 const QUESTIONS: usize = 4;
@@ -33,7 +35,7 @@ pub(crate) struct ComputeModes {
 }
 
 /// The mode a GPU has now, and the processes on it. The errors are NVML's reasons for either.
-pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, String>), String>;
+pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, Problem>), Problem>;
 
 fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
     Ok((driver.compute_mode(uuid)?, driver.processes(uuid)))
@@ -46,7 +48,7 @@ impl ComputeModes {
     }
 
     /// Takes a GPU to this mode if it isn't there, and says whether that was needed.
-    pub(crate) async fn take(&self, uuid: &str, mode: ComputeMode) -> Result<bool, String> {
+    pub(crate) async fn take(&self, uuid: &str, mode: ComputeMode) -> Result<bool, Problem> {
         let state_file = self.state_file.clone();
         self.change(uuid, move |driver, uuid| {
             let previous = driver.compute_mode(uuid)?;
@@ -65,7 +67,7 @@ impl ComputeModes {
     }
 
     /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since.
-    pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), String> {
+    pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), Problem> {
         if self.driver.borrow().is_none() && self.state_file.lock().previous_compute_mode(uuid).is_none() {
             return Ok(());
         }
@@ -107,7 +109,7 @@ impl ComputeModes {
     ) -> LimitOutcome {
         let (group, goal) = (place.group.clone(), goal.clone());
         let asked = move |driver: &Driver, uuid: &str| Ok(driver.pursue_memory_limit(uuid, &group, &goal));
-        self.change(&place.gpu, asked).await.unwrap_or_else(LimitOutcome::Refused)
+        self.change(&place.gpu, asked).await.unwrap_or_else(|problem| LimitOutcome::Refused(problem.into()))
     }
 
     /// Looks at each of these GPUs: all on one thread, if that is wanted and no GPU hangs, or each on its own.
@@ -125,7 +127,7 @@ impl ComputeModes {
     }
 
     /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
-    pub(crate) async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+    pub(crate) async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, Problem> {
         self.ask(uuid, Driver::processes).await
     }
 
@@ -133,24 +135,22 @@ impl ComputeModes {
     pub(crate) async fn all_processes(
         &self,
         gpus: &[String],
-    ) -> BTreeMap<String, Result<Vec<GpuProcess>, String>> {
+    ) -> BTreeMap<String, Result<Vec<GpuProcess>, Problem>> {
         self.ask_each(gpus, Driver::processes).await
     }
 
     /// The PIDs of the MPS clients on each of these GPUs, as the driver knows them. An error if it does not list them.
-    pub(crate) async fn mps_clients(
-        &self,
-        gpus: &[String],
-    ) -> BTreeMap<String, Result<BTreeSet<u32>, String>> {
-        self.ask_each(gpus, Driver::mps_clients).await
+    pub(crate) async fn mps_clients(&self, gpus: &[String]) -> ClientsOnGpus {
+        let there = self.ask_each(gpus, Driver::mps_clients).await.into_iter();
+        there.map(|(gpu, clients)| (gpu, clients.map_err(String::from))).collect()
     }
 
     /// Asks about each of these GPUs, all at once: several GPUs that hang take no longer than one.
     async fn ask_each<T: Send + 'static>(
         &self,
         gpus: &[String],
-        question: fn(&Driver, &str) -> Result<T, String>,
-    ) -> BTreeMap<String, Result<T, String>> {
+        question: fn(&Driver, &str) -> Result<T, Problem>,
+    ) -> BTreeMap<String, Result<T, Problem>> {
         let mut asked = JoinSet::new();
         for uuid in gpus.iter().cloned() {
             let own = self.clone();
@@ -165,16 +165,16 @@ impl ComputeModes {
     async fn ask<T: Send + 'static>(
         &self,
         uuid: &str,
-        question: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
-    ) -> Result<T, String> {
+        question: impl FnOnce(&Driver, &str) -> Result<T, Problem> + Send + 'static,
+    ) -> Result<T, Problem> {
         self.ask_on(&self.questions, QUESTIONS, uuid, question).await
     }
 
     async fn change<T: Send + 'static>(
         &self,
         uuid: &str,
-        change: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
-    ) -> Result<T, String> {
+        change: impl FnOnce(&Driver, &str) -> Result<T, Problem> + Send + 'static,
+    ) -> Result<T, Problem> {
         self.ask_on(&self.changes, 1, uuid, change).await
     }
 
@@ -183,10 +183,10 @@ impl ComputeModes {
         threads: &Mutex<BTreeMap<String, Blocking>>,
         most: usize,
         uuid: &str,
-        question: impl FnOnce(&Driver, &str) -> Result<T, String> + Send + 'static,
-    ) -> Result<T, String> {
+        question: impl FnOnce(&Driver, &str) -> Result<T, Problem> + Send + 'static,
+    ) -> Result<T, Problem> {
         let Some(driver) = self.driver.borrow().clone() else {
-            return Err("the driver can't be reached".to_owned());
+            return Err("the driver can't be reached".into());
         };
         let threads = {
             let mut all = threads.lock().unwrap_or_else(PoisonError::into_inner);
@@ -194,6 +194,7 @@ impl ComputeModes {
         };
         let uuid = uuid.to_owned();
         let answer = threads.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
-        answer.unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs())))
+        answer
+            .unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs()).into()))
     }
 }

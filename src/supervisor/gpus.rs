@@ -37,9 +37,9 @@ impl GpuShell for Worker {
                 if let Err(error) = &processes {
                     tracing::debug!(gpu_uuid = uuid, "{error}");
                 }
-                SeenGpu { has_our_mode: mode == served, processes }
+                SeenGpu { has_our_mode: mode == served, processes: processes.map_err(Into::into) }
             });
-            seen.insert(uuid, look);
+            seen.insert(uuid, look.map_err(Into::into));
         }
         Some(seen)
     }

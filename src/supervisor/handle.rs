@@ -8,6 +8,7 @@ use mps_core::{CoreEvent, DaemonAct, Goal, HeldGpus, Order, RateLimit};
 use tokio::sync::{mpsc, oneshot, watch as channel};
 
 use crate::mps::control::{Control, FrontEnds};
+use common::problem::Problem;
 
 use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
@@ -124,12 +125,12 @@ impl Supervisor {
 
     /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
     /// way.
-    pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), String>> {
+    pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }
 
     /// Ends the server and starts another. The error says who is in the way.
-    pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), String>> {
+    pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::RestartServer)
     }
 
@@ -154,14 +155,14 @@ impl Supervisor {
         self.send(Requested::Check, None);
     }
 
-    fn ask(&self, request: Requested) -> oneshot::Receiver<Result<(), String>> {
+    fn ask(&self, request: Requested) -> oneshot::Receiver<Result<(), Problem>> {
         let (reply, answer) = oneshot::channel();
         self.send(request, Some(reply));
         answer
     }
 
     /// Drops a request if too many wait. The channel of the answer then says so.
-    fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), String>>>) {
+    fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), Problem>>>) {
         if let Err(error) = self.commands.try_send(SupervisorCommand { request, reply }) {
             tracing::debug!("a request is dropped: {error}");
         }

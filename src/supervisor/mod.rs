@@ -46,6 +46,7 @@ use common::host::cpus::Cpus;
 use common::host::nvml::GpuProcess;
 use common::membership::Slices;
 use common::plan::{ControlDaemonPlan, tenure_of};
+use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
@@ -78,7 +79,7 @@ pub(crate) struct Instructions {
 struct SupervisorCommand {
     request: Requested,
     /// Takes the answer, for people, to a request that has one.
-    reply: Option<oneshot::Sender<Result<(), String>>>,
+    reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
 /// A signal for all who listen on the bus.

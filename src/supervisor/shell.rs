@@ -21,6 +21,7 @@ use common::host::cpus::Cpus;
 use common::host::proc;
 use common::host::socket::listener;
 use common::plan::Present;
+use common::problem::Problem;
 
 use super::bypass;
 use super::run::{Happening, Run};
@@ -37,7 +38,7 @@ pub(super) struct RunShell<'m> {
     /// None where no request is taken.
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
     /// Takes the answer to the last request that has one.
-    pub(super) reply: Option<oneshot::Sender<Result<(), String>>>,
+    pub(super) reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
 impl GpuShell for RunShell<'_> {
@@ -457,7 +458,7 @@ impl Shell for RunShell<'_> {
     fn answer(&mut self, answer: Result<(), String>) {
         if let Some(reply) = self.reply.take() {
             // An error means that nobody waits for it any more.
-            let _ = reply.send(answer);
+            let _ = reply.send(answer.map_err(Problem::from));
         }
     }
 }

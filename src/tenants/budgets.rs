@@ -173,9 +173,8 @@ impl Budgets {
     /// holds up nothing.
     pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
-        let is_fresh = move |(looked, _): &(Option<Instant>, GpuUse)| {
-            looked.is_some_and(|looked| looked + FRESH > now)
-        };
+        let is_fresh =
+            move |(looked, _): &(Option<Instant>, GpuUse)| looked.is_some_and(|looked| looked + FRESH > now);
         let mut looks = JoinSet::new();
         for watched in self.watched.values() {
             if !is_fresh(&watched.looked.borrow()) {

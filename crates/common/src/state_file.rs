@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::bindings::SliceBindings;
 use crate::drained::Drained;
 use crate::host::regular_file::{self, Unreadable};
+use crate::problem::Problem;
 
 pub const FILE: &str = "state.json";
 const VERSION: u32 = 1;
@@ -118,22 +119,22 @@ impl Default for Contents {
 ///
 /// # Errors
 /// It can't be read or is damaged.
-pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, String> {
+pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, Problem> {
     let contents = read(&directory.join(FILE))?;
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
 /// The content of the file; None where there is no file. The error says what is wrong with it.
-pub fn read(file: &Path) -> Result<Option<Contents>, String> {
+pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
     let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,
         Err(Unreadable::Failed(error)) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(error.to_string()),
+        Err(error) => return Err(error.to_string().into()),
     };
     let contents: Contents =
         serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
     match contents.version {
         VERSION => Ok(Some(contents)),
-        other => Err(format!("is of version {other}, this program knows {VERSION}")),
+        other => Err(format!("is of version {other}, this program knows {VERSION}").into()),
     }
 }

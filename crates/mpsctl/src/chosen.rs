@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use tokio::time::sleep;
 
+use crate::Result;
 use crate::complete;
 use crate::screen::say;
 use crate::slurm;
-use crate::{Error, Result};
+use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
 
 /// The time in which a slice that is on its way is served: a control daemon starts, a server gets over a fault, or a service that
@@ -39,7 +40,7 @@ impl Devices {
 
     /// The slices that are asked for.
     pub(crate) fn wish(&self) -> Result<SliceWish> {
-        let names = if self.slurm { slurm::given().map_err(Error::Failed)? } else { self.names.clone() };
+        let names = if self.slurm { slurm::given()? } else { self.names.clone() };
         Ok(SliceWish { names, free: self.free, share: self.share })
     }
 }
@@ -66,7 +67,7 @@ pub(crate) async fn until_served<T>(
 
 /// Returns whether the service may give the same slices at the next moment.
 pub(crate) fn passes(error: &BusError) -> bool {
-    error.is("NotReady") || error.is("NotServed")
+    matches!(error, BusError::Refused(RequestError::NotReady(_) | RequestError::NotServed(_)))
 }
 
 /// The settings for a program that uses these slices, once it may have them. Says which slice the service has chosen.

@@ -7,6 +7,7 @@ use std::io::{self, Write};
 use clap::{CommandFactory, Parser, Subcommand};
 
 use common::bus::proxy::{BusError, DaemonProxy};
+use common::problem::Problem;
 
 mod act;
 mod check;
@@ -347,6 +348,12 @@ enum Error {
     Failed(String),
     #[error("{0}")]
     Usage(String),
+}
+
+impl From<Problem> for Error {
+    fn from(problem: Problem) -> Self {
+        Self::Failed(problem.into())
+    }
 }
 
 impl Error {

@@ -9,12 +9,13 @@ use std::env;
 use std::io::Write;
 use std::path::Path;
 
+use crate::Result;
 use crate::screen::say;
 use crate::show::health::describe_state;
-use crate::{Error, Result};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::Device;
 use common::host::{control_groups, regular_file};
+use common::problem::Problem;
 use common::published::snapshot::State;
 use common::text::printable;
 
@@ -35,12 +36,12 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
         let state = describe_state(&service);
         say(&format!("warning: write the lines again when every GPU is served: {state}"));
     }
-    write!(out, "{}", gres_conf(&devices).map_err(Error::Failed)?)?;
+    write!(out, "{}", gres_conf(&devices)?)?;
     Ok(())
 }
 
 /// The lines for gres.conf, and in comments the lines for slurm.conf.
-fn gres_conf(devices: &[Listed<Device>]) -> Result<String, String> {
+fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     // Slurm numbers the slices type by type, in the order of the types in slurm.conf, and within a type in the order of
     // gres.conf.
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
@@ -51,7 +52,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, String> {
         kinds.entry(kind(device)).or_default().push((minor, device));
     }
     if kinds.is_empty() {
-        return Err("there is no slice that can be served".to_owned());
+        return Err("there is no slice that can be served".into());
     }
     let mut lines = String::new();
     for (kind, slices) in &mut kinds {
@@ -99,7 +100,7 @@ pub(super) struct SlurmJob {
 
 /// The job that this process is in. None if Slurm has given no slice to it: most jobs of a cluster need no GPU, and run where
 /// nobody can bind anything.
-pub(super) fn job() -> Result<Option<SlurmJob>, String> {
+pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
     if numbers().is_none() {
         return Ok(None);
     }
@@ -129,21 +130,21 @@ fn numbers() -> Option<String> {
 }
 
 /// The names of the slices that Slurm has given to the step or the job that this process is in.
-pub(super) fn given() -> Result<Vec<String>, String> {
+pub(super) fn given() -> Result<Vec<String>, Problem> {
     let numbers = numbers().ok_or_else(|| {
-        format!(
-            "Slurm has given no slice to this step: neither {} is set; ask for one by --gres=gpu:1",
-            GIVEN.join(" nor ")
-        )
+        let found = format!("Slurm has given no slice to this step: neither {} is set", GIVEN.join(" nor "));
+        Problem::new(found, "ask for one by --gres=gpu:1")
     })?;
     let file = Path::new(FILE);
-    let lines = regular_file::read(file, FILE_MAX)
-        .map_err(|error| format!("{FILE} {error}; root writes it: yunion-mpsctl slurm >{FILE}"))?;
+    let lines = regular_file::read(file, FILE_MAX).map_err(|error| {
+        let remedy = format!("root writes it: yunion-mpsctl slurm >{FILE}");
+        Problem::new(format!("{FILE} {error}"), remedy)
+    })?;
     named(&numbers, &String::from_utf8_lossy(&lines))
 }
 
 /// The names in the comments of these lines.
-fn named(numbers: &str, lines: &str) -> Result<Vec<String>, String> {
+fn named(numbers: &str, lines: &str) -> Result<Vec<String>, Problem> {
     let lines: Vec<&str> =
         lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let name = |number: &str| {
@@ -151,7 +152,7 @@ fn named(numbers: &str, lines: &str) -> Result<Vec<String>, String> {
         let line =
             line.ok_or_else(|| format!("Slurm says GPU {number:?}, and {FILE} has {} lines", lines.len()))?;
         let name = line.rsplit_once('#').map(|(_, name)| name.trim()).filter(|name| !name.is_empty());
-        name.map(str::to_owned).ok_or_else(|| format!("{FILE}: no slice is named behind {line:?}"))
+        name.map(str::to_owned).ok_or_else(|| format!("{FILE}: no slice is named behind {line:?}").into())
     };
     numbers.split(',').map(name).collect()
 }
@@ -212,9 +213,9 @@ mod tests {
 
     #[test]
     fn nothing_is_guessed() {
-        assert_eq!(gres_conf(&[]).unwrap_err(), "there is no slice that can be served");
+        assert_eq!(gres_conf(&[]).unwrap_err(), "there is no slice that can be served".into());
         let unknown = device("07:00.0-0", Value::Null, 0, "H200", 1);
-        assert_eq!(gres_conf(&[unknown]).unwrap_err(), "the device file of 07:00.0-0 is not known");
+        assert_eq!(gres_conf(&[unknown]).unwrap_err(), "the device file of 07:00.0-0 is not known".into());
         let lines = "# a comment\n\n Name=gpu # 00:06.0-0\nName=gpu\nName=gpu #\n";
         assert_eq!(named("0", lines).unwrap(), ["00:06.0-0"]);
         for (number, complaint) in [
@@ -224,7 +225,7 @@ mod tests {
             ("0,-1", "Slurm says GPU \"-1\", and /etc/yunion/gres.conf has 3 lines"),
             ("x", "Slurm says GPU \"x\", and /etc/yunion/gres.conf has 3 lines"),
         ] {
-            assert_eq!(named(number, lines).unwrap_err(), complaint);
+            assert_eq!(named(number, lines).unwrap_err(), complaint.into());
         }
     }
 }

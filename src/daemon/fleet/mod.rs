@@ -247,7 +247,8 @@ impl Fleet {
         };
         let id = id.to_owned();
         tokio::spawn(answer_unless_given_up(reply, async move {
-            answer.await.unwrap_or_else(|_| Err(busy(&id))).map_err(RequestError::Busy)
+            let answer = answer.await.unwrap_or_else(|_| Err(busy(&id).into()));
+            answer.map_err(|in_the_way| RequestError::Busy(in_the_way.into()))
         }));
     }
 }

@@ -10,7 +10,8 @@ use mps_core::terms::{DeviceName, PciAddress};
 use tokio::time::timeout;
 
 use crate::arguments::Arguments;
-use crate::bus::proxy::{ACCESS_DENIED, BusError, DaemonProxy, Listed};
+use crate::bus::error::RequestError;
+use crate::bus::proxy::{BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::proc;
 
@@ -59,8 +60,8 @@ impl BusAnswer {
             Ok(published) => Self::Answers(Box::new(published)),
             Err(BusError::NotRunning) => Self::NotRunning,
             Err(BusError::Silent) => Self::Silent,
-            Err(BusError::Refused { name, text }) if name == ACCESS_DENIED => Self::Denied(text),
-            Err(error @ BusError::Refused { .. }) => Self::Refuses(error.to_string()),
+            Err(BusError::Refused(RequestError::AccessDenied(text))) => Self::Denied(text),
+            Err(error @ (BusError::Refused(_) | BusError::Other { .. })) => Self::Refuses(error.to_string()),
             Err(error @ BusError::Bus(_)) => Self::Unreachable(error.to_string()),
         }
     }
@@ -79,7 +80,7 @@ impl BusAnswer {
 /// The rows of an answer; None before the daemon knows its GPUs.
 pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusError> {
     match answer {
-        Err(error) if error.is("NotReady") => Ok(None),
+        Err(BusError::Refused(RequestError::NotReady(_))) => Ok(None),
         answer => answer.map(Some),
     }
 }

@@ -68,6 +68,25 @@ impl RequestError {
     fn text(&self) -> &str {
         self.name_and_text().1
     }
+
+    /// The error with this name on the bus. None for an error of the bus, or of a newer service.
+    pub(super) fn read(name: &str, text: String) -> Option<Self> {
+        const ALL: [fn(String) -> RequestError; 11] = [
+            RequestError::NotReady,
+            RequestError::NoSuchDevice,
+            RequestError::NoSuchClient,
+            RequestError::InvalidConfig,
+            RequestError::Busy,
+            RequestError::Drained,
+            RequestError::NotServed,
+            RequestError::Taken,
+            RequestError::SharedControlGroup,
+            RequestError::AccessDenied,
+            RequestError::Failed,
+        ];
+        let found = ALL.into_iter().find(|of| of(String::new()).name_and_text().0 == name)?;
+        Some(found(text))
+    }
 }
 
 impl From<ContainerError> for RequestError {
@@ -106,5 +125,9 @@ mod tests {
         assert_eq!(reply.body().deserialize::<String>().unwrap(), "line 3: \u{fffd}");
         let denied = RequestError::AccessDenied("no".to_owned());
         assert_eq!(denied.name().as_str(), "org.freedesktop.DBus.Error.AccessDenied");
+        for error in [error, denied] {
+            assert_eq!(RequestError::read(error.name().as_str(), error.to_string()), Some(error));
+        }
+        assert_eq!(RequestError::read("io.yunion.Mps1.Error.Tired", String::new()), None);
     }
 }

@@ -16,6 +16,7 @@ use zbus::fdo::{self, PropertiesProxy};
 use zbus::{DBusError, OwnedVariant, Signature, Type, Variant};
 
 use super::changes::ServiceChanges;
+use super::error::RequestError;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 
@@ -32,9 +33,12 @@ const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 pub enum BusError {
     #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
     NotRunning,
-    /// The daemon, or the bus on its behalf, has answered with an error.
+    /// The daemon has answered with an error, or the bus has not let us ask.
+    #[error("{0}")]
+    Refused(RequestError),
+    /// The bus has answered on the daemon's behalf, or a newer daemon with an error that this version does not know.
     #[error("{text}")]
-    Refused { name: String, text: String },
+    Other { name: String, text: String },
     /// The bus has taken the question, and no answer came in time.
     #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
     Silent,
@@ -45,16 +49,17 @@ pub enum BusError {
 
 impl From<zbus::Error> for BusError {
     fn from(error: zbus::Error) -> Self {
-        let refused = |name: &str, text: Option<&str>| Self::Refused {
-            name: name.to_owned(),
-            text: text.filter(|text| !text.is_empty()).unwrap_or(name).to_owned(),
+        let refused = |name: &str, text: Option<&str>| {
+            let text = text.filter(|text| !text.is_empty()).unwrap_or(name);
+            let other = || Self::Other { name: name.to_owned(), text: text.to_owned() };
+            RequestError::read(name, text.to_owned()).map_or_else(other, Self::Refused)
         };
         match &error {
             zbus::Error::MethodError(name, text, _) => refused(name.as_str(), text.as_deref()),
             zbus::Error::FDO(error) => match &**error {
                 fdo::Error::ServiceUnknown(_) | fdo::Error::NameHasNoOwner(_) => Self::NotRunning,
                 fdo::Error::AccessDenied(text) if is_from_bus(text) => {
-                    refused(ACCESS_DENIED, Some(NOT_A_MEMBER))
+                    Self::Refused(RequestError::AccessDenied(NOT_A_MEMBER.to_owned()))
                 }
                 error => refused(error.name().as_str(), error.description()),
             },
@@ -71,13 +76,6 @@ impl From<fdo::Error> for BusError {
             fdo::Error::ZBus(error) => error,
             error => zbus::Error::FDO(Box::new(error)),
         })
-    }
-}
-
-impl BusError {
-    /// Whether the daemon has answered with this one of its errors: `NotReady`.
-    pub fn is(&self, error: &str) -> bool {
-        matches!(self, Self::Refused { name, .. } if name.strip_prefix("io.yunion.Mps1.Error.") == Some(error))
     }
 }
 
@@ -238,15 +236,12 @@ trait Control {
 /// The answer of a call of Control. The bus refuses everybody but root, in words about its own rules.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
-        BusError::Refused { name, .. } if name == ACCESS_DENIED => {
-            BusError::Refused { name, text: "only root may do this".to_owned() }
+        BusError::Refused(RequestError::AccessDenied(_)) => {
+            BusError::Refused(RequestError::AccessDenied("only root may do this".to_owned()))
         }
         other => other,
     })
 }
-
-/// The name of the bus's own error for a call that its policy does not allow.
-pub const ACCESS_DENIED: &str = "org.freedesktop.DBus.Error.AccessDenied";
 
 /// The answer to a user whom the policy shuts out.
 const NOT_A_MEMBER: &str = "only root and the group yunion-mps may ask the service; join the group with `sudo usermod \

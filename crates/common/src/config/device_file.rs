@@ -15,7 +15,7 @@ use super::host_conf::boolean;
 use super::yaml::{self, Node, Pair, Value};
 use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
-use crate::problem::{LocatedProblem, Origin};
+use crate::problem::{LocatedProblem, Origin, Problem};
 
 /// The type of the entries that this service serves. The host agent compares it exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
@@ -249,7 +249,7 @@ impl<'t> Entry<'t> {
         warnings
     }
 
-    /// A key that must be there. `read` returns the remedy for a wrong value.
+    /// A key that must be there.
     fn required<T>(&self, key: &str, remedy: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
         self.valid(self.fields.get(key).ok_or_else(missing)?, key, read)
@@ -261,35 +261,35 @@ impl<'t> Entry<'t> {
     }
 
     fn valid<T>(&self, field: &Node<'_>, key: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
-        read(&field.value).map_err(|remedy| self.problem(field.line, key, &field.value.found(), &remedy))
+        read(&field.value).map_err(|wrong| self.problem(field.line, key, &wrong.found, &wrong.remedy))
     }
 }
 
-/// Reads a value. The error is the remedy for a wrong one.
-type Reader<T> = fn(&Value<'_>) -> Result<T, String>;
+/// Reads a value.
+type Reader<T> = fn(&Value<'_>) -> Result<T, Problem>;
 
 const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
 const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";
 
-fn isolation(value: &Value<'_>) -> Result<Isolation, String> {
+fn isolation(value: &Value<'_>) -> Result<Isolation, Problem> {
     value.text().parse().map_err(|_| {
-        "write slice (a control daemon for each slice) or gpu (one for all slices of the GPU)".to_owned()
+        value.wrong("write slice (a control daemon for each slice) or gpu (one for all slices of the GPU)")
     })
 }
 
-fn path(value: &Value<'_>) -> Result<DevicePath, String> {
+fn path(value: &Value<'_>) -> Result<DevicePath, Problem> {
     match value.text().as_ref() {
-        "" => Err(WRITE_PATH.to_owned()),
+        "" => Err(value.wrong(WRITE_PATH)),
         text => Ok(classify(text)),
     }
 }
 
 /// The type. A type that is probably a misspelt `NVIDIA_MPS` is an error.
-fn device_type(value: &Value<'_>) -> Result<String, String> {
+fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     match value.text().as_ref() {
-        "" => Err(WRITE_TYPE.to_owned()),
+        "" => Err(value.wrong(WRITE_TYPE)),
         text if text != MPS_TYPE && is_near_miss(text) => {
-            Err("write NVIDIA_MPS, or the intended other type".to_owned())
+            Err(value.wrong("write NVIDIA_MPS, or the intended other type"))
         }
         text => Ok(text.to_owned()),
     }

@@ -14,7 +14,7 @@ use strum::VariantNames;
 use super::yaml::{self, Node, Pair, Value};
 use super::{Findings, MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
-use crate::problem::{LocatedProblem, Origin};
+use crate::problem::{LocatedProblem, Origin, Problem};
 
 /// The result of the files that are read so far.
 pub(super) struct Draft {
@@ -38,7 +38,7 @@ pub(super) struct EmptyKey {
 const MISTAKE: &str = "with it the platform's host agent does not start";
 
 /// Stores a value in the draft. The error names the allowed values.
-type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), String>;
+type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), Problem>;
 
 pub(super) const ENABLE_KEY: &str = "enable_cuda_mps";
 pub(super) const DEVICE_FILE_KEY: &str = "container_device_config_file";
@@ -155,9 +155,7 @@ impl Draft {
                         findings.overridden.push((key, earlier, origin));
                     }
                 }
-                Err(remedy) => {
-                    findings.problems.push(LocatedProblem::new(origin, key, value.found(), remedy));
-                }
+                Err(wrong) => findings.problems.push(wrong.at(origin, key)),
             }
         }
     }
@@ -374,39 +372,39 @@ fn meant_for_us(name: &str) -> Option<String> {
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
 }
 
-pub(super) fn boolean(value: &Value<'_>) -> Result<bool, String> {
-    value.as_bool().ok_or_else(|| "write true or false, without quotes".to_owned())
+pub(super) fn boolean(value: &Value<'_>) -> Result<bool, Problem> {
+    value.as_bool().ok_or_else(|| value.wrong("write true or false, without quotes"))
 }
 
-fn seconds(value: &Value<'_>, range: RangeInclusive<u64>) -> Result<Duration, String> {
+fn seconds(value: &Value<'_>, range: RangeInclusive<u64>) -> Result<Duration, Problem> {
     whole(value, range, "seconds").map(Duration::from_secs)
 }
 
 /// A text that may be empty, which means the same as an unset key.
-fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, String>) -> Result<Option<T>, String> {
+fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, Problem>) -> Result<Option<T>, Problem> {
     if value.as_text().is_some_and(|text| text.is_empty()) { Ok(None) } else { read(value).map(Some) }
 }
 
 /// The absolute path of a file. It is not normalised, since messages show it as it is written.
-fn file(value: &Value<'_>) -> Result<PathBuf, String> {
+fn file(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     if text.starts_with('/') && !text.contains(char::is_control) {
         Ok(PathBuf::from(text.as_ref()))
     } else {
-        Err("write the absolute path of a file, without control characters".to_owned())
+        Err(value.wrong("write the absolute path of a file, without control characters"))
     }
 }
 
 /// The absolute path of a directory. It is normalised, so that two spellings of one directory are equal.
-fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
+fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     let parts: Vec<&str> = text.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
     if !text.starts_with('/') || text.contains(char::is_control) {
-        Err("write the absolute path of a directory, without control characters".to_owned())
+        Err(value.wrong("write the absolute path of a directory, without control characters"))
     } else if parts.is_empty() {
-        Err("write a directory below /: the root itself can't be used".to_owned())
+        Err(value.wrong("write a directory below /: the root itself can't be used"))
     } else if parts.contains(&"..") {
-        Err("write the path without `..`".to_owned())
+        Err(value.wrong("write the path without `..`"))
     } else {
         Ok(PathBuf::from(format!("/{}", parts.join("/"))))
     }
@@ -414,38 +412,38 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, String> {
 
 /// The path of a directory that stands in options of container engines: in `--volume=HOST:CONTAINER`, and unquoted in a shell,
 /// which splits it at blanks and replaces patterns.
-fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, String> {
+fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {
         let remedy = "write a path without blanks and without any of : * ? [ \\, which options of Docker and Podman can't have";
-        return Err(remedy.to_owned());
+        return Err(value.wrong(remedy));
     }
     Ok(path)
 }
 
-fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, String> {
+fn word<T: FromStr + VariantNames>(value: &Value<'_>) -> Result<T, Problem> {
     value.text().parse().map_err(|_| match T::VARIANTS {
-        [others @ .., last] => format!("write {} or {last}", others.join(", ")),
-        [] => String::new(),
+        [others @ .., last] => value.wrong(format!("write {} or {last}", others.join(", "))),
+        [] => value.wrong(""),
     })
 }
 
-fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, String> {
+fn thread_policy(value: &Value<'_>) -> Result<ThreadPolicy, Problem> {
     match value.text().as_ref() {
         "equal" => Ok(ThreadPolicy::Equal),
         "balanced" => Ok(ThreadPolicy::Balanced),
         "unlimited" => Ok(ThreadPolicy::Unlimited),
         _ => percentage(value)
             .map(ThreadPolicy::Fixed)
-            .map_err(|_| "write equal, balanced, unlimited or a whole number from 1 to 100".to_owned()),
+            .map_err(|_| value.wrong("write equal, balanced, unlimited or a whole number from 1 to 100")),
     }
 }
 
-fn multiuser(value: &Value<'_>) -> Result<MultiUser, String> {
+fn multiuser(value: &Value<'_>) -> Result<MultiUser, Problem> {
     match value.as_bool() {
         Some(on) => Ok(if on { MultiUser::On } else { MultiUser::Off }),
         None if value.text() == "auto" => Ok(MultiUser::Auto),
-        None => Err("write auto, or true or false without quotes".to_owned()),
+        None => Err(value.wrong("write auto, or true or false without quotes")),
     }
 }
 

@@ -574,24 +574,25 @@ fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
 }
 
 /// A whole number within a range. The error names the allowed values.
-fn whole<T>(value: &Value<'_>, range: RangeInclusive<T>, unit: &str) -> Result<T, String>
+fn whole<T>(value: &Value<'_>, range: RangeInclusive<T>, unit: &str) -> Result<T, Problem>
 where
     T: TryFrom<i128> + PartialOrd + fmt::Display,
 {
     let number = value.as_integer().and_then(|number| T::try_from(number).ok());
-    number
-        .filter(|number| range.contains(number))
-        .ok_or_else(|| format!("write a whole number of {unit} from {} to {}", range.start(), range.end()))
+    number.filter(|number| range.contains(number)).ok_or_else(|| {
+        let (first, last) = (range.start(), range.end());
+        value.wrong(format!("write a whole number of {unit} from {first} to {last}"))
+    })
 }
 
 /// A number of slices. The platform's `addr` column has 16 characters. In a PCI domain other than 0000 the longest name
 /// of a slice is `0001:1a:00.0-999`, so a slice's number has at most three digits.
-fn slices(value: &Value<'_>) -> Result<NonZeroU32, String> {
+fn slices(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
 /// A number of clients. No GPU holds as many as the largest.
-fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
+fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
@@ -599,7 +600,7 @@ fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, String> {
 const MOST_MEMORY_MIB: u64 = 16 << 20;
 
 /// An amount of memory, in MiB, or with its unit.
-fn memory(value: &Value<'_>) -> Result<NonZeroU64, String> {
+fn memory(value: &Value<'_>) -> Result<NonZeroU64, Problem> {
     let text = value.text();
     let (number, unit) = match (text.strip_suffix("GiB"), text.strip_suffix("MiB")) {
         (Some(number), _) => (number, 1024),
@@ -610,11 +611,13 @@ fn memory(value: &Value<'_>) -> Result<NonZeroU64, String> {
     let is_plain = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
     let mib = number.parse::<u64>().ok().filter(|_| is_plain).and_then(|number| number.checked_mul(unit));
     mib.filter(|mib| *mib <= MOST_MEMORY_MIB).and_then(NonZeroU64::new).ok_or_else(|| {
-        format!("write a whole number of MiB from 1 to {MOST_MEMORY_MIB}, or a size such as 20GiB")
+        value.wrong(format!(
+            "write a whole number of MiB from 1 to {MOST_MEMORY_MIB}, or a size such as 20GiB"
+        ))
     })
 }
 
-fn percentage(value: &Value<'_>) -> Result<u8, String> {
+fn percentage(value: &Value<'_>) -> Result<u8, Problem> {
     whole(value, 1..=100, "percent")
 }
 

@@ -12,7 +12,7 @@ use std::path::Path;
 
 use serde::de::{self, DeserializeSeed, EnumAccess, MapAccess, SeqAccess, VariantAccess};
 
-use crate::problem::{LocatedProblem, Origin};
+use crate::problem::{LocatedProblem, Origin, Problem};
 use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -96,6 +96,11 @@ impl Value<'_> {
     /// A scalar as text. Empty for anything else.
     pub(super) fn text(&self) -> Cow<'_, str> {
         self.as_text().unwrap_or_default()
+    }
+
+    /// The problem that this value is wrong.
+    pub(super) fn wrong(&self, remedy: impl Into<String>) -> Problem {
+        Problem::new(self.found(), remedy)
     }
 
     /// The value in a message: on one line, of bounded length, without control characters.

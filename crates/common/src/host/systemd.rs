@@ -14,6 +14,7 @@ use zbus::{Connection, OwnedObjectPath, Variant, fdo};
 
 use super::variant::json;
 use crate::host::proc;
+use crate::problem::Problem;
 
 /// The deadline for systemd's answer about a unit. Somebody waits for it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -66,7 +67,7 @@ pub fn runs_us() -> bool {
 /// # Errors
 /// This process is no service of systemd, or systemd refuses or does not answer. The process is most likely still in
 /// its old unit, but may also move into the scope a moment later.
-pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
+pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
     let started = start_scope(&name, scope_properties(id, pid, &own));
@@ -79,7 +80,7 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, String> {
 ///
 /// # Errors
 /// There is no systemd, or systemd refuses or does not answer. Most likely the process is where it was.
-pub async fn move_self_to_scope(description: &str) -> Result<(), String> {
+pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     let pid = std::process::id();
     let name = format!("yunion-mps-run-{pid}.scope");
     let properties = vec![
@@ -93,7 +94,7 @@ pub async fn move_self_to_scope(description: &str) -> Result<(), String> {
 
 /// Waits until systemd has moved a process into a unit. systemd's answer only says that the job is queued. The process's control
 /// group shows that the job is done.
-async fn arrival(pid: u32, name: &str) -> Result<(), String> {
+async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let cgroup = proc::cgroups_text(pid)
@@ -107,7 +108,8 @@ async fn arrival(pid: u32, name: &str) -> Result<(), String> {
             return Err(format!(
                 "process {pid} is still in {unit} {} s after systemd was asked to move it to {name}",
                 PATIENCE.as_secs()
-            ));
+            )
+            .into());
         }
         sleep(MOVE_PAUSE).await;
     }
@@ -115,7 +117,7 @@ async fn arrival(pid: u32, name: &str) -> Result<(), String> {
 
 /// Lifts the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control
 /// group. Otherwise the kernel could end servers, and tenants' jobs with them, to free memory.
-pub async fn lift_limits() -> Result<(), String> {
+pub async fn lift_limits() -> Result<(), Problem> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
         let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
@@ -129,7 +131,7 @@ pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
     match answer(PATIENCE, &format!("can't be asked what it does with {own}"), own_job()).await {
         Ok(job) => classify(job.as_deref(), &own),
-        Err(reason) => Stopping::Unknown(reason),
+        Err(reason) => Stopping::Unknown(reason.into()),
     }
 }
 
@@ -153,7 +155,7 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
 pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
 /// Asks systemd about a service, installed or not. Takes 2 s at most.
-pub async fn unit(name: &str) -> Result<UnitProperties, String> {
+pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     let asked = async {
         let connection = Connection::system().await?;
         let unit = SystemdProxy::new(&connection).await?.load_unit(name).await?;
@@ -173,10 +175,10 @@ async fn answer<T>(
     patience: Duration,
     refused: &str,
     asked: impl Future<Output = zbus::Result<T>>,
-) -> Result<T, String> {
+) -> Result<T, Problem> {
     match timeout(patience, asked).await {
-        Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}")),
-        Err(_) => Err(format!("systemd did not answer within {} s", patience.as_secs())),
+        Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}").into()),
+        Err(_) => Err(format!("systemd did not answer within {} s", patience.as_secs()).into()),
     }
 }
 

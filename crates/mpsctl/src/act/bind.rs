@@ -12,6 +12,7 @@ use crate::chosen::{passes, until_served};
 use crate::complete;
 use crate::screen::say;
 use crate::{Error, Result, slurm};
+use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::proc;
 use common::published::snapshot::drained;
@@ -114,7 +115,8 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
     // Somebody's container or job is to start, and a service that is just restarted is no reason against it.
     let waits = arguments.hook.oci || arguments.slurm;
-    let will_be_free = |error: &BusError| waits_for_owner && error.is("Taken");
+    let will_be_free =
+        |error: &BusError| waits_for_owner && matches!(error, BusError::Refused(RequestError::Taken(_)));
     let worth_waiting = |error: &BusError| waits && (passes(error) || is_away(error) || will_be_free(error));
     let bound = until_served(bind, worth_waiting).await?;
     if waits {
@@ -139,7 +141,7 @@ struct ToBind {
 /// None, if there is nothing to bind.
 fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     if arguments.slurm {
-        let job = slurm::job().map_err(Error::Failed)?;
+        let job = slurm::job()?;
         return Ok(job.map(|slurm::SlurmJob { control_group, label, slices }| ToBind {
             devices: slices,
             group: GroupOf::Path(control_group),
@@ -181,7 +183,7 @@ fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
 fn is_away(error: &BusError) -> bool {
     match error {
         BusError::NotRunning => true,
-        BusError::Refused { name, .. } => name.ends_with(".NoReply"),
+        BusError::Other { name, .. } => name.ends_with(".NoReply"),
         _ => false,
     }
 }

@@ -30,6 +30,7 @@ use crate::screen::say;
 use crate::show::env::{ensure_reachable, host_environment, quoted, warn_of_several};
 use crate::signals::CaughtSignals;
 use crate::{Error, FAILED, Result};
+use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::{control_groups, proc, systemd};
 use common::text::printable;
@@ -263,10 +264,9 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let mut result = Ok(());
     while let Some(ended) = terminations.join_next().await {
         match ended {
-            // It had gone by itself in the meantime.
-            Ok(Err(error)) if error.is("NoSuchClient") => {}
+            // A client that the service does not know has gone by itself in the meantime.
+            Ok(Ok(()) | Err(BusError::Refused(RequestError::NoSuchClient(_)))) | Err(_) => {}
             Ok(Err(error)) => result = Err(error),
-            Ok(Ok(())) | Err(_) => {}
         }
     }
     result

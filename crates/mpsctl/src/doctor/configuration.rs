@@ -31,7 +31,7 @@ fn configuration(facts: &Facts) -> Outcome {
         Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
             let mut files = problems.iter().map(|problem| &problem.origin.file);
             if let Some(file) = files.find(|file| for_root(facts, file)) {
-                return Err(format!("only root can read {}", file.display()));
+                return Err(format!("only root can read {}", file.display()).into());
             }
             let wrong = |problem| of_problem(Severity::Error, "configuration-wrong", problem);
             findings.extend(problems.iter().map(wrong));

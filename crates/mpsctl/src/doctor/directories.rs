@@ -239,7 +239,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
     let state_file = directory.join("state.json");
     if let Err(what) = &facts.state_file {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
-            return Err(format!("only root can read {}", state_file.display()));
+            return Err(format!("only root can read {}", state_file.display()).into());
         }
         // The service that runs knows the content; the next one would not.
         let remedy = if facts.published().is_ok() {

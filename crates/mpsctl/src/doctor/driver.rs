@@ -63,7 +63,7 @@ fn programs(facts: &Facts) -> Outcome {
 }
 
 /// The PATH of the service that runs, or else the PATH that its unit would give it.
-fn path_of_service(facts: &Facts) -> Result<String, String> {
+fn path_of_service(facts: &Facts) -> Result<String, Problem> {
     if let Some(pid) = facts.published().ok().and_then(|published| published.pid) {
         return Ok(variable(pid, "PATH")?.unwrap_or_default());
     }
@@ -151,7 +151,7 @@ fn nodes(facts: &Facts) -> Outcome {
 /// The kernel counts instances by user, so only root's are the service's.
 fn inotify(facts: &Facts) -> Outcome {
     if !facts.own_processes() {
-        return Err("the processes of this machine are not the host's".to_owned());
+        return Err("the processes of this machine are not the host's".into());
     }
     let shortage = inotify::none_left().filter(|_| rustix::process::geteuid().is_root());
     each(shortage, |Problem { found, remedy }| {

@@ -25,7 +25,7 @@ use common::host::program::find_program;
 use common::host::socket::listener;
 use common::host::systemd::{self, UnitProperties};
 use common::plan::Plan;
-use common::problem::{LocatedProblem, Origin};
+use common::problem::{LocatedProblem, Origin, Problem};
 use common::state_file::{self, Running};
 
 pub(super) const UNIT: &str = "yunion-mps-daemon.service";
@@ -47,9 +47,9 @@ pub(super) struct Facts {
     /// The CUDA version of the control daemon's program, if the program prints one.
     pub(super) program_cuda: Option<u32>,
     pub(super) bus: BusAnswer,
-    pub(super) unit: Result<UnitProperties, String>,
+    pub(super) unit: Result<UnitProperties, Problem>,
     pub(super) runtime_directory: PathBuf,
-    pub(super) state_file: Result<Vec<Running>, String>,
+    pub(super) state_file: Result<Vec<Running>, Problem>,
     pub(super) control_daemons: Vec<FoundDaemon>,
 }
 
@@ -121,26 +121,26 @@ impl Facts {
     }
 
     /// The settings of the files. The errors of this function and of the next ones say why there is nothing to check.
-    pub(super) fn loaded(&self) -> Result<&Loaded, String> {
-        self.checked.loaded().ok_or_else(|| "the configuration can't be read".to_owned())
+    pub(super) fn loaded(&self) -> Result<&Loaded, Problem> {
+        self.checked.loaded().ok_or_else(|| "the configuration can't be read".into())
     }
 
     /// The settings, where MPS is switched on.
-    pub(super) fn enabled(&self) -> Result<&Settings, String> {
+    pub(super) fn enabled(&self) -> Result<&Settings, Problem> {
         let settings = &self.loaded()?.settings;
-        if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".to_owned()) }
+        if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".into()) }
     }
 
-    pub(super) fn plan(&self) -> Result<&Plan, String> {
+    pub(super) fn plan(&self) -> Result<&Plan, Problem> {
         match &self.checked {
             Checked::Right { plan: Ok(plan), .. } => Ok(plan),
-            _ => Err("there is no plan now".to_owned()),
+            _ => Err("there is no plan now".into()),
         }
     }
 
     /// Everything that the daemon publishes.
-    pub(super) fn published(&self) -> Result<&Published, String> {
-        self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".to_owned())
+    pub(super) fn published(&self) -> Result<&Published, Problem> {
+        self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".into())
     }
 
     /// The control daemons that the service publishes; none if it does not answer.
@@ -154,7 +154,7 @@ impl Facts {
     }
 
     /// Pipe and log directory of each planned control daemon; without a plan, the directories of the settings.
-    pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, String> {
+    pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, Problem> {
         let settings = self.enabled()?;
         let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
         if planned.is_empty() {
@@ -285,7 +285,7 @@ fn is_control_daemon(pid: u32) -> bool {
 }
 
 /// A variable in the environment of a process; the error is for people.
-pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, String> {
+pub(super) fn variable(pid: u32, name: &str) -> Result<Option<String>, Problem> {
     let environment = proc::environment(pid)
         .map_err(|error| format!("the environment of PID {pid} can't be read: {error}"))?;
     Ok(proc::variable(&environment, name).map(|value| String::from_utf8_lossy(value).into_owned()))

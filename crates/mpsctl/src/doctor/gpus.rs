@@ -18,7 +18,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the sum of thread percentages", oversubscription),
 ];
 
-fn planned(facts: &Facts) -> Result<&[GpuPlan], String> {
+fn planned(facts: &Facts) -> Result<&[GpuPlan], Problem> {
     facts.enabled()?;
     Ok(&facts.plan()?.gpus)
 }

@@ -122,7 +122,7 @@ fn edit_unit(setting: &str) -> String {
 }
 
 /// The findings of a check, or the reason why the check was not possible.
-type Outcome = Result<Vec<Finding>, String>;
+type Outcome = Result<Vec<Finding>, Problem>;
 
 /// The findings about each of these.
 #[expect(clippy::unnecessary_wraps, reason = "checks end with it")]
@@ -166,7 +166,7 @@ impl DoctorReport {
                     }
                 }
             }
-            Err(reason) => self.not_checked.push(NotChecked { check: what, reason }),
+            Err(reason) => self.not_checked.push(NotChecked { check: what, reason: reason.into() }),
         }
     }
 }

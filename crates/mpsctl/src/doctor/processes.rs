@@ -18,7 +18,7 @@ const FILES: u64 = 64;
 fn foreign(facts: &Facts) -> Outcome {
     // Without a list of our control daemons nobody knows which ones are foreign.
     if facts.published().is_err() && facts.state_file.is_err() {
-        return Err("it is not known which control daemons are ours".to_owned());
+        return Err("it is not known which control daemons are ours".into());
     }
     let configured = facts.directories().unwrap_or_default();
     each(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)), |daemon| {

@@ -257,7 +257,7 @@ fn devices(facts: &Facts) -> Outcome {
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
-        return Err("only root can read them".to_owned());
+        return Err("only root can read them".into());
     }
     let bad = records_without_effect(servers);
     if bad.is_empty() {

@@ -9,6 +9,7 @@ use crate::show::columns::{Column, GPUS, PLATFORM_GPUS, PLATFORM_SLICES, SLICES,
 use crate::show::health::describe_state;
 use crate::show::table::{Shown, pairs, prose};
 use crate::{Error, Result, print_json};
+use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, DaemonProxy, Listed};
 use common::bus::rows::{Device, Gpu, Service};
 use common::counted::counted;
@@ -113,7 +114,7 @@ pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
 /// The rows of an answer. Before the service knows its GPUs, its state says why.
 fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {
-        Err(error) if error.is("NotReady") => Err(Error::Failed(describe_state(service))),
+        Err(BusError::Refused(RequestError::NotReady(_))) => Err(Error::Failed(describe_state(service))),
         answer => Ok(answer?),
     }
 }

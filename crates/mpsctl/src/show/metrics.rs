@@ -41,7 +41,11 @@ pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
         // It may have ended while it was asked: the bus answers on its behalf then.
-        Err(BusError::Refused { .. }) if matches!(daemon.service().await, Err(BusError::NotRunning)) => None,
+        Err(BusError::Refused(_) | BusError::Other { .. })
+            if matches!(daemon.service().await, Err(BusError::NotRunning)) =>
+        {
+            None
+        }
         published => Some(published?),
     };
     let mut to = Families::default();
@@ -81,7 +85,7 @@ async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     daemon.look_at_clients().await;
     let published = Published::with(service, daemon).await?;
     match published.clients {
-        Err(error) if !matches!(error, BusError::Refused { .. }) => Err(error),
+        Err(error) if !matches!(error, BusError::Refused(_) | BusError::Other { .. }) => Err(error),
         _ => Ok(published),
     }
 }

@@ -61,7 +61,7 @@ impl Driver {
         let is_inside = |pid| control_groups::path_of(pid).is_ok_and(|path| group.has(&path));
         let processes = match self.processes(uuid) {
             Ok(processes) => processes,
-            Err(error) => return Some(error),
+            Err(error) => return Some(error.into()),
         };
         let inside = processes.iter().filter(|process| is_inside(process.pid));
         let has: u64 = inside.filter_map(|process| process.memory_mib).sum();

@@ -76,14 +76,14 @@ impl Driver {
     }
 
     /// The driver's version, `580.159.04`.
-    pub fn version(&self) -> Result<String, String> {
+    pub fn version(&self) -> Result<String, Problem> {
         read("the driver's version", self.nvml.sys_driver_version())
     }
 
     /// The CUDA version of the driver, 13000 for 13.0.
-    pub fn cuda_version(&self) -> Result<u32, String> {
+    pub fn cuda_version(&self) -> Result<u32, Problem> {
         let version = read("the CUDA version", self.nvml.sys_cuda_driver_version())?;
-        u32::try_from(version).map_err(|_| format!("a CUDA version of {version}"))
+        u32::try_from(version).map_err(|_| format!("a CUDA version of {version}").into())
     }
 
     /// The number of GPUs that NVML lists.
@@ -101,8 +101,8 @@ impl Driver {
 
     /// The GPU with this index. An error if NVML does not say where it is: [`Driver::facts_at`] gives the reason for an
     /// address.
-    fn listed(&self, index: u32) -> Result<Gpu, String> {
-        let device = self.nvml.device_by_index(index).map_err(|error| words(&error).into());
+    fn listed(&self, index: u32) -> Result<Gpu, Problem> {
+        let device = self.nvml.device_by_index(index).map_err(|error| words(&error));
         let listed = device.and_then(|device| listed_as(&device, index, self.process_record));
         listed.inspect_err(|reason| tracing::debug!(index, "NVML does not list the GPU: {reason}"))
     }
@@ -119,33 +119,34 @@ impl Driver {
         NvmlFacts::read(&device, index, self.process_record)
     }
 
-    pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, String> {
+    pub fn compute_mode(&self, uuid: &str) -> Result<ComputeMode, Problem> {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
 
     /// Whether the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
-    pub fn persistence_mode(&self, uuid: &str) -> Result<bool, String> {
+    pub fn persistence_mode(&self, uuid: &str) -> Result<bool, Problem> {
         read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
 
     /// Sets the compute mode and verifies it by reading it back.
-    pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), String> {
+    pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), Problem> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
-                format!("the compute mode can't be set to {mode}: that takes root with CAP_SYS_ADMIN")
+                format!("the compute mode can't be set to {mode}: that takes root with CAP_SYS_ADMIN").into()
             }
-            error => format!("the compute mode can't be set to {mode}: {}", words(&error)),
+            error => words(&error).prefixed(format_args!("the compute mode can't be set to {mode}")),
         })?;
         let now = self.compute_mode(uuid)?;
         if now == mode {
             Ok(())
         } else {
-            Err(format!("the compute mode was set to {mode} but reads {now}; does another program set it?"))
+            let found = format!("the compute mode was set to {mode} but reads {now}");
+            Err(Problem::new(found, "does another program set it?"))
         }
     }
 
     /// The processes with a context on the GPU with this UUID, by PID. MPS servers and clients are included.
-    pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, String> {
+    pub fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, Problem> {
         Ok(self.contexts(uuid)?.processes(proc::name))
     }
 
@@ -153,25 +154,26 @@ impl Driver {
     ///
     /// # Errors
     /// Nobody lists them, as before Volta: then an empty list would say nothing.
-    pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, String> {
-        self.contexts(uuid)?.clients().ok_or_else(|| format!("NVML does not list the clients of GPU {uuid}"))
+    pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, Problem> {
+        let unlisted = || format!("NVML does not list the clients of GPU {uuid}").into();
+        self.contexts(uuid)?.clients().ok_or_else(unlisted)
     }
 
-    fn contexts(&self, uuid: &str) -> Result<Contexts, String> {
+    fn contexts(&self, uuid: &str) -> Result<Contexts, Problem> {
         contexts(&self.device(uuid)?, self.process_record)
-            .map_err(|why| format!("the GPU's processes can't be listed: {}", why_not_listed(&why)))
+            .map_err(|why| why_not_listed(&why).prefixed("the GPU's processes can't be listed"))
     }
 
     /// Waits for critical errors of every GPU that can report them, and passes each to `seen`, with the GPU's UUID.
     /// It ends when `seen` returns false.
     /// It is an error if no GPU can report critical errors, or none can any longer.
-    pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), String> {
+    pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), Problem> {
         let (events, uuids) = self.xid_events()?;
         loop {
             let event = match events.wait(XID_WAIT_MS) {
                 Ok(event) => event,
                 Err(NvmlError::Timeout) => continue,
-                Err(error) => return Err(words(&error).into()),
+                Err(error) => return Err(words(&error)),
             };
             let xid = match event.event_data {
                 Some(XidError::Value(xid)) => xid,
@@ -193,11 +195,11 @@ impl Driver {
 
     /// A set of the critical errors of all GPUs that report them, and the UUIDs of these GPUs. A failed registration
     /// consumes the set, so the next set is made without that GPU.
-    fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), String> {
+    fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), Problem> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'without_refused: loop {
             if gpus.is_empty() {
-                return Err("no GPU reports critical errors".to_owned());
+                return Err("no GPU reports critical errors".into());
             }
             let mut events = self.nvml.create_event_set().map_err(|error| words(&error))?;
             let mut uuids = Vec::new();
@@ -221,10 +223,12 @@ impl Driver {
         }
     }
 
-    fn device(&self, uuid: &str) -> Result<Device<'_>, String> {
+    fn device(&self, uuid: &str) -> Result<Device<'_>, Problem> {
         self.nvml.device_by_uuid(uuid).map_err(|error| match error {
-            NvmlError::NotFound | NvmlError::InvalidArg => format!("the NVIDIA driver knows no GPU {uuid}"),
-            error => words(&error).into(),
+            NvmlError::NotFound | NvmlError::InvalidArg => {
+                format!("the NVIDIA driver knows no GPU {uuid}").into()
+            }
+            error => words(&error),
         })
     }
 }
@@ -242,7 +246,7 @@ fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
 }
 
 /// The GPU as it is listed. An error if NVML does not say where it is.
-fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, String> {
+fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, Problem> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
     let [vendor_low, vendor_high, device_low, device_high] = pci.pci_device_id.to_le_bytes();
@@ -252,8 +256,8 @@ fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<G
     Ok(Gpu { pci, nvml: NvmlFacts::read(device, index, process_record) })
 }
 
-fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, String> {
-    value.map_err(|error| format!("{what} can't be read: {}", words(&error)))
+fn read<T>(what: &str, value: Result<T, NvmlError>) -> Result<T, Problem> {
+    value.map_err(|error| words(&error).prefixed(format_args!("{what} can't be read")))
 }
 
 fn is_gone(error: &NvmlError) -> bool {

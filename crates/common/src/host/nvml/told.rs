@@ -23,7 +23,7 @@ const REMAINDER: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 pub struct GpuQuestions {
     driver: Arc<Driver>,
-    listed: ParallelQuestions<u32, Result<Gpu, String>>,
+    listed: ParallelQuestions<u32, Result<Gpu, Problem>>,
     unlisted: ParallelQuestions<PciAddress, Result<NvmlFacts, Problem>>,
 }
 

@@ -240,6 +240,7 @@ impl TopState {
 
 #[cfg(test)]
 mod tests {
+    use common::bus::error::RequestError;
     use serde_json::json;
 
     use super::*;
@@ -298,7 +299,7 @@ mod tests {
         assert_eq!(press(&mut state, &model, "y"), Action::End(102));
         press(&mut state, &model, "t");
         assert!(state.question.is_none() && state.message.as_ref().unwrap().contains("still being ended"));
-        let refused = BusError::Refused { name: "x".to_owned(), text: "only root may\u{1b}".to_owned() };
+        let refused = BusError::Refused(RequestError::AccessDenied("only root may\u{1b}".to_owned()));
         state.ended(102, &Err(refused));
         assert_eq!(state.message.as_deref(), Some("Process 102: only root may\u{fffd}"));
         assert_eq!(press(&mut state, &model, "q"), Action::Quit);
