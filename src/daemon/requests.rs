@@ -3,7 +3,8 @@
 
 use std::sync::Arc;
 
-use mps_core::tenants::{Stop, TerminationError};
+use mps_core::tenants::{Stop, Target, TerminationError};
+use mps_core::terms::SliceId;
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::task::JoinSet;
@@ -20,15 +21,18 @@ use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::blocking::Blocking;
 use common::host::control_groups;
 use common::membership::Slices;
+use common::membership::whose::shortened;
 use common::published::client::ClientView;
 use common::published::container::ContainerError;
 use common::published::events::Event;
 use common::published::snapshot::{Named, Snapshot};
-use common::published::termination::ContainerId;
-use common::published::termination::TerminationTarget;
 
 /// The most terminations that ask the kernel about processes at a time. It takes microseconds.
 const TERMINATIONS: usize = 4;
+
+/// The digits of the shortest spelling of a container's id, and of the whole id.
+const SHORTEST_ID: usize = 12;
+const ID: usize = 64;
 
 /// The most callers that wait for the next list of clients; more are told to ask later.
 const LISTINGS: usize = 256;
@@ -82,8 +86,7 @@ impl Daemon {
                 self.terminate(wanted, reply);
             }
             Request::ReleaseContainer(id, reply) => {
-                let id = ContainerId::new(&id).map_err(|error| RequestError::Failed(error.to_string()));
-                self.terminate(id.map(TerminationTarget::Container), reply);
+                self.terminate(container_id(&id).map(Target::Container), reply);
             }
             Request::ReleaseGroup(wanted, reply) => self.terminate(signalled(wanted), reply),
             Request::Drain(names, reply) => self.drain(&names, reply),
@@ -105,7 +108,7 @@ impl Daemon {
         }
     }
 
-    fn terminate(&mut self, wanted: Result<TerminationTarget, RequestError>, reply: Reply<()>) {
+    fn terminate(&mut self, wanted: Result<Target<SliceId>, RequestError>, reply: Reply<()>) {
         let wanted = match wanted {
             Ok(wanted) => wanted,
             Err(error) => return drop(reply.send(Err(error))),
@@ -115,8 +118,7 @@ impl Daemon {
         let processes = Processes::new(self.fleet.slices(), kernel, nvml);
         self.requests.beside.spawn(async move {
             let (had_work, ended) = terminate::terminate(daemons, wanted.clone(), processes).await;
-            let clients = describe(had_work).filter(|_| wanted.is_told());
-            let event = clients.map(|clients| Event::ended(&wanted, clients));
+            let event = describe(had_work).and_then(|clients| event(&wanted, clients));
             let answer = ended.map_err(|error| not_ended(&error));
             Finished { event, answer, reply }
         });
@@ -147,15 +149,15 @@ impl Daemon {
 }
 
 /// The process that root, or a user, names.
-fn process(pid: u32, user: Option<u32>) -> TerminationTarget {
+fn process(pid: u32, user: Option<u32>) -> Target<SliceId> {
     match user {
-        None => TerminationTarget::Process(pid),
-        Some(user) => TerminationTarget::ProcessOf { pid, user },
+        None => Target::Process(pid),
+        Some(user) => Target::ProcessOf { pid, user },
     }
 }
 
 /// The slices that a caller names.
-fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<TerminationTarget, RequestError> {
+fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target<SliceId>, RequestError> {
     if snapshot.gpus.is_none() {
         return Err(ContainerError::not_ready(snapshot).into());
     }
@@ -167,11 +169,36 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<TerminationTarget, 
         ))),
         None => Err(ContainerError::no_such_device(snapshot, &name).into()),
     };
-    names.into_iter().map(slice).collect::<Result<_, _>>().map(TerminationTarget::Slices)
+    names.into_iter().map(slice).collect::<Result<_, _>>().map(Target::Slices)
+}
+
+/// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
+fn container_id(text: &str) -> Result<String, RequestError> {
+    if (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit()) {
+        return Ok(text.to_ascii_lowercase());
+    }
+    Err(RequestError::Failed(format!(
+        "{text:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them: `docker \
+         inspect --format '{{{{.Id}}}}' NAME`, `podman inspect --format '{{{{.Id}}}}' NAME` or `crictl ps --name NAME` says \
+         the id of a name"
+    )))
+}
+
+/// The event that names the clients with work that a request has ended. None for a stop: containers are stopped all the time.
+fn event(wanted: &Target<SliceId>, clients: String) -> Option<Event> {
+    let (whom, names) = match wanted {
+        Target::Process(pid) | Target::ProcessOf { pid, .. } => {
+            (format!("process {pid}"), vec![pid.to_string()])
+        }
+        Target::Slices(slices) => (shortened(slices), slices.iter().map(ToString::to_string).collect()),
+        Target::Container(id) => (format!("container {id}"), vec![id.clone()]),
+        Target::Signalled(_) => return None,
+    };
+    Some(Event::ended(&whom, names, clients))
 }
 
 /// The processes that may end because of a signal to a container.
-fn signalled(wanted: ContainerStop) -> Result<TerminationTarget, RequestError> {
+fn signalled(wanted: ContainerStop) -> Result<Target<SliceId>, RequestError> {
     let ContainerStop { pid, container, signal, to_all } = wanted;
     let path = bindings::path_of(&GroupOf::Process(pid))?;
     let group = control_groups::of_container(&path, &container).to_owned();
@@ -180,7 +207,7 @@ fn signalled(wanted: ContainerStop) -> Result<TerminationTarget, RequestError> {
             "process {pid} is in {what}, {group}, which is no container's; its GPU work is ended by yunion-mpsctl terminate"
         )));
     }
-    Ok(TerminationTarget::Signalled(Stop { group, first: pid, signal, to_all }))
+    Ok(Target::Signalled(Stop { group, first: pid, signal, to_all }))
 }
 
 fn not_ended(error: &TerminationError<Whose>) -> RequestError {
@@ -208,6 +235,22 @@ async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
             .map_err(RequestError::Failed);
         for (.., reply) in waiting.drain(..) {
             let _ = reply.send(listed.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_hexadecimal_and_long_enough() {
+        let full = "0123456789ABCDEF".repeat(4);
+        assert_eq!(container_id(&full), Ok(full.to_lowercase()));
+        assert!(container_id("0123456789ab").is_ok());
+        for text in ["", "0123456789a", "0123456789xy", &format!("{full}0"), "0123456789a\u{e9}"] {
+            let error = container_id(text).unwrap_err().to_string();
+            assert!(error.contains("at least the first 12"), "{error}");
         }
     }
 }

@@ -20,7 +20,6 @@ use common::host::control_groups;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 use common::membership::{SliceMounts, Slices};
-use common::published::termination::TerminationTarget;
 
 /// The time for one question to the kernel about a process. It takes microseconds, but a process that is stuck in the driver
 /// can hold up anybody who reads its memory.
@@ -33,17 +32,16 @@ const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 /// the clients that had work, also after an error.
 pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
-    wanted: TerminationTarget,
+    wanted: Target<SliceId>,
     processes: Processes,
 ) -> (Vec<Whose>, Result<(), TerminationError<Whose>>) {
     let (asked, others) = daemons.into_iter().partition(|daemon| can_serve(daemon, &wanted));
     let mut shell = EndingShell::new(asked, tokio::time::Instant::now(), processes).with_others(others);
-    if let TerminationTarget::Signalled(_) = wanted {
+    if let Target::Signalled(_) = wanted {
         shell = shell.within(PATIENCE_BEFORE_A_SIGNAL);
     }
-    let target = target(wanted);
-    let timeout = target.timeout();
-    let mut termination = Termination::new(target);
+    let timeout = wanted.timeout();
+    let mut termination = Termination::new(wanted);
     let ended = tokio::time::timeout(timeout, termination.run(&mut shell)).await;
     let result = ended.unwrap_or_else(|_| Err(termination.out_of_time()));
     (termination.had_work(), result)
@@ -51,20 +49,10 @@ pub(crate) async fn terminate(
 
 /// Returns whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up the release
 /// of this one.
-fn can_serve(daemon: &ClientsDaemon, wanted: &TerminationTarget) -> bool {
+fn can_serve(daemon: &ClientsDaemon, wanted: &Target<SliceId>) -> bool {
     match (wanted, daemon.slice) {
-        (TerminationTarget::Slices(slices), Some(only)) => slices.contains(&only),
+        (Target::Slices(slices), Some(only)) => slices.contains(&only),
         _ => true,
-    }
-}
-
-fn target(wanted: TerminationTarget) -> Target<SliceId> {
-    match wanted {
-        TerminationTarget::Process(pid) => Target::Process(pid),
-        TerminationTarget::ProcessOf { pid, user } => Target::ProcessOf { pid, user },
-        TerminationTarget::Slices(slices) => Target::Slices(slices),
-        TerminationTarget::Container(id) => Target::Container(id.to_string()),
-        TerminationTarget::Signalled(stop) => Target::Signalled(stop),
     }
 }
 

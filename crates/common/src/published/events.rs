@@ -3,8 +3,6 @@
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};
 
-use crate::published::termination::TerminationTarget;
-
 /// The most events that are kept.
 pub const EVENTS_KEPT: usize = 32;
 
@@ -40,10 +38,10 @@ impl Event {
         }
     }
 
-    /// The end of the GPU work of these clients, as a request has named them.
-    pub fn ended(target: &TerminationTarget, clients: String) -> Self {
-        let text = format!("GPU work ended for {target}, of {clients}");
-        Self { ended_for: target.names(), ended_clients: clients, ..Self::now(text) }
+    /// The end of the GPU work of these clients for a request that has named `ended_for`, in words `whom`.
+    pub fn ended(whom: &str, ended_for: Vec<String>, clients: String) -> Self {
+        let text = format!("GPU work ended for {whom}, of {clients}");
+        Self { ended_for, ended_clients: clients, ..Self::now(text) }
     }
 }
 

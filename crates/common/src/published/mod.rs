@@ -11,5 +11,4 @@ pub mod one_slice;
 #[cfg(any(test, feature = "samples"))]
 pub mod samples;
 pub mod snapshot;
-pub mod termination;
 pub mod usage;
