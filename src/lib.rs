@@ -32,6 +32,7 @@
 //! | 3 | `tenants` | the clients: the list of them, the end of their GPU work, and the budgets of their slices |
 //! | 2 | `supervisor` | carries out the acts about a control daemon; compute modes, the state file |
 //! | 1 | `mps` | one control daemon: its process, front end, log and links; it alone starts and signals one |
+//! | 1 | `register` | the clients: looks at them, and keeps what is known of them for all others |
 //! | 0 | `message` | the messages with an id |
 
 #![forbid(unsafe_code)]
@@ -41,6 +42,7 @@ mod daemon;
 mod dbus;
 mod message;
 mod mps;
+mod register;
 #[cfg(test)]
 #[path = "../tests/support/skip.rs"]
 #[allow(dead_code, reason = "nothing here needs all of it")]

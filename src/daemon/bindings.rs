@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use mps_core::access::Asker;
 use mps_core::bindings::{Binding, BoundBy, ControlGroup, GroupUse, NotBound};
+use mps_core::register::RecordedContainer;
 use mps_core::terms::{DeviceName, SliceId};
 use tokio::time::Instant;
 
@@ -15,7 +16,6 @@ use common::bindings::{SliceBindings, bytes_of};
 use common::bus::error::RequestError;
 use common::bus::proxy::GroupOf;
 use common::host::{control_groups, proc};
-use common::membership::RecordedContainer;
 use common::published::access::choose;
 use common::published::container::{ChosenSlice, ContainerError};
 use common::published::free;
@@ -70,15 +70,18 @@ impl Daemon {
     /// Binds a container to its slice in the host agent's records, or to the lowest slice that is free of the GPU that they
     /// name. That slice stays the container's while its control group lives, over restarts of the service too: nobody else
     /// knows which slice it was.
-    pub(super) fn bind_recorded(&mut self, container: RecordedContainer) {
-        let device = container.device;
-        if let Err(error) = self.bound_recorded(container) {
+    pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
+        if let Err(error) = self.bound_recorded(container, device) {
             tracing::debug!("a container of the platform is not bound to {device}: {error}");
         }
     }
 
-    fn bound_recorded(&mut self, container: RecordedContainer) -> Result<(), RequestError> {
-        let RecordedContainer { group, label, device } = container;
+    fn bound_recorded(
+        &mut self,
+        container: RecordedContainer,
+        device: DeviceName,
+    ) -> Result<(), RequestError> {
+        let RecordedContainer { group, label, devices: _ } = container;
         let group = find(&GroupOf::Path(group))?;
         let mut bindings = SliceBindings::clone(self.state_file.lock().bindings());
         let ended = make_way(&mut bindings, &group, &[device]);

@@ -16,10 +16,10 @@ impl Daemon {
 
     /// Watches over the slices of this plan.
     pub(super) fn keep_budgets(&mut self, plan: &Plan) {
-        let slices = self.fleet.slices();
+        // A client may have another slice now.
+        self.fleet.clients().pursue(self.fleet.slices());
         let on_overuse = self.settings.on_overuse;
-        self.budgets
-            .pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse, &slices)));
+        self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse)));
     }
 
     /// Looks at the clients of all GPUs. At the answer the numbers are published.
@@ -36,7 +36,7 @@ impl Daemon {
         match event {
             LoopEvent::CriticalError(uuid, error) => self.met(&uuid, error),
             LoopEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients())),
-            LoopEvent::Recorded(container) => self.bind_recorded(container),
+            LoopEvent::Recorded(container, device) => self.bind_recorded(container, device),
             LoopEvent::Event(text) => self.event(text),
             LoopEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
             LoopEvent::OverUse(slice, signal, text) => {

@@ -31,6 +31,7 @@ use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
 use crate::mps::changes::FileChanges;
 use crate::mps::control::FrontEnds;
+use crate::register::Clients;
 use crate::supervisor::bells::Bells;
 use crate::supervisor::bypass::ToldBypasses;
 use crate::supervisor::compute_modes::ComputeModes;
@@ -127,13 +128,8 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         level,
         settings: loaded.settings,
         plan: Err("no look at the GPUs yet".to_owned()),
-        requests: Requests::new(&tools.compute_modes),
-        budgets: Budgets::new(
-            tools.compute_modes.clone(),
-            tools.bells.clone(),
-            Arc::clone(&changed),
-            events.clone(),
-        ),
+        requests: Requests::new(&tools.compute_modes, tools.clients.clone()),
+        budgets: Budgets::new(&tools, events.clone()),
         limit_keeper: LimitKeeper::new(tools.compute_modes.clone(), Arc::clone(&changed), events),
         signals: signals_of_bus,
         next_look_at_groups: None,
@@ -168,8 +164,19 @@ fn tools(
 ) -> Tools {
     let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
     let (bells, changes, begun) = (Bells::default(), FileChanges::default(), Instant::now());
-    let told_bypasses = ToldBypasses::default();
-    Tools { front_ends, compute_modes, state_file, changed, signals, told_bypasses, bells, changes, begun }
+    let (told_bypasses, clients) = (ToldBypasses::default(), Clients::new());
+    Tools {
+        front_ends,
+        compute_modes,
+        state_file,
+        changed,
+        signals,
+        told_bypasses,
+        bells,
+        clients,
+        changes,
+        begun,
+    }
 }
 
 /// The way in which the service ends.
@@ -401,6 +408,7 @@ impl Daemon {
         if self.ending.is_none() && !self.fleet.is_ending_one() {
             self.shutdown_report.clear();
         }
+        self.fleet.clients().pursue(self.fleet.slices());
         let moment = self.fleet.at_this_moment();
         let settled = moment.settled();
         let snapshot = self.compose(&moment);

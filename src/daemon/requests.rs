@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use mps_core::register::{KnownClient, shortened};
 use mps_core::tenants::{Stop, Target, TerminationError};
 use mps_core::terms::SliceId;
 use tokio::sync::mpsc;
@@ -12,16 +13,15 @@ use tokio::task::JoinSet;
 use super::fleet::Fleet;
 use super::{Daemon, bindings, reload};
 use crate::dbus::{Reply, Request};
+use crate::register::Clients;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ServingDaemon};
-use crate::tenants::describe::{Whose, describe};
+use crate::tenants::describe::describe;
 use crate::tenants::terminate::{self, Processes};
 use common::bus::error::RequestError;
 use common::bus::proxy::{ContainerStop, GroupOf};
 use common::host::blocking::Blocking;
 use common::host::control_groups;
-use common::membership::Slices;
-use common::membership::whose::shortened;
 use common::published::client::ClientView;
 use common::published::container::ContainerError;
 use common::published::events::Event;
@@ -41,6 +41,7 @@ const LISTINGS: usize = 256;
 pub(super) struct Requests {
     /// Takes the requests for the list of clients.
     listings: mpsc::Sender<Listing>,
+    clients: Clients,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
     nvml: ComputeModes,
@@ -58,16 +59,16 @@ pub(super) struct Finished {
 }
 
 impl Requests {
-    pub(super) fn new(compute_modes: &ComputeModes) -> Self {
+    pub(super) fn new(compute_modes: &ComputeModes, clients: Clients) -> Self {
         let (listings, asked) = mpsc::channel(LISTINGS);
-        tokio::spawn(list_clients(asked, compute_modes.clone()));
+        tokio::spawn(list_clients(asked, clients.clone(), compute_modes.clone()));
         let kernel = Blocking::new(TERMINATIONS);
-        Self { listings, kernel, nvml: compute_modes.clone(), beside: JoinSet::new() }
+        Self { listings, clients, kernel, nvml: compute_modes.clone(), beside: JoinSet::new() }
     }
 
     fn list_clients(&self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
-        if let Err(TrySendError::Full((.., reply)) | TrySendError::Closed((.., reply))) =
-            self.listings.try_send((fleet.serving(), fleet.slices(), reply))
+        if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
+            self.listings.try_send((fleet.serving(), reply))
         {
             let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
         }
@@ -115,7 +116,7 @@ impl Daemon {
         };
         let daemons = self.fleet.with_clients();
         let (kernel, nvml) = (self.requests.kernel.clone(), self.requests.nvml.clone());
-        let processes = Processes::new(self.fleet.slices(), kernel, nvml);
+        let processes = Processes::new(self.requests.clients.clone(), kernel, nvml);
         self.requests.beside.spawn(async move {
             let (had_work, ended) = terminate::terminate(daemons, wanted.clone(), processes).await;
             let event = describe(had_work).and_then(|clients| event(&wanted, clients));
@@ -210,7 +211,7 @@ fn signalled(wanted: ContainerStop) -> Result<Target<SliceId>, RequestError> {
     Ok(Target::Signalled(Stop { group, first: pid, signal, to_all }))
 }
 
-fn not_ended(error: &TerminationError<Whose>) -> RequestError {
+fn not_ended(error: &TerminationError<KnownClient>) -> RequestError {
     let text = error.to_string();
     match error {
         TerminationError::NoSuchClient(_) | TerminationError::NotTheirs { .. } => {
@@ -221,19 +222,17 @@ fn not_ended(error: &TerminationError<Whose>) -> RequestError {
 }
 
 /// Who wants to know the clients, and whom to ask for them.
-type Listing = (Vec<ServingDaemon>, Slices, Reply<Vec<ClientView>>);
+type Listing = (Vec<ServingDaemon>, Reply<Vec<ClientView>>);
 
 /// Lists the clients for all callers that have asked since the last list was begun: many may ask all the time, and the
 /// supervisors must not wait behind all these questions at the control daemons.
-async fn list_clients(mut asked: mpsc::Receiver<Listing>, nvml: ComputeModes) {
+async fn list_clients(mut asked: mpsc::Receiver<Listing>, clients: Clients, nvml: ComputeModes) {
     let mut waiting: Vec<Listing> = Vec::new();
-    let kernel = Blocking::new(1);
     while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
-        let Some((serving, slices, _)) = waiting.last() else { continue };
-        let listed = clients::list(serving.clone(), slices.clone(), nvml.clone(), &kernel)
-            .await
-            .map_err(RequestError::Failed);
-        for (.., reply) in waiting.drain(..) {
+        let Some((serving, _)) = waiting.last() else { continue };
+        let listed =
+            clients::list(serving.clone(), &clients, nvml.clone()).await.map_err(RequestError::Failed);
+        for (_, reply) in waiting.drain(..) {
             let _ = reply.send(listed.clone());
         }
     }

@@ -6,11 +6,10 @@ use tokio::time::timeout;
 
 use super::Daemon;
 use crate::message::{Message, Subject};
+use crate::register::Clients;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::tenants::clients::{self, ServingDaemon};
-use crate::tenants::describe::{Whose, describe as describe_clients};
-use common::host::blocking::Blocking;
-use common::membership::Slices;
+use crate::tenants::describe::describe as describe_clients;
 use common::published::client::ClientView;
 use common::published::events::Event;
 
@@ -29,7 +28,7 @@ impl Daemon {
             tracing::warn!("{continued}");
             self.events.push(Event::now(continued));
         }
-        let (clients, unknown) = list(doomed, &self.fleet.slices(), self.fleet.compute_modes()).await;
+        let (clients, unknown) = list(doomed, self.fleet.clients(), self.fleet.compute_modes()).await;
         let Some(shutdown_report) = describe(cause, &clients, &unknown) else { return };
         Message::ClientsEnd.log(Subject::default(), &shutdown_report);
         self.events.push(Message::ClientsEnd.event(shutdown_report.clone()));
@@ -42,15 +41,13 @@ impl Daemon {
 /// reasons. Each is asked by itself: one that hangs must not hide the clients of the others.
 async fn list(
     doomed: Vec<Doomed>,
-    slices: &Slices,
+    known: &Clients,
     nvml: &ComputeModes,
 ) -> (Vec<ClientView>, Vec<(String, String)>) {
-    // One that hangs on a process must not block the others either.
-    let kernel = Blocking::new(doomed.len());
     let ask = |(id, serving): Doomed| {
-        let (slices, nvml, kernel) = (slices.clone(), nvml.clone(), kernel.clone());
+        let (known, nvml) = (known.clone(), nvml.clone());
         let listed = async move {
-            let listed = clients::list_served(serving?, slices, nvml, &kernel);
+            let listed = clients::list_served(serving?, &known, nvml);
             timeout(PATIENCE, listed)
                 .await
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
@@ -70,7 +67,7 @@ async fn list(
 
 /// None if nobody loses anything.
 fn describe(cause: &str, clients: &[ClientView], unknown: &[(String, String)]) -> Option<String> {
-    let named = describe_clients(clients.iter().map(Whose::from));
+    let named = describe_clients(clients.iter().map(|view| view.client.clone()));
     let unknown = unknown.first().map(|(id, reason)| {
         let others = match unknown.len() {
             1 => String::new(),
@@ -88,22 +85,19 @@ fn describe(cause: &str, clients: &[ClientView], unknown: &[(String, String)]) -
 
 #[cfg(test)]
 mod tests {
+    use mps_core::register::KnownClient;
+    use mps_core::terms::ProcessId;
+
     use super::*;
 
     fn client(pid: u32) -> ClientView {
+        let process = ProcessId { pid, start_time: 1 };
         ClientView {
-            pid,
+            client: KnownClient { user: Some("root".to_owned()), ..KnownClient::only(process) },
             bypass: false,
             waiting: false,
-            uid: Some(0),
-            user: Some("root".to_owned()),
             command: "python3".to_owned(),
             gpu_uuid: "GPU-1".to_owned(),
-            slices: None,
-            may_command: None,
-            container_id: None,
-            guest: None,
-            label: None,
             memory_mib: None,
             since: None,
         }

@@ -11,8 +11,6 @@ use common::host::compute_mode::ComputeMode;
 use common::host::identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
-use common::membership::SliceMounts;
-use common::membership::whose::{owner, users};
 
 use super::Worker;
 use super::bypass::{self, Bypass};
@@ -41,6 +39,11 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
+        // They are named if they turn out to use a GPU without our server.
+        let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
+        let strangers: Vec<ProcessId> =
+            strangers.filter_map(|process| identity::read(process.pid).ok()).collect();
+        self.tools.clients.look_up(&strangers).await;
         Some(seen)
     }
 
@@ -67,12 +70,12 @@ impl GpuShell for Worker {
         let bypass = |process: &ProcessId| {
             let (process, command) = (*process, proc::name(process.pid)?);
             let memory_mib = memory_of(process.pid);
-            Some(Bypass { gpu_uuid: gpu.clone(), process, command, memory_mib, owner: String::new() })
+            let owner = self.tools.clients.get(process).owner();
+            Some(Bypass { gpu_uuid: gpu.clone(), process, command, memory_mib, owner })
         };
-        let mut now: Vec<Bypass> = bypasses.iter().filter_map(bypass).collect();
+        let now: Vec<Bypass> = bypasses.iter().filter_map(bypass).collect();
         let before = self.reporter.status().gpus.get(gpu).map(|gpu| gpu.bypasses.clone());
         let before = before.unwrap_or_default();
-        self.learn_owners(&mut now, &before);
         let missing_in = |list: &[Bypass], bypass: &Bypass| !list.iter().any(|one| one.is(bypass));
         let come: Vec<&Bypass> = now.iter().filter(|bypass| missing_in(&before, bypass)).collect();
         let gone: Vec<&Bypass> = before.iter().filter(|bypass| missing_in(&now, bypass)).collect();
@@ -111,20 +114,6 @@ impl GpuShell for Worker {
 }
 
 impl Worker {
-    /// Learns the owners of these bypasses, unless they were known before.
-    fn learn_owners(&self, now: &mut [Bypass], before: &[Bypass]) {
-        let mut mounts = None;
-        for bypass in now {
-            let known = before.iter().find(|known| known.is(bypass)).map(|known| known.owner.clone());
-            bypass.owner = known.unwrap_or_else(|| {
-                let mounts = mounts.get_or_insert_with(|| SliceMounts::find(&self.slices()));
-                let pid = bypass.process.pid;
-                let owner = owner(pid, mounts, &users()).to_string();
-                owner.strip_prefix(&format!("PID {pid}")).unwrap_or_default().to_owned()
-            });
-        }
-    }
-
     /// The processes that NVML shows on a GPU, as far as they concern this control daemon. Where several take turns, the
     /// servers of the others are theirs, and nobody can tell to which of them a client belongs.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {

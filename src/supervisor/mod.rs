@@ -13,7 +13,6 @@ pub(crate) mod bypass;
 pub(crate) mod compute_modes;
 mod gpus;
 mod handle;
-mod known_clients;
 mod links;
 mod run;
 pub(crate) mod runtime_directory;
@@ -37,6 +36,7 @@ use tokio::time::Instant;
 
 use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
+use crate::register::Clients;
 use crate::supervisor::bells::Bells;
 use crate::supervisor::bypass::ToldBypasses;
 use crate::supervisor::compute_modes::ComputeModes;
@@ -44,7 +44,6 @@ use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
 use common::host::cpus::Cpus;
 use common::host::nvml::GpuProcess;
-use common::membership::Slices;
 use common::plan::{ControlDaemonPlan, tenure_of};
 use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
@@ -109,6 +108,8 @@ pub(crate) struct Tools {
     pub told_bypasses: ToldBypasses,
     /// Ring for the clients of a GPU.
     pub bells: Bells,
+    /// Know the clients.
+    pub clients: Clients,
     /// Tells of changes of files.
     pub changes: FileChanges,
     /// Moments are counted from here.
@@ -334,17 +335,6 @@ impl Worker {
             sets_modes: supervision.set_compute_mode,
             fault_grace: supervision.fault_grace,
         }
-    }
-
-    /// The slices of the order.
-    fn slices(&self) -> Slices {
-        let Instructions { plan, supervision } = &self.order;
-        let state_file = self.tools.state_file.lock();
-        let running = state_file.control_daemon(&plan.id).into_iter();
-        Slices::from_plans([plan])
-            .and_of(running.flat_map(Running::named_gpus))
-            .bound_by(state_file.bindings())
-            .recorded_in(&supervision.servers_path)
     }
 
     /// Whether only its clients still need the control daemon.

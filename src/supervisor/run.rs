@@ -1,6 +1,6 @@
 //! One run of a control daemon, from its start or its take-over to its end: its process, its log, and what people are told.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use mps_core::mps::Meaning;
 use mps_core::tenants::first_named;
-use tokio::sync::mpsc;
+use mps_core::terms::DaemonId;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
@@ -16,13 +16,13 @@ use crate::message::{Message, Subject};
 use crate::mps::control::Control;
 use crate::mps::log::{Follower, Line};
 use crate::mps::process::Process;
+use crate::register::Clients;
 use common::counted::counted;
-use common::host::{driver, proc};
+use common::host::driver;
 use common::state_file::Running;
 
-use super::BusSignal;
-use super::known_clients::KnownClients;
 use super::status::Reporter;
+use super::{BusSignal, Tools};
 
 /// The cause of error 802 at a boot.
 const FABRIC: &str = "error 802: the fabric manager is not ready, which connects the GPUs of this host; it starts beside this \
@@ -30,9 +30,6 @@ const FABRIC: &str = "error 802: the fabric manager is not ready, which connects
 
 /// The longest part of a line that is kept as last words, in characters.
 const WORDS_MAX: usize = 200;
-
-/// The most clients that are kept as those at work: more than sixteen full GPUs have.
-const CLIENTS_KEPT: usize = 1024;
 
 /// The number of lines that are kept as last words.
 const LAST_WORDS: usize = 3;
@@ -72,9 +69,6 @@ pub(super) struct Run {
     last_words: VecDeque<String>,
     /// Wait for the ends of its servers.
     pub(super) server_ends: JoinSet<u32>,
-    pub(super) known_clients: KnownClients,
-    /// The PIDs of the clients that have come and not left, as the log tells.
-    at_work: BTreeSet<u32>,
 }
 
 impl Run {
@@ -95,8 +89,6 @@ impl Run {
             log_trouble: None,
             last_words: VecDeque::new(),
             server_ends: JoinSet::new(),
-            known_clients: KnownClients::default(),
-            at_work: BTreeSet::new(),
         }
     }
 
@@ -108,26 +100,6 @@ impl Run {
             status = self.process.exited() => Happening::Ended(status),
             Some(Ok(server)) = self.server_ends.join_next() => Happening::ServerEnded(server),
             () = sleep_until(deadline) => Happening::Nothing,
-        }
-    }
-
-    /// Takes note of the clients that come and go.
-    pub(super) fn observe_clients(&mut self, line: &Line) {
-        match line.meaning {
-            Meaning::ClientAdmitted(client) => {
-                // The line of an end can get lost with a log that was too long.
-                if self.at_work.len() >= CLIENTS_KEPT {
-                    self.at_work.retain(|pid| proc::stat(*pid).is_ok());
-                }
-                if self.at_work.len() < CLIENTS_KEPT {
-                    self.at_work.insert(client);
-                }
-            }
-            Meaning::ClientLeft(client) | Meaning::TornDown { client, .. } => {
-                self.at_work.remove(&client);
-            }
-            Meaning::ServerExited { .. } => self.at_work.clear(),
-            _ => {}
         }
     }
 
@@ -144,18 +116,19 @@ impl Run {
     }
 
     /// Tells whose work the end of the control daemon has ended.
-    pub(super) fn tell_clients_of_the_end(&self, reporter: &Reporter) {
-        if self.at_work.is_empty() {
+    pub(super) fn tell_clients_of_the_end(&self, reporter: &Reporter, known: &Clients) {
+        let control = reporter.id();
+        let at_work = known.at_work(&DaemonId::from(control.as_str()));
+        if at_work.is_empty() {
             return;
         }
-        let control = reporter.id();
         let about = Subject { control: Some(&control), ..Subject::default() };
-        let named: Vec<String> = self.at_work.iter().map(|pid| self.known_clients.describe(*pid)).collect();
+        let named: Vec<String> = at_work.iter().map(|pid| known.describe(*pid)).collect();
         let clients = counted(named.len(), "client");
         let named_first = first_named(named.iter().cloned());
         let text = format!("{}, which ends the work of {clients}: {named_first}", self.end());
         Message::ClientsEnd.log(about, &text);
-        for (pid, named) in self.at_work.iter().zip(named) {
+        for (pid, named) in at_work.iter().zip(named) {
             Message::log_client(
                 about,
                 *pid,
@@ -206,7 +179,7 @@ impl Run {
         ordinal: usize,
         pids: Vec<u32>,
         reporter: &Reporter,
-        signals: &mpsc::Sender<BusSignal>,
+        tools: &Tools,
     ) {
         let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
         let reason = format!("server {server} met a fatal GPU error on device {ordinal}");
@@ -217,14 +190,14 @@ impl Run {
             ordinal: Some(ordinal),
             ..Subject::gpu(&gpu_uuid)
         };
-        let named: Vec<String> = pids.iter().map(|pid| self.known_clients.describe(*pid)).collect();
+        let named: Vec<String> = pids.iter().map(|pid| tools.clients.describe(*pid)).collect();
         let text = format!("{reason}; clients that were hit: {}", first_named(named.iter().cloned()));
         Message::ClientsHit.log(about, format_args!("{text}; {DOUBT}"));
         for (pid, named) in pids.iter().zip(named) {
             Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));
         }
         reporter.keep_event(Message::ClientsHit.event(text.clone()));
-        if let Err(error) = signals.try_send(BusSignal::ClientFault { gpu_uuid, pids, reason: text }) {
+        if let Err(error) = tools.signals.try_send(BusSignal::ClientFault { gpu_uuid, pids, reason: text }) {
             tracing::debug!("a fault is not told: {error}");
         }
     }

@@ -7,7 +7,7 @@ use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
     ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Said, SeenGpus, Shell, Showing,
 };
-use mps_core::terms::ProcessId;
+use mps_core::terms::{DaemonId, ProcessId};
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
@@ -419,7 +419,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>) {
-        self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools.signals);
+        self.run.tell_hit(server, ordinal, clients, &self.worker.reporter, &self.worker.tools);
     }
 
     fn describe(&self, clients: &BTreeSet<u32>) -> String {
@@ -427,14 +427,12 @@ impl Shell for RunShell<'_> {
         named.collect::<Vec<_>>().join(", ")
     }
 
-    fn client_came(&mut self, client: u32) {
-        self.run.known_clients.came(client, || self.worker.slices());
+    fn client_came(&mut self, _: u32) {
         self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
     }
 
     fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
-        let clients = clients.iter().copied();
-        self.run.known_clients.remember(clients, || self.worker.slices());
+        self.worker.tools.clients.want(clients.iter().copied());
     }
 
     fn checked_in_use(&mut self) {
@@ -480,7 +478,8 @@ impl RunShell<'_> {
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;
-        run.observe_clients(line);
+        let id = DaemonId::from(self.worker.reporter.id());
+        self.worker.tools.clients.observe(&id, &line.meaning);
         if is_news {
             run.quiet_until = 0;
             run.remember_words(line);

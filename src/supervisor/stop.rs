@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use mps_core::serve::{Failure, Judged, Known, tried_again};
+use mps_core::terms::DaemonId;
 use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed, programs_wait};
 
 use tokio::time::Instant;
@@ -32,7 +33,7 @@ impl Machine {
         let (reason, before) = (failure.into_text(), self.worker.reporter.reason());
         if trouble == WhyFailed::Gone {
             if let Some((run, _)) = &self.run {
-                run.tell_clients_of_the_end(&self.worker.reporter);
+                run.tell_clients_of_the_end(&self.worker.reporter, &self.worker.tools.clients);
             }
             // In one breath: nothing that has ended is ever shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
@@ -121,7 +122,7 @@ impl Worker {
         if let Some((run, mut known)) = run.take() {
             if let Some((server, hit)) = known.take_hit() {
                 for (ordinal, clients) in hit {
-                    run.tell_hit(server, ordinal, clients, &self.reporter, &self.tools.signals);
+                    run.tell_hit(server, ordinal, clients, &self.reporter, &self.tools);
                 }
             }
             if let Some(count) = self.rate_limit.suppressed() {
@@ -131,6 +132,7 @@ impl Worker {
         self.admission.end();
         self.control.send_replace(None);
         let id = self.reporter.id();
+        self.tools.clients.all_left(&DaemonId::from(id.as_str()));
         if let Err(error) = self.tools.state_file.lock().forget_control_daemon(&id) {
             self.reporter.warning(format!("the state file can't be written: {error}"));
         }

@@ -7,24 +7,23 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use mps_core::terms::ProcessId;
+use mps_core::register::{KnownClient, RecordedContainer, Tenant};
+use mps_core::terms::{DeviceName, GpuId, ProcessId};
 use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::clients::{owner, users};
-use super::describe::{Whose, describe};
+use super::describe::describe;
 use super::ending::{ClientsDaemon, EndingShell};
-use super::members::{Members, SlicedGpu};
+use super::members::by_slice;
 use crate::mps::process::Held;
-use crate::supervisor::BusSignal;
+use crate::register::Clients;
 use crate::supervisor::bells::{Bell, Bells};
 use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::{BusSignal, Tools};
 use common::config::OnOveruse;
-use common::host::blocking::Blocking;
 use common::host::identity;
 use common::host::xid::CriticalError;
-use common::membership::{RecordedContainer, SliceMounts, Slices, Tenant};
 use common::plan::GpuPlan;
 use common::published::usage::InUse;
 use mps_core::CoreTime;
@@ -39,23 +38,22 @@ const FRESH: Duration = Duration::from_secs(1);
 /// The time for which the numbers of the last look stand where NVML lists no clients. Then nobody knows how many there are.
 const STAND: Duration = Duration::from_secs(5);
 
+/// The time after which a container in the records is passed on again that is not bound yet: a slice may be free by now.
+const AGAIN: Duration = Duration::from_secs(60);
+
 /// The time for which whoever asks waits for the look at a GPU.
 const ASKED: Duration = Duration::from_secs(2);
-
-/// The time for all questions about the owners of clients. Each takes microseconds.
-const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The budgets of a GPU's slices, and the answer to more.
 #[derive(Debug, Clone)]
 pub(crate) struct GpuBudget {
-    cut: SlicedGpu,
+    gpu: GpuId,
     budgets: SliceBudgets,
 }
 
 impl GpuBudget {
     /// The budgets of this GPU's slices, with its UUID. None if its clients can't be counted.
-    pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse, all: &Slices) -> Option<(String, Self)> {
-        let cut = SlicedGpu { gpu: plan.gpu.id(), slices: plan.slices(), all: all.clone() };
+    pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse) -> Option<(String, Self)> {
         if !plan.clients_counted {
             return None;
         }
@@ -65,11 +63,11 @@ impl GpuBudget {
             .map(|size| Budget { memory_mib: size.memory_mib, max_clients: size.max_clients });
         let terminate = on_overuse == OnOveruse::Terminate;
         let budgets = SliceBudgets { budgets: budgets.collect(), terminate };
-        Some((plan.gpu.uuid()?.to_owned(), Self { cut, budgets }))
+        Some((plan.gpu.uuid()?.to_owned(), Self { gpu: plan.gpu.id(), budgets }))
     }
 
     fn name(&self, slice: u32) -> String {
-        self.cut.gpu.slice(slice).to_string()
+        self.gpu.slice(slice).to_string()
     }
 }
 
@@ -83,8 +81,8 @@ pub(crate) enum LoopEvent {
     Event(String),
     /// A critical error that NVML tells of, with the GPU's UUID.
     CriticalError(String, CriticalError),
-    /// A container that only the host agent's records tell has come.
-    Recorded(RecordedContainer),
+    /// A container has come, of which only the host agent's records tell that it has this slice, or some slice of this GPU.
+    Recorded(RecordedContainer, DeviceName),
     /// Who can end the work of clients.
     Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
@@ -94,6 +92,7 @@ pub(crate) enum LoopEvent {
 pub(crate) struct Budgets {
     nvml: ComputeModes,
     bells: Bells,
+    clients: Clients,
     /// Wakes the loop up.
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
@@ -118,13 +117,9 @@ impl Drop for WatchHandle {
 }
 
 impl Budgets {
-    pub(crate) fn new(
-        nvml: ComputeModes,
-        bells: Bells,
-        changed: Arc<Notify>,
-        events: mpsc::Sender<LoopEvent>,
-    ) -> Self {
-        Self { nvml, bells, changed, events, watched: BTreeMap::new() }
+    pub(crate) fn new(tools: &Tools, events: mpsc::Sender<LoopEvent>) -> Self {
+        let Tools { compute_modes: nvml, bells, clients, changed, .. } = tools.clone();
+        Self { nvml, bells, clients, changed, events, watched: BTreeMap::new() }
     }
 
     /// Watches over these GPUs from now on, and over no others.
@@ -153,13 +148,12 @@ impl Budgets {
             watch: BudgetWatch::new(budget.budgets.clone(), CoreTime::ZERO),
             gpu: budget,
             nvml: self.nvml.clone(),
-            kernel: Blocking::new(1),
+            clients: self.clients.clone(),
             changed: Arc::clone(&self.changed),
             events: self.events.clone(),
             looked,
             over: watch::Sender::default(),
-            known_owners: BTreeMap::new(),
-            members: Members::new(),
+            passed_on: BTreeMap::new(),
             looked_at: begun.checked_sub(FRESH).unwrap_or(begun),
             seen_at: begun,
             due: Some(begun),
@@ -201,16 +195,14 @@ struct GpuWatch {
     watch: BudgetWatch,
     begun: Instant,
     nvml: ComputeModes,
-    /// Asks the kernel for the owners of clients.
-    kernel: Blocking,
+    clients: Clients,
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
     /// The slices of which clients may be ended, by the last look.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
-    /// The owners of the clients that an attempt may end, by PID.
-    known_owners: BTreeMap<u32, Whose>,
-    members: Members,
+    /// When the records of each client's container were passed on last.
+    passed_on: BTreeMap<ProcessId, Instant>,
     looked_at: Instant,
     /// When the last look began that has found out who is there.
     seen_at: Instant,
@@ -231,7 +223,7 @@ impl GpuWatch {
                     self.gpu = budget.borrow_and_update().clone();
                     self.watch.pursue(self.gpu.budgets.clone());
                     self.over.send_replace(Vec::new());
-                    self.members.look_again();
+                    self.passed_on.clear();
                 }
                 () = bell.checked.notified() => {}
                 () = bell.asked.notified() => {}
@@ -244,7 +236,7 @@ impl GpuWatch {
                 () = or_never(self.due.map(sleep_until)) => {}
             }
             sleep_until(self.looked_at + self.watch.share(self.begun.elapsed())).await;
-            let begins_attempt = self.measure(attempted.is_some()).await;
+            let begins_attempt = self.measure().await;
             self.looked.send_modify(|(looked, _)| *looked = Some(self.looked_at));
             if begins_attempt {
                 attempted = Some(self.begin_attempt());
@@ -253,7 +245,7 @@ impl GpuWatch {
     }
 
     /// Looks at the clients, and publishes and tells what is new. Whether an attempt to end clients begins now.
-    async fn measure(&mut self, is_attempting: bool) -> bool {
+    async fn measure(&mut self) -> bool {
         self.looked_at = Instant::now();
         let now = self.begun.elapsed();
         let uuid = &self.uuid;
@@ -271,16 +263,15 @@ impl GpuWatch {
         };
         self.seen_at = self.looked_at;
         tracing::debug!(gpu_uuid = uuid, step = "budgets", "the clients of {uuid} are counted");
-        let (found, members) = self.members.by_slice(&processes, &self.gpu.cut).await;
-        for container in std::mem::take(&mut self.members.recorded) {
-            self.send(LoopEvent::Recorded(container)).await;
-        }
+        let via_mps = processes.iter().filter(|process| process.via_mps);
+        let found: Vec<ProcessId> = via_mps.filter_map(|process| identity::read(process.pid).ok()).collect();
+        let known = self.clients.look_up(&found).await;
+        self.pass_on_recorded(&known).await;
+        let slices = u32::try_from(self.gpu.budgets.budgets.len()).unwrap_or(u32::MAX);
+        let members = by_slice(&found, &processes, &known, self.gpu.gpu, slices);
         let look = self.watch.decide(&found, members, identity::runs, now);
         let Look { uses, news, over, begins_attempt, due } = look;
         self.due = due.map(|due| self.begun + due);
-        if begins_attempt || is_attempting {
-            self.learn_owners(&over).await;
-        }
         self.over.send_replace(over);
         let clients = processes.iter().filter(|process| process.via_mps);
         let all = Some(InUse::sum(clients.map(|process| process.memory_mib)));
@@ -291,7 +282,7 @@ impl GpuWatch {
         });
         self.publish(&GpuUse { slices: slices.collect(), all });
         for one in news {
-            let event = self.describe(&one).await;
+            let event = self.describe(&one);
             self.send(event).await;
         }
         begins_attempt
@@ -304,21 +295,38 @@ impl GpuWatch {
         }
     }
 
-    /// Learns the owners of the clients that may be ended, before they are.
-    async fn learn_owners(&mut self, over: &[OverBudget<Tenant>]) {
-        let pids = over.iter().flat_map(|slice| &slice.members).map(|member| member.process.pid);
-        let learnt = self.owners(pids.filter(|pid| !self.known_owners.contains_key(pid)).collect()).await;
-        self.known_owners.extend(learnt);
+    /// Passes on the containers on this GPU that are to be bound, with their first client.
+    async fn pass_on_recorded(&mut self, known: &BTreeMap<u32, KnownClient>) {
+        self.passed_on.retain(|process, since| known.contains_key(&process.pid) && since.elapsed() < AGAIN);
+        let mut recorded: Vec<(RecordedContainer, DeviceName)> = Vec::new();
+        for client in known.values() {
+            if self.passed_on.contains_key(&client.process) {
+                continue;
+            }
+            self.passed_on.insert(client.process, self.looked_at);
+            let container = client.recorded.as_ref();
+            let new = container.and_then(|one| Some((one.clone(), one.device_on(self.gpu.gpu)?)));
+            recorded.extend(new.filter(|new| !recorded.contains(new)));
+        }
+        for (container, device) in recorded {
+            self.send(LoopEvent::Recorded(container, device)).await;
+        }
+    }
+
+    /// A client in words that name its slice already.
+    fn owner(&self, process: ProcessId) -> KnownClient {
+        KnownClient { slices: None, ..self.clients.get(process) }
     }
 
     /// The words that are shown of a slice.
-    async fn describe(&self, news: &OveruseNews) -> LoopEvent {
+    fn describe(&self, news: &OveruseNews) -> LoopEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
         if news.reasons.is_empty() {
             return LoopEvent::Event(news.text(&device, ""));
         }
-        let who = describe(self.owners(pids.clone()).await.into_values()).unwrap_or_default();
+        let clients = news.clients.iter().map(|process| self.owner(*process));
+        let who = describe(clients).unwrap_or_default();
         let text = news.text(&device, &who);
         let signal = BusSignal::OverUse { device: device.clone(), reasons: news.reasons.clone(), pids };
         LoopEvent::OverUse(device, signal, text)
@@ -327,18 +335,6 @@ impl GpuWatch {
     async fn send(&self, event: LoopEvent) {
         // The loop takes the events as long as the service runs.
         let _ = self.events.send(event).await;
-    }
-
-    /// The owners of these clients. A process that can't be looked at now has its PID alone.
-    async fn owners(&self, pids: Vec<u32>) -> BTreeMap<u32, Whose> {
-        let unknown = |pid: &u32| (*pid, Whose::only(*pid));
-        let nobody = pids.iter().map(unknown).collect();
-        let slices = self.gpu.cut.all.clone();
-        let asked = self.kernel.ask(PATIENCE, move || {
-            let (users, mounts) = (users(), SliceMounts::find(&slices));
-            pids.into_iter().map(|pid| (pid, owner(pid, &mounts, &users))).collect()
-        });
-        asked.await.unwrap_or(nobody)
     }
 
     /// Begins to end clients of the slices that are over their budgets.
@@ -365,11 +361,10 @@ impl GpuWatch {
         let (enforcer, victims) =
             attempted.map_or_else(Default::default, |(enforcer, victims)| (enforcer, Some(victims)));
         self.enforcer = enforcer;
-        let owners = std::mem::take(&mut self.known_owners);
         for news in self.watch.has_attempted(victims, self.begun.elapsed()) {
             let (clients, are_counted) = news.clients();
-            let mut owners = clients.iter().filter_map(|process| owners.get(&process.pid).cloned());
-            let who = if are_counted { describe(owners) } else { owners.next().map(|one| one.to_string()) };
+            let mut clients = clients.iter().map(|process| self.owner(*process));
+            let who = if are_counted { describe(clients) } else { clients.next().map(|one| one.to_string()) };
             if let Some(who) = who {
                 let device = self.gpu.name(news.slice);
                 let text = news.text(&device, &who);

@@ -11,22 +11,17 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::mps::control::{Control, ControlError};
+use crate::register::Clients;
 use crate::supervisor::bypass::{self, Bypass};
 use crate::supervisor::compute_modes::ComputeModes;
-use common::host::blocking::Blocking;
 use common::host::identity;
 use common::host::nvml::GpuProcess;
 use common::host::proc;
-use common::membership::whose::{container, user_in};
-use common::membership::{SliceMounts, Slices};
+use common::membership::Slices;
 use mps_core::Tenure;
 use mps_core::mps::Client;
+use mps_core::register::KnownClient;
 use mps_core::serve::CONFIRM_AFTER;
-
-pub(super) use common::membership::whose::{owner, users, whose};
-
-/// The time for all questions to the kernel about processes. Each takes microseconds.
-const VIEW_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The time in which the end of a control daemon that no longer listens is noticed. It takes milliseconds.
 const END_TIMEOUT: Duration = Duration::from_secs(1);
@@ -67,52 +62,39 @@ impl Scan {
 }
 
 /// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that
-/// does not answer and a process that can't be looked at are errors: a reader would take a list with holes for the
-/// truth. Where control daemons take turns, NVML fills the hole: its list, without the clients that the others name.
+/// does not answer is an error: a reader would take a list with holes for the truth. A process that holds up a look at it has
+/// the slice that it had before. Where control daemons take turns, NVML fills the hole: its list, without the clients that the others name.
 pub(crate) async fn list(
     serving: Vec<ServingDaemon>,
-    slices: Slices,
+    clients: &Clients,
     nvml: ComputeModes,
-    kernel: &Blocking,
 ) -> Result<Vec<ClientView>, String> {
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
-    view_all(serving, looks, slices, kernel).await
+    Ok(view_all(&serving, &looks, clients).await)
 }
 
 /// The clients of one control daemon. Whoever uses its GPUs besides is not asked for.
 pub(crate) async fn list_served(
     one: ServingDaemon,
-    slices: Slices,
+    clients: &Clients,
     nvml: ComputeModes,
-    kernel: &Blocking,
 ) -> Result<Vec<ClientView>, String> {
     let look = scan(&one, &nvml).await;
     if let Some(error) = look.silent {
         return Err(error.to_string());
     }
-    view_all(vec![one], vec![look], slices, kernel).await
+    Ok(view_all(&[one], &[look], clients).await)
 }
 
-async fn view_all(
-    serving: Vec<ServingDaemon>,
-    looks: Vec<Scan>,
-    slices: Slices,
-    kernel: &Blocking,
-) -> Result<Vec<ClientView>, String> {
-    // Not on the loop's thread: a process that is stuck in the driver can hold up anybody who reads its memory.
-    let viewed = kernel.ask(VIEW_TIMEOUT, move || {
-        let about = ListContext { users: users(), mounts: SliceMounts::find(&slices), slices };
-        let mut listed = BTreeSet::new();
-        let views = serving.iter().zip(&looks).flat_map(|(one, look)| views(one, look, &about));
-        // A control daemon that waits for another one of ours finds the clients of that one.
-        views.filter(|view| listed.insert((view.pid, view.gpu_uuid.clone()))).collect()
-    });
-    viewed.await.ok_or_else(|| {
-        format!(
-            "a client's process could not be looked at within {} s; it may be stuck in the driver",
-            VIEW_TIMEOUT.as_secs()
-        )
-    })
+async fn view_all(serving: &[ServingDaemon], looks: &[Scan], clients: &Clients) -> Vec<ClientView> {
+    let served = looks.iter().flat_map(|look| &look.clients).map(|client| client.pid);
+    let bypasses = looks.iter().flat_map(|look| &look.bypasses).map(|bypass| bypass.process.pid);
+    let waiting = serving.iter().flat_map(|one| &one.waiting).map(|process| process.pid);
+    let known = clients.look_up_anew(served.chain(bypasses).chain(waiting)).await;
+    let (slices, mut listed) = (clients.slices(), BTreeSet::new());
+    let views = serving.iter().zip(looks).flat_map(|(one, look)| views(one, look, &known, &slices));
+    // A control daemon that waits for another one of ours finds the clients of that one.
+    views.filter(|view| listed.insert((view.client.process.pid, view.gpu_uuid.clone()))).collect()
 }
 
 async fn looks(
@@ -243,26 +225,38 @@ async fn has_gone(one: &ServingDaemon, asked: &Arc<Control>) -> bool {
     timeout(END_TIMEOUT, another_runs).await.is_ok()
 }
 
-fn views(one: &ServingDaemon, look: &Scan, about: &ListContext) -> Vec<ClientView> {
+fn views(
+    one: &ServingDaemon,
+    look: &Scan,
+    known: &BTreeMap<u32, KnownClient>,
+    slices: &Slices,
+) -> Vec<ClientView> {
+    let view = |pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>| {
+        let client = known.get(&pid).cloned();
+        let client = client.unwrap_or_else(|| KnownClient::only(ProcessId { pid, start_time: 0 }));
+        let its = client.slices.clone().and_then(|all| slices.on(&gpu_uuid, all));
+        let client = KnownClient { slices: its, ..client };
+        let since = started(pid);
+        ClientView { client, bypass: false, waiting: false, command, gpu_uuid, memory_mib, since }
+    };
     let pids: BTreeSet<u32> = look.clients.iter().map(|client| client.pid).collect();
     let mut views: Vec<ClientView> = Vec::new();
     for pid in pids {
         for uuid in gpus_of(pid, one, look) {
             let process = look.process(&uuid, pid);
             let memory_mib = process.and_then(|process| process.memory_mib);
-            views.push(about.view(pid, proc::program(pid), uuid, memory_mib));
+            views.push(view(pid, proc::program(pid), uuid, memory_mib));
         }
     }
     let bypasses = look.bypasses.iter().map(|bypass| {
         let Bypass { gpu_uuid, process, command, memory_mib, owner: _ } = bypass.clone();
-        ClientView { bypass: true, ..about.view(process.pid, command, gpu_uuid, memory_mib) }
+        ClientView { bypass: true, ..view(process.pid, command, gpu_uuid, memory_mib) }
     });
     views.extend(bypasses);
     let waiting = one.waiting.iter().filter_map(|process| {
-        let command = proc::name(process.pid)?;
-        let view = about.view(process.pid, command, String::new(), None);
+        let view = view(process.pid, proc::name(process.pid)?, String::new(), None);
         // A server may have taken it by now, or it may have ended.
-        let waits = !views.iter().any(|served| served.pid == process.pid)
+        let waits = !views.iter().any(|served| served.client.process.pid == process.pid)
             && identity::read(process.pid).ok() == Some(*process);
         waits.then_some(ClientView { waiting: true, ..view })
     });
@@ -284,42 +278,6 @@ fn gpus_of(pid: u32, one: &ServingDaemon, look: &Scan) -> BTreeSet<String> {
     }
     let either = said.first().copied().or_else(|| one.gpus.iter().find(known));
     BTreeSet::from([either.cloned().unwrap_or_default()])
-}
-
-/// All that is the same for every process of one list.
-struct ListContext {
-    /// The names of the host's users, as a text.
-    users: String,
-    mounts: SliceMounts,
-    slices: Slices,
-}
-
-impl ListContext {
-    fn view(&self, pid: u32, command: String, gpu_uuid: String, memory_mib: Option<u64>) -> ClientView {
-        let status = proc::status(pid).ok();
-        let uid = status.as_ref().and_then(proc::ProcessStatus::real_uid);
-        let seen = self.mounts.see(pid).ok();
-        let effective = status.as_ref().and_then(proc::ProcessStatus::effective_uid);
-        let may_command = seen.as_ref().zip(effective).map(|(seen, effective)| seen.may_command(effective));
-        let slices = seen.and_then(|seen| seen.slices(pid).ok().flatten());
-        let slices = slices.and_then(|all| self.slices.on(&gpu_uuid, all));
-        ClientView {
-            pid,
-            bypass: false,
-            waiting: false,
-            uid,
-            user: uid.map(|uid| user_in(&self.users, uid)),
-            command,
-            gpu_uuid,
-            slices,
-            may_command,
-            container_id: container(pid),
-            guest: self.mounts.guest_of(pid),
-            label: self.mounts.label_of(pid),
-            memory_mib,
-            since: started(pid),
-        }
-    }
 }
 
 fn started(pid: u32) -> Option<SystemTime> {

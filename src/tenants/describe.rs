@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 
 use common::counted::counted;
+use mps_core::register::KnownClient;
 use mps_core::tenants::first_named;
-
-pub(crate) use common::membership::whose::Whose;
 
 /// `2 clients: PID 1153 of user alice, slice 00:06.0-1, container 4f1c2d3e5a6b; PID 1160 of user bob`. A client that
 /// is listed for several GPUs is named once. None without any client.
-pub(crate) fn describe(clients: impl IntoIterator<Item = Whose>) -> Option<String> {
-    let clients: BTreeMap<u32, Whose> = clients.into_iter().map(|client| (client.pid, client)).collect();
+pub(crate) fn describe(clients: impl IntoIterator<Item = KnownClient>) -> Option<String> {
+    let clients: BTreeMap<u32, KnownClient> =
+        clients.into_iter().map(|client| (client.process.pid, client)).collect();
     if clients.is_empty() {
         return None;
     }
@@ -20,17 +20,24 @@ pub(crate) fn describe(clients: impl IntoIterator<Item = Whose>) -> Option<Strin
 
 #[cfg(test)]
 mod tests {
+    use mps_core::register::{KnownBy, Membership};
+    use mps_core::terms::ProcessId;
+
     use super::*;
 
-    fn whose(pid: u32) -> Whose {
-        let text = |text: &str| Some(text.to_owned());
-        Whose { user: text("alice"), slices: Some(vec!["00:06.0-1".parse().unwrap()]), ..Whose::only(pid) }
+    fn client(pid: u32) -> KnownClient {
+        let slices = vec!["00:06.0-1".parse().unwrap()];
+        KnownClient {
+            user: Some("alice".to_owned()),
+            slices: Some(Membership { slices, known_by: KnownBy::Mount }),
+            ..KnownClient::only(ProcessId { pid, start_time: 1 })
+        }
     }
 
     #[test]
-    fn whatever_is_known_is_said() {
-        let contained = Whose { container: Some("4f1c2d3e5a6b".repeat(5)), ..whose(1153) };
-        let unknown = Whose { user: None, slices: None, ..whose(7) };
+    fn all_that_is_known_is_said() {
+        let contained = KnownClient { container: Some("4f1c2d3e5a6b".repeat(5)), ..client(1153) };
+        let unknown = KnownClient::only(client(7).process);
         assert_eq!(describe([]), None);
         assert_eq!(
             describe([contained.clone(), unknown, contained]).unwrap(),
@@ -40,12 +47,9 @@ mod tests {
 
     #[test]
     fn the_words_are_bounded() {
-        let words = describe((1..=40).map(whose)).unwrap();
+        let words = describe((1..=40).map(client)).unwrap();
         assert!(words.starts_with("40 clients: PID 1 of user alice, slice 00:06.0-1; PID 2 "), "{words}");
         assert!(words.ends_with("PID 32 of user alice, slice 00:06.0-1; and 8 more"), "{words}");
-        assert!(!describe((1..=32).map(whose)).unwrap().contains("more"));
-        let greedy = Whose { slices: Some(vec!["00:06.0-1".parse().unwrap(); 64]), ..whose(1) };
-        let words = describe([greedy]).unwrap();
-        assert!(words.ends_with(", slices 00:06.0-1,00:06.0-1,00:06.0-1,00:06.0-1,..."), "{words}");
+        assert!(!describe((1..=32).map(client)).unwrap().contains("more"));
     }
 }

@@ -1,25 +1,24 @@
 //! Carries out requests to end the GPU work of a tenant, and leaves its neighbours alone. So the host agent asks for this
 //! before it stops a process or a container.
 
-use std::sync::Arc;
 use std::time::Duration;
 
+use mps_core::register::KnownClient;
 use mps_core::serve::ClientsOnGpus;
 use mps_core::tenants::{
     EnclosingContainer, KnownSlices, Reception, RequestNews, Target, Termination, TerminationError,
     TerminationShell,
 };
-use mps_core::terms::{DeviceName, SliceId};
+use mps_core::terms::{DeviceName, ProcessId, SliceId};
 
-use super::clients::{users, whose};
-use super::describe::Whose;
 use super::ending::{ClientsDaemon, EndingShell};
+use crate::register::Clients;
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::blocking::Blocking;
 use common::host::control_groups;
+use common::host::identity;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
-use common::membership::{SliceMounts, Slices};
 
 /// The time for one question to the kernel about a process. It takes microseconds, but a process that is stuck in the driver
 /// can hold up anybody who reads its memory.
@@ -34,7 +33,7 @@ pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
     wanted: Target<SliceId>,
     processes: Processes,
-) -> (Vec<Whose>, Result<(), TerminationError<Whose>>) {
+) -> (Vec<KnownClient>, Result<(), TerminationError<KnownClient>>) {
     let (asked, others) = daemons.into_iter().partition(|daemon| can_serve(daemon, &wanted));
     let mut shell = EndingShell::new(asked, tokio::time::Instant::now(), processes).with_others(others);
     if let Target::Signalled(_) = wanted {
@@ -71,71 +70,53 @@ fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
 /// Knows processes, and whom they belong to.
 #[derive(Debug)]
 pub(crate) struct Processes {
-    slices: Slices,
+    clients: Clients,
     kernel: Blocking,
     nvml: ComputeModes,
-    /// The directories of slices, once somebody has asked for them in this look.
-    mounts: Option<Arc<SliceMounts>>,
 }
 
 impl Processes {
-    pub(crate) fn new(slices: Slices, kernel: Blocking, nvml: ComputeModes) -> Self {
-        Self { slices, kernel, nvml, mounts: None }
+    pub(crate) fn new(clients: Clients, kernel: Blocking, nvml: ComputeModes) -> Self {
+        Self { clients, kernel, nvml }
     }
 
     /// Asks the kernel, not on the loop's thread.
     async fn ask<T: Send + 'static>(
-        &mut self,
-        question: impl FnOnce(&SliceMounts) -> T + Send + 'static,
-    ) -> Option<T> {
-        let (known, slices) = (self.mounts.clone(), self.slices.clone());
-        let asked = self.kernel.ask(PATIENCE, move || {
-            let mounts = known.unwrap_or_else(|| Arc::new(SliceMounts::find(&slices)));
-            (question(&mounts), mounts)
-        });
-        let (answer, mounts) = asked.await?;
-        self.mounts = Some(mounts);
-        Some(answer)
-    }
-
-    /// The same for a question that can fail.
-    async fn try_ask<T: Send + 'static>(
-        &mut self,
-        question: impl FnOnce(&SliceMounts) -> std::io::Result<T> + Send + 'static,
+        &self,
+        question: impl FnOnce() -> std::io::Result<T> + Send + 'static,
     ) -> Result<T, String> {
-        let answer = self.ask(question).await;
-        let silent = || {
-            format!(
-                "the kernel has not answered within {} s; it may be stuck in the driver",
-                PATIENCE.as_secs()
-            )
-        };
-        answer.ok_or_else(silent)?.map_err(|error| error.to_string())
+        self.kernel.ask(PATIENCE, question).await.ok_or_else(silent)?.map_err(|error| error.to_string())
     }
+}
+
+fn silent() -> String {
+    format!("the kernel has not answered within {} s; it may be stuck in the driver", PATIENCE.as_secs())
 }
 
 impl TerminationShell for EndingShell<Processes> {
     type Slice = SliceId;
-    type Owner = Whose;
+    type Owner = KnownClient;
 
     fn begin_look(&mut self) {
-        self.processes.mounts = None;
+        self.processes.clients.want_anew();
     }
 
     async fn users(&mut self, pid: u32) -> Result<Vec<u32>, String> {
-        self.processes.try_ask(move |_| Ok(proc::status(pid)?.uids())).await
+        self.processes.ask(move || Ok(proc::status(pid)?.uids())).await
     }
 
     /// The name of a GPU tells no slice: a container with one can have any slice of that GPU.
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SliceId>>, String> {
-        let known = self.processes.try_ask(move |mounts| mounts.slices_of(pid)).await?;
-        Ok(known.map(|known| {
-            let slice =
-                |name: &DeviceName| if let DeviceName::Slice(slice) = name { Some(*slice) } else { None };
-            let slices: Vec<SliceId> = known.slices.iter().filter_map(slice).collect();
-            let is_certain = known.known_by.is_certain() && slices.len() == known.slices.len();
-            KnownSlices { slices, is_certain }
-        }))
+        let clients = &self.processes.clients;
+        let process = identity::read(pid).map_err(|error| error.to_string())?;
+        let known = clients.look_up(&[process]).await.remove(&pid).and_then(|client| client.slices);
+        let Some(known) = known else {
+            return if clients.has_found(process) { Ok(None) } else { Err(silent()) };
+        };
+        let slice = |name: &DeviceName| if let DeviceName::Slice(slice) = name { Some(*slice) } else { None };
+        let slices: Vec<SliceId> = known.slices.iter().filter_map(slice).collect();
+        let is_certain = known.known_by.is_certain() && slices.len() == known.slices.len();
+        Ok(Some(KnownSlices { slices, is_certain }))
     }
 
     async fn containers(&mut self, pid: u32) -> Result<Vec<EnclosingContainer>, String> {
@@ -147,42 +128,43 @@ impl TerminationShell for EndingShell<Processes> {
             };
             containers_in(cgroups).map(container).collect()
         };
-        self.processes.try_ask(move |_| Ok(around(&proc::cgroups_text(pid)?))).await
+        self.processes.ask(move || Ok(around(&proc::cgroups_text(pid)?))).await
     }
 
     async fn control_group(&mut self, pid: u32) -> Result<String, String> {
-        self.processes.try_ask(move |_| control_groups::path_of(pid)).await
+        self.processes.ask(move || control_groups::path_of(pid)).await
     }
 
     async fn reception(&mut self, pid: u32, signal: u32) -> Result<Option<Reception>, String> {
         self.processes
-            .try_ask(move |_| match reception(pid, signal.cast_signed()) {
+            .ask(move || match reception(pid, signal.cast_signed()) {
                 Err(error) if proc::is_gone(&error) => Ok(None),
                 answer => answer.map(Some),
             })
             .await
     }
 
-    async fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> Whose {
-        let known = self.processes.ask(move |mounts| whose(pid, mounts, &users())).await;
-        let known = known.unwrap_or(Whose::only(pid));
-        let slices = slices.map(|slices| slices.into_iter().map(DeviceName::Slice).collect());
-        Whose { slices: slices.or(known.slices), ..known }
+    async fn owner(&mut self, pid: u32, _: Option<Vec<SliceId>>) -> KnownClient {
+        let Ok(process) = identity::read(pid) else {
+            return KnownClient::only(ProcessId { pid, start_time: 0 });
+        };
+        self.processes.clients.look_up(&[process]).await;
+        self.processes.clients.get(process)
     }
 
     async fn program(&mut self, pid: u32) -> String {
-        self.processes.ask(move |_| proc::program(pid)).await.unwrap_or_default()
+        self.processes.ask(move || Ok(proc::program(pid))).await.unwrap_or_default()
     }
 
     fn gpus_of(&self, slices: &[SliceId]) -> Vec<String> {
-        self.processes.slices.gpus_of(slices).into_iter().map(str::to_owned).collect()
+        self.processes.clients.slices().gpus_of(slices).into_iter().map(str::to_owned).collect()
     }
 
     async fn clients_on(&mut self, gpus: &[String]) -> ClientsOnGpus {
         self.processes.nvml.mps_clients(gpus).await
     }
 
-    fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Whose) {
+    fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &KnownClient) {
         match news {
             RequestNews::Ended => tracing::info!(
                 mps_server_pid = server,

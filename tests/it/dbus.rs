@@ -6,11 +6,12 @@ use std::process::Stdio;
 use std::time::{Duration, UNIX_EPOCH};
 
 use common::bus::error::RequestError;
-use common::membership::{GuestContainer, KnownBy, MayCommand, Membership};
 use common::published::client::ClientView;
 use common::published::events::Events;
 use common::published::snapshot::{GpuView, Snapshot, State};
 use common::published::usage::SliceUse;
+use mps_core::register::{GuestContainer, KnownBy, KnownClient, MayCommand, Membership, Tenant};
+use mps_core::terms::ProcessId;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
@@ -529,23 +530,24 @@ print(json.dumps([
 
 /// A client in a container of a guest.
 fn worker() -> ClientView {
-    ClientView {
-        pid: 1153,
-        bypass: false,
-        waiting: false,
-        uid: Some(1000),
+    let client = KnownClient {
         user: Some("worker".to_owned()),
-        command: "python3".to_owned(),
-        gpu_uuid: P40.to_owned(),
+        tenant: Some(Tenant { uid: 1000, container: "main".to_owned() }),
         slices: Some(Membership { slices: vec!["00:06.0-1".parse().unwrap()], known_by: KnownBy::Mount }),
         may_command: Some(MayCommand::Neighbours),
-        container_id: None,
         guest: Some(GuestContainer {
             guest: "train-1".to_owned(),
             container: "main".to_owned(),
             project: String::new(),
         }),
-        label: None,
+        ..KnownClient::only(ProcessId { pid: 1153, start_time: 1 })
+    };
+    ClientView {
+        client,
+        bypass: false,
+        waiting: false,
+        command: "python3".to_owned(),
+        gpu_uuid: P40.to_owned(),
         memory_mib: Some(580),
         since: Some(UNIX_EPOCH + Duration::from_secs(1_700_000_000)),
     }

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-use common::membership::GuestContainer;
 use common::published::client::ClientView;
+use mps_core::register::{GuestContainer, KnownClient};
+use mps_core::terms::ProcessId;
 use serde_json::Value;
 use yunion_mps::Request;
 
@@ -147,26 +148,20 @@ fn a_container_that_was_released_is_as_documented() {
 async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     let mut service = Service::start(p40_board()).await;
     let gone = ClientView {
-        pid: 1153,
-        bypass: true,
+        client: KnownClient::only(ProcessId { pid: 7, start_time: 1 }),
+        bypass: false,
         waiting: false,
-        uid: None,
-        user: None,
         command: "python3".to_owned(),
         gpu_uuid: P40.to_owned(),
-        slices: None,
-        may_command: None,
-        container_id: None,
-        guest: None,
-        label: None,
         memory_mib: None,
         since: None,
     };
     let [guest, container, project] = ["train-1", "main", "vision"].map(str::to_owned);
     let guest = Some(GuestContainer { guest, container, project });
     let label = Some("job 17".to_owned());
-    let contained =
-        ClientView { container_id: Some("4f1c2d3e5a6b".to_owned()), guest, label, ..gone.clone() };
+    let container = Some("4f1c2d3e5a6b".to_owned());
+    let contained = KnownClient { container, guest, label, ..gone.client.clone() };
+    let contained = ClientView { client: contained, ..gone.clone() };
     let requests = &mut service.requests;
     let daemon = async {
         match requests.recv().await {

@@ -22,6 +22,7 @@
 //! | `links/` | the links by which clients find a control daemon |
 //! | `serve/` | serving: limits, servers, faults, the regular look |
 //! | `tenants/` | the end of clients' work on request and for a budget |
+//! | `register/` | who the clients are, with which slices |
 //! | `rate_limit.rs` | how often something is told |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
@@ -47,6 +48,7 @@ mod modes;
 pub mod mps;
 mod permit;
 mod rate_limit;
+pub mod register;
 pub mod serve;
 pub mod tenants;
 pub mod terms;

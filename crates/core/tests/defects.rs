@@ -48,6 +48,20 @@ type Defect = (&'static str, &'static str, &'static str, &'static str, &'static 
 
 const DEFECTS: &[Defect] = &[
     (
+        "a client that has come is taken for the one that had its PID before",
+        "register/mod.rs",
+        "if entry.client.process != process {",
+        "if entry.client.process != process && !PUT_BACK {",
+        "everybody-is-known",
+    ),
+    (
+        "a client without an answer loses the slice that it had",
+        "register/mod.rs",
+        "slices: before.or(client.slices), ..client",
+        "slices: before.filter(|_| !PUT_BACK).or(client.slices), ..client",
+        "everybody-is-known",
+    ),
+    (
         "a program that handles the signal of a stop loses its work",
         "tenants/stop.rs",
         "program == Some(Reception::Fatal) && first",

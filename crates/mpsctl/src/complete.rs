@@ -9,8 +9,8 @@ use clap_complete::engine::{ArgValueCompleter, CompletionCandidate, complete};
 use tokio::time::timeout;
 
 use common::bus::proxy::{BusError, DaemonProxy};
-use common::membership::whose::SHORT_ID;
 use common::text::is_unprintable;
+use mps_core::register::SHORT_ID;
 
 /// The first argument of the process that answers. The words of the command line follow, the last one up to the cursor.
 const ASK: &str = "complete-words";

@@ -14,6 +14,7 @@ use tokio::task::{JoinHandle, JoinSet};
 
 use crate::dbus::Reply;
 use crate::mps::process;
+use crate::register::Clients;
 use crate::supervisor::admission::close_unsupervised;
 use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::{Instructions, Status, Supervisor, Tools};
@@ -64,6 +65,10 @@ impl Fleet {
         let conductor = Conductor::new(tools.clone());
         let servers_path = PathBuf::new();
         Self { tools, conductor, holders: JoinSet::new(), forced: Vec::new(), servers_path }
+    }
+
+    pub(super) fn clients(&self) -> &Clients {
+        &self.tools.clients
     }
 
     pub(super) fn compute_modes(&self) -> &ComputeModes {

@@ -24,12 +24,14 @@ pub(crate) fn difference(found: Setting, limits: &Limits) -> Option<String> {
 }
 
 pub(crate) fn read_line(mps: &mut Mps) -> Option<Said> {
+    mps.look_at_clients(false);
     let meaning = mps.log.get(mps.reader.position)?.clone();
     let is_news = mps.reader.position >= mps.reader.quiet_until;
     mps.reader.position += 1;
     if let (Meaning::TornDown { server, client, ordinal }, true) = (&meaning, is_news) {
         mps.reader.read.insert((*server, *ordinal, *client));
     }
+    mps.note_line(&meaning);
     Some(Said { meaning, is_news })
 }
 

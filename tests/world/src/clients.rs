@@ -188,6 +188,7 @@ impl Mps {
         let mut hit = Vec::new();
         for (client, one) in there.filter(|(_, one)| one.ordinals.contains(&ordinal)) {
             one.is_hit = true;
+            self.hit_processes.insert(*client, one.program.process);
             // Sometimes the log names it on its other GPUs too.
             let everywhere = self.dice.one_in(2);
             let named = one.ordinals.iter().filter(|one| everywhere || **one == ordinal);

@@ -206,6 +206,7 @@ impl Shell for SimShell {
         mps.turn_during("read on");
         if skips {
             mps.note(format_args!("skip"));
+            mps.lines_are_missing = true;
             mps.reader.position = mps.reader.position.max(mps.log.len().saturating_sub(3));
         }
         u64::try_from(mps.log.len()).ok()
@@ -610,7 +611,9 @@ impl Shell for SimShell {
     }
 
     fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
-        self.lock().note(format_args!("remember {clients:?}"));
+        let mut mps = self.lock();
+        mps.note(format_args!("remember {clients:?}"));
+        mps.look_at_clients(true);
     }
 
     fn checked_in_use(&mut self) {

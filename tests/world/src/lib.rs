@@ -27,6 +27,7 @@ mod mps;
 mod nvml;
 pub mod overuse;
 mod reader;
+mod register;
 mod requests;
 pub mod scripted;
 mod serving;

@@ -100,6 +100,8 @@ pub struct Mps {
     pub has_no_directory: bool,
     pub taken_by: Option<u32>,
     pub log_is_lost: bool,
+    /// Some lines were lost, or left out by a reader: nobody can read of all clients.
+    pub(crate) lines_are_missing: bool,
     /// Lines come late: not before this moment, and in order.
     lines_wait_until: Duration,
     pub starts_fail: bool,
@@ -129,6 +131,8 @@ pub struct Mps {
     /// The part of the log that the service has written down as read.
     pub(crate) read_until: usize,
     pub(crate) hits: BTreeSet<Hit>,
+    /// The processes of these clients.
+    pub(crate) hit_processes: BTreeMap<u32, ProcessId>,
     /// The clients that a service has told of, if it has seen the end of their fault too.
     pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
@@ -165,6 +169,7 @@ impl Mps {
             has_no_directory: false,
             taken_by: None,
             log_is_lost: false,
+            lines_are_missing: false,
             lines_wait_until: Duration::ZERO,
             starts_fail: false,
             server_comes_in: SERVER_COMES,
@@ -183,6 +188,7 @@ impl Mps {
             log: Vec::new(),
             read_until: 0,
             hits: BTreeSet::new(),
+            hit_processes: BTreeMap::new(),
             over: BTreeSet::new(),
             later: Vec::new(),
             came: 0,
@@ -238,6 +244,7 @@ impl Mps {
 
     /// Lets time pass.
     pub(crate) fn advance(&mut self, now: Duration) {
+        self.look_at_clients(false);
         while let Some(due) = self.due().filter(|due| *due <= now) {
             self.now = self.now.max(due);
             let next = self.later.iter().position(|(at, _)| *at == due).unwrap_or_default();
@@ -286,7 +293,9 @@ impl Mps {
     pub(crate) fn say(&mut self, meaning: Meaning) {
         if self.now < self.lines_wait_until {
             self.later.push((self.lines_wait_until, Later::Says(meaning)));
-        } else if !self.log_is_lost {
+        } else if self.log_is_lost {
+            self.lines_are_missing = true;
+        } else {
             self.log.push(meaning);
         }
     }

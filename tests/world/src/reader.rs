@@ -9,6 +9,7 @@ use mps_core::Order;
 use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 
 use super::mps::{Hit, Mps};
+use super::register::SimRegister;
 
 /// The time after which whoever asks for something is told that there was no answer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
@@ -65,6 +66,8 @@ pub struct Reader {
     pub words: Vec<String>,
     /// The clients that were told as hit: of which server, and on the GPU of which ordinal.
     pub hit: Vec<(u32, usize, Vec<u32>)>,
+    /// The clients as they are known.
+    pub(crate) clients: SimRegister,
     /// The clients that the log has named as news, and the clients that were told.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
@@ -142,6 +145,7 @@ impl Mps {
             assert!(self.hits.contains(&hit), "who-was-hit-is-told: {hit:?} was not hit");
             assert!(self.reader.told.insert(hit), "who-was-hit-is-told: {hit:?} is told twice");
             assert!(!self.over.contains(&hit), "who-was-hit-is-told: {hit:?} was told by the service before");
+            self.check_everybody_is_known(*client);
         }
         self.reader.hit.push((server, ordinal, clients.to_vec()));
     }

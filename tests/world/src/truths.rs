@@ -15,6 +15,8 @@
 //! * what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU error that
 //!   the log has told of
 //! * who-was-hit-is-told: each client that was hit by a fatal GPU error is reported once, and no other client
+//! * everybody-is-known: a client has its tenant and its slice from its first line in the log until its end was told,
+//!   in all that names it, and is never taken for another that had its PID
 //! * ours-are-no-strangers: no server or client of ours is called a bypass
 //! * one-has-a-gpu: no two control daemons of ours have one GPU, unless both take turns on it
 //! * who-runs-is-written-down: each control daemon of ours that runs is in the state file, once

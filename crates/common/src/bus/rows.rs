@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use mps_core::register::{GuestContainer, KnownBy, MayCommand, Membership};
 use serde::ser::{SerializeMap, Serializer};
 use serde::{Deserialize, Serialize};
 use zbus::object_server::Interface;
@@ -21,7 +22,6 @@ use super::word::Word;
 use crate::config::Isolation;
 use crate::host::gpu::PcieLink;
 use crate::host::variant::json;
-use crate::membership::{GuestContainer, KnownBy, MayCommand, Membership};
 use crate::published::client::ClientView;
 use crate::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use crate::published::events;
@@ -413,26 +413,26 @@ row! {
         bypass: bool = client.bypass;
         command: String = client.command.clone();
         container: Option<String> = guest_name(client, |guest| &guest.container);
-        container_id: Option<String> = client.container_id.clone();
-        device: Option<String> = client.slices.as_ref().map(Membership::names);
+        container_id: Option<String> = client.client.container.clone();
+        device: Option<String> = client.client.slices.as_ref().map(Membership::names);
         gpu: String = client.gpu_uuid.clone();
         guest: Option<String> = guest_name(client, |guest| &guest.guest);
-        known_by: Option<Word<KnownBy>> = client.slices.as_ref().map(|known| known.known_by.into());
-        label: Option<String> = client.label.clone();
-        may_command: Option<Word<MayCommand>> = client.may_command.map(Word::Known);
+        known_by: Option<Word<KnownBy>> = client.client.slices.as_ref().map(|known| known.known_by.into());
+        label: Option<String> = client.client.label.clone();
+        may_command: Option<Word<MayCommand>> = client.client.may_command.map(Word::Known);
         memory_mib: Option<i32> = client.memory_mib.map(mib);
-        pid: u32 = client.pid;
+        pid: u32 = client.client.process.pid;
         project: Option<String> = guest_name(client, |guest| &guest.project);
         since: Option<i64> = client.since.map(seconds);
-        uid: Option<u32> = client.uid;
-        user: Option<String> = client.user.clone();
+        uid: Option<u32> = client.client.tenant.as_ref().map(|tenant| tenant.uid);
+        user: Option<String> = client.client.user.clone();
         waiting: bool = client.waiting;
     }
 }
 
 /// A name that the host agent's records have of the container of a client.
 fn guest_name(client: &ClientView, name: fn(&GuestContainer) -> &String) -> Option<String> {
-    client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
+    client.client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
 }
 
 impl fmt::Display for PcieInfo {

@@ -1,17 +1,7 @@
 //! How far a client can command its control daemon. NVIDIA's control daemon goes by the user that the kernel reports, and by
 //! the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
 
-/// The commands that a control daemon takes from a client; in lower case it is the word on D-Bus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
-#[strum(serialize_all = "snake_case")]
-pub enum MayCommand {
-    /// All commands: it can change everybody's limits and end the control daemon.
-    All,
-    /// The commands that end the GPU work of others on the same server.
-    Neighbours,
-    /// No command that changes anything for others.
-    Nothing,
-}
+use mps_core::register::MayCommand;
 
 /// As much of a control daemon as a process can get to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

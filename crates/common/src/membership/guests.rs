@@ -15,6 +15,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread::sleep;
 use std::time::Duration;
 
+use mps_core::register::GuestContainer;
 use mps_core::terms::DeviceName;
 use rustix::fs::{CWD, Dir, Mode, OFlags, Stat, fstat, openat};
 use rustix::process::geteuid;
@@ -51,15 +52,6 @@ const WRITTEN_BY_OTHERS: u32 = 0o022;
 /// The attempts at a file that is half-written, and the pause between two of them. The agent writes a file in less.
 const ATTEMPTS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(25);
-
-/// A container of a guest, by its names on the platform. A tenant may have chosen each of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GuestContainer {
-    pub guest: String,
-    pub container: String,
-    /// Empty if the records do not tell it.
-    pub project: String,
-}
 
 /// The facts that the records have of one container.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -1,7 +1,5 @@
-//! The slices that a process has, and how far it can command the control daemon.
-//!
-//! From strongest to weakest, a slice is known by the binding of the process's control group, by the mounts of its container, by
-//! the platform's records of that container, or by the environment of the process.
+//! Looks at processes that may be clients: the sources that tell whose they are and which slices they have, and how far each source can
+//! be believed. The order of trust between the sources is in the core (`register/evidence.rs`).
 //!
 //! Root binds a control group to slices, and no program leaves its control group without root of the host. So a binding counts
 //! whatever is mounted, and whatever the environment says. And no other process can claim such a slice by its environment.
@@ -20,29 +18,31 @@
 mod commands;
 pub mod containers;
 mod guests;
-pub mod whose;
+mod users;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::io;
 use std::iter;
-use std::mem;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 use mps_core::bindings::{Binding, BoundBy, ControlGroup};
-use mps_core::terms::{DIRECTORIES, DeviceName, GpuId, SliceId};
+use mps_core::register::{
+    Evidence, GuestContainer, KnownBy, KnownClient, Membership, RecordedContainer, Tenant,
+};
+use mps_core::terms::{DIRECTORIES, DeviceName, GpuId, ProcessId, SliceId};
+use rustix::io::Errno;
 
 use crate::bindings::SliceBindings;
 use crate::host::control_groups;
 use crate::host::mounts::{self, Place};
-use crate::host::proc;
+use crate::host::{identity, proc};
 use crate::plan::ControlDaemonPlan;
-pub use commands::MayCommand;
 use commands::{Reach, may_command};
-use containers::{of_the_hosts, up_to_container};
-pub use guests::{GuestContainer, records_without_effect};
+use containers::{containers_in, of_the_hosts, up_to_container};
+pub use guests::records_without_effect;
 use guests::{GuestRecord, GuestRecords};
 
 pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
@@ -55,105 +55,8 @@ const CLAIMS: usize = 64;
 
 const ANCESTORS: usize = 32;
 
-/// The way in which the slices of a process are known; in lower case it is the word on D-Bus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
-#[strum(serialize_all = "snake_case")]
-pub enum KnownBy {
-    /// By the binding of its control group, or of one above it.
-    Bound,
-    /// By the directories of slices that are mounted in its container.
-    Mount,
-    /// By the host agent's records of which container has which device.
-    Platform,
-    /// By its environment, which it can write as it likes.
-    Environment,
-}
-
-impl KnownBy {
-    /// Whether no program in a container can change it.
-    pub fn is_certain(self) -> bool {
-        match self {
-            Self::Bound | Self::Mount | Self::Platform => true,
-            Self::Environment => false,
-        }
-    }
-}
-
-/// A container in the host agent's records that is not bound yet.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RecordedContainer {
-    /// The path of its control group.
-    pub group: String,
-    /// Its name for people.
-    pub label: String,
-    /// Its slice of a GPU, or the GPU where the records do not say which slice.
-    pub device: DeviceName,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Membership {
-    /// At least one, each once. In the records and in the environment, the name of a GPU may stand for a slice of it.
-    pub slices: Vec<DeviceName>,
-    pub known_by: KnownBy,
-}
-
-impl Membership {
-    /// The part of it that counts on a GPU. A directory that is mounted, and a device in a record, stands for a slice of its
-    /// own GPU, and says nothing about another.
-    pub fn on(mut self, gpu: GpuId) -> Option<Self> {
-        if self.known_by.is_certain() {
-            self.slices.retain(|slice| slice.gpu() == gpu);
-        }
-        (!self.slices.is_empty()).then_some(self)
-    }
-
-    /// Whether it has several slices of one GPU. A process uses one of them, and its environment may say which.
-    pub fn is_ambiguous(&self) -> bool {
-        let gpus: BTreeSet<GpuId> = self.slices.iter().map(|one| one.gpu()).collect();
-        gpus.len() < self.slices.len()
-    }
-
-    /// The slices among these that a process claims, and all slices of a GPU of which it claims none.
-    fn chosen_by(mut self, claim: &Self) -> Self {
-        let all = mem::take(&mut self.slices);
-        let is_chosen = |gpu| all.iter().any(|one| one.gpu() == gpu && claim.slices.contains(one));
-        let counts = |one: &&DeviceName| claim.slices.contains(one) || !is_chosen(one.gpu());
-        self.slices = all.iter().filter(counts).copied().collect();
-        self
-    }
-
-    pub fn names(&self) -> String {
-        self.slices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
-    }
-}
-
-/// The user and the container of a process. Only a runtime or root moves a process to another container.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Tenant {
-    uid: u32,
-    /// The id in its control group, or the mount namespace where the control group names no container.
-    container: PathBuf,
-}
-
-impl Tenant {
-    /// The tenant that a process works for. An error if the process has ended or can't be looked at.
-    pub fn read(pid: u32) -> io::Result<Self> {
-        let uid = proc::status(pid)?.real_uid().ok_or(io::ErrorKind::InvalidData)?;
-        let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
-            Some(id) => PathBuf::from(id),
-            None => proc::mount_namespace(pid)?,
-        };
-        Ok(Self { uid, container })
-    }
-
-    #[cfg(any(test, feature = "samples"))]
-    pub fn in_container(uid: u32, id: &str) -> Self {
-        Self { uid, container: id.into() }
-    }
-}
-
 /// The slices of control daemons, as far as they are known without a look at processes.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Slices {
     /// The pipe directories, with the directories of slices in them.
     pipe_directories: Arc<BTreeSet<PathBuf>>,
@@ -241,6 +144,8 @@ pub struct SliceMounts {
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
+    /// The names of the host's users, as a text.
+    users: String,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -255,18 +160,13 @@ struct Sight {
     own: bool,
 }
 
+/// All that was seen of a process without a look at its memory.
 #[derive(Debug)]
-pub struct ProcessMounts {
-    /// The slices to which its control group is bound, and who says so.
-    bound: Option<Membership>,
+pub struct ProcessSight {
+    evidence: Evidence,
+    reach: Reach,
     /// All bindings: nobody can claim a slice that another control group has.
     bindings: Arc<SliceBindings>,
-    /// The slices with directories in its container, which may be none. None on the host, where the mounts prove nothing,
-    /// and where the process sees a whole pipe directory.
-    mounted: Option<Vec<SliceId>>,
-    /// The devices that the host agent's records have of its container.
-    recorded: Vec<DeviceName>,
-    reach: Reach,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
 
@@ -286,12 +186,38 @@ impl SliceMounts {
             first: OnceLock::new(),
             bindings: Arc::clone(&slices.bindings),
             records: slices.servers.clone().map(GuestRecords::in_directory),
+            users: users::all(),
         }
     }
 
-    /// The slices of a process. None if nothing is known, an error if it has ended or can't be looked at.
-    pub fn slices_of(&self, pid: u32) -> io::Result<Option<Membership>> {
-        self.see(pid)?.slices(pid)
+    /// Looks at a process without its memory, which may be held up. If its environment has a say, its slices are not known yet.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub fn look_at(&self, process: ProcessId) -> io::Result<(KnownClient, ProcessSight)> {
+        let pid = process.pid;
+        let seen = self.see(pid)?;
+        let status = proc::status(pid)?;
+        let uid = status.real_uid();
+        let record = self.record_of(pid);
+        let slices = seen.evidence.slices(&[], |_| false);
+        let by_records = slices.as_ref().is_some_and(|its| its.known_by == KnownBy::Platform);
+        let recorded = record.as_ref().filter(|_| by_records);
+        let recorded = recorded.and_then(|record| self.recorded_container(pid, record));
+        let client = KnownClient {
+            user: uid.map(|uid| users::name_in(&self.users, uid)),
+            tenant: uid.and_then(|uid| tenant(uid, pid).ok()),
+            guest: record.map(|record| record.names),
+            label: self.label_of(pid),
+            container: containers_in(&proc::cgroups_text(pid)?).next().map(str::to_owned),
+            recorded,
+            slices,
+            may_command: status.effective_uid().map(|uid| may_command(uid, seen.reach)),
+            command: proc::name(pid).unwrap_or_default(),
+            ..KnownClient::only(process)
+        };
+        // Another process may have had its PID meanwhile.
+        if identity::read(pid)? == process { Ok((client, seen)) } else { Err(Errno::SRCH.into()) }
     }
 
     /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its
@@ -300,7 +226,7 @@ impl SliceMounts {
     ///
     /// # Errors
     /// The process has ended, or can't be looked at.
-    pub fn see(&self, pid: u32) -> io::Result<ProcessMounts> {
+    fn see(&self, pid: u32) -> io::Result<ProcessSight> {
         let (mut believed, mut all) = (false, Sight::default());
         let (mut own_namespace, mut last) = (None, None);
         for process in iter::once(pid).chain(ancestors(pid)) {
@@ -332,34 +258,21 @@ impl SliceMounts {
         };
         // Without a slice and a pipe directory, nobody knows which way the process has come to the GPU.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
-        let mut bound = self.binding_of(pid).map(bound);
-        let by_root = bound.as_ref().is_some_and(|its| its.known_by == KnownBy::Bound);
-        let has_none = all.slices.is_empty() && !by_root;
-        let mounted = known.then(|| all.slices.into_iter().collect());
-        let record = if has_none { self.record_of(pid) } else { None };
-        let mut recorded = record.map(|record| record.devices).unwrap_or_default();
-        // A container is bound to its slices GPU by GPU.
-        if let Some(Membership { slices, .. }) = &mut bound {
-            recorded.retain(|device| !slices.iter().any(|slice| slice.gpu() == device.gpu()));
-            slices.append(&mut recorded);
-        }
-        Ok(ProcessMounts {
-            bound,
-            bindings: Arc::clone(&self.bindings),
-            mounted,
-            recorded,
+        let bound = self.binding_of(pid).map(bound);
+        let slices: Vec<SliceId> = all.slices.into_iter().collect();
+        let asks_records = Evidence::asks_records(bound.as_ref(), &slices);
+        let record = if asks_records { self.record_of(pid) } else { None };
+        let recorded = record.map(|record| record.devices).unwrap_or_default();
+        Ok(ProcessSight {
+            evidence: Evidence { bound, mounted: known.then_some(slices), recorded },
             reach,
+            bindings: Arc::clone(&self.bindings),
             pipe_directories: Arc::clone(&self.pipe_directories),
         })
     }
 
-    /// The container of a process, as the host agent's records name it.
-    pub fn guest_of(&self, pid: u32) -> Option<GuestContainer> {
-        self.record_of(pid).map(|record| record.names)
-    }
-
     /// The label of the binding of a process.
-    pub fn label_of(&self, pid: u32) -> Option<String> {
+    fn label_of(&self, pid: u32) -> Option<String> {
         self.binding_of(pid).map(|its| its.label.clone()).filter(|label| !label.is_empty())
     }
 
@@ -369,20 +282,21 @@ impl SliceMounts {
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
-    /// The container of a process, if the records know it and name this GPU or a slice of it, and it is not bound yet to a slice
-    /// of this GPU.
-    pub fn recorded_container(&self, pid: u32, gpu: GpuId) -> Option<RecordedContainer> {
-        let has_slice = |its: &Binding<SliceId>| its.slices.iter().any(|slice| slice.gpu == gpu);
-        if self.binding_of(pid).is_some_and(|its| its.by == BoundBy::Root || has_slice(its)) {
+    /// The container of a process with this record, with the devices of the GPUs of which it is not bound to a slice yet.
+    fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
+        let binding = self.binding_of(pid);
+        if binding.is_some_and(|its| its.by == BoundBy::Root) {
             return None;
         }
+        let has_slice = |device: &&DeviceName| {
+            binding.iter().any(|its| its.slices.iter().any(|slice| slice.gpu == device.gpu()))
+        };
+        let devices: Vec<_> = record.devices.iter().filter(|device| !has_slice(device)).copied().collect();
         let cgroups = proc::cgroups_text(pid).ok()?;
         let group = up_to_container(&control_groups::path_of(pid).ok()?, of_the_hosts(&cgroups)?)?;
-        let GuestRecord { names: GuestContainer { guest, container, .. }, devices } = self.record_of(pid)?;
-        let of_gpu = || devices.iter().copied().filter(|device| device.gpu() == gpu);
-        let device =
-            of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())?;
-        Some(RecordedContainer { group, label: format!("{guest}/{container}"), device })
+        let GuestContainer { guest, container, .. } = &record.names;
+        let label = format!("{guest}/{container}");
+        (!devices.is_empty()).then_some(RecordedContainer { group, label, devices })
     }
 
     fn record_of(&self, pid: u32) -> Option<GuestRecord> {
@@ -438,47 +352,39 @@ impl SliceMounts {
     }
 }
 
-impl ProcessMounts {
-    /// The slices of the process that its container tells, without a look at its memory, which may be held up.
-    pub fn without_memory(self) -> Option<Membership> {
-        self.bound.or_else(|| self.mounted.and_then(mounted)).or_else(|| recorded(self.recorded))
+impl ProcessSight {
+    /// Returns whether the environment of the process has a say about its slices.
+    pub fn asks_environment(&self) -> bool {
+        self.evidence.asks_environment()
     }
 
-    /// How far the process can command a control daemon, by its effective user id.
-    pub fn may_command(&self, uid: u32) -> MayCommand {
-        may_command(uid, self.reach)
+    /// The slices of the process. This asks for the memory of the process if its environment has a say.
+    ///
+    /// # Errors
+    /// The process has ended, or can't be looked at.
+    pub fn slices(&self, pid: u32) -> io::Result<Option<Membership>> {
+        let claim = if self.asks_environment() {
+            claimed(&proc::environment(pid)?, &self.pipe_directories)
+        } else {
+            Vec::new()
+        };
+        let is_anothers = |slice: &SliceId| self.bindings.with(slice).any(|one| is_there(&one.group));
+        Ok(self.evidence.slices(&claim, is_anothers))
     }
+}
 
-    /// The slices of the process. This may ask for the memory of the process.
-    pub fn slices(self, pid: u32) -> io::Result<Option<Membership>> {
-        let (pipe_directories, bindings) = (Arc::clone(&self.pipe_directories), Arc::clone(&self.bindings));
-        let claim = || Ok::<_, io::Error>(claimed(&proc::environment(pid)?, &pipe_directories));
-        let is_elsewhere = self.mounted.is_some();
-        match self.without_memory() {
-            None if is_elsewhere => Ok(None),
-            None => Ok(claim()?.and_then(|claim| not_bound(claim, &bindings))),
-            // A tenant chooses between his own slices.
-            Some(several) if several.is_ambiguous() => Ok(Some(match claim() {
-                Ok(Some(claim)) => several.chosen_by(&claim),
-                _ => several,
-            })),
-            certain => Ok(certain),
-        }
-    }
+/// The tenant that a process of this user works for.
+fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
+    let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
+        Some(id) => id.to_owned(),
+        None => proc::mount_namespace(pid)?.display().to_string(),
+    };
+    Ok(Tenant { uid, container })
 }
 
 /// Returns whether there is this control group. One that was made again under the same path is another.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
-}
-
-/// The part of a claim that can be true: a slice that is bound is its control group's, and this process is not in there.
-fn not_bound(mut claim: Membership, bindings: &SliceBindings) -> Option<Membership> {
-    claim.slices.retain(|name| match name {
-        DeviceName::Slice(slice) => !bindings.with(slice).any(|one| is_there(&one.group)),
-        DeviceName::Gpu(_) => true,
-    });
-    (!claim.slices.is_empty()).then_some(claim)
 }
 
 fn bound(binding: &Binding<SliceId>) -> Membership {
@@ -487,15 +393,6 @@ fn bound(binding: &Binding<SliceId>) -> Membership {
         BoundBy::Platform => KnownBy::Platform,
     };
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
-}
-
-fn recorded(slices: Vec<DeviceName>) -> Option<Membership> {
-    (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Platform })
-}
-
-fn mounted(slices: Vec<SliceId>) -> Option<Membership> {
-    let slices: Vec<_> = slices.into_iter().map(DeviceName::Slice).collect();
-    (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Mount })
 }
 
 /// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
@@ -528,20 +425,24 @@ fn first_processes() -> BTreeMap<String, u32> {
 }
 
 /// The slices that stand in the environment of a process: by their names, or one by its directory.
-fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<Membership> {
-    let slices = named(environment)
-        .or_else(|| Some(vec![DeviceName::Slice(connected(environment, pipe_directories)?)]))?;
-    Some(Membership { slices, known_by: KnownBy::Environment })
+fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Vec<DeviceName> {
+    let named = named(environment);
+    if named.is_empty() {
+        connected(environment, pipe_directories).map(DeviceName::Slice).into_iter().collect()
+    } else {
+        named
+    }
 }
 
-fn named(environment: &[u8]) -> Option<Vec<DeviceName>> {
-    let value = std::str::from_utf8(proc::variable(environment, DEVICE_VARIABLE)?).ok()?;
+fn named(environment: &[u8]) -> Vec<DeviceName> {
+    let value =
+        proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
-    for name in value.split(',').take(CLAIMS) {
+    for name in value.unwrap_or_default().split(',').take(CLAIMS) {
         // Anything but a name is left out, since everybody can read the list.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
-    (!slices.is_empty()).then_some(slices)
+    slices
 }
 
 /// The slice with a directory of this path below the pipe directory: `slices/00_06.0-1`.
@@ -560,8 +461,8 @@ fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option
 mod tests {
     use super::*;
 
-    fn membership(slices: &[&str], known_by: KnownBy) -> Membership {
-        Membership { slices: slices.iter().map(|slice| slice.parse().unwrap()).collect(), known_by }
+    fn devices(names: &[&str]) -> Vec<DeviceName> {
+        names.iter().map(|name| name.parse().unwrap()).collect()
     }
 
     fn pipes() -> BTreeSet<PathBuf> {
@@ -578,15 +479,14 @@ mod tests {
             ("YUNION_MPS_DEVICE=mine,00:06.0-1,\u{1b}[2J", &["00:06.0-1"]),
             (&format!("YUNION_MPS_DEVICE={long}"), &["00:06.0-1"]),
         ] {
-            let expected = membership(expected, KnownBy::Environment);
-            assert_eq!(claimed(environment.as_bytes(), &pipes()), Some(expected), "{environment:.60}");
+            assert_eq!(claimed(environment.as_bytes(), &pipes()), devices(expected), "{environment:.60}");
         }
-        let many = claimed(format!("YUNION_MPS_DEVICE={}", many.join(",")).as_bytes(), &pipes()).unwrap();
-        assert_eq!(many.slices.len(), CLAIMS);
+        let many = claimed(format!("YUNION_MPS_DEVICE={}", many.join(",")).as_bytes(), &pipes());
+        assert_eq!(many.len(), CLAIMS);
         for none in
             [&b""[..], b"XYUNION_MPS_DEVICE=00:06.0-1", b"YUNION_MPS_DEVICE=", b"YUNION_MPS_DEVICE=\xff"]
         {
-            assert_eq!(claimed(none, &pipes()), None);
+            assert_eq!(claimed(none, &pipes()), []);
         }
     }
 
@@ -606,40 +506,22 @@ mod tests {
             ("CUDA_MPS_PIPE_DIRECTORY=/run/other/slices/00_06.0-1", None),
             ("CUDA_MPS_PIPE_DIRECTORY=", None),
         ] {
-            let expected = expected.map(|slice| membership(&[slice], KnownBy::Environment));
-            assert_eq!(claimed(environment.as_bytes(), &pipes()), expected, "{environment}");
+            let expected: Vec<&str> = expected.into_iter().collect();
+            assert_eq!(claimed(environment.as_bytes(), &pipes()), devices(&expected), "{environment}");
         }
     }
 
     #[test]
-    fn a_claim_chooses_between_slices_of_one_gpu() {
-        let bound = membership(&["00:06.0-1", "00:06.0-2", "00:07.0-0"], KnownBy::Bound);
-        assert!(
-            bound.is_ambiguous() && !membership(&["00:06.0-1", "00:07.0-0"], KnownBy::Bound).is_ambiguous()
-        );
-        for (claim, expected) in [
-            (&["00:06.0-2"][..], &["00:06.0-2", "00:07.0-0"][..]),
-            (&["00:07.0-0", "00:06.0-2", "00:06.0-1"], &["00:06.0-1", "00:06.0-2", "00:07.0-0"]),
-            (&["00:06.0-3", "00:08.0-0"], &["00:06.0-1", "00:06.0-2", "00:07.0-0"]),
-        ] {
-            let claim = membership(claim, KnownBy::Environment);
-            assert_eq!(bound.clone().chosen_by(&claim), membership(expected, KnownBy::Bound), "{claim:?}");
-        }
-    }
-
-    #[test]
-    fn a_mounted_directory_says_nothing_about_another_gpu() {
-        let (six, seven) = ("00:06.0".parse().unwrap(), "00:07.0".parse().unwrap());
-        let mounted = membership(&["00:06.0-1", "00:06.0-2"], KnownBy::Mount);
-        assert_eq!((mounted.clone().on(six), mounted.clone().on(seven)), (Some(mounted), None));
-        let claimed = membership(&["00:06.0-1"], KnownBy::Environment);
-        assert_eq!(claimed.clone().on(seven), Some(claimed.clone()));
+    fn a_slice_counts_on_its_gpu() {
+        let membership = |slices: &[&str], known_by| Membership { slices: devices(slices), known_by };
+        let six = "00:06.0".parse().unwrap();
         let slices = Slices { gpus: BTreeMap::from([("GPU-6".to_owned(), six)]), ..Slices::default() };
         let mounted = membership(&["00:06.0-1", "00:07.0-1"], KnownBy::Mount);
         let one = Some(membership(&["00:06.0-1"], KnownBy::Mount));
         for (gpu, expected) in [("GPU-6", one), ("", Some(mounted.clone())), ("GPU-8", None)] {
             assert_eq!(slices.on(gpu, mounted.clone()), expected, "{gpu}");
         }
+        let claimed = membership(&["00:06.0-1"], KnownBy::Environment);
         assert_eq!(slices.on("GPU-8", claimed.clone()), Some(claimed));
     }
 
@@ -681,10 +563,15 @@ mod tests {
     fn a_process_of_the_host_is_known_by_its_environment() {
         let mounts = find_in([&std::env::temp_dir()]);
         let own = std::process::id();
-        let seen = mounts.see(own).unwrap();
-        assert_eq!((&seen.mounted, seen.reach), (&None, Reach::Host));
-        assert_eq!((mounts.slices_of(own).unwrap(), seen.without_memory()), (None, None));
-        assert!(mounts.slices_of(u32::MAX).is_err());
+        let process = identity::read(own).unwrap();
+        let (client, seen) = mounts.look_at(process).unwrap();
+        assert_eq!((&seen.evidence.mounted, seen.reach), (&None, Reach::Host));
+        assert_eq!((seen.slices(own).unwrap(), seen.asks_environment()), (None, true));
+        assert_eq!(client.command, proc::name(own).unwrap());
+        assert!(client.to_string().starts_with(&format!("PID {own} of user ")), "{client}");
+        // Another process with this PID is another client.
+        assert!(mounts.look_at(ProcessId { start_time: process.start_time + 1, ..process }).is_err());
+        assert!(mounts.look_at(ProcessId { pid: u32::MAX, ..process }).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));
         assert!(ancestors(own).count() <= ANCESTORS && ancestors(u32::MAX).next().is_none());
     }

@@ -158,12 +158,13 @@ fn model(gpu: &GpuView) -> String {
 
 /// The number of processes.
 fn count(clients: &[ClientView], of: impl Fn(&ClientView) -> bool) -> usize {
-    let pids = clients.iter().filter(|client| !client.bypass && of(client)).map(|client| client.pid);
+    let pids =
+        clients.iter().filter(|client| !client.bypass && of(client)).map(|client| client.client.process.pid);
     pids.collect::<BTreeSet<u32>>().len()
 }
 
 fn names(client: &ClientView) -> impl Iterator<Item = &DeviceName> {
-    client.slices.iter().flat_map(|known| &known.slices)
+    client.client.slices.iter().flat_map(|known| &known.slices)
 }
 
 /// Returns whether a client was given this slice.
@@ -185,9 +186,10 @@ mod tests {
     use std::sync::Arc;
 
     use mps_core::bindings::{Binding, BoundBy, ControlGroup};
+    use mps_core::register::{KnownBy, KnownClient, Membership};
+    use mps_core::terms::ProcessId;
 
     use super::*;
-    use crate::membership::{KnownBy, Membership};
     use crate::published::samples::{gpu, snapshot};
 
     /// A Tesla P40 with two slices, which count no clients, and an H200 with two slices of two clients at most.
@@ -208,19 +210,13 @@ mod tests {
     fn client(pid: u32, gpu_uuid: &str, slices: &str) -> ClientView {
         let slices: Vec<DeviceName> =
             slices.split(' ').filter(|name| !name.is_empty()).map(|name| name.parse().unwrap()).collect();
+        let slices = (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Environment });
         ClientView {
-            pid,
+            client: KnownClient { slices, ..KnownClient::only(ProcessId { pid, start_time: 1 }) },
             bypass: false,
             waiting: gpu_uuid.is_empty(),
-            uid: None,
-            user: None,
             command: String::new(),
             gpu_uuid: gpu_uuid.to_owned(),
-            slices: (!slices.is_empty()).then_some(Membership { slices, known_by: KnownBy::Environment }),
-            may_command: None,
-            container_id: None,
-            guest: None,
-            label: None,
             memory_mib: None,
             since: None,
         }

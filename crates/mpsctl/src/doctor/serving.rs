@@ -11,10 +11,11 @@ use common::config::Isolation;
 use common::counted::counted;
 use common::host::driver::MULTI_USER;
 use common::host::proc;
-use common::membership::{KnownBy, MayCommand, records_without_effect};
+use common::membership::records_without_effect;
 use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
+use mps_core::register::{KnownBy, MayCommand};
 
 pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),

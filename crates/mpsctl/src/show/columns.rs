@@ -7,8 +7,8 @@ use crate::show::health::{Health, for_the_platform, tone_of_daemon};
 use crate::show::table::{Head, Shown, Table, Tone, with_unit};
 use crate::show::time;
 use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
-use common::membership::whose::SHORT_ID;
 use common::text::printable;
+use mps_core::register::SHORT_ID;
 
 /// The digits of a container's id.
 const ID: usize = 64;

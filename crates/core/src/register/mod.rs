@@ -1,0 +1,391 @@
+//! The register of clients: who they are, of whom, and with which slices. Looks at the host fill it, and all that is shown, told or
+//! ended by the name of a client reads it. So all readers have one answer.
+//!
+//! A client is known from its first line in the log on, also after its process has ended: it is named when others have read of its
+//! end, most often later. A process that runs hides the one that had its PID before.
+//!
+//! | file | its job |
+//! |---|---|
+//! | `client.rs` | a client, in words too |
+//! | `evidence.rs` | the slices of a process, by the sources that tell them, in their order of trust |
+
+mod client;
+mod evidence;
+
+use alloc::collections::{BTreeMap, BTreeSet, btree_map};
+use alloc::format;
+use alloc::string::String;
+use alloc::vec::Vec;
+use core::time::Duration;
+
+pub use client::{GuestContainer, KnownClient, MayCommand, RecordedContainer, SHORT_ID, Tenant, shortened};
+pub use evidence::{Evidence, KnownBy, Membership};
+
+use crate::CoreTime;
+use crate::terms::{DaemonId, ProcessId};
+
+/// The most clients that are kept without a look for those that have ended: those of sixteen full GPUs.
+const KEPT: usize = 1024;
+
+/// The most clients that are kept at all. Sixteen GPUs with a control daemon for each slice have fewer.
+const MOST: usize = 8 * KEPT;
+
+/// The time after which a process is looked at again that has no slice, or only claims one. The directory of its slice may have
+/// been away, or its container may not have been recorded yet.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// A process that is, or was, a client.
+// Each flag is a fact of its own: none of them excludes another.
+#[allow(clippy::struct_excessive_bools)]
+#[derive(Debug, Clone)]
+struct RegisteredClient {
+    client: KnownClient,
+    /// A look at it has to begin.
+    is_wanted: bool,
+    /// A look at it has begun and not ended.
+    is_looked_at: bool,
+    /// Its slices may be others than they were, until a look says so.
+    may_have_changed: bool,
+    /// When the last look ended.
+    answered: Option<CoreTime>,
+    /// Some look has found out everything.
+    is_found: bool,
+}
+
+impl RegisteredClient {
+    fn new(process: ProcessId) -> Self {
+        Self {
+            client: KnownClient::only(process),
+            is_wanted: true,
+            is_looked_at: false,
+            may_have_changed: false,
+            answered: None,
+            is_found: false,
+        }
+    }
+
+    /// Returns whether it was looked at long ago, and may have a slice now, or another.
+    fn is_old(&self, now: CoreTime) -> bool {
+        let is_certain = self.client.slices.as_ref().is_some_and(|its| its.known_by.is_certain());
+        self.answered.is_none_or(|at| !is_certain && now >= at + AGAIN)
+    }
+}
+
+/// The clients of all control daemons, by PID.
+#[derive(Debug, Clone, Default)]
+pub struct Register {
+    clients: BTreeMap<u32, RegisteredClient>,
+    /// The PIDs of the clients that have come and not left, as the logs tell.
+    at_work: BTreeMap<DaemonId, BTreeSet<u32>>,
+}
+
+impl Register {
+    /// A client has come to a control daemon. `running` is the process that has its PID now, if there is one. Without one it is the
+    /// client that is at work there under this PID; if there is none, it is nobody that is known.
+    pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
+        let at_work = self.at_work.entry(daemon.clone()).or_default();
+        if at_work.len() >= MOST {
+            // The line of an end can get lost with a log that was too long.
+            at_work.clear();
+        }
+        let is_at_work = !at_work.insert(pid);
+        match running {
+            Some(process) => self.want([process], now),
+            None if is_at_work => {}
+            None => _ = self.clients.remove(&pid),
+        }
+    }
+
+    /// A client has left a control daemon. It stays known: its end may not have been told.
+    pub fn left(&mut self, daemon: &DaemonId, pid: u32) {
+        if let Some(at_work) = self.at_work.get_mut(daemon) {
+            at_work.remove(&pid);
+        }
+    }
+
+    /// A client has lost its work to a fatal GPU error. `running` is the process that has its PID now, if there is one: the line that
+    /// it has come may have got lost.
+    pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
+        self.left(daemon, pid);
+        self.want(running, now);
+    }
+
+    /// A server of a control daemon, or the control daemon itself, has ended with its clients.
+    pub fn all_left(&mut self, daemon: &DaemonId) {
+        self.at_work.remove(daemon);
+    }
+
+    /// The clients that are at work at a control daemon, as its log tells.
+    pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
+        self.at_work.get(daemon).into_iter().flatten().copied().collect()
+    }
+
+    /// Has these processes, which run, looked at, unless they are known.
+    pub fn want(&mut self, processes: impl IntoIterator<Item = ProcessId>, now: CoreTime) {
+        for process in processes {
+            if let Some(entry) = self.entry_or_new(process) {
+                entry.is_wanted |= !entry.is_looked_at && entry.is_old(now);
+            }
+        }
+    }
+
+    /// Has these processes, which run, looked at, whatever is known of them. A look that does not end has no other beside it.
+    pub fn want_anew(&mut self, processes: impl IntoIterator<Item = ProcessId>) {
+        for process in processes {
+            if let Some(entry) = self.entry_or_new(process) {
+                entry.is_wanted |= !entry.is_looked_at;
+            }
+        }
+    }
+
+    /// The entry of a process that runs. None if there are too many.
+    fn entry_or_new(&mut self, process: ProcessId) -> Option<&mut RegisteredClient> {
+        let has_room = self.clients.len() < MOST;
+        match self.clients.entry(process.pid) {
+            btree_map::Entry::Vacant(vacant) => {
+                has_room.then(|| vacant.insert(RegisteredClient::new(process)))
+            }
+            btree_map::Entry::Occupied(occupied) => {
+                let entry = occupied.into_mut();
+                if entry.client.process != process {
+                    *entry = RegisteredClient::new(process);
+                }
+                Some(entry)
+            }
+        }
+    }
+
+    /// Has all clients looked at once more, since their slices may be others.
+    pub fn look_again(&mut self) {
+        for entry in self.clients.values_mut() {
+            (entry.is_wanted, entry.may_have_changed) = (true, true);
+        }
+    }
+
+    /// Returns whether a look has to begin.
+    pub fn wants_look(&self) -> bool {
+        self.clients.values().any(|entry| entry.is_wanted && !entry.is_looked_at)
+    }
+
+    /// The processes that a look is for, which begins now. [`Register::answer`] follows for each.
+    pub fn begin_look(&mut self) -> Vec<ProcessId> {
+        let due = self.clients.values_mut().filter(|entry| entry.is_wanted && !entry.is_looked_at);
+        due.map(|entry| {
+            (entry.is_wanted, entry.is_looked_at) = (false, true);
+            entry.client.process
+        })
+        .collect()
+    }
+
+    /// The part of a look at a client that nothing holds up. The other part follows.
+    pub fn first_answer(&mut self, client: KnownClient) {
+        if let Some(entry) = self.entry(client.process) {
+            let before = entry.client.slices.take();
+            entry.client = KnownClient { slices: before.or(client.slices), ..client };
+        }
+    }
+
+    /// What a look has found of a process. None: the process has ended meanwhile, or has held up the question. Then the client stays
+    /// what it was. A process that is just ending has no environment any more, so a look alone takes no slice away.
+    /// Returns whether something is known of the client that was not known before.
+    pub fn answer(&mut self, process: ProcessId, found: Option<KnownClient>, now: CoreTime) -> bool {
+        let Some(entry) = self.entry(process) else { return false };
+        (entry.is_looked_at, entry.answered) = (false, Some(now));
+        let Some(found) = found else { return false };
+        let before = entry.client.slices.clone().filter(|_| !entry.may_have_changed);
+        let found = KnownClient { slices: found.slices.or(before), ..found };
+        let is_news = !entry.is_found || entry.client != found;
+        entry.client = found;
+        // What has changed since this look began is not known yet.
+        entry.may_have_changed &= entry.is_wanted;
+        entry.is_found = true;
+        is_news
+    }
+
+    fn entry(&mut self, process: ProcessId) -> Option<&mut RegisteredClient> {
+        self.clients.get_mut(&process.pid).filter(|entry| entry.client.process == process)
+    }
+
+    /// The client that had this PID last. It may have ended.
+    pub fn get(&self, pid: u32) -> Option<&KnownClient> {
+        self.clients.get(&pid).map(|entry| &entry.client)
+    }
+
+    /// Returns whether some look at this process has found out everything.
+    pub fn has_found(&self, process: ProcessId) -> bool {
+        let entry = self.clients.get(&process.pid).filter(|entry| entry.client.process == process);
+        entry.is_some_and(|entry| entry.is_found)
+    }
+
+    /// The client that had this PID last, in words. The command is quoted: it could look like another client.
+    pub fn describe(&self, pid: u32) -> String {
+        match self.get(pid).filter(|client| client.user.is_some()) {
+            Some(client) => format!("{client}, command {:?}", client.command),
+            None => format!("PID {pid} of an unknown user"),
+        }
+    }
+
+    /// Returns whether there are so many clients that those that have ended have to make room.
+    pub fn is_full(&self) -> bool {
+        self.clients.len() >= KEPT
+    }
+
+    /// Drops clients that have ended, from the oldest on, if there are many.
+    pub fn make_room(&mut self, runs: impl Fn(ProcessId) -> bool) {
+        if !self.is_full() {
+            return;
+        }
+        let is_at_work = |pid: u32| self.at_work.values().any(|at_work| at_work.contains(&pid));
+        let processes = self.clients.values().map(|entry| entry.client.process);
+        let mut ended: Vec<ProcessId> =
+            processes.filter(|process| !is_at_work(process.pid) && !runs(*process)).collect();
+        ended.sort_by_key(|process| process.start_time);
+        for process in ended.iter().take(self.clients.len().saturating_sub(KEPT / 2)) {
+            self.clients.remove(&process.pid);
+        }
+        for at_work in self.at_work.values_mut() {
+            at_work.retain(|pid| self.clients.get(pid).is_some_and(|entry| runs(entry.client.process)));
+        }
+    }
+
+    /// All processes that are known, to be looked for.
+    pub fn processes(&self) -> Vec<ProcessId> {
+        self.clients.values().map(|entry| entry.client.process).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use alloc::borrow::ToOwned;
+
+    use super::*;
+
+    const NOW: CoreTime = CoreTime::from_secs(100);
+
+    fn process(pid: u32, start_time: u64) -> ProcessId {
+        ProcessId { pid, start_time }
+    }
+
+    fn slice(name: &str, known_by: KnownBy) -> Membership {
+        Membership { slices: [name.parse().unwrap()].into(), known_by }
+    }
+
+    fn client(process: ProcessId, user: &str, slices: Option<Membership>) -> KnownClient {
+        KnownClient { user: Some(user.to_owned()), slices, ..KnownClient::only(process) }
+    }
+
+    /// A register that knows this client.
+    fn register_with(known: KnownClient) -> Register {
+        let mut register = Register::default();
+        register.came(&DaemonId::Shared, known.process.pid, Some(known.process), NOW);
+        assert_eq!(register.begin_look(), [known.process]);
+        _ = register.answer(known.process, Some(known), NOW);
+        register
+    }
+
+    #[test]
+    fn a_client_is_known_after_its_end_until_another_has_its_pid() {
+        let one = client(process(7, 1), "alice", Some(slice("00:06.0-1", KnownBy::Mount)));
+        let mut register = register_with(one.clone());
+        register.left(&DaemonId::Shared, 7);
+        register.make_room(|_| false);
+        let words = "PID 7 of user alice, slice 00:06.0-1, command \"\"";
+        assert_eq!(register.describe(7), words);
+        // The next one hides it, and is not taken for it.
+        register.came(&DaemonId::Shared, 7, Some(process(7, 2)), NOW);
+        assert_eq!(register.describe(7), "PID 7 of an unknown user");
+        // An answer about the one before says nothing about it.
+        _ = register.answer(one.process, Some(one), NOW);
+        assert_eq!(register.describe(7), "PID 7 of an unknown user");
+        assert_eq!(register.begin_look(), [process(7, 2)]);
+    }
+
+    #[test]
+    fn a_client_whose_process_has_ended_when_its_line_is_read_is_the_one_at_work_or_unknown() {
+        let mut register = register_with(client(process(7, 1), "alice", None));
+        register.came(&DaemonId::Shared, 7, None, NOW);
+        assert!(register.describe(7).contains("alice"));
+        assert_eq!(register.at_work(&DaemonId::Shared), [7]);
+        register.left(&DaemonId::Shared, 7);
+        register.came(&DaemonId::Shared, 7, None, NOW);
+        assert_eq!(register.describe(7), "PID 7 of an unknown user");
+        register.all_left(&DaemonId::Shared);
+        assert_eq!(register.at_work(&DaemonId::Shared), [] as [u32; 0]);
+    }
+
+    #[test]
+    fn a_client_without_an_answer_keeps_the_slice_that_it_had() {
+        let its = process(7, 1);
+        let mut register =
+            register_with(client(its, "alice", Some(slice("00:06.0-1", KnownBy::Environment))));
+        let slices = |register: &Register| register.get(7).unwrap().slices.clone();
+        register.look_again();
+        assert!(register.wants_look());
+        register.begin_look();
+        register.first_answer(client(its, "alice", None));
+        _ = register.answer(its, None, NOW);
+        assert_eq!(slices(&register), Some(slice("00:06.0-1", KnownBy::Environment)));
+        // Another control group has been bound to the slice.
+        register.look_again();
+        register.begin_look();
+        _ = register.answer(its, Some(client(its, "alice", None)), NOW);
+        assert_eq!(slices(&register), None);
+        // Without a change, a look takes nothing away.
+        register.want_anew([its]);
+        register.begin_look();
+        _ = register.answer(its, Some(client(its, "alice", Some(slice("00:06.0-2", KnownBy::Bound)))), NOW);
+        register.want_anew([its]);
+        register.begin_look();
+        _ = register.answer(its, Some(client(its, "alice", None)), NOW);
+        assert_eq!(slices(&register), Some(slice("00:06.0-2", KnownBy::Bound)));
+    }
+
+    #[test]
+    fn a_client_that_only_claims_a_slice_is_looked_at_again() {
+        let its = process(7, 1);
+        for (slices, is_known) in [
+            (Some(slice("00:06.0-1", KnownBy::Bound)), true),
+            (Some(slice("00:06.0-1", KnownBy::Environment)), false),
+            (None, false),
+        ] {
+            let mut register = register_with(client(its, "alice", slices));
+            register.want([its], NOW);
+            assert!(!register.wants_look());
+            register.want([its], NOW + AGAIN);
+            assert_eq!(register.wants_look(), !is_known);
+        }
+    }
+
+    #[test]
+    fn a_look_that_does_not_end_has_no_other_beside_it() {
+        let its = process(7, 1);
+        let mut register = Register::default();
+        register.want([its, its], NOW);
+        assert_eq!(register.begin_look(), [its]);
+        register.want_anew([its]);
+        register.look_again();
+        assert_eq!(register.begin_look(), []);
+        _ = register.answer(its, None, NOW);
+        assert_eq!(register.begin_look(), [its]);
+    }
+
+    #[test]
+    fn ended_clients_make_room() {
+        let mut register = Register::default();
+        let of = |pid: u32| process(pid, u64::from(pid));
+        register.want((1..2000).map(of), NOW);
+        register.came(&DaemonId::Shared, 1, Some(of(1)), NOW);
+        register.make_room(|process| process.pid > 1990);
+        let left = register.processes();
+        assert_eq!(left.len(), KEPT / 2);
+        assert!(left.contains(&of(1)) && left.contains(&of(1999)) && !left.contains(&of(2)));
+    }
+
+    #[test]
+    fn a_command_can_not_look_like_another_client() {
+        let known =
+            KnownClient { command: "x\"; PID 8\n".to_owned(), ..client(process(7, 7), "alice", None) };
+        let register = register_with(known);
+        assert_eq!(register.describe(7), r#"PID 7 of user alice, command "x\"; PID 8\n""#);
+    }
+}

@@ -1,0 +1,370 @@
+//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all who want to know: clients that
+//! come together share a look, and nothing of it is done on the loop's thread. Whoever wants to know more than the register has
+//! waits for the next look, which takes microseconds. A process that is stuck in the driver holds up everybody who reads its memory,
+//! so that part of a look has a deadline for each process, and an answer that comes later is kept then.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use mps_core::mps::Meaning;
+use mps_core::register::{KnownClient, Register};
+use mps_core::terms::{DaemonId, ProcessId};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+use common::host::blocking::Blocking;
+use common::host::identity;
+use common::membership::{ProcessSight, SliceMounts, Slices};
+
+/// The time for the part of a look that no process can hold up. It takes microseconds, but the host agent's records can be many, or
+/// half-written.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The time for the memory of one process.
+const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// The most questions about the memory of processes at a time.
+const QUESTIONS: usize = 32;
+
+/// The register, for all who read it. All clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct Clients(Arc<Lookout>);
+
+#[derive(Debug)]
+struct Lookout {
+    known: Mutex<LookedAt>,
+    looks: watch::Sender<Looks>,
+    /// Asks for the memory of processes.
+    memory: Blocking,
+    begun: Instant,
+}
+
+#[derive(Debug)]
+struct LookedAt {
+    register: Register,
+    /// The slices by which clients are known from now on.
+    slices: Slices,
+}
+
+/// The looks, by their numbers.
+#[derive(Debug, Default)]
+struct Looks {
+    is_wanted: bool,
+    begun: u64,
+    under_way: BTreeSet<u64>,
+}
+
+impl Looks {
+    /// Returns whether this look and all before it have ended.
+    fn have_ended(&self, number: u64) -> bool {
+        self.begun >= number && self.under_way.range(..=number).next().is_none()
+    }
+}
+
+/// A look at one process. It ends with this value, also if nobody carries it out.
+struct Question {
+    clients: Clients,
+    process: ProcessId,
+    found: Option<KnownClient>,
+}
+
+impl Question {
+    fn has_found(&mut self, client: KnownClient) {
+        self.found = Some(client);
+    }
+}
+
+impl Drop for Question {
+    fn drop(&mut self) {
+        let now = self.clients.0.begun.elapsed();
+        let mut known = self.clients.known();
+        if known.register.answer(self.process, self.found.take(), now) {
+            tracing::debug!("client {}", known.register.describe(self.process.pid));
+        }
+    }
+}
+
+impl Clients {
+    /// Begins to look for whoever asks.
+    pub(crate) fn new() -> Self {
+        let known = LookedAt { register: Register::default(), slices: Slices::default() };
+        let clients = Self(Arc::new(Lookout {
+            known: Mutex::new(known),
+            looks: watch::Sender::default(),
+            memory: Blocking::new(QUESTIONS),
+            begun: Instant::now(),
+        }));
+        tokio::spawn(clients.clone().look_when_wanted());
+        clients
+    }
+
+    /// From now on, clients are known by these slices. What is known of them may be another thing then.
+    pub(crate) fn pursue(&self, slices: Slices) {
+        let mut known = self.known();
+        if known.slices != slices {
+            known.slices = slices;
+            known.register.look_again();
+            self.ring(&known);
+        }
+    }
+
+    /// The slices by which clients are known.
+    pub(crate) fn slices(&self) -> Slices {
+        self.known().slices.clone()
+    }
+
+    /// Takes note of a line of a control daemon's log. A client that has come is looked at at once: it may not live long.
+    pub(crate) fn observe(&self, daemon: &DaemonId, meaning: &Meaning) {
+        let now = self.0.begun.elapsed();
+        match meaning {
+            Meaning::ClientAdmitted(pid) => {
+                let running = identity::read(*pid).ok();
+                let mut known = self.known();
+                known.register.came(daemon, *pid, running, now);
+                self.ring(&known);
+            }
+            Meaning::TornDown { client, .. } => {
+                let running = identity::read(*client).ok();
+                let mut known = self.known();
+                known.register.hit(daemon, *client, running, now);
+                self.ring(&known);
+            }
+            Meaning::ClientLeft(pid) => self.known().register.left(daemon, *pid),
+            Meaning::ServerExited { .. } => self.known().register.all_left(daemon),
+            _ => {}
+        }
+    }
+
+    /// The control daemon runs no more.
+    pub(crate) fn all_left(&self, daemon: &DaemonId) {
+        self.known().register.all_left(daemon);
+    }
+
+    /// The clients that have come to a control daemon and not left, as its log tells.
+    pub(crate) fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
+        self.known().register.at_work(daemon)
+    }
+
+    /// Looks at the processes with these PIDs, beside the loop, unless they are known.
+    pub(crate) fn want(&self, pids: impl IntoIterator<Item = u32>) {
+        self.want_all(&running(pids));
+    }
+
+    /// Looks at all clients anew, beside the loop.
+    pub(crate) fn want_anew(&self) {
+        let mut known = self.known();
+        let all = known.register.processes();
+        known.register.want_anew(all);
+        self.ring(&known);
+    }
+
+    fn want_all(&self, processes: &[ProcessId]) {
+        let mut known = self.known();
+        known.register.want(processes.iter().copied(), self.0.begun.elapsed());
+        self.ring(&known);
+    }
+
+    /// Looks at these processes unless they are known, and returns what is known of those that run.
+    pub(crate) async fn look_up(&self, processes: &[ProcessId]) -> BTreeMap<u32, KnownClient> {
+        self.want_all(processes);
+        self.looked_at(processes).await
+    }
+
+    /// Looks at the processes with these PIDs, whatever is known of them.
+    pub(crate) async fn look_up_anew(
+        &self,
+        pids: impl IntoIterator<Item = u32>,
+    ) -> BTreeMap<u32, KnownClient> {
+        let processes = running(pids);
+        {
+            let mut known = self.known();
+            known.register.want_anew(processes.iter().copied());
+            self.ring(&known);
+        }
+        self.looked_at(&processes).await
+    }
+
+    async fn looked_at(&self, processes: &[ProcessId]) -> BTreeMap<u32, KnownClient> {
+        let mut looks = self.0.looks.subscribe();
+        let last = {
+            let looks = looks.borrow();
+            looks.begun + u64::from(looks.is_wanted)
+        };
+        // The sender lives as long as this value.
+        let _ = looks.wait_for(|looks| looks.have_ended(last)).await;
+        let known = self.known();
+        let its = |process: &ProcessId| {
+            let client = known.register.get(process.pid).filter(|client| client.process == *process)?;
+            Some((process.pid, client.clone()))
+        };
+        processes.iter().filter_map(its).collect()
+    }
+
+    /// All that is known of a process, which may have ended.
+    pub(crate) fn get(&self, process: ProcessId) -> KnownClient {
+        let known = self.known();
+        let client = known.register.get(process.pid).filter(|client| client.process == process);
+        client.cloned().unwrap_or_else(|| KnownClient::only(process))
+    }
+
+    /// Returns whether everything was found out about a process.
+    pub(crate) fn has_found(&self, process: ProcessId) -> bool {
+        self.known().register.has_found(process)
+    }
+
+    /// The client that had this PID last, in words.
+    pub(crate) fn describe(&self, pid: u32) -> String {
+        self.known().register.describe(pid)
+    }
+
+    fn known(&self) -> MutexGuard<'_, LookedAt> {
+        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the next look begun if there is something to look at.
+    fn ring(&self, known: &LookedAt) {
+        if known.register.wants_look() {
+            self.0.looks.send_modify(|looks| looks.is_wanted = true);
+        }
+    }
+
+    async fn look_when_wanted(self) {
+        let mut looks = self.0.looks.subscribe();
+        let kernel = Blocking::new(QUESTIONS);
+        while looks.wait_for(|looks| looks.is_wanted).await.is_ok() {
+            let (number, slices, questions) = self.begin_look();
+            let clients = self.clone();
+            let first = kernel.ask(PATIENCE, move || clients.look(&slices, questions)).await;
+            let clients = self.clone();
+            // Nobody else has to wait for memory that is not asked for.
+            tokio::spawn(async move {
+                clients.look_at_memory(first.unwrap_or_default()).await;
+                clients.0.looks.send_modify(|looks| _ = looks.under_way.remove(&number));
+            });
+        }
+    }
+
+    fn begin_look(&self) -> (u64, Slices, Vec<Question>) {
+        let mut known = self.known();
+        let mut number = 0;
+        self.0.looks.send_modify(|looks| {
+            (looks.is_wanted, looks.begun) = (false, looks.begun + 1);
+            number = looks.begun;
+            looks.under_way.insert(number);
+        });
+        let of = |process| Question { clients: self.clone(), process, found: None };
+        let questions = known.register.begin_look().into_iter().map(of).collect();
+        (number, known.slices.clone(), questions)
+    }
+
+    /// Looks at these processes without their memory. Returns those with an environment that has a say.
+    fn look(&self, slices: &Slices, questions: Vec<Question>) -> Vec<(Question, KnownClient, ProcessSight)> {
+        self.make_room();
+        let host = SliceMounts::find(slices);
+        let mut open = Vec::new();
+        for mut question in questions {
+            match host.look_at(question.process) {
+                Ok((client, sight)) if sight.asks_environment() => {
+                    self.known().register.first_answer(client.clone());
+                    open.push((question, client, sight));
+                }
+                Ok((client, _)) => question.has_found(client),
+                Err(error) => {
+                    tracing::debug!("client {} can't be looked at: {error}", question.process.pid);
+                }
+            }
+        }
+        open
+    }
+
+    async fn look_at_memory(&self, open: Vec<(Question, KnownClient, ProcessSight)>) {
+        let mut asked = JoinSet::new();
+        // One question for each: a process that holds up its question hides no other one.
+        for (mut question, client, sight) in open {
+            let kernel = self.0.memory.clone();
+            asked.spawn(async move {
+                let look = move || {
+                    let slices = sight.slices(question.process.pid);
+                    // If the process has ended, its PID may have been another's while it was looked at.
+                    let runs = identity::read(question.process.pid).ok() == Some(question.process);
+                    if let Ok(slices) = slices
+                        && runs
+                    {
+                        question.has_found(KnownClient { slices, ..client });
+                    }
+                };
+                kernel.ask(MEMORY_PATIENCE, look).await;
+            });
+        }
+        while asked.join_next().await.is_some() {}
+    }
+
+    fn make_room(&self) {
+        if self.known().register.is_full() {
+            // The kernel is not asked while others wait for the register.
+            let ended = self.known().register.processes().into_iter().filter(|one| !identity::runs(*one));
+            let ended: BTreeSet<ProcessId> = ended.collect();
+            self.known().register.make_room(|process| !ended.contains(&process));
+        }
+    }
+}
+
+/// The processes that run with these PIDs, each once.
+fn running(pids: impl IntoIterator<Item = u32>) -> Vec<ProcessId> {
+    let pids: BTreeSet<u32> = pids.into_iter().collect();
+    pids.into_iter().filter_map(|pid| identity::read(pid).ok()).collect()
+}
+
+impl fmt::Debug for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "look at {:?}", self.process)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_is_known_from_its_first_line_until_another_has_its_pid() {
+        let clients = Clients::new();
+        let own = identity::read(std::process::id()).unwrap();
+        let daemon = DaemonId::Shared;
+        clients.observe(&daemon, &Meaning::ClientAdmitted(own.pid));
+        let known = clients.look_up(&[own]).await;
+        let words = clients.describe(own.pid);
+        assert!(words.starts_with(&format!("PID {} of user ", own.pid)), "{words}");
+        assert_eq!((known.get(&own.pid), clients.has_found(own)), (Some(&clients.get(own)), true));
+        assert_eq!(clients.at_work(&daemon), [own.pid]);
+        clients.observe(&daemon, &Meaning::ClientLeft(own.pid));
+        assert_eq!((clients.at_work(&daemon), clients.describe(own.pid)), (Vec::new(), words));
+        // A process that had this PID before is another client, and nothing is known of it.
+        let before = ProcessId { start_time: own.start_time - 1, ..own };
+        assert_eq!(clients.get(before), KnownClient::only(before));
+        assert_eq!(clients.describe(u32::MAX), "PID 4294967295 of an unknown user");
+    }
+
+    #[tokio::test]
+    async fn whoever_asks_together_shares_a_look() {
+        let clients = Clients::new();
+        let own = std::process::id();
+        let parent = std::os::unix::process::parent_id();
+        let mut asked = JoinSet::new();
+        for _ in 0..8 {
+            let clients = clients.clone();
+            asked.spawn(async move { clients.look_up_anew([own, parent, u32::MAX]).await });
+        }
+        for known in asked.join_all().await {
+            assert_eq!(known.keys().copied().collect::<BTreeSet<_>>(), BTreeSet::from([own, parent]));
+        }
+        let begun = clients.0.looks.borrow().begun;
+        assert!(begun <= 8, "{begun} looks");
+        // Nothing is looked at again without need.
+        let own = identity::read(own).unwrap();
+        clients.look_up(&[own]).await;
+        assert_eq!(clients.0.looks.borrow().begun, begun);
+    }
+}

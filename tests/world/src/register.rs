@@ -1,0 +1,99 @@
+//! The register of clients, as the service fills it from the log and from looks, and what must hold of it.
+
+use std::collections::BTreeMap;
+
+use mps_core::mps::Meaning;
+use mps_core::register::{Evidence, KnownClient, Register, Tenant};
+use mps_core::terms::{DaemonId, DeviceName, ProcessId, SliceId};
+
+use super::GPUS;
+use super::mps::Mps;
+use super::tenants::{SimSlice, SliceKnownBy};
+
+const DAEMON: DaemonId = DaemonId::Shared;
+
+/// The register of one control daemon's clients, and the truth about it.
+#[derive(Debug, Default)]
+pub(crate) struct SimRegister {
+    register: Register,
+    /// The words about each process that was looked at, as they have to be from then on.
+    seen: BTreeMap<ProcessId, String>,
+}
+
+fn slice_id(slice: &SimSlice) -> SliceId {
+    let number = GPUS.iter().position(|gpu| *gpu == slice.gpu).unwrap();
+    match format!("00:0{number}.0-{}", slice.ordinal).parse() {
+        Ok(DeviceName::Slice(slice)) => slice,
+        other => panic!("{slice:?}: {other:?}"),
+    }
+}
+
+impl Mps {
+    /// The service has read a line.
+    pub(crate) fn note_line(&mut self, meaning: &Meaning) {
+        let running = |pid: &u32| self.clients.get(pid).map(|client| client.program.process);
+        let (now, register) = (self.now, &mut self.reader.clients.register);
+        match meaning {
+            Meaning::ClientAdmitted(pid) => register.came(&DAEMON, *pid, running(pid), now),
+            Meaning::TornDown { client, .. } => register.hit(&DAEMON, *client, running(client), now),
+            Meaning::ClientLeft(pid) => register.left(&DAEMON, *pid),
+            Meaning::ServerExited { .. } => register.all_left(&DAEMON),
+            _ => {}
+        }
+    }
+
+    /// The service looks at the clients that it does not know. It knows clients from the list too.
+    pub(crate) fn look_at_clients(&mut self, anew: bool) {
+        let now = self.now;
+        if anew {
+            let there = self.clients.values().map(|client| client.program.process);
+            self.reader.clients.register.want_anew(there);
+        }
+        for process in self.reader.clients.register.begin_look() {
+            let client = self.clients.get(&process.pid).filter(|client| client.program.process == process);
+            let Some(client) = client.cloned() else {
+                _ = self.reader.clients.register.answer(process, None, now);
+                continue;
+            };
+            let (tenant, slice) = (&client.tenant, slice_id(&client.tenant.slice));
+            let (mounted, claim) = match tenant.slice_known_by {
+                SliceKnownBy::Mount => (Some(vec![slice]), Vec::new()),
+                SliceKnownBy::Environment => (None, vec![DeviceName::Slice(slice)]),
+                SliceKnownBy::Nothing => (None, Vec::new()),
+            };
+            let evidence = Evidence { mounted, ..Evidence::default() };
+            let uid = tenant.users.first().copied().unwrap_or_default();
+            let known = KnownClient {
+                user: Some(format!("user{uid}")),
+                tenant: Some(Tenant { uid, container: format!("c{uid}") }),
+                slices: evidence.slices(&[], |_| false),
+                ..KnownClient::only(process)
+            };
+            let clients = &mut self.reader.clients;
+            clients.register.first_answer(known.clone());
+            let words = format!("PID {} of user user{uid}", process.pid);
+            // A program that a debugger holds does not let its memory be read.
+            let is_held_up = tenant.is_held && evidence.asks_environment();
+            let slices = evidence.slices(&claim, |_| false);
+            let slice = if slices.is_some() { format!(", slice {slice}") } else { String::new() };
+            let found = (!is_held_up).then_some(KnownClient { slices, ..known });
+            if is_held_up {
+                clients.seen.entry(process).or_insert(words);
+            } else {
+                clients.seen.insert(process, words + &slice);
+            }
+            _ = clients.register.answer(process, found, now);
+        }
+    }
+
+    /// Everybody is known: whoever is told of is named with the tenant and the slice that were seen while its process ran, and never as
+    /// another one that had its PID.
+    pub(crate) fn check_everybody_is_known(&self, pid: u32) {
+        let SimRegister { register, seen } = &self.reader.clients;
+        let Some(process) = self.hit_processes.get(&pid).filter(|_| !self.lines_are_missing) else { return };
+        let told = register.describe(pid);
+        let unknown = || format!("PID {pid} of an unknown user");
+        let words = seen.get(process).map_or_else(unknown, |words| format!("{words}, command \"\""));
+        assert_eq!(told, words, "everybody-is-known: {process:?} is told with other words");
+    }
+}
