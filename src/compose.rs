@@ -10,7 +10,7 @@ use common::config::{Isolation, MayTerminate, Settings};
 use common::counted::counted;
 use common::drained::Drained;
 use common::host::nvml::facts::GpuState;
-use common::plan::{GpuPlan, Plan, only_slice};
+use common::plan::{GpuPlan, Plan};
 use common::published::control_daemon::ControlDaemonState;
 use common::published::events::{Event, Events};
 use common::published::snapshot::{BoundSlice, GpuView, Snapshot, State};
@@ -144,7 +144,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
             .iter()
             .find_map(|(_, gpu)| gpu.compute_mode)
             .or(facts.and_then(|facts| facts.state.compute_mode)),
-        control_daemons: serving.iter().map(|(status, _)| status.view.id.clone()).collect(),
+        control_daemons: serving.iter().map(|(status, _)| status.view.id.to_string()).collect(),
         confirmed_thread_percentage: of_all(&serving, |gpu| gpu.thread_percentage),
         confirmed_memory_limit_mib: of_all(&serving, |gpu| gpu.memory_limit_mib),
         drained: drained(plan, parts.drained),
@@ -241,7 +241,7 @@ fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
 fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u32, String> {
     let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
     let full =
-        full.filter_map(|(status, gpu)| Some((only_slice(&status.view.id)?.ordinal, gpu.full.clone())));
+        full.filter_map(|(status, gpu)| Some((status.view.id.only_slice()?.ordinal, gpu.full.clone())));
     full.collect()
 }
 
@@ -343,7 +343,7 @@ fn said_by(status: &Status) -> String {
 /// The control daemon that keeps a GPU from another, which is to serve it, in words.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
-    let status = all(parts).find(|status| status.view.id == *id)?;
+    let status = all(parts).find(|status| status.view.id == id.as_str().into())?;
     let reason = match status.view.reason.as_str() {
         "" => "it ends".to_owned(),
         reason => reason.to_owned(),

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use mps_core::register::{KnownClient, shortened};
 use mps_core::tenants::{Stop, Target, TerminationError};
-use mps_core::terms::SliceId;
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::task::JoinSet;
@@ -109,7 +108,7 @@ impl Daemon {
         }
     }
 
-    fn terminate(&mut self, wanted: Result<Target<SliceId>, RequestError>, reply: Reply<()>) {
+    fn terminate(&mut self, wanted: Result<Target, RequestError>, reply: Reply<()>) {
         let wanted = match wanted {
             Ok(wanted) => wanted,
             Err(error) => return drop(reply.send(Err(error))),
@@ -150,7 +149,7 @@ impl Daemon {
 }
 
 /// The process that root, or a user, names.
-fn process(pid: u32, user: Option<u32>) -> Target<SliceId> {
+fn process(pid: u32, user: Option<u32>) -> Target {
     match user {
         None => Target::Process(pid),
         Some(user) => Target::ProcessOf { pid, user },
@@ -158,7 +157,7 @@ fn process(pid: u32, user: Option<u32>) -> Target<SliceId> {
 }
 
 /// The slices that a caller names.
-fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target<SliceId>, RequestError> {
+fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestError> {
     if snapshot.gpus.is_none() {
         return Err(ContainerError::not_ready(snapshot).into());
     }
@@ -186,7 +185,7 @@ fn container_id(text: &str) -> Result<String, RequestError> {
 }
 
 /// The event that names the clients with work that a request has ended. None for a stop: containers are stopped all the time.
-fn event(wanted: &Target<SliceId>, clients: String) -> Option<Event> {
+fn event(wanted: &Target, clients: String) -> Option<Event> {
     let (whom, names) = match wanted {
         Target::Process(pid) | Target::ProcessOf { pid, .. } => {
             (format!("process {pid}"), vec![pid.to_string()])
@@ -199,7 +198,7 @@ fn event(wanted: &Target<SliceId>, clients: String) -> Option<Event> {
 }
 
 /// The processes that may end because of a signal to a container.
-fn signalled(wanted: ContainerStop) -> Result<Target<SliceId>, RequestError> {
+fn signalled(wanted: ContainerStop) -> Result<Target, RequestError> {
     let ContainerStop { pid, container, signal, to_all } = wanted;
     let path = bindings::path_of(&GroupOf::Process(pid))?;
     let group = control_groups::of_container(&path, &container).to_owned();

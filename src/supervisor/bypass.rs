@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mps_core::terms::ProcessId;
+use mps_core::terms::{GpuProcess, ProcessId};
 
 use common::host::identity;
-use common::host::nvml::GpuProcess;
 use common::host::proc;
 
 /// A process that uses a GPU without a server of ours.

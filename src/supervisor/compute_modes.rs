@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use mps_core::terms::GpuProcess;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::supervisor::state_file::SharedStateFile;
 use common::host::blocking::Blocking;
 use common::host::compute_mode::ComputeMode;
-use common::host::nvml::{Driver, GpuProcess};
+use common::host::nvml::Driver;
 use common::problem::Problem;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};

@@ -2,14 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus, SeenProcess};
-use mps_core::terms::{ProcessId, ServedGpu};
+use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus};
+use mps_core::terms::{GpuProcess, ProcessId, ServedGpu};
 use mps_core::{GpuUuid, Tenure};
 
 use crate::message::{Message, Subject};
 use common::host::compute_mode::ComputeMode;
 use common::host::identity;
-use common::host::nvml::GpuProcess;
 use common::host::proc;
 
 use super::Worker;
@@ -25,12 +24,10 @@ impl GpuShell for Worker {
             let mode = look.as_ref().ok().map(|(mode, _)| *mode);
             self.reporter.update_gpu(&uuid, |status| status.compute_mode = mode);
             let look = look.map(|(mode, there)| {
-                let seen = |process: &GpuProcess| SeenProcess { pid: process.pid, via_mps: process.via_mps };
                 let processes = there.map(|there| {
                     let there = self.own(there);
-                    let of_gpu = there.iter().map(seen).collect();
-                    self.processes.insert(uuid.clone(), there);
-                    of_gpu
+                    self.processes.insert(uuid.clone(), there.clone());
+                    there
                 });
                 if let Err(error) = &processes {
                     tracing::debug!(gpu_uuid = uuid, "{error}");

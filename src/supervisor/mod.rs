@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
+use mps_core::terms::{DaemonId, GpuProcess};
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::yield_now;
@@ -43,8 +44,7 @@ use crate::supervisor::compute_modes::ComputeModes;
 use crate::supervisor::state_file::SharedStateFile;
 use common::config::Supervision;
 use common::host::cpus::Cpus;
-use common::host::nvml::GpuProcess;
-use common::plan::{ControlDaemonPlan, tenure_of};
+use common::plan::ControlDaemonPlan;
 use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
@@ -117,8 +117,8 @@ pub(crate) struct Tools {
 }
 
 /// The core's view of a control daemon in the state file.
-pub(crate) fn written(id: &str, running: &Running) -> RunningDaemon {
-    RunningDaemon { process: running.process, gpus: running.gpus.clone(), tenure: tenure_of(id) }
+pub(crate) fn written(id: &DaemonId, running: &Running) -> RunningDaemon {
+    RunningDaemon { process: running.process, gpus: running.gpus.clone(), tenure: id.tenure() }
 }
 
 impl From<ControlError> for Failure {
@@ -251,10 +251,10 @@ impl Machine {
 
     /// The news for the core after an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
-        let id = self.worker.order.plan.id.clone();
-        let written =
-            self.worker.tools.state_file.lock().control_daemon(&id).map(|running| written(&id, running));
-        CoreEvent::Done { id, written, watched: self.run.is_some(), outcome }
+        let id = &self.worker.order.plan.id;
+        let state_file = self.worker.tools.state_file.lock();
+        let written = state_file.control_daemon(id).map(|running| written(id, running));
+        CoreEvent::Done { id: id.to_string(), written, watched: self.run.is_some(), outcome }
     }
 
     /// Gives the control daemon that runs its order, and watches it until something else has to be done.

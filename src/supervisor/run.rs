@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use mps_core::mps::Meaning;
 use mps_core::tenants::first_named;
-use mps_core::terms::DaemonId;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
@@ -117,11 +116,12 @@ impl Run {
 
     /// Tells whose work the end of the control daemon has ended.
     pub(super) fn tell_clients_of_the_end(&self, reporter: &Reporter, known: &Clients) {
-        let control = reporter.id();
-        let at_work = known.at_work(&DaemonId::from(control.as_str()));
+        let id = reporter.id();
+        let at_work = known.at_work(&id);
         if at_work.is_empty() {
             return;
         }
+        let control = id.to_string();
         let about = Subject { control: Some(&control), ..Subject::default() };
         let named: Vec<String> = at_work.iter().map(|pid| known.describe(*pid)).collect();
         let clients = counted(named.len(), "client");
@@ -183,7 +183,7 @@ impl Run {
     ) {
         let gpu_uuid = self.running.gpus.get(ordinal).cloned().unwrap_or_default();
         let reason = format!("server {server} met a fatal GPU error on device {ordinal}");
-        let control = reporter.id();
+        let control = reporter.id().to_string();
         let about = Subject {
             control: Some(&control),
             server: Some(server),

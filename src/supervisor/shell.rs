@@ -7,7 +7,7 @@ use mps_core::mps::{Client, ClientPids, Inspection, Limits};
 use mps_core::serve::{
     ClientsOnGpus, Failure, GpuNews, GpuReach, GpuShell, News, Occurrence, Said, SeenGpus, Shell, Showing,
 };
-use mps_core::terms::{DaemonId, ProcessId};
+use mps_core::terms::ProcessId;
 use mps_core::{CoreTime, GpuUuid, Permit, Tenure};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
@@ -179,7 +179,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn id(&self) -> String {
-        self.worker.reporter.id()
+        self.worker.reporter.id().to_string()
     }
 
     fn pid(&self) -> u32 {
@@ -349,8 +349,7 @@ impl Shell for RunShell<'_> {
         let (id, running) = (self.worker.reporter.id(), run.running.clone());
         let mut state_file = self.worker.tools.state_file.lock();
         let repaired = state_file.repair();
-        match repaired
-            .and_then(|repaired| state_file.remember_control_daemon(&id, running).map(|()| repaired))
+        match repaired.and_then(|repaired| state_file.remember_control_daemon(id, running).map(|()| repaired))
         {
             Ok(false) => {}
             Ok(true) => {
@@ -478,7 +477,7 @@ impl RunShell<'_> {
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;
-        let id = DaemonId::from(self.worker.reporter.id());
+        let id = self.worker.reporter.id();
         self.worker.tools.clients.observe(&id, &line.meaning);
         if is_news {
             run.quiet_until = 0;
@@ -491,7 +490,7 @@ impl RunShell<'_> {
     fn pass_on(&mut self, line: &Line) {
         self.tell_left_out();
         if line.level() <= LevelFilter::current() && self.worker.rate_limit.take(1, self.now()) {
-            line.trace(&self.worker.reporter.id());
+            line.trace(&self.worker.reporter.id().to_string());
         }
     }
 

@@ -202,7 +202,7 @@ impl Worker {
     /// Writes a new control daemon down.
     fn write_down(&self, running: &Running) -> Result<(), Failure> {
         let written =
-            self.tools.state_file.lock().remember_control_daemon(&self.reporter.id(), running.clone());
+            self.tools.state_file.lock().remember_control_daemon(self.reporter.id(), running.clone());
         written.map_err(|error| {
             Failure::Failed(format!(
                 "a new control daemon can't be written down, so none is started: {error}"
@@ -275,7 +275,7 @@ impl Worker {
         self.write_down(&running)?;
         tracing::debug!(step = "written-down", "PID {pid} is written down");
         if systemd::runs_us() {
-            match systemd::move_to_scope(&id, pid).await {
+            match systemd::move_to_scope(&id.to_string(), pid).await {
                 Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
                 Err(error) => {
                     self.reporter.warning(format!(

@@ -13,7 +13,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mps_core::terms::GpuId;
+use mps_core::terms::{DaemonId, GpuId};
 
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::bindings::{SliceBindings, WrittenBindings};
@@ -121,22 +121,22 @@ impl StateFile {
     }
 
     /// Writes down a control daemon, before anything runs under its PID.
-    pub(crate) fn remember_control_daemon(&mut self, id: &str, running: Running) -> io::Result<()> {
-        self.change(|contents| _ = contents.control_daemons.insert(id.to_owned(), running))
+    pub(crate) fn remember_control_daemon(&mut self, id: DaemonId, running: Running) -> io::Result<()> {
+        self.change(|contents| _ = contents.control_daemons.insert(id, running))
     }
 
     /// The control daemon that was started under this id, dead or alive.
-    pub(crate) fn control_daemon(&self, id: &str) -> Option<&Running> {
+    pub(crate) fn control_daemon(&self, id: &DaemonId) -> Option<&Running> {
         self.contents.control_daemons.get(id)
     }
 
     /// All control daemons that were started, dead or alive, by their ids.
-    pub(crate) fn control_daemons(&self) -> &BTreeMap<String, Running> {
+    pub(crate) fn control_daemons(&self) -> &BTreeMap<DaemonId, Running> {
         &self.contents.control_daemons
     }
 
     /// The PIDs of all control daemons but the one with this id.
-    pub(crate) fn pids_of_others(&self, id: &str) -> BTreeSet<u32> {
+    pub(crate) fn pids_of_others(&self, id: &DaemonId) -> BTreeSet<u32> {
         let others = self.contents.control_daemons.iter().filter(|(other, _)| *other != id);
         others.map(|(_, running)| running.process.pid).collect()
     }
@@ -148,7 +148,7 @@ impl StateFile {
     }
 
     /// Forgets a control daemon that has ended.
-    pub(crate) fn forget_control_daemon(&mut self, id: &str) -> io::Result<()> {
+    pub(crate) fn forget_control_daemon(&mut self, id: &DaemonId) -> io::Result<()> {
         self.change(|contents| _ = contents.control_daemons.remove(id))
     }
 
@@ -321,7 +321,8 @@ mod tests {
         state_file
             .change(|contents| {
                 let running = Running { log_directory: long.into(), ..running(&"p".repeat(107)) };
-                let daemons = (0..1024).map(|number| (format!("{number:0100}"), running.clone()));
+                let daemons =
+                    (0..1024).map(|number| (DaemonId::Gpu(format!("{number:0100}")), running.clone()));
                 contents.control_daemons.extend(daemons);
             })
             .unwrap();
@@ -355,8 +356,8 @@ mod tests {
             change(&mut bindings);
             state_file.set_bindings(bindings.clone()).unwrap();
             assert_eq!(**open(&directory).bindings(), bindings);
-            state_file.remember_control_daemon("shared", running("/mps")).unwrap();
-            state_file.forget_control_daemon("shared").unwrap();
+            state_file.remember_control_daemon(DaemonId::Shared, running("/mps")).unwrap();
+            state_file.forget_control_daemon(&DaemonId::Shared).unwrap();
             assert_eq!(**open(&directory).bindings(), bindings);
         }
     }
@@ -365,7 +366,7 @@ mod tests {
     fn what_would_not_be_read_is_not_written() {
         let directory = tempfile::tempdir().unwrap();
         let mut state_file = open(&directory);
-        state_file.remember_control_daemon("shared", running("/mps")).unwrap();
+        state_file.remember_control_daemon(DaemonId::Shared, running("/mps")).unwrap();
         let too_long = PathBuf::from("x".repeat(MAX_BYTES));
         let refused = state_file.remember_cdi_spec(Some(too_long)).unwrap_err().to_string();
         assert!(refused.contains("state.json would have") && refused.ends_with("are read"), "{refused}");
@@ -379,7 +380,7 @@ mod tests {
         let file = directory.path().join(FILE);
         let mut state_file = open(&directory);
         assert!(!state_file.repair().unwrap(), "there is nothing to write");
-        state_file.remember_control_daemon("shared", running("/mps")).unwrap();
+        state_file.remember_control_daemon(DaemonId::Shared, running("/mps")).unwrap();
         assert!(!state_file.repair().unwrap() && !open(&directory).repair().unwrap());
         let damage: [fn(&Path); 3] = [
             |file| fs::remove_file(file).unwrap(),
@@ -397,6 +398,21 @@ mod tests {
         }
     }
 
+    /// An earlier or a later version may have other ids. Each entry is there to be ended, and its key stays.
+    #[test]
+    fn a_control_daemon_with_an_unknown_id_is_not_lost() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut state_file = open(&directory);
+        for id in ["shared", UUID, "00:06.0-1", "00:06.0", "of another version", ""] {
+            state_file.remember_control_daemon(id.into(), running("/mps")).unwrap();
+            let file = fs::read_to_string(directory.path().join(FILE)).unwrap();
+            assert!(file.contains(&format!(r#""{id}":{{"process":"#)), "{file}");
+            assert_eq!(open(&directory).control_daemon(&id.into()), Some(&running("/mps")), "{id}");
+        }
+        state_file.forget_control_daemon(&"of another version".into()).unwrap();
+        assert_eq!(open(&directory).control_daemons().len(), 5);
+    }
+
     #[test]
     fn slices_are_in_the_configured_pipe_directory() {
         let own = format!("/mps/{UUID}");
@@ -404,7 +420,7 @@ mod tests {
             [("shared", "/mps", vec!["/mps"]), (UUID, own.as_str(), vec!["/mps", own.as_str()])]
         {
             let running = running(pipe_directory);
-            let directories: Vec<&Path> = running.directories_of_clients(id).collect();
+            let directories: Vec<&Path> = running.directories_of_clients(&id.into()).collect();
             assert_eq!(directories, expected.iter().map(Path::new).collect::<Vec<_>>(), "{id}");
         }
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime};
 
 use mps_core::links::MissingLinks;
 use mps_core::serve::{Showing, ShownAs, ShownGpu, ShownState};
-use mps_core::terms::ProcessId;
+use mps_core::terms::{DaemonId, ProcessId};
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
@@ -273,19 +273,19 @@ impl Reporter {
     }
 
     pub(super) fn event(&self, text: String) {
-        tracing::info!(mps_control = self.id(), "{text}");
+        tracing::info!(mps_control = %self.id(), "{text}");
         self.keep_event(Event::now(text));
     }
 
     /// A message of this kind, and an event.
     pub(super) fn report(&self, message: Message, about: Subject<'_>, text: String) {
-        let id = self.id();
+        let id = self.id().to_string();
         message.log(Subject { control: Some(&id), ..about }, &text);
         self.keep_event(message.event(text));
     }
 
     pub(super) fn warning(&self, text: String) {
-        tracing::warn!(mps_control = self.id(), "{text}");
+        tracing::warn!(mps_control = %self.id(), "{text}");
         self.keep_event(Event::now(text));
     }
 
@@ -294,7 +294,7 @@ impl Reporter {
         self.update(|status| status.events.push(event));
     }
 
-    pub(super) fn id(&self) -> String {
+    pub(super) fn id(&self) -> DaemonId {
         self.status.borrow().view.id.clone()
     }
 
@@ -360,7 +360,7 @@ mod tests {
 
     fn plan(thread_percentage: u8) -> ControlDaemonPlan {
         ControlDaemonPlan {
-            id: "shared".to_owned(),
+            id: DaemonId::Shared,
             pipe_directory: "/tmp/pipe".into(),
             log_directory: "/tmp/log".into(),
             private_directory: None,

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use mps_core::serve::{Failure, Judged, Known, tried_again};
-use mps_core::terms::DaemonId;
 use mps_core::{ActOutcome, Cause, Goal, Permit, RunUse, WhyFailed, programs_wait};
 
 use tokio::time::Instant;
@@ -132,7 +131,7 @@ impl Worker {
         self.admission.end();
         self.control.send_replace(None);
         let id = self.reporter.id();
-        self.tools.clients.all_left(&DaemonId::from(id.as_str()));
+        self.tools.clients.all_left(&id);
         if let Err(error) = self.tools.state_file.lock().forget_control_daemon(&id) {
             self.reporter.warning(format!("the state file can't be written: {error}"));
         }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use mps_core::terms::ProcessId;
+use mps_core::terms::{GpuProcess, ProcessId};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
@@ -15,7 +15,6 @@ use crate::register::Clients;
 use crate::supervisor::bypass::{self, Bypass};
 use crate::supervisor::compute_modes::ComputeModes;
 use common::host::identity;
-use common::host::nvml::GpuProcess;
 use common::host::proc;
 use common::membership::Slices;
 use mps_core::Tenure;

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use common::host::nvml::GpuProcess;
 use mps_core::register::{KnownClient, Membership, Tenant};
 use mps_core::tenants::budget::Member;
-use mps_core::terms::{DeviceName, GpuId, ProcessId};
+use mps_core::terms::{DeviceName, GpuId, GpuProcess, ProcessId};
 
 /// The clients of each slice, by its ordinal.
 pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<Tenant>>>;

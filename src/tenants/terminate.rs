@@ -31,7 +31,7 @@ const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 /// the clients that had work, also after an error.
 pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
-    wanted: Target<SliceId>,
+    wanted: Target,
     processes: Processes,
 ) -> (Vec<KnownClient>, Result<(), TerminationError<KnownClient>>) {
     let (asked, others) = daemons.into_iter().partition(|daemon| can_serve(daemon, &wanted));
@@ -48,7 +48,7 @@ pub(crate) async fn terminate(
 
 /// Returns whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up the release
 /// of this one.
-fn can_serve(daemon: &ClientsDaemon, wanted: &Target<SliceId>) -> bool {
+fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     match (wanted, daemon.slice) {
         (Target::Slices(slices), Some(only)) => slices.contains(&only),
         _ => true,
@@ -94,7 +94,6 @@ fn silent() -> String {
 }
 
 impl TerminationShell for EndingShell<Processes> {
-    type Slice = SliceId;
     type Owner = KnownClient;
 
     fn begin_look(&mut self) {
@@ -106,7 +105,7 @@ impl TerminationShell for EndingShell<Processes> {
     }
 
     /// The name of a GPU tells no slice: a container with one can have any slice of that GPU.
-    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SliceId>>, String> {
+    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
         let clients = &self.processes.clients;
         let process = identity::read(pid).map_err(|error| error.to_string())?;
         let known = clients.look_up(&[process]).await.remove(&pid).and_then(|client| client.slices);

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use mps_core::bindings;
-use mps_core::terms::{GpuId, ProcessId};
+use mps_core::terms::{DaemonId, GpuId, ProcessId};
 use serde::{Deserialize, Serialize};
 
 use crate::bindings::SliceBindings;
@@ -58,12 +58,13 @@ impl Running {
     }
 
     /// The directories that its clients may have mounted: its pipe directory, and the configured one, in which the
-    /// directories of its slices are. A control daemon of one GPU or one slice has the GPU's UUID or the slice's name for
-    /// its id, and that is the name of its pipe directory in the configured one.
-    pub fn directories_of_clients(&self, id: &str) -> impl Iterator<Item = &Path> {
+    /// directories of its slices are.
+    pub fn directories_of_clients(&self, id: &DaemonId) -> impl Iterator<Item = &Path> {
         let pipe = self.pipe_directory.as_path();
-        let is_named = pipe.file_name().is_some_and(|name| *name == *id || *name == *id.replace(':', "_"));
-        let configured = if is_named { pipe.parent() } else { None };
+        let configured = id
+            .directory_name()
+            .filter(|own| pipe.file_name() == Some(own.as_ref()))
+            .and_then(|_| pipe.parent());
         configured.into_iter().chain([pipe])
     }
 }
@@ -78,7 +79,7 @@ pub struct Contents {
     pub compute_modes_set: BTreeMap<String, String>,
     /// By the control daemon's id.
     #[serde(default)]
-    pub control_daemons: BTreeMap<String, Running>,
+    pub control_daemons: BTreeMap<DaemonId, Running>,
     #[serde(default)]
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]

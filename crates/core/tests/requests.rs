@@ -6,25 +6,22 @@
 
 use std::time::Duration;
 
-use core_world::story::{SERVER, SimOwner, SimSlice, SliceKnownBy, Story};
+use core_world::story::{SERVER, SimOwner, SliceKnownBy, Story, slice_of};
 use mps_core::tenants::{EnclosingContainer, Target, TerminationError};
+use mps_core::terms::SliceId;
 
 /// A client of the only control daemon, on GPU A.
 #[derive(Clone, Default)]
 struct Process {
-    slice: Option<(SimSlice, SliceKnownBy)>,
+    slice: Option<(SliceId, SliceKnownBy)>,
     users: Vec<u32>,
     /// Each with its container's id, and whether the host's own runtime has made it.
     containers: Vec<(&'static str, bool)>,
 }
 
-fn slice(gpu: &str, ordinal: usize) -> SimSlice {
-    SimSlice { gpu: gpu.to_owned(), ordinal }
-}
-
 type Answer = (Vec<String>, Result<(), TerminationError<SimOwner>>);
 
-fn ask(story: &Story, target: Target<SimSlice>) -> Answer {
+fn ask(story: &Story, target: Target) -> Answer {
     let (had_work, answer) = story.ends(target);
     (had_work.iter().map(ToString::to_string).collect(), answer)
 }
@@ -38,7 +35,7 @@ fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
         host.client(*pid, SERVER, "A");
         let tenant = host.tenant(*pid);
         tenant.slice_known_by = SliceKnownBy::Nothing;
-        if let Some((slice, known_by)) = process.slice.clone() {
+        if let Some((slice, known_by)) = process.slice {
             (tenant.slice, tenant.slice_known_by) = (slice, known_by);
         }
         tenant.users.clone_from(&process.users);
@@ -60,7 +57,7 @@ fn contained(containers: &[(&'static str, bool)]) -> Process {
     Process { containers: containers.to_vec(), ..Process::default() }
 }
 
-fn container(id: &str) -> Target<SimSlice> {
+fn container(id: &str) -> Target {
     Target::Container(id.to_owned())
 }
 
@@ -96,14 +93,14 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
     let known_by = |by, slice| Process { slice: Some((slice, by)), ..Process::default() };
     let (claims, mounted) = (SliceKnownBy::Environment, SliceKnownBy::Mount);
     let processes = [
-        (1, known_by(mounted, slice("A", 1))),
-        (2, known_by(mounted, slice("A", 2))),
+        (1, known_by(mounted, slice_of("A", 1))),
+        (2, known_by(mounted, slice_of("A", 2))),
         (3, Process::default()),
-        (4, known_by(claims, slice("B", 1))),
-        (5, known_by(mounted, slice("B", 1))),
+        (4, known_by(claims, slice_of("B", 1))),
+        (5, known_by(mounted, slice_of("B", 1))),
     ];
     let there = host(&processes);
-    let (had_work, answer) = ask(&there, Target::Slices(vec![slice("A", 1)]));
+    let (had_work, answer) = ask(&there, Target::Slices(vec![slice_of("A", 1)]));
     assert_eq!(had_work, ["PID 1 A-1"]);
     let unplaced =
         TerminationError::Unplaced(vec!["PID 3 (program)".to_owned(), "PID 4 (program)".to_owned()]);
@@ -115,7 +112,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         "one that is just ending has no environment any more"
     );
     // It may be a client on another GPU.
-    assert_eq!(ask(&host(&processes), Target::Slices(vec![slice("B", 2)])), (Vec::new(), Ok(())));
+    assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("B", 2)])), (Vec::new(), Ok(())));
 }
 
 #[test]

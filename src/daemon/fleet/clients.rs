@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use mps_core::Goal;
+use mps_core::terms::DaemonId;
 use tokio::sync::watch;
 
 use super::Fleet;
@@ -15,7 +16,6 @@ use crate::tenants::clients::ServingDaemon;
 use crate::tenants::ending::{ClientsDaemon, OwnDaemon};
 use common::host::identity;
 use common::membership::Slices;
-use common::plan::{only_slice, tenure_of};
 use common::state_file::Running;
 
 impl Fleet {
@@ -28,7 +28,7 @@ impl Fleet {
             let Status { gpus, waiting, view, .. } = status;
             let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
             ServingDaemon {
-                tenure: tenure_of(&view.id),
+                tenure: view.id.tenure(),
                 control,
                 gpus,
                 servers: view.servers,
@@ -41,7 +41,7 @@ impl Fleet {
 
     /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. Nobody who uses these through
     /// another control daemon of ours counts as using them without MPS.
-    fn looked_after(&self, id: &str, planned: impl Iterator<Item = String>) -> Vec<String> {
+    fn looked_after(&self, id: &DaemonId, planned: impl Iterator<Item = String>) -> Vec<String> {
         let state_file = self.tools.state_file.lock();
         let own = state_file.control_daemon(id).map(|running| running.gpus.clone()).unwrap_or_default();
         let free = planned.filter(|uuid| !own.contains(uuid) && !state_file.is_in_our_hands(uuid));
@@ -75,7 +75,9 @@ impl Fleet {
     /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients, and the state
     /// says so.
     pub(crate) fn ended_by_disabling(&self) -> Vec<Doomed> {
-        self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
+        self.doomed(|id| {
+            self.conductor.lock().core.goal(&id.to_string()).is_none_or(|goal| goal == Goal::Serve)
+        })
     }
 
     /// The same for an order to make the changes that wait for clients to end.
@@ -83,19 +85,19 @@ impl Fleet {
         self.doomed(|id| self.status(id).is_some_and(|status| status.ends_when_idle))
     }
 
-    fn doomed(&self, ends: impl Fn(&str) -> bool) -> Vec<Doomed> {
+    fn doomed(&self, ends: impl Fn(&DaemonId) -> bool) -> Vec<Doomed> {
         let running = self.tools.state_file.lock().control_daemons().clone();
         let ours = running.into_iter().filter(|(id, running)| ends(id) && identity::runs(running.process));
         ours.map(|(id, running)| {
             let serving = self.serving_if_in_place(&id, running);
-            (id, serving)
+            (id.to_string(), serving)
         })
         .collect()
     }
 
     /// The way to the clients of a control daemon, by its entry in the state file: its supervisor may not have taken it
     /// over yet.
-    fn serving_if_in_place(&self, id: &str, running: Running) -> Result<ServingDaemon, String> {
+    fn serving_if_in_place(&self, id: &DaemonId, running: Running) -> Result<ServingDaemon, String> {
         let control = self.tools.front_ends.control_in(running.control_directory());
         if control.daemon_pid() != Some(running.process.pid) {
             return Err("it does not listen in its pipe directory any more".to_owned());
@@ -103,7 +105,7 @@ impl Fleet {
         let status = self.status(id);
         let (_, control) = watch::channel(Some(Arc::new(control)));
         Ok(ServingDaemon {
-            tenure: tenure_of(id),
+            tenure: id.tenure(),
             control,
             gpus: running.gpus,
             servers: status.iter().flat_map(|status| status.view.servers.clone()).collect(),
@@ -116,7 +118,7 @@ impl Fleet {
     pub(crate) fn with_clients(&self) -> Vec<ClientsDaemon> {
         let in_place =
             self.ask_all(|supervisor| (supervisor.status().view.id, supervisor.control_in_place()));
-        let mut in_place: BTreeMap<String, Arc<Control>> =
+        let mut in_place: BTreeMap<DaemonId, Arc<Control>> =
             in_place.into_iter().filter_map(|(id, control)| Some((id, control?))).collect();
         let state_file = self.tools.state_file.lock();
         let running =
@@ -127,18 +129,18 @@ impl Fleet {
                 let control = Arc::new(self.tools.front_ends.control_in(running.control_directory()));
                 ClientsDaemon {
                     control,
-                    slice: only_slice(id),
+                    slice: id.only_slice(),
                     ours: Some(OwnDaemon { process: running.process, gpus: running.gpus.clone() }),
                 }
             })
             .collect();
         let others = in_place.into_iter();
-        all.extend(others.map(|(id, control)| ClientsDaemon { control, slice: only_slice(&id), ours: None }));
+        all.extend(others.map(|(id, control)| ClientsDaemon { control, slice: id.only_slice(), ours: None }));
         all
     }
 
-    fn status(&self, id: &str) -> Option<Status> {
-        self.conductor.lock().supervisors.get(id).map(Supervisor::status)
+    fn status(&self, id: &DaemonId) -> Option<Status> {
+        self.conductor.lock().supervisors.get(&id.to_string()).map(Supervisor::status)
     }
 }
 

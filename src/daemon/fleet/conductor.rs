@@ -34,8 +34,10 @@ impl Conductor {
         let (events, happened) = mpsc::unbounded_channel();
         let core = {
             let state_file = tools.state_file.lock();
-            let left =
-                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), written(id, running)));
+            let left = state_file
+                .control_daemons()
+                .iter()
+                .map(|(id, running)| (id.to_string(), written(id, running)));
             Core::new(left.collect(), state_file.changed_gpus())
         };
         let changed = Arc::clone(&tools.changed);

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use mps_core::terms::ServedGpu;
+use mps_core::terms::{DaemonId, ServedGpu};
 use mps_core::{CoreEvent, Demand, Goal, HeldGpus, MpsSwitch, Order, Tenure};
 use tokio::task::{JoinHandle, JoinSet};
 
@@ -214,7 +214,7 @@ impl Fleet {
                 match answer.await {
                     Ok(Ok(())) => {}
                     Ok(Err(reason)) => in_the_way.push(format!("control daemon {id}: {reason}")),
-                    Err(_) => in_the_way.push(busy(&id)),
+                    Err(_) => in_the_way.push(busy(&id.to_string())),
                 }
             }
             if in_the_way.is_empty() { Ok(()) } else { Err(RequestError::Busy(in_the_way.join("; "))) }
@@ -237,7 +237,9 @@ impl Fleet {
         };
         let mut stuck: BTreeSet<String> = self.ask_all(Supervisor::link).into_iter().flatten().collect();
         let conducted = self.conductor.lock();
-        for (_, running) in running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(*id)) {
+        for (_, running) in
+            running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(&id.to_string()))
+        {
             stuck.extend(close_unsupervised(running, &closed).err());
         }
         if stuck.is_empty() { Ok(()) } else { Err(stuck.into_iter().collect::<Vec<_>>().join("; ")) }
@@ -275,7 +277,7 @@ fn busy(id: &str) -> String {
 
 fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructions> {
     Order {
-        id: plan.id.clone(),
+        id: plan.id.to_string(),
         gpus: plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
         tenure: plan.tenure(),
         sets_modes: settings.supervision.set_compute_mode,
@@ -284,7 +286,7 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructio
 }
 
 /// The plan of a control daemon that runs and has no place in any plan, as far as it is known.
-fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
+fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
     let planned = |uuid: &str| plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
     let gpus = running.gpus.iter().map(|uuid| ServedGpu {
         uuid: uuid.clone(),
@@ -294,10 +296,10 @@ fn leftover(id: &str, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan
         limits_enforced: false,
         // It takes no client of ours.
         capacity: u32::MAX,
-        clients_listed: plan::tenure_of(id) == Tenure::Alone,
+        clients_listed: id.tenure() == Tenure::Alone,
     });
     plan::ControlDaemonPlan {
-        id: id.to_owned(),
+        id: id.clone(),
         pipe_directory: running.pipe_directory.clone(),
         private_directory: running.private_directory.clone(),
         log_directory: running.log_directory.clone(),

@@ -12,6 +12,7 @@ use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
 use common::published::samples;
 use common::published::snapshot::{GpuView, Snapshot, State};
+use mps_core::terms::DaemonId;
 
 pub(crate) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
@@ -34,7 +35,7 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
         driver_version: "580.159.04".to_owned(),
         control_daemons: vec![ControlDaemonView {
             control_directory: "/tmp/nvidia-mps/pipe".into(),
-            id: "shared".to_owned(),
+            id: DaemonId::Shared,
             state: ControlDaemonState::Ready,
             reason: String::new(),
             pid: Some(4711),

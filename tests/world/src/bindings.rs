@@ -8,10 +8,11 @@ use mps_core::bindings::{
     Binding, Bindings, BoundBy, ControlGroup, FIRST_PROCESS, GroupUse, LARGEST, NotBound, is_named_by_root,
 };
 use mps_core::tenants::KnownSlices;
+use mps_core::terms::SliceId;
 
 use super::budgets::Program;
 use super::clients::SimClient;
-use super::tenants::{SimSlice, SliceKnownBy};
+use super::tenants::{SliceKnownBy, gpu_of, slice_of};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
@@ -86,15 +87,15 @@ pub(crate) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program
     Program { slice, only_claims, ..program.clone() }
 }
 
-fn bound_slice(slice: &SimSlice) -> BoundSlice {
-    (slice.gpu.clone(), u32::try_from(slice.ordinal).unwrap())
+fn bound_slice(slice: &SliceId) -> BoundSlice {
+    (gpu_of(*slice), slice.ordinal)
 }
 
 /// The slices of a client as the service knows them for a request: the slices of its control group, or else its own, unless it
 /// claims a slice that somebody has.
-pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices<SimSlice>> {
+pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
-        let slice = |(gpu, slice): &BoundSlice| SimSlice { gpu: gpu.clone(), ordinal: *slice as usize };
+        let slice = |(gpu, slice): &BoundSlice| slice_of(gpu, *slice);
         return Some(KnownSlices { slices: its.slices.iter().map(slice).collect(), is_certain: true });
     }
     let slice = &client.tenant.slice;
@@ -104,7 +105,7 @@ pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option
         SliceKnownBy::Environment => false,
     };
     let counts = is_certain || bindings.with(&bound_slice(slice)).next().is_none();
-    counts.then(|| KnownSlices { slices: vec![slice.clone()], is_certain })
+    counts.then(|| KnownSlices { slices: vec![*slice], is_certain })
 }
 
 /// The binding of the nearest control group, as the promise says it.
@@ -114,7 +115,7 @@ fn nearest_in_truth<'b>(bindings: &'b BoundGroups, path: &str) -> Option<&'b Bin
 }
 
 /// Whether a client has one of these slices, in truth.
-pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SimSlice]) -> bool {
+pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SliceId]) -> bool {
     let slice = &client.tenant.slice;
     let is_anothers = || bindings.iter().any(|one| one.slices.contains(&bound_slice(slice)));
     match nearest_in_truth(bindings, client.program.group) {

@@ -8,7 +8,7 @@ use mps_core::terms::ProcessId;
 
 use super::budgets::Program;
 use super::mps::{CAPACITY, Later, Mps, SimServer};
-use super::tenants::{SimSlice, Tenant};
+use super::tenants::{Tenant, slice_of};
 use super::ways::slices_of;
 
 /// The longest time from the connection of a program until the control daemon admits it.
@@ -58,7 +58,7 @@ impl Mps {
         let pid = self.client_is_admitted([ordinal].into(), None)?;
         let client = self.clients.get_mut(&pid)?;
         (client.program.slice, client.program.group) = (Some(slice), group);
-        client.tenant.slice = SimSlice { gpu: gpu.to_owned(), ordinal: slice as usize };
+        client.tenant.slice = slice_of(gpu, slice);
         Some(pid)
     }
 

@@ -14,6 +14,7 @@ use mps_core::tenants::{
     ClientShell, DaemonClients, EnclosingContainer, KnownSlices, ListedClient, Reception, RequestNews,
     Target, TerminateAnswer, TerminationError, TerminationShell, UnknownClients,
 };
+use mps_core::terms::SliceId;
 use mps_core::{Cause, CoreTime, Permit};
 
 use super::Dice;
@@ -21,7 +22,7 @@ use super::bindings::{BoundGroups, known_slices};
 use super::clients::SimClient;
 use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
-use super::tenants::{SimSlice, first_reception};
+use super::tenants::{first_reception, gpu_of};
 
 /// The deadline of one question.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -41,13 +42,13 @@ pub struct SimOwner {
     pub(crate) pid: u32,
     pub(crate) process: Option<u32>,
     /// The slices that it is known to have, if these are asked for.
-    slices: Vec<SimSlice>,
+    slices: Vec<SliceId>,
 }
 
 impl fmt::Display for SimOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PID {}", self.pid)?;
-        self.slices.iter().try_for_each(|slice| write!(f, " {}-{}", slice.gpu, slice.ordinal))
+        self.slices.iter().try_for_each(|slice| write!(f, " {}-{}", gpu_of(*slice), slice.ordinal))
     }
 }
 
@@ -68,7 +69,7 @@ pub(crate) struct RequestState {
     pub(crate) waits: Waits,
     pub(crate) dice: Dice,
     pub(crate) is_calm: bool,
-    pub(crate) target: Target<SimSlice>,
+    pub(crate) target: Target,
     /// The control groups that were bound when it began.
     pub(crate) bindings: BoundGroups,
     /// The process with the wanted PID when it began.
@@ -92,7 +93,7 @@ pub(crate) struct RequestState {
 
 impl RequestState {
     /// Nothing is known of any client yet.
-    pub(crate) fn new(target: Target<SimSlice>, now: Duration, dice: Dice, bindings: BoundGroups) -> Self {
+    pub(crate) fn new(target: Target, now: Duration, dice: Dice, bindings: BoundGroups) -> Self {
         Self {
             now,
             begun: now,
@@ -436,7 +437,6 @@ impl ClientShell for SimEnding {
 }
 
 impl TerminationShell for SimEnding {
-    type Slice = SimSlice;
     type Owner = SimOwner;
 
     fn begin_look(&mut self) {}
@@ -445,7 +445,7 @@ impl TerminationShell for SimEnding {
         self.ask(pid, |one| one.tenant.users.clone()).await
     }
 
-    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices<SimSlice>>, String> {
+    async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
         let bindings = self.state().bindings.clone();
         self.ask(pid, |one| known_slices(&bindings, one)).await
     }
@@ -465,7 +465,7 @@ impl TerminationShell for SimEnding {
         }
     }
 
-    async fn owner(&mut self, pid: u32, slices: Option<Vec<SimSlice>>) -> SimOwner {
+    async fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> SimOwner {
         let process = self.look(pid, |client| client.tenant.process);
         let is_at_work = self.look(pid, SimClient::is_at_work);
         if let (Some(process), Some(true)) = (process, is_at_work) {
@@ -478,8 +478,8 @@ impl TerminationShell for SimEnding {
         "program".to_owned()
     }
 
-    fn gpus_of(&self, slices: &[SimSlice]) -> Vec<String> {
-        slices.iter().map(|slice| slice.gpu.clone()).collect()
+    fn gpus_of(&self, slices: &[SliceId]) -> Vec<String> {
+        slices.iter().map(|slice| gpu_of(*slice)).collect()
     }
 
     async fn clients_on(&mut self, gpus: &[String]) -> ClientsOnGpus {

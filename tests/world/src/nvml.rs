@@ -2,8 +2,8 @@
 
 use std::collections::BTreeSet;
 
-use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus, SeenProcess};
-use mps_core::terms::ProcessId;
+use mps_core::serve::{GpuNews, GpuShell, SeenGpu, SeenGpus};
+use mps_core::terms::{GpuProcess, ProcessId};
 
 use super::edge::SimShell;
 
@@ -36,8 +36,8 @@ impl GpuShell for SimShell {
             });
             let is_there = ordinal.is_some() && !mps.stage.servers_are_kept_out;
             let servers = mps.servers.iter().filter(|(_, one)| !one.has_ended && is_there);
-            let client = |(pid, _)| SeenProcess { pid, via_mps: true };
-            let server = |(pid, _)| SeenProcess { pid, via_mps: false };
+            let client = |(pid, _)| GpuProcess { pid, memory_mib: None, via_mps: true };
+            let server = |(pid, _)| GpuProcess { pid, memory_mib: None, via_mps: false };
             let clients = clients.map(|(pid, one)| client((*pid, one)));
             let others = mps.stage.processes.get(gpu).into_iter().flatten().copied();
             let processes = match mps.stage.unlisted.get(gpu) {

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 
 use mps_core::mps::Meaning;
 use mps_core::register::{Evidence, KnownClient, Register, Tenant};
-use mps_core::terms::{DaemonId, DeviceName, ProcessId, SliceId};
+use mps_core::terms::{DaemonId, DeviceName, ProcessId};
 
-use super::GPUS;
 use super::mps::Mps;
-use super::tenants::{SimSlice, SliceKnownBy};
+use super::tenants::SliceKnownBy;
 
 const DAEMON: DaemonId = DaemonId::Shared;
 
@@ -18,14 +17,6 @@ pub(crate) struct SimRegister {
     register: Register,
     /// The words about each process that was looked at, as they have to be from then on.
     seen: BTreeMap<ProcessId, String>,
-}
-
-fn slice_id(slice: &SimSlice) -> SliceId {
-    let number = GPUS.iter().position(|gpu| *gpu == slice.gpu).unwrap();
-    match format!("00:0{number}.0-{}", slice.ordinal).parse() {
-        Ok(DeviceName::Slice(slice)) => slice,
-        other => panic!("{slice:?}: {other:?}"),
-    }
 }
 
 impl Mps {
@@ -55,7 +46,7 @@ impl Mps {
                 _ = self.reader.clients.register.answer(process, None, now);
                 continue;
             };
-            let (tenant, slice) = (&client.tenant, slice_id(&client.tenant.slice));
+            let (tenant, slice) = (&client.tenant, client.tenant.slice);
             let (mounted, claim) = match tenant.slice_known_by {
                 SliceKnownBy::Mount => (Some(vec![slice]), Vec::new()),
                 SliceKnownBy::Environment => (None, vec![DeviceName::Slice(slice)]),

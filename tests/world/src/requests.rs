@@ -12,11 +12,10 @@ use mps_core::tenants::{LeftClient, Target, Termination, TerminationError, WhyLe
 use super::clients::SimClient;
 use super::ending::{Answer, Reached, RequestState, SimEnding, SimOwner, SimProcess};
 use super::reader::Waits;
-use super::tenants::SimSlice;
 use super::{Dice, World};
 
 /// Does what the service does with a request.
-pub(crate) async fn carry_out(target: Target<SimSlice>, mut shell: SimEnding) -> Answer {
+pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     let mut termination = Termination::new(target);
     let clock = shell.clone();
     let ended = {
@@ -64,7 +63,7 @@ impl SimRequest {
 }
 
 impl World {
-    pub(crate) fn begin_request(&mut self, target: &Target<SimSlice>, dice: &mut Dice) {
+    pub(crate) fn begin_request(&mut self, target: &Target, dice: &mut Dice) {
         let bindings = self.bindings.living();
         let Some(service) = &mut self.service else { return };
         let running = self.daemons.iter().filter(|(_, one)| !one.is_paused);

@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use mps_core::Tenure;
 use mps_core::mps::{Meaning, ServerStatus};
-use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, SeenProcess, Serving, ShownState, Wanted};
+use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, ShownState, Wanted};
 use mps_core::tenants::Target;
-use mps_core::terms::{ProcessId, ServedGpu};
+use mps_core::terms::{GpuProcess, ProcessId, ServedGpu};
 
 use super::Dice;
 use super::bindings::BoundGroups;
@@ -25,7 +25,7 @@ use super::mps::Mps;
 pub use super::mps::Setting;
 use super::reader::Waits;
 use super::requests::carry_out;
-pub use super::tenants::{SimSlice, SliceKnownBy, Tenant};
+pub use super::tenants::{SliceKnownBy, Tenant, slice_of};
 use super::ways::SimAdmission;
 
 /// The PID of the control daemon.
@@ -69,7 +69,7 @@ pub struct Stage {
     /// The GPUs with a compute mode that can't be set, each with the reason.
     pub refuses: BTreeMap<String, String>,
     /// The processes on GPUs that are not of this control daemon.
-    pub processes: BTreeMap<String, Vec<SeenProcess>>,
+    pub processes: BTreeMap<String, Vec<GpuProcess>>,
     /// Its servers are on no GPU.
     pub servers_are_kept_out: bool,
     pub holders: String,
@@ -186,7 +186,7 @@ impl Mps {
     }
 
     /// A process of somebody else's is on a GPU.
-    pub fn process(&mut self, gpu: &str, process: SeenProcess) {
+    pub fn process(&mut self, gpu: &str, process: GpuProcess) {
         self.stage.processes.entry(gpu.to_owned()).or_default().push(process);
     }
 
@@ -248,7 +248,7 @@ pub struct Story {
 pub fn wanted_gpu(uuid: &str) -> ServedGpu {
     ServedGpu {
         uuid: uuid.to_owned(),
-        id: format!("0{}:00.0", uuid.to_lowercase()).parse().ok(),
+        id: Some(slice_of(uuid, 0).gpu),
         sizes: BTreeMap::new(),
         memory_limit_mib: 1024,
         limits_enforced: true,
@@ -396,7 +396,7 @@ impl Story {
     }
 
     /// Somebody asks for the end of GPU work. Returns who had work, and the answer.
-    pub fn ends(&self, target: Target<SimSlice>) -> Answer {
+    pub fn ends(&self, target: Target) -> Answer {
         let (mps, gpus, now) = (Arc::clone(&self.shell.mps), Some(self.shell.gpus.clone()), self.host().now);
         let state = RequestState::new(target.clone(), now, Dice::new(1), BoundGroups::default());
         let state = Arc::new(Mutex::new(state));

@@ -1,7 +1,8 @@
 //! The processes of tenants, and requests to end their GPU work.
 
 use mps_core::mps::ServerStatus;
-use mps_core::tenants::{EnclosingContainer, Reception, SliceName, Stop, Target};
+use mps_core::tenants::{EnclosingContainer, Reception, Stop, Target};
+use mps_core::terms::{GpuId, PciAddress, SliceId};
 
 use super::bindings::{BoundGroups, group_of, has_one_of, is_in, known_slices};
 use super::clients::SimClient;
@@ -18,17 +19,15 @@ fn any_user(dice: &mut Dice) -> u32 {
     dice.pick(&USERS).copied().unwrap_or_default()
 }
 
-/// A GPU, and the ordinal of a slice of it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SimSlice {
-    pub gpu: String,
-    pub ordinal: usize,
+/// A slice of a GPU of the world.
+pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
+    let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
+    GpuId(PciAddress { bus, ..PciAddress::default() }).slice(ordinal)
 }
 
-impl SliceName for SimSlice {
-    fn shares_gpu(&self, other: &Self) -> bool {
-        self.gpu == other.gpu
-    }
+/// The GPU of the world with this slice.
+pub(crate) fn gpu_of(slice: SliceId) -> String {
+    char::from(b'A' + slice.gpu.0.bus - 10).to_string()
 }
 
 /// The source that tells the slice of a process.
@@ -48,7 +47,7 @@ pub struct Tenant {
     pub users: Vec<u32>,
     /// The containers around it.
     pub containers: Vec<EnclosingContainer>,
-    pub slice: SimSlice,
+    pub slice: SliceId,
     pub slice_known_by: SliceKnownBy,
     pub(crate) connection: u64,
     /// False once its work was ended on request, until it starts over.
@@ -83,7 +82,7 @@ impl Tenant {
             process,
             users: vec![user, if dice.one_in(4) { any_user(dice) } else { user }],
             containers: vec![EnclosingContainer { id: format!("c{user}"), is_the_hosts: true }],
-            slice: SimSlice { gpu: gpus[ordinal].clone(), ordinal: dice.below(SLICES) },
+            slice: slice_of(&gpus[ordinal], u32::try_from(dice.below(SLICES)).unwrap()),
             slice_known_by,
             connection: u64::from(process),
             has_work: true,
@@ -103,7 +102,7 @@ impl SimClient {
     pub(crate) fn is_meant(
         &self,
         pid: u32,
-        target: &Target<SimSlice>,
+        target: &Target,
         named: Option<u32>,
         bindings: &BoundGroups,
     ) -> bool {
@@ -217,7 +216,7 @@ impl World {
             4 => Target::Container(format!("c{}", any_user(dice))),
             5 => {
                 let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
-                Target::Slices(vec![SimSlice { gpu, ordinal: dice.below(SLICES) }])
+                Target::Slices(vec![slice_of(&gpu, u32::try_from(dice.below(SLICES)).unwrap())])
             }
             6 | 7 => Target::Signalled(Self::any_stop(pid, dice)),
             _ => {
@@ -226,7 +225,7 @@ impl World {
                     let mps = one.lock();
                     let client = mps.clients.get(&pid)?;
                     let slices = known_slices(&bindings, client).map(|known| known.slices);
-                    Some(slices.unwrap_or_else(|| vec![client.tenant.slice.clone()]))
+                    Some(slices.unwrap_or_else(|| vec![client.tenant.slice]))
                 };
                 Target::Slices(self.daemons.values().find_map(its).unwrap_or_default())
             }

@@ -379,8 +379,8 @@ row! {
         control_directory: String = path(&daemon.control_directory);
         cpus: Option<String> = daemon.cpus.clone();
         faults: u32 = daemon.faults;
-        gpus: Vec<String> = uuids_served_by(&daemon.id, snapshot);
-        id: String = daemon.id.clone();
+        gpus: Vec<String> = uuids_served_by(&daemon.id.to_string(), snapshot);
+        id: String = daemon.id.to_string();
         log_directory: String = path(&daemon.log_directory);
         multiuser: Option<bool> = daemon.multiuser;
         pid: Option<u32> = daemon.pid;

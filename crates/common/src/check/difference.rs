@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
-use mps_core::terms::SliceSize;
+use mps_core::terms::{DaemonId, SliceSize};
 use serde::Serialize;
 
 use crate::bus::answers::Published;
@@ -12,7 +12,7 @@ use crate::bus::rows::{self, Gpu};
 use crate::config::Loaded;
 use crate::counted::counted;
 use crate::directories::give_up_private_directory;
-use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present, tenure_of};
+use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Difference {
@@ -171,16 +171,22 @@ impl Comparison<'_> {
     fn control_daemons(&mut self) {
         let Self { plan, published, .. } = *self;
         for planned in &plan.control_daemons {
-            let known = published.control_daemons.iter().any(|daemon| daemon.id == planned.id);
+            let known = published.control_daemons.iter().any(|daemon| *daemon.id == *planned.id.to_string());
             if !known && !ordered(planned, published) {
                 let uuid = planned.gpus.first().map(|gpu| gpu.uuid.as_str()).unwrap_or_default();
-                self.add(DifferenceKind::ControlDaemon, &planned.id, [&"", &"new"], self.effect_for(uuid));
+                self.add(
+                    DifferenceKind::ControlDaemon,
+                    &planned.id.to_string(),
+                    [&"", &"new"],
+                    self.effect_for(uuid),
+                );
             }
         }
         for daemon in &published.control_daemons {
             let id = daemon.id.as_str();
             let clients = published.clients_on(&daemon.gpus);
-            let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == id) else {
+            let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == DaemonId::from(id))
+            else {
                 // A control daemon on its way out has no published GPUs of its own any more.
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
@@ -262,12 +268,13 @@ impl Comparison<'_> {
         let planned = plan.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
         let holder = published.control_daemons.iter().find(|one| one.gpus.iter().any(|gpu| gpu == uuid));
         let same = planned.and_then(|planned| {
-            let daemon = published.control_daemons.iter().find(|daemon| daemon.id == planned.id)?;
+            let daemon =
+                published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
         // Control daemons of single slices take turns, so none waits for another.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
-            planned.is_none_or(|one| tenure_of(&holder.id).keeps_from(one.tenure()))
+            planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };
         let holder = holder.filter(|holder| keeps(holder));
         let (daemon, reason, out_meanwhile) = match (same, holder) {

@@ -2,19 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use mps_core::terms::GpuProcess;
+
 /// The name of an MPS server, cut to the 15 characters that the kernel keeps. The control daemon's name is cut to the
 /// same text.
 const MPS_SERVER: &str = "nvidia-cuda-mps";
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GpuProcess {
-    /// The PID on the host.
-    pub pid: u32,
-    /// The GPU memory that it holds. None if the driver doesn't report it.
-    pub memory_mib: Option<u64>,
-    /// Whether the process is a client of an MPS server. A server itself is not.
-    pub via_mps: bool,
-}
 
 /// The two lists of processes that NVML keeps for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]

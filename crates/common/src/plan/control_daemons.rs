@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use mps_core::Tenure;
-use mps_core::terms::{DIRECTORIES, DeviceName, ServedGpu, SliceId, SliceSize};
+use mps_core::terms::{DIRECTORIES, DaemonId, ServedGpu, SliceId, SliceSize};
 
 use super::PlanError;
 use super::gpu_plan::GpuPlan;
@@ -19,8 +19,7 @@ use crate::problem::LocatedProblem;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControlDaemonPlan {
-    /// `shared`, the GPU's UUID, or the name of the slice.
-    pub id: String,
+    pub id: DaemonId,
     pub pipe_directory: PathBuf,
     /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
     /// socket for clients. None if it makes its sockets in the pipe directory.
@@ -42,19 +41,6 @@ pub struct ControlDaemonPlan {
     pub prewarm: bool,
     /// The CPUs near its GPUs, if it is bound to them.
     pub cpus: Option<Cpus>,
-}
-
-/// The tenure of the control daemon with this id. A control daemon with the name of a slice serves that slice alone.
-pub fn tenure_of(id: &str) -> Tenure {
-    if only_slice(id).is_some() { Tenure::InTurns } else { Tenure::Alone }
-}
-
-/// The slice that a control daemon with this id alone serves. None: it serves all slices of its GPUs.
-pub fn only_slice(id: &str) -> Option<SliceId> {
-    match id.parse() {
-        Ok(DeviceName::Slice(slice)) => Some(slice),
-        _ => None,
-    }
 }
 
 /// A running control daemon: the properties that only another control daemon can change.
@@ -96,7 +82,7 @@ impl ControlDaemonPlan {
 
     /// Whether other control daemons of ours may have its GPUs too.
     pub fn tenure(&self) -> Tenure {
-        tenure_of(&self.id)
+        self.id.tenure()
     }
 
     /// Whether it looks for programs without MPS on a GPU for all control daemons that take turns there: one is enough.
@@ -217,9 +203,9 @@ fn control_daemon(
     let pipe_directory = slice.map_or_else(|| first.pipe_directory.clone(), |(_, directory)| directory);
     let log = &settings.log_directory;
     let (id, log_directory) = match (only, settings.topology) {
-        (Some(slice), _) => (slice.to_string(), log.join(slice.directory_name())),
-        (None, Topology::Shared) => ("shared".to_owned(), log.clone()),
-        (None, Topology::PerGpu | Topology::PerSlice) => (uuid.clone(), log.join(uuid)),
+        (Some(slice), _) => (DaemonId::Slice(slice), log.join(slice.directory_name())),
+        (None, Topology::Shared) => (DaemonId::Shared, log.clone()),
+        (None, Topology::PerGpu | Topology::PerSlice) => (DaemonId::Gpu(uuid.clone()), log.join(uuid)),
     };
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
@@ -290,8 +276,8 @@ pub(super) fn each_writes_a_log(
 /// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
-        let holder = match control_daemon.id.as_str() {
-            "shared" => "the shared control daemon",
+        let holder = match control_daemon.id {
+            DaemonId::Shared => "the shared control daemon",
             _ => "the control daemon",
         };
         let default = control_daemon.thread_percentage;
@@ -361,7 +347,7 @@ mod tests {
                 clients_listed: true,
             });
             ControlDaemonPlan {
-                id: "shared".to_owned(),
+                id: DaemonId::Shared,
                 pipe_directory: "/tmp/nvidia-mps/pipe".into(),
                 log_directory: "/tmp/nvidia-mps/log".into(),
                 private_directory: None,
@@ -440,14 +426,14 @@ mod tests {
             .iter()
             .map(|daemon| {
                 let pipe = daemon.pipe_directory.to_str().unwrap();
-                (daemon.id.as_str(), pipe, daemon.gpus.len(), daemon.thread_percentage, daemon.multiuser)
+                (daemon.id.clone(), pipe, daemon.gpus.len(), daemon.thread_percentage, daemon.multiuser)
             })
             .collect();
         assert_eq!(
             daemons,
             [
-                ("GPU-0", "/tmp/nvidia-mps/pipe/GPU-0", 1, 10, false),
-                ("GPU-3", "/tmp/nvidia-mps/pipe/GPU-3", 1, 25, true),
+                ("GPU-0".into(), "/tmp/nvidia-mps/pipe/GPU-0", 1, 10, false),
+                ("GPU-3".into(), "/tmp/nvidia-mps/pipe/GPU-3", 1, 25, true),
             ]
         );
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));

@@ -13,7 +13,7 @@ mod limits;
 mod paths;
 mod warnings;
 
-pub use control_daemons::{ControlDaemonPlan, Present, only_slice, tenure_of};
+pub use control_daemons::{ControlDaemonPlan, Present};
 pub use gpu_plan::{GpuPlan, HELD};
 pub use limits::context_mib;
 pub use mps_core::Configured;

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU32;
 
-use mps_core::terms::{ServedGpu, SliceSize};
+use mps_core::terms::{DaemonId, ServedGpu, SliceSize};
 
 use crate::config::{DeviceEntry, DevicePath, MpsEntry, Settings};
 use crate::host::compute_mode::ComputeMode;
@@ -176,7 +176,7 @@ fn the_p40_of_the_platforms_documentation() {
             cpus: None,
         }],
         control_daemons: vec![ControlDaemonPlan {
-            id: "shared".to_owned(),
+            id: DaemonId::Shared,
             pipe_directory: "/tmp/nvidia-mps/pipe".into(),
             log_directory: "/tmp/nvidia-mps/log".into(),
             private_directory: None,

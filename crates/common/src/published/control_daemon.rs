@@ -3,6 +3,8 @@
 use std::path::PathBuf;
 use std::time::SystemTime;
 
+use mps_core::terms::DaemonId;
+
 use crate::host::cpus::Cpus;
 
 /// The state of one control daemon; in lower case it is the word on D-Bus.
@@ -24,8 +26,7 @@ pub enum ControlDaemonState {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct ControlDaemonView {
-    /// `shared`, the GPU's UUID, or the name of the slice.
-    pub id: String,
+    pub id: DaemonId,
     pub state: ControlDaemonState,
     /// Why; empty when ready.
     pub reason: String,

@@ -9,7 +9,7 @@ use core::mem::discriminant;
 
 use super::Wanted;
 use super::bypasses::Bypasses;
-use crate::terms::ProcessId;
+use crate::terms::{GpuProcess, ProcessId};
 use crate::{CoreTime, GpuUuid, Id, Tenure};
 
 /// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
@@ -21,20 +21,11 @@ pub struct SeenGpu {
     /// It has the service's compute mode.
     pub has_our_mode: bool,
     /// The processes on it, or why NVML does not list them.
-    pub processes: Result<Vec<SeenProcess>, String>,
-}
-
-/// A process on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SeenProcess {
-    /// Its PID.
-    pub pid: u32,
-    /// It is a client of a server.
-    pub via_mps: bool,
+    pub processes: Result<Vec<GpuProcess>, String>,
 }
 
 /// The processes on each GPU by the last list of them, by UUID.
-pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<SeenProcess>>;
+pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 
 /// News of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,23 +10,11 @@ use crate::GpuUuid;
 use crate::serve::ClientsOnGpus;
 use crate::terms::SliceId;
 
-/// The name of a slice.
-pub trait SliceName: Clone + PartialEq + Send + Sync {
-    /// Whether both are parts of one GPU.
-    fn shares_gpu(&self, other: &Self) -> bool;
-}
-
-impl SliceName for SliceId {
-    fn shares_gpu(&self, other: &Self) -> bool {
-        self.gpu == other.gpu
-    }
-}
-
 /// The slices that a process is known to have.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct KnownSlices<S> {
+pub struct KnownSlices {
     /// Their names.
-    pub slices: Vec<S>,
+    pub slices: Vec<SliceId>,
     /// No program in its container can change them, so it has no others. Otherwise its environment names them, which it can
     /// write as it likes.
     pub is_certain: bool,
@@ -52,9 +40,6 @@ pub enum RequestNews {
 
 /// Knows processes, and whom they belong to. Each call comes back: it has a deadline of its own. Errors are words.
 pub trait TerminationShell: ClientShell {
-    /// The name of a slice.
-    type Slice: SliceName;
-
     /// A client as people know it: its PID, and whom it belongs to.
     type Owner: Clone + fmt::Display + Send + Sync;
 
@@ -65,10 +50,7 @@ pub trait TerminationShell: ClientShell {
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
     /// The slices that a process is known to have. None: nothing says which.
-    fn slices(
-        &mut self,
-        pid: u32,
-    ) -> impl Future<Output = Result<Option<KnownSlices<Self::Slice>>, String>> + Send;
+    fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<KnownSlices>, String>> + Send;
 
     /// The containers around a process, their ids in lower case.
     fn containers(
@@ -87,17 +69,13 @@ pub trait TerminationShell: ClientShell {
     ) -> impl Future<Output = Result<Option<Reception>, String>> + Send;
 
     /// The words about a process, which is known to have these slices.
-    fn owner(
-        &mut self,
-        pid: u32,
-        slices: Option<Vec<Self::Slice>>,
-    ) -> impl Future<Output = Self::Owner> + Send;
+    fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> impl Future<Output = Self::Owner> + Send;
 
     /// The program that a process runs.
     fn program(&mut self, pid: u32) -> impl Future<Output = String> + Send;
 
     /// The UUIDs of the GPUs of these slices.
-    fn gpus_of(&self, slices: &[Self::Slice]) -> Vec<GpuUuid>;
+    fn gpus_of(&self, slices: &[SliceId]) -> Vec<GpuUuid>;
 
     /// The clients that NVML lists on these GPUs.
     fn clients_on(&mut self, gpus: &[GpuUuid]) -> impl Future<Output = ClientsOnGpus> + Send;

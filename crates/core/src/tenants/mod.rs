@@ -34,7 +34,7 @@ mod watch;
 
 pub use end::{ClientEnd, end_client};
 pub use enforce::{Enforced, Enforcer, MemberShell};
-pub use facts::{EnclosingContainer, KnownSlices, RequestNews, SliceName, TerminationShell};
+pub use facts::{EnclosingContainer, KnownSlices, RequestNews, TerminationShell};
 pub use outcome::{LeftClient, TerminationError, WhyLeft, first_named};
 pub use shell::{
     ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, UnknownClients, by_client,

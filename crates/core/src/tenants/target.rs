@@ -5,12 +5,14 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::facts::{EnclosingContainer, KnownSlices, SliceName, TerminationShell};
+use super::facts::{EnclosingContainer, KnownSlices, TerminationShell};
 use super::stop::{SignalEffect, Stop};
+
+use crate::terms::SliceId;
 
 /// The processes with GPU work that is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Target<S> {
+pub enum Target {
     /// This process.
     Process(u32),
     /// This process, if it is this user's.
@@ -21,7 +23,7 @@ pub enum Target<S> {
         user: u32,
     },
     /// Every process that has one of these slices.
-    Slices(Vec<S>),
+    Slices(Vec<SliceId>),
     /// Every process in a container, or in a container inside it. The text is the container's id or the beginning of it.
     Container(String),
     /// Every process that may end because of a signal to a container.
@@ -30,8 +32,8 @@ pub enum Target<S> {
 
 /// Whether a process is meant.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Meant<S> {
-    Yes(Match<S>),
+pub(super) enum Meant {
+    Yes(Match),
     No,
     /// Slices are wanted, and it is not known which slice it has.
     NotKnown,
@@ -39,14 +41,14 @@ pub(super) enum Meant<S> {
 
 /// Why a process is meant.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Match<S> {
+pub(super) struct Match {
     /// The wanted containers around it.
     pub(super) containers: BTreeSet<EnclosingContainer>,
     /// The wanted slices that it has.
-    pub(super) slices: Option<Vec<S>>,
+    pub(super) slices: Option<Vec<SliceId>>,
 }
 
-impl<S> Meant<S> {
+impl Meant {
     fn if_so(is_meant: bool) -> Self {
         if is_meant { Self::Yes(Match { containers: BTreeSet::new(), slices: None }) } else { Self::No }
     }
@@ -58,7 +60,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// The same before a signal. A container runtime waits for the answer, and sends the signal anyway.
 const TIMEOUT_BEFORE_A_SIGNAL: Duration = Duration::from_secs(4);
 
-impl<S: SliceName> Target<S> {
+impl Target {
     /// The time that the request may take.
     pub fn timeout(&self) -> Duration {
         if matches!(self, Self::Signalled(_)) { TIMEOUT_BEFORE_A_SIGNAL } else { TIMEOUT }
@@ -68,11 +70,7 @@ impl<S: SliceName> Target<S> {
     ///
     /// # Errors
     /// The process can't be looked at.
-    pub(super) async fn means<T: TerminationShell<Slice = S>>(
-        &self,
-        shell: &mut T,
-        pid: u32,
-    ) -> Result<Meant<S>, String> {
+    pub(super) async fn means<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<Meant, String> {
         match self {
             Self::Process(other) => Ok(Meant::if_so(*other == pid)),
             // A program that has changed its user acts for others, too.
@@ -109,11 +107,11 @@ impl<S: SliceName> Target<S> {
 }
 
 /// Compares the slices of a process with the wanted ones.
-fn compare_slices<S: SliceName>(wanted: &[S], known: Option<KnownSlices<S>>) -> Meant<S> {
+fn compare_slices(wanted: &[SliceId], known: Option<KnownSlices>) -> Meant {
     let Some(KnownSlices { slices, is_certain }) = known else { return Meant::NotKnown };
-    let is_near = |slice: &S| wanted.iter().any(|wanted| wanted.shares_gpu(slice));
+    let is_near = |slice: &SliceId| wanted.iter().any(|wanted| wanted.gpu == slice.gpu);
     let is_placed = is_certain || slices.iter().any(is_near);
-    let matching: Vec<S> = slices.into_iter().filter(|slice| wanted.contains(slice)).collect();
+    let matching: Vec<SliceId> = slices.into_iter().filter(|slice| wanted.contains(slice)).collect();
     match (matching.is_empty(), is_placed) {
         (false, _) => Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(matching) }),
         (true, true) => Meant::No,
@@ -126,30 +124,30 @@ mod tests {
     use alloc::vec;
 
     use super::*;
+    use crate::terms::{GpuId, PciAddress};
 
-    /// The number of a GPU, and its slice.
-    type Name = (u32, u32);
-
-    impl SliceName for Name {
-        fn shares_gpu(&self, other: &Self) -> bool {
-            self.0 == other.0
-        }
+    fn slice(bus: u8, ordinal: u32) -> SliceId {
+        GpuId(PciAddress { bus, ..PciAddress::default() }).slice(ordinal)
     }
 
     #[test]
     fn a_process_has_the_wanted_slice_or_another_or_nobody_knows() {
-        let found = |slices: &[Name], is_certain| {
-            compare_slices(&[(6, 1)], Some(KnownSlices { slices: slices.to_vec(), is_certain }))
+        let found = |slices: &[SliceId], is_certain| {
+            compare_slices(&[slice(6, 1)], Some(KnownSlices { slices: slices.to_vec(), is_certain }))
         };
         for is_certain in [true, false] {
-            let wanted = Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(vec![(6, 1)]) });
-            assert_eq!(found(&[(7, 3), (6, 1)], is_certain), wanted);
-            assert_eq!(found(&[(7, 3), (6, 2)], is_certain), Meant::No, "another slice of this GPU");
+            let wanted = Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(vec![slice(6, 1)]) });
+            assert_eq!(found(&[slice(7, 3), slice(6, 1)], is_certain), wanted);
+            assert_eq!(
+                found(&[slice(7, 3), slice(6, 2)], is_certain),
+                Meant::No,
+                "another slice of this GPU"
+            );
         }
-        assert_eq!(found(&[(7, 1)], true), Meant::No, "it has no other slice for certain");
-        for claimed in [&[][..], &[(7, 1)]] {
+        assert_eq!(found(&[slice(7, 1)], true), Meant::No, "it has no other slice for certain");
+        for claimed in [&[][..], &[slice(7, 1)]] {
             assert_eq!(found(claimed, false), Meant::NotKnown, "{claimed:?}");
         }
-        assert_eq!(compare_slices(&[(6, 1)], None), Meant::NotKnown);
+        assert_eq!(compare_slices(&[slice(6, 1)], None), Meant::NotKnown);
     }
 }

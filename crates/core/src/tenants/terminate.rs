@@ -25,7 +25,7 @@ const UNPLACED_FOR: Duration = Duration::from_secs(1);
 /// A request, and what has become of it so far. Whoever carries it out can break it off between any two steps:
 /// [`Termination::out_of_time`] is true then.
 pub struct Termination<T: TerminationShell> {
-    target: Target<T::Slice>,
+    target: Target,
     /// The processes without work any more, by server and client, with the connections that they had. Each is held, so that no
     /// other process with its PID is taken for it.
     ended: BTreeMap<(u32, u32), (T::Held, Connections)>,
@@ -60,7 +60,7 @@ struct MeantClient<T: TerminationShell> {
     pid: u32,
     connections: Connections,
     held: T::Held,
-    why: Match<T::Slice>,
+    why: Match,
 }
 
 /// The reason why a look may have missed clients.
@@ -84,7 +84,7 @@ struct RequestLook<T: TerminationShell> {
 
 impl<T: TerminationShell> Termination<T> {
     /// A request that begins now.
-    pub fn new(target: Target<T::Slice>) -> Self {
+    pub fn new(target: Target) -> Self {
         Self {
             target,
             ended: BTreeMap::new(),

@@ -30,6 +30,17 @@ impl ProcessId {
     }
 }
 
+/// A process on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuProcess {
+    /// Its PID on the host.
+    pub pid: u32,
+    /// The GPU memory that it holds, in MiB. None if the driver does not report it.
+    pub memory_mib: Option<u64>,
+    /// Whether it is a client of an MPS server. A server itself is not.
+    pub via_mps: bool,
+}
+
 /// Whether a control daemon shares its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tenure {

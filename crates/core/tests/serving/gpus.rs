@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use mps_core::Tenure;
-use mps_core::serve::{CONFIRM_AFTER, Failure, SeenProcess};
+use mps_core::serve::{CONFIRM_AFTER, Failure};
+use mps_core::terms::GpuProcess;
 
 use super::{SERVER, Story};
 
@@ -22,7 +23,7 @@ fn served(gpus: &[&str]) -> Story {
 /// A program without MPS, on this GPU.
 fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
     story.host().at(at, move |host| {
-        host.process(gpu, SeenProcess { pid, via_mps: false });
+        host.process(gpu, GpuProcess { pid, memory_mib: None, via_mps: false });
     });
 }
 
@@ -207,7 +208,7 @@ fn clients_that_the_control_daemon_lists_are_no_bypasses() {
     assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
     // NVML says that a process is a client, and the control daemon does not know it: another control daemon's.
     story.host().only_stay(&[]);
-    story.host().process("A", SeenProcess { pid: 7, via_mps: true });
+    story.host().process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     story.served(60_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
 }
@@ -237,7 +238,7 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
     use mps_core::mps::ServerStatus;
     let mut story = served(&["A"]);
     story.host().at(20_000, |host| {
-        host.process("A", SeenProcess { pid: 7, via_mps: true });
+        host.process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     });
     // It faults between the look at its status and the look at its clients.
     story.host().during("client PIDs", |host| {

@@ -2,7 +2,8 @@
 
 use std::pin::pin;
 
-use mps_core::serve::{Failure, GpuReach, SeenProcess, StartPlace, Starter, Stranger, WantedUsers, start};
+use mps_core::serve::{Failure, GpuReach, StartPlace, Starter, Stranger, WantedUsers, start};
+use mps_core::terms::GpuProcess;
 use mps_core::{CoreTime, GpuUuid, Permit};
 
 use super::{Setting, SimShell, Story};
@@ -257,7 +258,7 @@ fn one_that_ends_for_another_reason_is_not_started_again() {
 fn programs_on_the_gpus_are_seen_before_it_starts() {
     let mut shell = HostStart::with_gpus(&["A", "B"]);
     for (uuid, pid, via_mps) in [("A", 7, false), ("A", 8, true)] {
-        shell.shell.host().process(uuid, SeenProcess { pid, via_mps });
+        shell.shell.host().process(uuid, GpuProcess { pid, memory_mib: None, via_mps });
     }
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
@@ -283,7 +284,7 @@ fn a_mode_that_can_be_set_at_last_is_set_unless_the_control_daemon_retires() {
             host.server_comes(9);
             host.client(1, 9, "A");
             host.stage.nvml.insert("A".to_owned(), Ok([1].into()));
-            host.process("A", SeenProcess { pid: 1, via_mps: true });
+            host.process("A", GpuProcess { pid: 1, memory_mib: None, via_mps: true });
         }
         story.served(31_000);
         assert!(story.calls("read GPUs") > 0, "it was checked");

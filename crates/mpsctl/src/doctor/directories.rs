@@ -93,8 +93,11 @@ fn private(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let own = Path::new(&daemon.control_directory);
         if daemon.control_directory == daemon.pipe_directory {
-            let wanted =
-                planned.iter().find(|planned| planned.id == daemon.id)?.private_directory.as_ref()?;
+            let wanted = planned
+                .iter()
+                .find(|planned| planned.id == daemon.id.as_str().into())?
+                .private_directory
+                .as_ref()?;
             return daemon.pid.map(|_| {
                 warning(
                     "sockets-not-private",

@@ -1,12 +1,14 @@
 //! The GPUs: the reasons why one is not served, and the things that its users will meet.
 
+use mps_core::terms::DaemonId;
+
 use super::facts::Facts;
 use super::serving::{named, unless_served};
 use super::{Check, Outcome, Severity, each, error, finding, info, warning};
 use common::config::Isolation;
 use common::host::compute_mode::ComputeMode;
 use common::host::gpu::Gpu;
-use common::plan::{GpuPlan, HELD, WORTH_KNOWING, tenure_of};
+use common::plan::{GpuPlan, HELD, WORTH_KNOWING};
 use common::problem::{NamedProblem, Problem};
 
 pub(super) const CHECKS: &[Check] = &[
@@ -51,7 +53,7 @@ fn served(facts: &Facts, uuid: &str) -> bool {
 fn mode_while_served(facts: &Facts, uuid: &str) -> Option<ComputeMode> {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     let serving = running.find(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))?;
-    Some(ComputeMode::while_served(tenure_of(&serving.id)))
+    Some(ComputeMode::while_served(DaemonId::from(serving.id.as_str()).tenure()))
 }
 
 fn compute_modes(facts: &Facts) -> Outcome {

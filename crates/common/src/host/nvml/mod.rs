@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use std::path::Path;
 use std::{fmt, fs};
 
-use mps_core::terms::PciAddress;
+use mps_core::terms::{GpuProcess, PciAddress};
 use nvml_calls::processes::{self, ListedProcess, NotListed, ProcessList};
 use nvml_wrapper::bitmasks::event::EventTypes;
 use nvml_wrapper::enum_wrappers::device::ComputeMode as NvmlComputeMode;
@@ -27,8 +27,6 @@ use super::installation;
 use super::xid::{CriticalError, RecoveryAction};
 use crate::host::proc;
 use crate::problem::Problem;
-
-pub use super::gpu_processes::GpuProcess;
 
 pub mod facts;
 mod memory_limits;
