@@ -273,7 +273,6 @@ async fn exit_statuses_say_what_happened() {
         &["drain", "--all"],
         &["undrain", "00:06.0"],
         &["probe"],
-        &["bench"],
     ] {
         let (status, out, err) = ended(&mut ctl(&empty, arguments)).await;
         assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
@@ -300,7 +299,6 @@ async fn exit_statuses_say_what_happened() {
         &["bogus"],
         &["run", "00:06.0-1"],
         &["list", "--bogus"],
-        &["bench", "--bogus"],
         &["drain"],
         &["drain", "00:06.0", "--all"],
         &["undrain"],
@@ -364,7 +362,6 @@ async fn every_subcommand_has_examples() {
         "drain",
         "undrain",
         "probe",
-        "bench",
     ] {
         let help = printed(&mut ctl(&bus, &[subcommand, "--help"])).await;
         assert!(help.contains("Examples:\n  "), "{help}");

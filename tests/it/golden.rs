@@ -13,13 +13,11 @@
 //! * PIDs: 4711, 4712, ... in the order in which an output has them.
 //! * Times: 2026-11-21 12:34:56, three minutes ago.
 //! * The generation, 2, and this program's version, 1.0.0.
-//! * The figures of a benchmark: how long, how many a second, how many times the first.
 //!
 //! Events that come by chance are left out.
 //!
 //! JSON must be printed one value a line, keys sorted.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
@@ -62,8 +60,6 @@ const CASES: &[(&str, &[&str])] = &[
     ("terminate-device", &["yunion-mpsctl", "terminate", "--device", "DEVICE", "--json"]),
     ("probe", &["yunion-mpsctl", "probe", "DEVICE", "--beside-clients"]),
     ("probe", &["yunion-mpsctl", "probe", "DEVICE", "--beside-clients", "--json"]),
-    ("bench", &["yunion-mpsctl", "bench", "-n", "2", "--device", "DEVICE", "--beside-clients"]),
-    ("bench", &["yunion-mpsctl", "bench", "-n", "2", "--device", "DEVICE", "--beside-clients", "--json"]),
     ("drain", &["yunion-mpsctl", "drain", "DEVICE"]),
     ("undrain", &["yunion-mpsctl", "undrain", "DEVICE"]),
     ("apply", &["yunion-mpsctl", "apply"]),
@@ -87,7 +83,6 @@ const BROKEN: &[(&str, &[&str])] = &[
     ("env-unknown", &["yunion-mpsctl", "env", "00:66.0-1"]),
     ("run", &["yunion-mpsctl", "run", "DEVICE", "--", "true"]),
     ("probe", &["yunion-mpsctl", "probe"]),
-    ("bench", &["yunion-mpsctl", "bench", "--device", "DEVICE"]),
 ];
 
 const RUN: &str = "env | grep -E '^(CUDA|NVIDIA|YUNION)_' | LC_ALL=C sort | grep -v YUNION_MPS_SIM";
@@ -352,25 +347,7 @@ impl Normal {
     }
 
     fn text(&self, output: &str) -> String {
-        let mut normal = String::new();
-        let mut lines = output.lines().peekable();
-        while let Some(line) = lines.next() {
-            if !line.starts_with("PROCESSES  ") {
-                writeln!(normal, "{}", self.prose(line)).unwrap();
-                continue;
-            }
-            let cells = |line: &str| -> Vec<String> {
-                line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).map(str::to_owned).collect()
-            };
-            let mut rows = vec![cells(line)];
-            while let Some(row) =
-                lines.next_if(|line| line.starts_with(|c: char| c == ' ' || c.is_ascii_digit()))
-            {
-                rows.push(cells(row));
-            }
-            normal.push_str(&measured(rows));
-        }
-        normal
+        output.lines().map(|line| self.prose(line) + "\n").collect()
     }
 
     fn json(&self, output: &str) -> String {
@@ -398,10 +375,6 @@ impl Normal {
                 "at" => *value = (SECONDS * 1_000_000).into(),
                 "since" => *value = SECONDS.into(),
                 "generation" => *value = GENERATION.into(),
-                "seconds" => *value = 1.003.into(),
-                "kernels_per_second" => *value = 49.9.into(),
-                "speedup" => *value = 1.0.into(),
-                "rounds" => *value = 500_000.into(),
                 _ => {}
             },
             Value::String(text) if key == "version" && text == env!("CARGO_PKG_VERSION") => {
@@ -414,31 +387,6 @@ impl Normal {
             Value::Null | Value::Bool(_) => {}
         }
     }
-}
-
-/// The table of a benchmark, with figures that every host has.
-fn measured(mut rows: Vec<Vec<String>>) -> String {
-    let heads = rows[0].clone();
-    for row in &mut rows[1..] {
-        assert_eq!(row.len(), heads.len(), "{row:?}");
-        for (cell, head) in row.iter_mut().zip(&heads) {
-            match head.as_str() {
-                "WITH MPS" | "WITHOUT MPS" => "1003 ms".clone_into(cell),
-                "KERNELS/S" => "49.9".clone_into(cell),
-                "SPEED-UP" => "1.00".clone_into(cell),
-                _ => {}
-            }
-        }
-    }
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap();
-    let widths: Vec<usize> = (0..heads.len()).map(width).collect();
-    let mut text = String::new();
-    for row in &rows {
-        let line: Vec<String> =
-            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:>width$}")).collect();
-        writeln!(text, "{}", line.join("  ")).unwrap();
-    }
-    text
 }
 
 fn replace(text: &str, pattern: &str, new: impl Fn(&Captures<'_>) -> String) -> String {

@@ -18,16 +18,7 @@ use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
 
 /// The keys that no recorded document has, each with the test that has it.
-const ELSEWHERE: [(&str, &[&str]); 7] = [
-    // bench::with_mps_side_by_side_and_without_by_turns
-    (
-        "bench",
-        &[
-            ".kernels.*.rows[].without_mps.kernels_per_second",
-            ".kernels.*.rows[].without_mps.seconds",
-            ".kernels.*.rows[].without_mps.speedup",
-        ],
-    ),
+const ELSEWHERE: [(&str, &[&str]); 6] = [
     ("check", CHECK),
     ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),
     // release::terminate_by_pid_and_by_device

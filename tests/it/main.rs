@@ -22,7 +22,6 @@
 mod access;
 mod attacks;
 mod bad_input;
-mod bench;
 mod bindings;
 mod budgets;
 mod cdi;

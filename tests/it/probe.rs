@@ -1,6 +1,5 @@
 //! `yunion-mpsctl probe`: real clients of the simulated GPU, that may get other limits than were set.
 
-use crate::support::host::mpsctl;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
@@ -192,21 +191,4 @@ fn what_is_not_there_is_an_error() {
     let output = host.mpsctl(&["probe", "00:07.0-1"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output).contains("there is no device \"00:07.0-1\""), "{}", text(&output));
-}
-
-#[test]
-fn a_client_leaves_when_its_parent_is_gone() {
-    let host = Host::serving("h200");
-    let mut client = host.command(mpsctl());
-    let pipe = host.path("mps/pipe");
-    client.arg("become-cuda-client").env("CUDA_MPS_PIPE_DIRECTORY", pipe);
-    let mut client = client.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-    // Kernels for an hour.
-    let request = json!({"Run": {"blocks": 4, "rounds": 500_000, "launches": 180_000}});
-    let mut stdin = client.stdin.take().unwrap();
-    std::io::Write::write_all(&mut stdin, format!("{request}\n").as_bytes()).unwrap();
-    wait_for("it is a client", || (host.busctl("ListClients") != json!([])).then_some(()));
-    drop(stdin);
-    let ended = wait_for("its end", || client.try_wait().unwrap());
-    assert!(ended.success(), "{ended}");
 }

@@ -1,5 +1,5 @@
 //! The subcommands of yunion-mpsctl. They show the values on the bus and compute nothing a second time. `check` and
-//! `doctor` compare these values with the host itself, `probe` and `bench` test them with CUDA clients of their own.
+//! `doctor` compare these values with the host itself, `probe` tests them with CUDA clients of its own.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -13,9 +13,8 @@ mod act;
 mod check;
 mod chosen;
 mod complete;
-mod cuda;
 mod doctor;
-mod measure;
+mod probe;
 pub mod runtime;
 mod screen;
 mod setup;
@@ -306,19 +305,7 @@ enum Command {
         yunion-mpsctl probe 00:06.0-1\n  \
         yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
     )]
-    Probe(measure::probe::Arguments),
-    /// Measures the speed of CUDA processes side by side on a GPU, with MPS and without
-    #[command(
-        after_help = "1, 2, 4, ... processes at once run two kernels: a narrow one, which leaves most of the GPU \
-        idle, and a wide one, which fills it. The measurement takes about a minute, with the GPU under full load. It \
-        does not start beside other clients, unless --beside-clients is given. Processes without MPS can only be \
-        measured in compute mode DEFAULT. Ctrl-C ends the processes between two kernels.\n\n\
-        Examples:\n  \
-        yunion-mpsctl bench\n  \
-        yunion-mpsctl bench -n 16 --device 00:06.0\n  \
-        yunion-mpsctl bench -n 4 --device 00:06.0-0 --device 00:06.0-1 --json"
-    )]
-    Bench(measure::bench::Arguments),
+    Probe(probe::Arguments),
 }
 
 impl Command {
@@ -403,7 +390,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
     if let Some(status) = act::run::become_command(&arguments, err) {
         return status;
     }
-    if let Some(status) = measure::cuda_client::become_cuda_client(&arguments, out) {
+    if let Some(status) = probe::client::become_cuda_client(&arguments, out) {
         return status;
     }
     if let Some(status) = complete::complete_words(&arguments, out) {
@@ -487,10 +474,7 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
         Command::Reload { json } => act::apply::reload(&daemon().await?, json, out).await?,
         Command::Apply { force, json } => act::apply::apply(&daemon().await?, force, json, out).await?,
         Command::Probe(arguments) => {
-            status = measure::probe::probe(&daemon().await?, &arguments, out).await?;
-        }
-        Command::Bench(arguments) => {
-            status = measure::bench::bench(&daemon().await?, &arguments, out).await?;
+            status = probe::probe(&daemon().await?, &arguments, out).await?;
         }
     }
     out.flush()?;

@@ -1,4 +1,4 @@
-//! The signals that `run`, `drain` and `bench` catch.
+//! The signals that subcommands catch.
 
 use std::future::poll_fn;
 use std::io;

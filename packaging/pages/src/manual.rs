@@ -13,10 +13,9 @@ const CTL_TAIL: &str = include_str!("../../man/yunion-mpsctl.1.tail");
 
 /// Output of commands that say little on a simulated GPU that is served: from a real GPU, from a host without
 /// configuration, of a control group, or a screen. The first line names the GPU.
-const ELSEWHERE: [(&str, &str); 6] = [
+const ELSEWHERE: [(&str, &str); 5] = [
     ("bind", include_str!("../../man/examples/bind.txt")),
     ("unbind", include_str!("../../man/examples/unbind.txt")),
-    ("bench", include_str!("../../man/examples/bench.txt")),
     ("probe", include_str!("../../man/examples/probe.txt")),
     ("setup", include_str!("../../man/examples/setup.txt")),
     ("top", include_str!("../../man/examples/top.txt")),

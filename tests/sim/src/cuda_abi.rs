@@ -1,14 +1,10 @@
-//! The C ABI of CUDA's driver for a program that looks at its first GPU, allocates memory, and runs kernels one after
-//! the other. A kernel computes nothing. It takes the time that belongs to its second parameter, a number of rounds.
+//! The C ABI of CUDA's driver for a program that looks at its first GPU and allocates memory.
 
 #![allow(unsafe_code, non_snake_case)]
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
-
-use rustix::fs::{FlockOperation, flock};
 
 use crate::mps::client::{self, Context};
 use crate::state::{Gpu, Host, visible};
@@ -20,15 +16,10 @@ const INVALID_VALUE: c_uint = 1;
 const NO_DEVICE: c_uint = 100;
 const INVALID_DEVICE: c_uint = 101;
 const INVALID_CONTEXT: c_uint = 201;
-const INVALID_PTX: c_uint = 218;
-const NOT_FOUND: c_uint = 500;
 
 /// The attributes that programs ask for.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const MEMORY_POOLS_SUPPORTED: c_int = 115;
-
-/// The duration of one round of a kernel.
-const NANOSECONDS_A_ROUND: u64 = 40;
 
 const MIB: u64 = 1024 * 1024;
 
@@ -38,22 +29,10 @@ struct Process {
     /// The allocated blocks of memory by address, with their sizes in bytes.
     memory: BTreeMap<u64, u64>,
     next_address: u64,
-    /// The source of the loaded module.
-    module: String,
-    /// The duration of the launched kernels that nobody has waited for yet, and whether they fill the GPU as the
-    /// process sees it.
-    launched: Duration,
-    wide: bool,
 }
 
-static PROCESS: Mutex<Process> = Mutex::new(Process {
-    context: None,
-    memory: BTreeMap::new(),
-    next_address: 0x7f00_0000_0000,
-    module: String::new(),
-    launched: Duration::ZERO,
-    wide: false,
-});
+static PROCESS: Mutex<Process> =
+    Mutex::new(Process { context: None, memory: BTreeMap::new(), next_address: 0x7f00_0000_0000 });
 
 fn process() -> MutexGuard<'static, Process> {
     PROCESS.lock().unwrap_or_else(PoisonError::into_inner)
@@ -164,11 +143,6 @@ extern "C" fn cuCtxSetCurrent(_context: *mut c_void) -> c_uint {
     0
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuCtxSetFlags(_flags: c_uint) -> c_uint {
-    0
-}
-
 impl Process {
     /// Free and total memory in bytes.
     fn free_and_total(&self) -> Result<(u64, u64), c_uint> {
@@ -221,112 +195,6 @@ extern "C" fn cuMemFree_v2(address: u64) -> c_uint {
         context.freed(size / MIB);
     }
     finish(freed.map(|_| ()).ok_or(INVALID_VALUE))
-}
-
-/// The only module and the only function.
-const MODULE: *mut c_void = 0x20 as *mut c_void;
-const FUNCTION: *mut c_void = 0x30 as *mut c_void;
-
-/// # Safety
-/// `text` is null or a C string.
-unsafe fn text(text: *const c_char) -> Result<String, c_uint> {
-    if text.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the pointer is not null, and the caller guarantees the rest.
-    Ok(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_void) -> c_uint {
-    let load = || {
-        // SAFETY: PTX is a C string.
-        let image = unsafe { text(image.cast())? };
-        if !image.starts_with(".version ") || !image.contains("\n.target ") {
-            return Err(INVALID_PTX);
-        }
-        process().module = image;
-        // SAFETY: CUDA's caller gives a valid pointer or null.
-        unsafe { put(module, MODULE) }
-    };
-    finish(load())
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuModuleUnload(_module: *mut c_void) -> c_uint {
-    0
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuModuleGetFunction(
-    function: *mut *mut c_void,
-    _module: *mut c_void,
-    name: *const c_char,
-) -> c_uint {
-    let find = || {
-        // SAFETY: CUDA's caller gives a C string or null.
-        let entry = unsafe { text(name) }.map(|name| format!(".entry {name}("))?;
-        if !process().module.contains(&entry) {
-            return Err(NOT_FOUND);
-        }
-        // SAFETY: CUDA's caller gives a valid pointer or null.
-        unsafe { put(function, FUNCTION) }
-    };
-    finish(find())
-}
-
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuLaunchKernel(
-    _function: *mut c_void,
-    blocks: c_uint,
-    _blocks_y: c_uint,
-    _blocks_z: c_uint,
-    _threads: c_uint,
-    _threads_y: c_uint,
-    _threads_z: c_uint,
-    _shared: c_uint,
-    _stream: *mut c_void,
-    parameters: *mut *mut c_void,
-    _extra: *mut *mut c_void,
-) -> c_uint {
-    if parameters.is_null() {
-        return INVALID_VALUE;
-    }
-    // SAFETY: the kernel's parameters are an address and a u32.
-    let (address, rounds) =
-        unsafe { ((*parameters).cast::<u64>().read(), (*parameters.add(1)).cast::<c_uint>().read()) };
-    let mut process = process();
-    let Some((sms, ..)) = process.context.as_ref().and_then(Context::first_device) else {
-        return INVALID_CONTEXT;
-    };
-    if !process.memory.contains_key(&address) {
-        return client::ILLEGAL_ADDRESS;
-    }
-    process.launched += Duration::from_nanos(u64::from(rounds) * NANOSECONDS_A_ROUND);
-    process.wide = blocks > sms;
-    0
-}
-
-/// Waits for the kernels. A kernel that fills its process's multiprocessors, or that runs without MPS, has the GPU to
-/// itself.
-#[unsafe(no_mangle)]
-extern "C" fn cuStreamSynchronize(_stream: *mut c_void) -> c_uint {
-    let mut process = process();
-    let time = std::mem::take(&mut process.launched);
-    let wide = process.wide;
-    let Some(context) = &process.context else { return INVALID_CONTEXT };
-    if context.is_client() && !wide {
-        return finish(context.work(Instant::now() + time));
-    }
-    let Ok(turn) = first_gpu().and_then(|gpu| gpu.open().map_err(|_| NO_DEVICE)) else { return NO_DEVICE };
-    if flock(&turn, FlockOperation::LockExclusive).is_err() {
-        return NO_DEVICE;
-    }
-    let worked = context.work(Instant::now() + time);
-    drop(turn);
-    // The pause lets a waiting process have its turn first.
-    std::thread::sleep(Duration::from_micros(200));
-    finish(worked)
 }
 
 #[unsafe(no_mangle)]

@@ -162,11 +162,6 @@ impl Kind {
 }
 
 impl Gpu {
-    /// Opens a file of the GPU that processes can lock.
-    pub(crate) fn open(&self) -> io::Result<fs::File> {
-        fs::File::open(&self.directory)
-    }
-
     /// The place of a value.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)

@@ -5,14 +5,18 @@ use std::io::{self, Write};
 use clap::Args;
 use serde_json::{Value, json};
 
+use self::client::{ContextFacts, CudaRequest, Environment};
 use crate::complete;
-use crate::measure::cuda_client::{ContextFacts, CudaClient, CudaRequest, Environment};
 use crate::show::health;
 use crate::show::table::{Shown, prose, table, with_unit};
 use crate::{Error, FAILED, Result, print_json};
 use common::bus::proxy::{DaemonProxy, Listed};
 use common::bus::rows::{ControlDaemon, Device};
 use common::counted::counted;
+
+pub(crate) mod client;
+mod cuda;
+mod raw;
 
 /// The tolerated difference in multiprocessors: GPUs hand them out in pairs.
 const SMS_TOLERANCE: u32 = 2;
@@ -103,7 +107,7 @@ async fn named<'a>(
 
 /// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client
 /// of another user waits until then, which can be weeks.
-pub(crate) async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
+async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
         daemon.gpus.iter().any(|gpu| device.device_path.as_ref() == Some(gpu))
@@ -186,14 +190,13 @@ impl<'a> ProbeReport<'a> {
         refuse_to_queue(daemon, self.device).await?;
         let enforced = self.device.limits_enforced;
         let environment = Environment::of_slice(daemon, &self.device.addr).await?;
-        let all = CudaClient::ask_once(&environment.without_mps(), CudaRequest::Count).await?;
+        let all = environment.without_mps().ask(CudaRequest::Count).await?;
         self.all_sms = Some(all);
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
-        let as_slice = CudaClient::ask_once(&environment, look(self.slice)).await?;
+        let as_slice = environment.ask(look(self.slice)).await?;
         // A client's environment can only tighten the limits. Loosened limits show only without it.
-        let without_limits =
-            CudaClient::ask_once(&environment.without_limits(), look(self.control_daemon)).await?;
+        let without_limits = environment.without_limits().ask(look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {
             self.mismatches.extend(differences("a client of this slice", self.slice, as_slice, all));

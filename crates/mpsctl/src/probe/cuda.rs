@@ -1,23 +1,14 @@
-//! A CUDA context, for the subcommands of yunion-mpsctl that look at a GPU as a client does. Each use needs a process
-//! of its own, since the driver takes a slice's limits from the environment of the process and keeps them until it
+//! A CUDA context, for the subcommand that looks at a GPU as a client does. Each use needs a process of its own, since the driver takes a slice's limits from the environment of the process and keeps them until it
 //! ends.
-
-mod raw;
 
 use std::ffi::CStr;
 use std::io::Write;
 use std::sync::Arc;
 
 use cudarc::driver::sys::{CUdevice_attribute, CUresult};
-use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError};
-use cudarc::nvrtc::Ptx;
+use cudarc::driver::{CudaContext, DriverError};
 
-/// The kernel's source. It is written for the oldest GPUs that drivers still support, and every driver compiles it for
-/// its own GPU.
-const MULTIPLY_ADD: &str = include_str!("multiply_add.ptx");
-
-/// The threads of one block: four warps, one for each scheduler of a multiprocessor.
-pub(crate) const THREADS: u32 = 128;
+use super::raw;
 
 const MIB: usize = 1 << 20;
 
@@ -73,8 +64,6 @@ impl GpuContext {
     pub(crate) fn open() -> Result<Self, CudaError> {
         let failed = |error| CudaError::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;
-        // Without this the wait for a kernel would keep a processor busy.
-        context.set_blocking_synchronize().map_err(failed)?;
         Ok(Self { context })
     }
 
@@ -111,31 +100,6 @@ impl GpuContext {
         // This reports an error that occurred while the memory was freed.
         self.context.check_err().map_err(failed)?;
         Ok(got as u64)
-    }
-
-    pub(crate) fn kernel(&self) -> Result<Kernel, CudaError> {
-        let failed = |error| CudaError::new("loading the kernel", error);
-        let module = self.context.load_module(Ptx::from_src(MULTIPLY_ADD)).map_err(failed)?;
-        let function = module.load_function("multiply_add").map_err(failed)?;
-        let results = raw::Block::new(&self.context, raw::RESULTS_SIZE).map_err(failed)?;
-        Ok(Kernel { function, stream: self.context.default_stream(), results })
-    }
-}
-
-/// A kernel that only multiplies and adds, and uses hardly any memory.
-#[derive(Debug)]
-pub(crate) struct Kernel {
-    function: CudaFunction,
-    stream: Arc<CudaStream>,
-    results: raw::Block,
-}
-
-impl Kernel {
-    /// Runs the kernel once, and waits until it ends.
-    pub(crate) fn run(&self, blocks: u32, rounds: u32) -> Result<(), CudaError> {
-        raw::launch(&self.stream, &self.function, &self.results, blocks, rounds)
-            .and_then(|()| self.stream.synchronize())
-            .map_err(|error| CudaError::new("running a kernel", error))
     }
 }
 

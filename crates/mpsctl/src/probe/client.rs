@@ -1,0 +1,161 @@
+//! A CUDA client of ours: this program started again, in the environment of a slice. Its argument is the request, its
+//! stdout gets the answer, and then it ends. It runs no kernel, so its end is no fault for its neighbours, however it ends.
+
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tokio::process::Command;
+use tokio::time::timeout;
+
+use super::cuda::{self, CudaError, GpuContext};
+use crate::show::env::host_environment;
+use crate::{Error, Result};
+use common::bus::proxy::DaemonProxy;
+use common::host::proc;
+
+/// The first argument of the process that becomes a CUDA client; the second is a [`CudaRequest`] in JSON.
+const BECOME: &str = "become-cuda-client";
+
+/// A pipe directory that does not exist, and that nobody but root could make, so nothing listens in it.
+const NOWHERE: &str = "/nonexistent";
+
+/// The time that an answer may take: a server that has to start takes seconds.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
+
+const END_DEADLINE: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) enum CudaRequest {
+    /// Count the multiprocessors, without a context.
+    Count,
+    /// Open a context and report its GPU. Then allocate until an allocation fails or that many MiB are reached, and free
+    /// all of it.
+    Look { allocate: Option<u64> },
+}
+
+/// The multiprocessors and the memory that a client sees in its context, in MiB.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct ContextFacts {
+    pub(super) sms: u32,
+    pub(super) memory_free: u64,
+    pub(super) memory_total: u64,
+    /// The memory that it got; None where it did not try.
+    #[serde(rename = "memory_allocated")]
+    pub(super) allocated: Option<u64>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Environment(Vec<(String, String)>);
+
+impl Environment {
+    /// The environment that the daemon answers for a slice, as in `yunion-mpsctl run`.
+    pub(super) async fn of_slice(daemon: &DaemonProxy, name: &str) -> Result<Self> {
+        Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
+    }
+
+    /// The same without the limits: only the limits of the control daemon are left.
+    pub(super) fn without_limits(&self) -> Self {
+        let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
+        Self(self.0.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect())
+    }
+
+    /// The same GPU with no control daemon.
+    pub(super) fn without_mps(&self) -> Self {
+        let mut environment = self.without_limits();
+        for (name, value) in &mut environment.0 {
+            if name == "CUDA_MPS_PIPE_DIRECTORY" {
+                NOWHERE.clone_into(value);
+            }
+        }
+        environment
+    }
+
+    /// Starts a client in this environment, and waits for its answer and its end.
+    pub(super) async fn ask<T: DeserializeOwned>(&self, request: CudaRequest) -> Result<T> {
+        let mut command = Command::new(proc::OWN_PROGRAM);
+        // With the caller's own settings of this kind it would be a client of something else.
+        let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
+        for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
+            command.env_remove(name);
+        }
+        let child = command
+            .arg(BECOME)
+            .arg(serde_json::to_string(&request)?)
+            .envs(self.0.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            // Ctrl-C is for us: the client gives its memory back and ends by itself.
+            .process_group(0)
+            .spawn()
+            .map_err(|error| Error::System("start a process", error))?;
+        let pid = child.id();
+        let Ok(output) = timeout(ANSWER_DEADLINE, child.wait_with_output()).await else {
+            if let Some(pid) = pid {
+                end_client(pid).await;
+            }
+            let seconds = ANSWER_DEADLINE.as_secs();
+            return Err(Error::Failed(format!("no answer of a CUDA process within {seconds} s")));
+        };
+        let output = output.map_err(|error| Error::System("wait for a process", error))?;
+        let answer = String::from_utf8_lossy(&output.stdout);
+        match serde_json::from_str::<Result<T, String>>(&answer) {
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
+            Err(_) if answer.is_empty() => {
+                Err(Error::Failed(format!("a CUDA process ended without an answer: {}", output.status)))
+            }
+            Err(_) => Err(Error::Failed(format!("a CUDA process said {answer:?}"))),
+        }
+    }
+}
+
+/// Ends the GPU work of a client that hangs. It ends by itself once its calls return.
+async fn end_client(pid: u32) {
+    let terminate = async { DaemonProxy::connect().await?.terminate_client(pid).await };
+    let _ = timeout(END_DEADLINE, terminate).await;
+}
+
+/// If the arguments (the first one is the program's name) ask for it, this process is a CUDA client for one request.
+/// Returns its exit status.
+pub(crate) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
+    let [_, ask, request] = arguments else { return None };
+    if ask != BECOME {
+        return None;
+    }
+    cuda::exit_with_message_on_panic(|out, text| {
+        let _ = say(out, &Err(text.to_owned()));
+    });
+    let answer = match request.to_str().map(serde_json::from_str::<CudaRequest>) {
+        Some(Ok(request)) => carry_out(request).map_err(|error| error.to_string()),
+        _ => Err(format!("{} is no request", OsStr::display(request))),
+    };
+    Some(u8::from(say(out, &answer).is_err()))
+}
+
+fn say(out: &mut dyn Write, answer: &Result<Value, String>) -> Result<()> {
+    serde_json::to_writer(&mut *out, answer)?;
+    out.flush()?;
+    Ok(())
+}
+
+fn carry_out(request: CudaRequest) -> Result<Value, CudaError> {
+    match request {
+        CudaRequest::Count => Ok(json!(cuda::multiprocessors_without_context()?)),
+        CudaRequest::Look { allocate } => {
+            let gpu = GpuContext::open()?;
+            let (memory_free, memory_total) = gpu.memory()?;
+            Ok(json!(ContextFacts {
+                sms: gpu.multiprocessors()?,
+                memory_free,
+                memory_total,
+                allocated: allocate.map(|most| gpu.allocate_up_to(most)).transpose()?,
+            }))
+        }
+    }
+}

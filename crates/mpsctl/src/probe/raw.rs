@@ -1,0 +1,47 @@
+//! The driver's calls that have no safe form in the binding: allocating memory with plain cuMemAlloc, and
+//! asking about a GPU without a context. The binding's safe allocations come from a pool, which
+//! allocates large pieces and so hides where a limit is. Only this module contains unsafe code.
+#![expect(
+    unsafe_code,
+    reason = "the binding has no safe form of these calls; each block says why it is sound"
+)]
+
+use std::sync::Arc;
+
+use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr};
+use cudarc::driver::{CudaContext, DriverError, result};
+
+/// Memory of a GPU. Nobody reads its contents.
+#[derive(Debug)]
+pub(super) struct Block {
+    context: Arc<CudaContext>,
+    address: CUdeviceptr,
+}
+
+impl Block {
+    pub(super) fn new(context: &Arc<CudaContext>, size: usize) -> Result<Self, DriverError> {
+        context.bind_to_thread()?;
+        // SAFETY: a context is bound to this thread. Nobody reads the memory.
+        let address = unsafe { result::malloc_sync(size) }?;
+        Ok(Self { context: Arc::clone(context), address })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let free = || {
+            self.context.bind_to_thread()?;
+            // SAFETY: the address belongs to this block, only this code frees it, and its context is alive and bound.
+            unsafe { result::free_sync(self.address) }
+        };
+        self.context.record_err(free());
+    }
+}
+
+/// The number of multiprocessors of the GPU with this ordinal.
+pub(super) fn multiprocessors(ordinal: i32) -> Result<i32, DriverError> {
+    let device = result::device::get(ordinal)?;
+    let attribute = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+    // SAFETY: the driver returned the device in the line above.
+    unsafe { result::device::get_attribute(device, attribute) }
+}
