@@ -89,7 +89,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
     // This driver's control daemon has its socket in the pipe directory, which a container may have already.
     let left = format!(
-        "0000:00:06.0-1 is drained: nobody is given it any more. Who has {} already can still start clients, since the \
+        "0000:00:06.0-1 is drained: no client is given it any more. A program that has {} already can still start clients, since the \
          control daemon's socket is there.\nNo client is left.\n",
         host.path("mps/pipe").display()
     );
@@ -269,8 +269,10 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
     let line = said.lines().nth(1).unwrap();
     assert!(line.starts_with("Still there: process ") && said.lines().count() == 2, "{said}");
     assert!(line.contains(", 00:06.0-1)") && line.contains(", slice not known)"), "{said}");
-    let unknown =
-        format!("Nobody knows whether {} uses a drained slice, so nothing is free yet.", nameless.id());
+    let unknown = format!(
+        "The slice of {} is not known and may be a drained one, so nothing is free yet.",
+        nameless.id()
+    );
     assert!(line.ends_with(&unknown), "{said}");
     assert!(!line.contains(&neighbour.id().to_string()), "{said}");
 
@@ -310,7 +312,9 @@ fn the_waiting_goes_on_over_a_restart_of_the_service() {
         host.signal(Signal::KILL);
         host.ended();
         if restart == 0 {
-            assert!(waiting.line().starts_with("Nobody knows now which clients are still there: "));
+            assert!(
+                waiting.line().starts_with("The service does not know now which clients are still there: ")
+            );
         }
         host.start();
         host.wait_for_state("ready");

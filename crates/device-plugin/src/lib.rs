@@ -15,7 +15,7 @@
 //! | 0 | `slice`, `api`, `codec`, `logging` | a slice; the kubelet's messages, and how they are written; the log |
 
 #![forbid(unsafe_code)]
-#![allow(missing_docs, reason = "nobody outside this workspace uses it")]
+#![allow(missing_docs, reason = "this workspace alone uses it")]
 
 mod allocation;
 mod api;

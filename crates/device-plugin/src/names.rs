@@ -70,7 +70,7 @@ impl FromStr for NamedSize {
     }
 }
 
-/// Whether Kubernetes takes this as the part of a resource's name that is behind the domain.
+/// Checks the part of a resource's name behind the domain by Kubernetes' rules.
 fn is_name(name: &str) -> Result<(), String> {
     let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -83,7 +83,7 @@ fn is_name(name: &str) -> Result<(), String> {
     ))
 }
 
-/// Whether Kubernetes takes this as the domain in front of a resource's name.
+/// Checks the domain in front of a resource's name by Kubernetes' rules.
 pub(crate) fn domain(text: &str) -> Result<String, String> {
     let label = |label: &str| {
         let inner = label.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');

@@ -25,7 +25,7 @@ use crate::service::{ServiceView, follow};
 /// The time to the next look while something is left to do.
 const SOON: Duration = Duration::from_secs(1);
 
-/// The time to the next look where nobody tells of a change.
+/// The time to the next look if no change is announced before.
 const LATER: Duration = Duration::from_secs(10);
 
 /// The time in which a kubelet that has taken a registration asks for the list of devices.
@@ -65,7 +65,7 @@ struct Plugin {
     written: String,
     /// The status line of the unit, as systemd has it.
     status: Option<String>,
-    /// The last complaint of each kind: one that goes on is said once.
+    /// The last complaint of each kind: a complaint that has not changed is said once.
     said: BTreeMap<&'static str, String>,
 }
 
@@ -295,7 +295,7 @@ impl Plugin {
             Some(_) => {}
             None => states.push(NotifyState::Ready),
         }
-        // Without systemd there is nobody to tell.
+        // Without systemd the message has no reader.
         let _ = sd_notify::notify(&states);
         self.status = Some(status);
     }

@@ -150,12 +150,12 @@ impl Resource {
         self.file
     }
 
-    /// Whether the socket that was made is still there: a kubelet that starts removes all of them.
+    /// True if the socket that was made is still there: a kubelet that starts removes all of them.
     pub(crate) fn is_there(&self) -> bool {
         SocketFile::at(&self.path) == Some(self.file)
     }
 
-    /// Whether a kubelet listens to the list of devices.
+    /// True if a kubelet listens to the list of devices.
     pub(crate) fn has_listener(&self) -> bool {
         // One receiver is our own.
         self.offered.receiver_count() > 1

@@ -55,7 +55,7 @@ impl ServiceView {
         Self { slices: None, absence: Some(Absence::begins()) }
     }
 
-    /// Whether it has been away for this long.
+    /// True if it has been away for this long.
     pub(crate) fn is_away_for(&self, time: Duration) -> bool {
         self.absence.as_ref().is_some_and(|absence| absence.since.elapsed() >= time)
     }
@@ -70,7 +70,7 @@ impl ServiceView {
     }
 }
 
-/// Follows the service across its restarts, and across restarts of the bus, until nobody reads the view.
+/// Follows the service across its restarts, and across restarts of the bus, until the view has no reader.
 pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     while !view.is_closed() {
         if let Err(error) = follow_bus(&view).await {

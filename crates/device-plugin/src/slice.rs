@@ -65,7 +65,7 @@ impl From<&Device> for NodeSlice {
 pub(crate) mod samples {
     use super::*;
 
-    /// A healthy slice that nobody has: `slice("06-1", 20480, 25)` is of the GPU `06`.
+    /// A healthy slice without an owner: `slice("06-1", 20480, 25)` is of the GPU `06`.
     pub(crate) fn slice(name: &str, memory_mib: u32, thread_percentage: u32) -> NodeSlice {
         let gpu = name.rsplit_once('-').unwrap().0.to_owned();
         NodeSlice {

@@ -26,7 +26,7 @@ pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Opt
     let here = std::env::current_dir().ok();
     let found = complete(&mut super::command(), words.to_vec(), last, here.as_deref());
     for candidate in found.unwrap_or_default() {
-        // A file may have any name. One that a line can't hold is not offered.
+        // A file may have any name. A name that a line can't hold is not offered.
         let Some(word) = candidate.get_value().to_str().filter(|word| !word.contains(is_unprintable)) else {
             continue;
         };

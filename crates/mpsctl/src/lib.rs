@@ -183,21 +183,21 @@ enum Command {
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
         that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once; \
         with --slurm it waits too, since Slurm sends SIGTERM twice. A command that handles SIGUSR1 or SIGUSR2 gets \
-        that signal alone; otherwise the signal counts as one that ends the command. A signal in the middle of a \
+        that signal alone; otherwise the signal counts as a signal that ends the command. A signal in the middle of a \
         kernel would be a fault for every client on that GPU, so signal yunion-mpsctl and not the command itself. Only \
         root can end GPU work, unless host.conf has cuda_mps_may_terminate: owner. For other users a signal is passed \
         on at once, with a warning. The command runs in a session of its own: it can use the terminal, but not \
         /dev/tty.\n\n\
         The exit status is the command's, or 128 plus the number of the signal that ended it; 126 and 127 mean that \
         it could not be started.\n\n\
-        --free takes one slice that is served, not drained, nobody else's and not full, and says on standard error which. Among \
+        --free takes one slice that is served, not drained, without another owner and not full, and says on standard error which. Among \
         slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
         of the configuration. The clients of this moment count, and a command is a client only once it has started \
         CUDA: so each slice that the service has chosen for somebody in the last minute counts as one with one client more. \
         It can't know of a command that takes longer to start CUDA, or of a slice that was named and is not used yet.\n\n\
         --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
         stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
-        The command of root is bound to its slices, as by `yunion-mpsctl bind`: nobody else gets them while it runs, unless \
+        The command of root is bound to its slices, as by `yunion-mpsctl bind`: no other container or command gets them while it runs, unless \
         --share is given. In a session it runs in a scope of systemd, yunion-mps-run-PID.scope, and in a unit of its own it \
         stays there. In a unit with other processes, and without systemd, it is not bound.\n\n\
         Examples:\n  \
@@ -230,7 +230,7 @@ enum Command {
     Terminate(act::terminate::Arguments),
     /// Takes slices, GPUs or the whole host out of use for new clients, while the present clients finish
     #[command(
-        after_help = "Nobody is given a drained slice: no container, no command of env and run, no user of the CDI spec. \
+        after_help = "A drained slice is given to no new user: no container, no command of env and run, no user of the CDI spec. \
         The drain lasts until undrain or the next boot: not even systemctl stop ends it. A \
         container that an agent gives the pipe directory by itself can start new clients until every slice of its control \
         daemon is drained, and with drivers before 580 nothing keeps such a container out. --wait waits for these clients \
@@ -309,7 +309,7 @@ enum Command {
 }
 
 impl Command {
-    /// Whether the exit status says more than that the command was carried out. Whoever asks for it may not read the rest.
+    /// True if the exit status says more than that the command was carried out. A script that asks for it may not read the rest.
     fn answers_by_exit_status(&self) -> bool {
         matches!(self, Self::Check(_) | Self::Doctor(_) | Self::IsReady(_) | Self::Probe(_) | Self::Setup(_))
     }
@@ -352,7 +352,7 @@ impl Error {
         }
     }
 
-    /// Whether the reader of our output has gone, as `head` does: nothing to complain about.
+    /// True if the reader of our output has gone, as `head` does: nothing to complain about.
     fn is_closed_pipe(&self) -> bool {
         match self {
             Self::Output(e) => e.kind() == io::ErrorKind::BrokenPipe,
@@ -423,7 +423,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
-            // The exit status says it too, in case nobody listens.
+            // The exit status says it too, in case the output has no reader.
             let _ = writeln!(err, "{}", show::table::hanging(&format!("yunion-mpsctl: {e}")));
             e.exit_status()
         }

@@ -83,7 +83,7 @@ impl Passing {
     }
 }
 
-/// Says something beside the output. Nobody may listen.
+/// Says something beside the output. An error of the output is ignored.
 pub(super) fn say(words: &str) {
     let _ = writeln!(io::stderr(), "yunion-mpsctl: {}", printable(words));
 }

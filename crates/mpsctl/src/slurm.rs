@@ -99,7 +99,7 @@ pub(super) struct SlurmJob {
 }
 
 /// The job that this process is in. None if Slurm has given no slice to it: most jobs of a cluster need no GPU, and run where
-/// nobody can bind anything.
+/// no job can be bound.
 pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
     if numbers().is_none() {
         return Ok(None);

@@ -13,7 +13,7 @@ const FILES: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-/// The directory in which CUDA looks for a control daemon by itself. On a host without the platform nobody gives programs
+/// The directory in which CUDA looks for a control daemon by itself. On a host without the platform no service gives programs
 /// another one. The toolkit mounts it into every container with a GPU, whenever it exists.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 

@@ -205,12 +205,12 @@ fn container_state(input: impl Read) -> Result<ContainerState, String> {
     Ok(state)
 }
 
-/// Whether this is the runtime of a user without root: the bus would not know the user.
+/// True if this is the runtime of a user without root: the bus would not know the user.
 fn is_in_user_namespace() -> bool {
     fs::read_to_string(proc::OWN_UID_MAP).is_ok_and(|map| !is_whole(&map))
 }
 
-/// Whether a map of user ids is that of the host: each id stands for itself.
+/// True if a map of user ids is that of the host: each id stands for itself.
 fn is_whole(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }

@@ -56,7 +56,7 @@ pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     match drain_and_wait(daemon, arguments, out).await {
         // Elsewhere a reader that has left is no error. Here the status says whether clients are left.
         Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
-            "nobody reads the output, so the waiting has ended; the drain stays".to_owned(),
+            "the reader of the output has gone, so the waiting has ended; the drain stays".to_owned(),
         )),
         done => done,
     }
@@ -73,7 +73,7 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
     let done = match scope.open_directory(&daemon.control_daemons().await?) {
         None => format!("{drained} drained: no new client gets {}.", pronoun(names)),
         Some(directory) => format!(
-            "{drained} drained: nobody is given {} any more. Who has {} already can still start clients, since the control \
+            "{drained} drained: no client is given {} any more. A program that has {} already can still start clients, since the control \
              daemon's socket is there.",
             pronoun(names),
             printable(directory)
@@ -146,8 +146,8 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// The first pipe directory of these GPUs that has the socket of its control daemon itself. Nobody can be kept from it
-    /// who has it.
+    /// The first pipe directory of these GPUs that has the socket of its control daemon itself. A program that has it
+    /// can't be kept from it.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -156,11 +156,11 @@ impl Scope {
         Some(&open.pipe_directory)
     }
 
-    /// Whether a client may be one of a drained slice. A client that does not say its slice may be one of any.
+    /// True if a client may be one of a drained slice. A client that does not say its slice may be one of any.
     fn has(&self, client: &Client) -> bool {
         let given: Vec<&str> = given(client).collect();
         let names = |name: &String| given.contains(&name.as_str());
-        // Nobody knows yet which GPU a client has that waits for a server.
+        // The GPU of a client that waits for a server is not known yet.
         let waits = client.gpu.is_empty();
         let its = || self.slices.iter().filter(|(slice, _)| waits || is_on(client, slice));
         let mut known = its().filter(|(slice, _)| names(&slice.addr)).peekable();
@@ -178,7 +178,7 @@ impl Scope {
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    /// None: the service or a control daemon starts, and nobody knows its clients yet.
+    /// None: the service or a control daemon starts, and its clients are not known yet.
     async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {
             return Ok(None);
@@ -205,7 +205,7 @@ struct RemainingClients {
     bypassing: Vec<Listed<Client>>,
 }
 
-/// Whether no control daemon is just being taken over: its clients would not be listed.
+/// True if no control daemon is just being taken over: its clients would not be listed.
 async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
     let service = daemon.service().await?;
     let daemons = daemon.control_daemons().await?;
@@ -214,32 +214,35 @@ async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
 }
 
 fn still_there(look: &Result<Option<RemainingClients>, BusError>) -> String {
-    let unknown = "Nobody knows now which clients are still there";
+    let unknown = "The service does not know now which clients are still there";
     match look {
         Err(error) => format!("{unknown}: {}.", printable(&error.to_string())),
         Ok(None) => format!("{unknown}: the service is starting."),
-        Ok(Some(RemainingClients { clients, bypassing })) if clients.is_empty() => nobody(bypassing),
+        Ok(Some(RemainingClients { clients, bypassing })) if clients.is_empty() => no_client(bypassing),
         Ok(Some(RemainingClients { clients, .. })) => {
             format!("Still there: {}.{}", describe(clients), unplaced(clients))
         }
     }
 }
 
-fn nobody(bypassing: &[Listed<Client>]) -> String {
+fn no_client(bypassing: &[Listed<Client>]) -> String {
     if bypassing.is_empty() {
         return "No client is left.".to_owned();
     }
     format!("No client is left. Not waited for, since it is without MPS: {}.", describe(bypassing))
 }
 
-/// Says that clients are waited for since nobody knows their slices, if there are any.
+/// Says that clients are waited for since their slices are not known, if there are any.
 fn unplaced(clients: &[Listed<Client>]) -> String {
     let unplaced = clients.iter().filter(|client| client.device.is_none());
     let pids: Vec<String> = unplaced.take(ROWS).map(|client| client.pid.to_string()).collect();
     if pids.is_empty() {
         return String::new();
     }
-    format!(" Nobody knows whether {} uses a drained slice, so nothing is free yet.", pids.join(", "))
+    format!(
+        " The slice of {} is not known and may be a drained one, so nothing is free yet.",
+        pids.join(", ")
+    )
 }
 
 fn describe(clients: &[Listed<Client>]) -> String {
@@ -267,7 +270,7 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
             Ok(Some(RemainingClients { clients, bypassing })) => {
                 screen.show(&clients, out)?;
                 if clients.is_empty() {
-                    writeln!(out, "{}", prose(&nobody(&bypassing)))?;
+                    writeln!(out, "{}", prose(&no_client(&bypassing)))?;
                     return Ok(());
                 }
                 seen = Instant::now();
@@ -420,8 +423,8 @@ mod tests {
         assert_eq!(
             String::from_utf8(out).unwrap(),
             "Waiting for process 1 (job\u{fffd}, user worker, 00:06.0-1).\n\
-             Waiting for process 2 (job\u{fffd}, user worker, slice not known). Nobody knows whether 2 uses a drained \
-             slice, so nothing is free yet.\n\
+             Waiting for process 2 (job\u{fffd}, user worker, slice not known). The slice of 2 is not known and may be a drained \
+             one, so nothing is free yet.\n\
              Process 1 has left.\nProcess 2 has left.\n"
         );
         let mut out = Vec::new();

@@ -44,7 +44,7 @@ const NAME: usize = 24;
 /// The first argument of the process that becomes the command.
 const BECOME: &str = "become-command";
 
-/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to nobody but us.
+/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to us alone.
 const CAUGHT: [Signal; 8] = [
     Signal::INT,
     Signal::QUIT,
@@ -173,7 +173,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     if command.is_empty() {
         return None;
     }
-    // With --free a model may be named, so nobody can tell where the command begins.
+    // With --free a model may be named, so the beginning of the command can't be told.
     let is_free = words.iter().any(|word| word == "--free");
     let meant = if is_free {
         "yunion-mpsctl run --free [GPU or model] -- CMD".to_owned()
@@ -186,7 +186,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
 }
 
-/// Whether a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
+/// True if a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
     DeviceName::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }
@@ -203,7 +203,7 @@ impl ProcessGroup {
         }
     }
 
-    /// Whether a signal would not end the command.
+    /// True if a signal would not end the command.
     fn handles(self, signal: Signal) -> bool {
         let signal = signal.as_raw();
         proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
@@ -272,7 +272,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     result
 }
 
-/// Whether a process is `root`, descends from it, or is in the session that it leads: an orphan descends from nobody, but
+/// True if a process is `root`, descends from it, or is in the session that it leads: an orphan has no ancestor, but
 /// stays in its session.
 fn descends(mut pid: u32, root: u32) -> bool {
     // Parents can't form a ring, but they are read one after the other and may change in between.

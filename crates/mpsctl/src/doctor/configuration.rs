@@ -58,7 +58,7 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Whether only root can read a file, which is no mistake.
+/// True if only root can read a file, which is no mistake.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()

@@ -51,7 +51,7 @@ fn refused(facts: &Facts) -> Outcome {
     })
 }
 
-/// Whether a control daemon of ours that runs uses the directory.
+/// True if a control daemon of ours that runs uses the directory.
 fn in_use(facts: &Facts, directory: &Path) -> bool {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     running.any(|daemon| {
@@ -87,7 +87,7 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Whoever gets into the control daemon's own directory as root, in a container too, can command it.
+/// Root can command a control daemon through the daemon's own directory, from a container too.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     each(&facts.published()?.control_daemons, |daemon| {
@@ -105,7 +105,7 @@ fn private(facts: &Facts) -> Outcome {
                     "the control daemon's sockets are there, and not in a directory of its own: a container that has this \
                      directory and runs as the host's root can command it",
                     format!(
-                        "if the directory is a mount, configure one that is not; else the sockets move to {} when its \
+                        "if the directory is a mount, configure a directory that is none; else the sockets move to {} when its \
                          clients have ended, or with yunion-mpsctl apply --force, which ends them",
                         wanted.display()
                     ),
@@ -213,7 +213,7 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
         None => Some(error(
             "pipe-socket-missing",
             socket.display(),
-            format!("nobody listens there, though control daemon {pid} lives: new clients find nobody"),
+            format!("no process listens there, though control daemon {pid} lives: new clients can't connect"),
             "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
                  systemd-tmpfiles may have removed the socket",
         )),
@@ -351,7 +351,7 @@ fn ageing(facts: &Facts) -> Outcome {
     })
 }
 
-/// The line by which the contents of a directory are removed: the nearest one that names it or a directory above it, if that
+/// The line by which the contents of a directory are removed: the nearest line that names it or a directory above it, if that
 /// has an age, and no line spares them (x). Patterns are not read: the lines of the remedy are none.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;

@@ -55,7 +55,7 @@ pub(super) struct Facts {
 
 #[derive(Debug, Clone)]
 pub(super) struct GpuNow {
-    /// Whether the driver keeps the GPU's state while no program uses it.
+    /// True if the driver keeps the GPU's state while no program uses it; None if it did not say.
     pub(super) persistence: Option<bool>,
     /// The PIDs of the MPS servers on it.
     servers: Vec<u32>,
@@ -69,7 +69,7 @@ pub(super) struct FoundDaemon {
     pub(super) trace: String,
     /// The directory in which it listens, if that is known.
     pub(super) pipe_directory: Option<PathBuf>,
-    /// Whether it sees other file systems than we do, as in a container.
+    /// True if it sees other file systems than we do, as in a container.
     pub(super) elsewhere: bool,
 }
 
@@ -115,7 +115,7 @@ impl Facts {
         config::below(&self.sources.sysroot, path.as_ref())
     }
 
-    /// Whether the processes of this machine are the host's.
+    /// True if the processes of this machine are the host's.
     pub(super) fn own_processes(&self) -> bool {
         self.sources.sysroot == Path::new("/")
     }
@@ -177,7 +177,7 @@ impl Facts {
         Ok(directories.chain(self.private_directories()))
     }
 
-    /// Whether a control daemon was started by this service.
+    /// True if a control daemon was started by this service.
     pub(super) fn is_ours(&self, daemon: u32) -> bool {
         let written = self.state_file.as_deref().unwrap_or_default();
         self.own_control_daemons().iter().any(|published| published.pid == Some(daemon))

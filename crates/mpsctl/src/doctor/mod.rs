@@ -42,7 +42,7 @@ const ERRORS: u8 = 5;
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
-    /// The main configuration file [default: the one that the service reads]
+    /// The main configuration file [default: the file that the service reads]
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Read the host's files below this directory, and leave processes out

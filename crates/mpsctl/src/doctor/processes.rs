@@ -16,7 +16,7 @@ const FILES_PER_CLIENT: u64 = 20;
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // Without a list of our control daemons nobody knows which ones are foreign.
+    // Foreign control daemons can't be told from ours without a list of ours.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("it is not known which control daemons are ours".into());
     }

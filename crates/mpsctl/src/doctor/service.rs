@@ -62,7 +62,7 @@ fn bus(facts: &Facts) -> Outcome {
         BusAnswer::NotRunning => error(
             "service-not-running",
             UNIT,
-            "nobody owns the name io.yunion.Mps1 on the system bus",
+            "the name io.yunion.Mps1 has no owner on the system bus",
             "systemctl enable --now yunion-mps-daemon; if it does not stay: journalctl -u yunion-mps-daemon",
         ),
     };
@@ -72,7 +72,7 @@ fn bus(facts: &Facts) -> Outcome {
         error(
             "bus-policy-missing",
             POLICIES[0],
-            "it does not exist, so the bus gives the name io.yunion.Mps1 to nobody",
+            "it does not exist, so the bus lets no process own the name io.yunion.Mps1",
             "install it again with the package, then systemctl reload dbus",
         )
     });
@@ -157,7 +157,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     let temporary = needed.iter().find(|path| path.starts_with("/tmp") || path.starts_with("/var/tmp"));
     if let Some(directory) = temporary.filter(|_| is_set(unit, "PrivateTmp")) {
         let found =
-            format!("PrivateTmp=yes: {} is not the one that containers are given", directory.display());
+            format!("PrivateTmp=yes: {} is not the directory that containers are given", directory.display());
         findings.push(error("unit-private-tmp", UNIT, found, edit_unit("PrivateTmp=no")));
     }
     let granted = unit.get("ReadWritePaths").and_then(Value::as_array).into_iter().flatten();

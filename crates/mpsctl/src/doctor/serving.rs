@@ -234,7 +234,7 @@ fn devices(facts: &Facts) -> Outcome {
         findings.push(info(
             "clients-without-device",
             counted(nameless.len(), "client"),
-            format!("nobody knows which slice they were given: {}", nameless.join(", ")),
+            format!("the slice that they were given is not known: {}", nameless.join(", ")),
             "start them with yunion-mpsctl run, or with the environment that yunion-mpsctl env prints",
         ));
     }
@@ -318,7 +318,7 @@ fn commanders(facts: &Facts) -> Outcome {
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
-    // Nobody on the host has so little.
+    // No program on the host has so little.
     let neighbours =
         list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();

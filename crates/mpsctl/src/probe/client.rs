@@ -21,7 +21,7 @@ use common::host::proc;
 /// The first argument of the process that becomes a CUDA client; the second is a [`CudaRequest`] in JSON.
 const BECOME: &str = "become-cuda-client";
 
-/// A pipe directory that does not exist, and that nobody but root could make, so nothing listens in it.
+/// A pipe directory that does not exist. Root alone could make it, so nothing listens in it.
 const NOWHERE: &str = "/nonexistent";
 
 /// The time that an answer may take: a server that has to start takes seconds.

@@ -124,7 +124,7 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let Some(other) = other else { return Ok(()) };
     let (user, pid) = (other.user.shown(), other.pid);
     Err(Error::Failed(format!(
-        "its control daemon serves user {user} (PID {pid}), and nobody else until the clients of that user have ended: \
+        "its control daemon serves user {user} (PID {pid}), and no other user until the clients of that user have ended: \
          try again then, or as that user"
     )))
 }
@@ -158,7 +158,7 @@ struct ProbeReport<'a> {
     control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    /// A client with the limits of the slice, and one that brings none.
+    /// A client with the limits of the slice, and a client that brings none.
     found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
     /// The reason why the report is incomplete.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-/// Memory of a GPU. Nobody reads its contents.
+/// Memory of a GPU, whose contents are never read.
 #[derive(Debug)]
 pub(super) struct Block {
     context: Arc<CudaContext>,
@@ -21,7 +21,7 @@ pub(super) struct Block {
 impl Block {
     pub(super) fn new(context: &Arc<CudaContext>, size: usize) -> Result<Self, DriverError> {
         context.bind_to_thread()?;
-        // SAFETY: a context is bound to this thread. Nobody reads the memory.
+        // SAFETY: a context is bound to this thread. The memory is never read.
         let address = unsafe { result::malloc_sync(size) }?;
         Ok(Self { context: Arc::clone(context), address })
     }

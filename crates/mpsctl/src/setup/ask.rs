@@ -9,12 +9,12 @@ pub(super) const MOST: u32 = 999;
 
 /// The way to the answers.
 pub(super) struct Questions {
-    /// None: nobody is asked.
+    /// None: no question is asked.
     answers: Option<Box<dyn BufRead>>,
 }
 
 impl Questions {
-    /// Fails if somebody must be asked, and nobody is there.
+    /// Fails if a question has to be asked, and there is no terminal.
     pub(super) fn new(yes: bool) -> Result<Self> {
         if yes {
             return Ok(Self { answers: None });

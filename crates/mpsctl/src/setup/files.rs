@@ -14,11 +14,11 @@ const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 pub(super) struct Answers {
     /// True if the host belongs to the platform.
     pub(super) platform: bool,
-    /// Whether CUDA programs shall find the control daemon by themselves.
+    /// True if CUDA programs shall find the control daemon by themselves.
     by_itself: bool,
-    /// Whether each slice has a control daemon of its own.
+    /// True if each slice has a control daemon of its own.
     isolates_slices: bool,
-    /// The number of slices of every GPU, also of one that comes later, if it is the same.
+    /// The number of slices of every GPU, also of a GPU that comes later, if it is the same.
     of_every: Option<u32>,
     /// The GPUs that shall have slices, and how many.
     gpus: Vec<(Gpu, u32)>,

@@ -55,12 +55,12 @@ impl HostGpus {
         Self { inventory, groups, left_out }
     }
 
-    /// Whether the service would try to serve a GPU that is left out, if no entry says which GPUs to serve.
+    /// True if the service would try to serve a GPU that is left out, if no entry says which GPUs to serve.
     pub(super) fn would_serve_more(&self) -> bool {
         self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
     }
 
-    /// Whether each slice can have a control daemon of its own.
+    /// True if each slice can have a control daemon of its own.
     pub(super) fn can_isolate_slices(&self) -> bool {
         let plan = plan(&self.inventory, NonZeroU32::MIN, Topology::PerSlice);
         let can = |gpu: &Gpu| planned(plan.as_ref()?, gpu).map(GpuPlan::servable);

@@ -159,7 +159,7 @@ fn ask(
     Ok(Answers::new(found, &slices, platform, by_itself).isolating_slices(isolates))
 }
 
-/// Whether a fault stays in its slice, with the price of that.
+/// Asks if a fault is to stay in its slice, and names the price.
 fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let said = "A program that fails on the GPU ends the programs of all slices of that GPU. With a control daemon for each \
                 slice it ends the programs of its slice alone. Then the slices take turns: 8 processes of ResNet-50 on 4 slices \
@@ -168,8 +168,8 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
     questions.no_or_yes("Shall a fault stay in its slice?", out)
 }
 
-/// Whether CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
-/// too, so there nobody has it by default.
+/// Asks if CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
+/// too, so it is off there by default.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
                     started with a slice find it.";

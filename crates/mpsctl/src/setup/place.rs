@@ -9,9 +9,9 @@ use super::files::File;
 use common::config::below;
 use common::whole_file;
 
-/// Whether something is there, even if it is a link that leads nowhere.
+/// True if something is there, even if it is a link that leads nowhere.
 pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
-    // A file that nobody can look at must not be replaced either.
+    // A file that can't be read must not be replaced either.
     below(sysroot, file)
         .symlink_metadata()
         .map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |_| true)

@@ -23,7 +23,7 @@ pub(crate) struct Column<R> {
     pub(crate) tone: fn(&R) -> Option<Tone>,
     /// The order of the rows of `top` by this column.
     pub(crate) order: fn(&R, &R) -> Ordering,
-    /// Whether only `-o wide` has it.
+    /// True if only `-o wide` has it.
     is_wide: bool,
 }
 

@@ -180,7 +180,7 @@ fn yaml(text: &str) -> Result<String> {
     Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
 }
 
-/// Says on standard error that several slices of one GPU are not joined: whoever names them wants more than one.
+/// Says on standard error that several slices of one GPU are not joined: a caller that names several wants more than one slice.
 pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
     for slices in one_slice::given_several(devices_in(&answer.environment)).values() {
         say(&format!("warning: {}", one_slice::describe(slices)));

@@ -168,7 +168,7 @@ fn how_it_waits(
     let Some(clients) = clients else { return Some(since) };
     let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
     let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
-    // Another one that is to have its GPU counts as the one with the clients there, so none here does not mean none.
+    // Another control daemon that is to have its GPU counts as the one with the clients there, so none here does not mean none.
     if left.is_empty() {
         return Some(since);
     }

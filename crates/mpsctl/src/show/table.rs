@@ -35,12 +35,12 @@ pub(crate) fn width() -> Option<usize> {
     said.filter(|width| *width > 0).or_else(own).filter(|width| *width > 0)
 }
 
-/// Whether stdout takes colours: a terminal does, unless `NO_COLOR` or TERM says otherwise.
+/// True if stdout takes colours: a terminal does, unless `NO_COLOR` or TERM says otherwise.
 pub(crate) fn colour() -> bool {
     is_drawn_on() && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())
 }
 
-/// Whether a text on stdout can take the place of an earlier one: on a terminal, unless TERM says otherwise.
+/// True if a text on stdout can take the place of an earlier one: on a terminal, unless TERM says otherwise.
 pub(crate) fn is_drawn_on() -> bool {
     rustix::termios::isatty(rustix::stdio::stdout())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")

@@ -44,7 +44,7 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
     }
 }
 
-/// Returns when nobody reads the output any more.
+/// Returns when the output has no reader any more.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut printed = PrintedEvents::default();
@@ -101,7 +101,7 @@ impl PrintedEvents {
         new
     }
 
-    /// Whether events may have come and gone between two answers. Faults stay, so that these are known does not tell.
+    /// True if events may have come and gone between two answers. Faults stay, so that these are known does not tell.
     fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
         let is_known = |event: &&Listed<Event>| self.0.iter().any(|known| **known == ***event);
         let known = events.iter().filter(is_known).count();

@@ -69,7 +69,7 @@ fn describe(error: &BusError) -> String {
     }
 }
 
-/// Whether the other end of a pipe was closed. Otherwise only the next event would say so.
+/// True if the other end of a pipe was closed. Otherwise only the next event would say so.
 fn reader_has_gone() -> bool {
     let stdout = rustix::stdio::stdout();
     let mut asked = [PollFd::new(&stdout, PollFlags::empty())];

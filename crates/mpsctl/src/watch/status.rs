@@ -35,7 +35,7 @@ pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<
     }
 }
 
-/// Returns when nobody reads the output any more.
+/// Returns when the output has no reader any more.
 async fn follow(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut last = String::new();

@@ -244,7 +244,7 @@ struct TopTable<'t, R> {
     /// A row in front of all others.
     front: Option<&'static str>,
     sort: Sort,
-    /// Whether the keys go to it.
+    /// True if the keys go to it.
     is_focused: bool,
     /// The place of the selected row. The row in front of all others counts as one.
     selected: Option<usize>,

@@ -58,7 +58,7 @@ impl Model {
         }
     }
 
-    /// Whether the clients were known at any time.
+    /// True if the clients were known at any time.
     pub(super) fn has_clients(&self) -> bool {
         self.listed.is_some()
     }

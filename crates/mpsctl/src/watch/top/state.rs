@@ -75,7 +75,7 @@ pub(super) struct TopState {
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
     pub(super) sort_clients: Sort,
-    /// Whether to end the work of this client is asked.
+    /// The client whose work is to be ended, and the question that is on the screen.
     pub(super) question: Option<(ClientId, String)>,
     /// The process that is being ended.
     pub(super) ending: Option<u32>,

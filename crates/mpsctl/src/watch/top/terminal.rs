@@ -11,7 +11,7 @@ use crossterm::terminal::{
     enable_raw_mode,
 };
 
-/// Whether the terminal is ours now.
+/// True while the terminal is ours.
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
 /// The terminal is given back when this value ends. A panic gives it back first, so that its message can be read.
@@ -52,7 +52,7 @@ fn take() -> io::Result<()> {
 
 fn leave() {
     if ENTERED.swap(false, Ordering::SeqCst) {
-        // There is nobody to tell.
+        // The error has no reader.
         let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show, EnableLineWrap));
         let _ = disable_raw_mode();
     }
