@@ -34,7 +34,7 @@ const HOMES: [(&str, &[&str]); 21] = [
             "crates/device-plugin/src/plugin.rs",
         ],
     ),
-    ("cudarc", &["crates/mpsctl/src/cuda/"]),
+    ("cudarc", &["crates/mpsctl/src/probe/"]),
     ("clap_complete", &["crates/mpsctl/src/complete.rs"]),
     ("comfy_table", &["crates/mpsctl/src/show/table.rs"]),
     ("ratatui", &["crates/mpsctl/src/watch/top/"]),
@@ -56,7 +56,7 @@ const HOMES: [(&str, &[&str]); 21] = [
     ("\"-f\"", &["crates/common/src/host/driver.rs"]),
     ("Unknown command", &["crates/common/src/host/driver.rs"]),
     ("Cannot find MPS", &["crates/common/src/host/driver.rs"]),
-    ("unsafe {", &["crates/mpsctl/src/cuda/"]),
+    ("unsafe {", &["crates/mpsctl/src/probe/"]),
 ];
 
 /// A source file.
