@@ -37,7 +37,7 @@ pub(crate) struct Parts<'a> {
     pub leaving: &'a [Status],
     /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
     pub held: &'a BTreeMap<String, String>,
-    /// Whether a control daemon starts as soon as another one, which ends now, has left its GPUs.
+    /// True if a control daemon starts as soon as another one, which ends now, has left its GPUs.
     pub starting: bool,
     /// The slices that an administrator has taken out of use for new clients.
     pub drained: &'a Drained,
@@ -51,9 +51,9 @@ pub(crate) struct Parts<'a> {
     pub uses: &'a BTreeMap<String, GpuUse>,
     /// Events that concern no control daemon.
     pub events: &'a Events,
-    /// A standing problem that serves nobody worse, such as a new configuration that was refused.
+    /// A standing problem that makes no client's service worse, such as a new configuration that was refused.
     pub problem: &'a str,
-    /// Whether the service is on the way down.
+    /// True if the service is on the way down.
     pub stopping: bool,
 }
 
@@ -102,7 +102,7 @@ fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
     same.map_or_else(|| Arc::new(view), Arc::clone)
 }
 
-/// Whether `ListDevices` and `ListGpus` show the same of both. If not, the generation grows.
+/// True if `ListDevices` and `ListGpus` show the same of both. If not, the generation grows.
 fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bool {
     let same =
         |(new, old): (&Arc<GpuView>, &Arc<GpuView>)| Arc::ptr_eq(new, old) || listed(new) == listed(old);
@@ -428,8 +428,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
 }
 
-/// Returns whether a GPU that is not served needs nobody: clients of another control daemon are waited for, or something that
-/// comes late, as planned, or a server gets over a fatal GPU error.
+/// Returns true if a GPU that is not served needs no administrator: clients of another control daemon are waited for, or
+/// something that comes late, as planned, or a server gets over a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
     parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| status.goes_on_as_planned())
 }

@@ -50,7 +50,7 @@ mod skip;
 mod supervisor;
 mod tenants;
 
-// All that is used from outside the library, so that the compiler finds what nobody uses.
+// All that is used from outside the library, so that the compiler finds unused code.
 // The program:
 pub use daemon::program::main as run_daemon;
 // The tests of the bus:

@@ -1,7 +1,7 @@
 //! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all who want to know: clients that
-//! come together share a look, and nothing of it is done on the loop's thread. Whoever wants to know more than the register has
-//! waits for the next look, which takes microseconds. A process that is stuck in the driver holds up everybody who reads its memory,
-//! so that part of a look has a deadline for each process, and an answer that comes later is kept then.
+//! come together share a look, and nothing of it is done on the loop's thread. A caller that wants to know more than the
+//! register has waits for the next look, which takes microseconds. A process that is stuck in the driver holds up everybody who
+//! reads its memory, so that part of a look has a deadline for each process, and an answer that comes later is kept then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -64,7 +64,7 @@ impl Looks {
     }
 }
 
-/// A look at one process. It ends with this value, also if nobody carries it out.
+/// A look at one process. It ends with this value, also if it is not carried out.
 struct Question {
     clients: Clients,
     process: ProcessId,
@@ -88,7 +88,7 @@ impl Drop for Question {
 }
 
 impl Clients {
-    /// Begins to look for whoever asks.
+    /// Begins to look for an asker.
     pub(crate) fn new() -> Self {
         let known = LookedAt { register: Register::default(), slices: Slices::default() };
         let clients = Self(Arc::new(Lookout {
@@ -239,7 +239,7 @@ impl Clients {
             let clients = self.clone();
             let first = kernel.ask(PATIENCE, move || clients.look(&slices, questions)).await;
             let clients = self.clone();
-            // Nobody else has to wait for memory that is not asked for.
+            // No other caller has to wait for memory that is not asked for.
             tokio::spawn(async move {
                 clients.look_at_memory(first.unwrap_or_default()).await;
                 clients.0.looks.send_modify(|looks| _ = looks.under_way.remove(&number));

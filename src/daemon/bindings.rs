@@ -42,7 +42,7 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // No binding keeps a slice from one that shares it. A slice may have thousands of bindings then, and each one that is
+                // No binding keeps a slice from a sharer. A slice may have thousands of bindings then, and each binding that is
                 // asked whether it has ended is a look at the kernel's files.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
@@ -68,7 +68,7 @@ impl Daemon {
     }
 
     /// Binds a container to its slice in the host agent's records, or to the lowest slice that is free of the GPU that they
-    /// name. That slice stays the container's while its control group lives, over restarts of the service too: nobody else
+    /// name. That slice stays the container's while its control group lives, over restarts of the service too: no other container
     /// knows which slice it was.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
@@ -124,7 +124,7 @@ impl Daemon {
         }
     }
 
-    /// Drops the bindings that are nobody's any more. The kernel tells of no process that leaves a control group, so this is done
+    /// Drops the bindings that have no owner any more. The kernel tells of no process that leaves a control group, so this is done
     /// again and again while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
@@ -173,7 +173,7 @@ fn now() -> u64 {
     proc::uptime().unwrap_or_default().as_secs()
 }
 
-/// Ends the bindings that keep one of these from a control group and are nobody's any more.
+/// Ends the bindings that keep one of these from a control group and have no owner any more.
 fn make_way(
     bindings: &mut SliceBindings,
     group: &ControlGroup,

@@ -1,4 +1,4 @@
-//! The limits of slices: which are watched over, and what is told of them.
+//! The limits of slices: which are watched over, and the messages about them.
 
 use super::requests::Finished;
 use super::{Daemon, FAULTS};

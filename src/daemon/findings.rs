@@ -17,7 +17,7 @@ pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> Exit {
     Exit::BadConfiguration
 }
 
-/// Reads the configuration. What is remarkable of one that is wrong is logged.
+/// Reads the configuration. The findings in a wrong configuration are logged.
 pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
     config::load(sources).map_err(|refused| {
         refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));

@@ -1,4 +1,4 @@
-//! Whether a new configuration is granted, by the plan that follows from it. Nothing is asked and nothing is done here.
+//! The decision to grant a new configuration, by the plan that follows from it. Nothing is asked and nothing is done here.
 
 use super::findings::{join, why};
 use common::bus::error::RequestError;
@@ -28,8 +28,8 @@ pub(super) fn grant(
     }
 }
 
-/// The entries without a GPU that the configuration in force does not have: whoever reloads is told of them. A GPU that has
-/// failed since is no slip, and keeps nobody from changing something else.
+/// The entries without a GPU that the configuration in force does not have: the answer to a reload names them. A GPU that has
+/// failed since is no slip, and is no reason to refuse another change.
 fn slips(missing: &[Missing], in_force: &Settings) -> Vec<LocatedProblem> {
     let ours = || in_force.devices.iter().filter(|entry| entry.mps.is_some());
     let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));

@@ -47,12 +47,12 @@ pub(super) struct HostLook {
     /// A look that has no answer yet. It goes on, for the next who waits: an answer that is thrown away would close a driver that
     /// has just woken all GPUs.
     under_way: Option<LookUnderWay>,
-    /// The answer to a look that nobody has waited for.
+    /// The answer to a look that no caller has waited for.
     late: Option<Looked>,
     /// The version of the driver in force, or why there is none.
     pub(super) driver_version: Result<String, String>,
     events: mpsc::Sender<LoopEvent>,
-    /// When a program without MPS that has just come to a GPU is none that has just come any more.
+    /// When a program without MPS that has just come to a GPU does not count as new any more.
     pub(super) newcomers_until: Option<Instant>,
 }
 
@@ -116,7 +116,7 @@ impl HostLook {
         ))
     }
 
-    /// Resolves when a look is answered that nobody waits for any more.
+    /// Resolves when a look is answered that no caller waits for any more.
     pub(super) async fn answered_late(&mut self) {
         let Some(look) = &mut self.under_way else { return std::future::pending().await };
         self.late = (&mut look.answer).await.ok();

@@ -24,7 +24,7 @@ impl Daemon {
         self.limit_keeper.pursue(self.goals(wanted));
     }
 
-    /// The same after a change of the bindings. A host may have thousands of them, and one that comes costs no more than its own
+    /// The same after a change of the bindings. A host may have thousands of them, and a new binding costs no more than its own
     /// limits.
     pub(super) fn keep_kernel_limits_since(&self, before: &SliceBindings, plan: &Plan) {
         let bindings = Arc::clone(self.state_file.lock().bindings());

@@ -84,7 +84,7 @@ pub(crate) enum Exit {
     Stopped,
     /// The configuration is wrong; the problems have been logged.
     BadConfiguration,
-    /// It was asked to end, and nobody said for good: the service manager should start it again.
+    /// It was asked to end, but not for good: the service manager should start it again.
     Interrupted,
     /// It can't do its work at all.
     Failed(String),
@@ -425,8 +425,8 @@ impl Daemon {
         self.tell_service_manager(settled);
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
         if settled && self.in_force.send_if_modified(newest) {
-            // Who reloads has most often changed something, and not only the files: nobody should have to wait for the
-            // regular look. Nor do the new limits wait for this one.
+            // Who reloads has most often changed something, and not only the files: an administrator should not have to wait
+            // for the regular look. Nor do the new limits wait for this one.
             self.fleet.check_all();
         }
     }

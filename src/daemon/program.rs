@@ -54,7 +54,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Says what a start or a reload would do. The exit status says it too, in case nobody listens.
+/// Says what a start or a reload would do. The exit status says it too, in case the output has no reader.
 fn check(sources: Sources, as_json: bool) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

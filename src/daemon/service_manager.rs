@@ -1,7 +1,7 @@
 //! Tells the service manager where the service stands: ready, reloading, stopping, the status line, a sign of life.
 //!
 //! A send waits while the service manager does not read its socket. So messages are sent on a thread, and the next ones wait
-//! for it. Nobody else waits: a newer state replaces one that was not sent.
+//! for it. No other task waits: a newer state replaces a state that was not sent.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const LAST_SEND: Duration = Duration::from_secs(1);
 struct UnitState {
     /// The number of reloads that have begun.
     reloads: u64,
-    /// Whether everything that was asked for is done.
+    /// True if everything that was asked for is done.
     ready: bool,
     stopping: bool,
     status: String,

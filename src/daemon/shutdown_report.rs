@@ -23,7 +23,7 @@ impl Daemon {
     /// Names the clients of these control daemons in the journal, in an event and in the status line, if there are any.
     /// `cause` is whatever ends them, in words.
     pub(super) async fn name_clients(&mut self, cause: &str, doomed: Vec<Doomed>) {
-        // One that is stopped would not name its clients.
+        // A stopped control daemon would not name its clients.
         for continued in self.fleet.continue_stopped() {
             tracing::warn!("{continued}");
             self.events.push(Event::now(continued));
@@ -38,7 +38,7 @@ impl Daemon {
 }
 
 /// The clients of all these control daemons, and the control daemons with clients that could not be listed, with the
-/// reasons. Each is asked by itself: one that hangs must not hide the clients of the others.
+/// reasons. Each is asked by itself: a control daemon that hangs must not hide the clients of the others.
 async fn list(
     doomed: Vec<Doomed>,
     known: &Clients,
@@ -65,7 +65,7 @@ async fn list(
     (clients, unknown)
 }
 
-/// None if nobody loses anything.
+/// None if no work is lost.
 fn describe(cause: &str, clients: &[ClientView], unknown: &[(String, String)]) -> Option<String> {
     let named = describe_clients(clients.iter().map(|view| view.client.clone()));
     let unknown = unknown.first().map(|(id, reason)| {

@@ -52,7 +52,7 @@ pub struct BusConnection {
 
 impl BusConnection {
     /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set) and serves there what `snapshot` holds.
-    /// Every object is in place before the name is asked for, so that nobody who sees the name misses one.
+    /// Every object is in place before the name is asked for, so that no program that sees the name misses an object.
     ///
     /// # Errors
     /// The bus can't be reached, its policy doesn't let this user own the name, or (`NameTaken`) another process owns
@@ -100,7 +100,7 @@ impl BusConnection {
     /// `DevicesChanged` if the generation grew. To be called after `new` was put into the watch that
     /// [`BusConnection::connect`] was given.
     ///
-    /// A bus that can't be told is one that has gone, which [`BusConnection::closed`] reports.
+    /// A bus that takes no signal has gone, which [`BusConnection::closed`] reports.
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
@@ -108,7 +108,7 @@ impl BusConnection {
         }
     }
 
-    /// Tells whoever listens that a GPU's server met a fatal error, and which clients it hit. None of them need be the
+    /// Tells all listeners that a GPU's server met a fatal error, and which clients it hit. None of them need be the
     /// culprit.
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
@@ -117,7 +117,7 @@ impl BusConnection {
         }
     }
 
-    /// Tells whoever listens that a slice has gone over its budget.
+    /// Tells all listeners that a slice has gone over its budget.
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
         if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
             tracing::debug!("the bus was not told of the overuse of {device}: {e}");

@@ -15,7 +15,7 @@ use common::host::control_groups;
 use common::published::client::ClientView;
 use common::published::free::Candidate;
 
-/// The time that a request may take. It is longer than a caller waits, so that it only ends a request that nobody waits
+/// The time that a request may take. It is longer than a caller waits, so that it only ends a request that no caller waits
 /// for.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
@@ -76,7 +76,7 @@ pub struct WantedBinding {
     pub group: GroupOf,
     /// Its name for people; it may be empty.
     pub label: String,
-    /// Whether other bindings may have the slices too.
+    /// True if other bindings may have the slices too.
     pub shares: bool,
 }
 

@@ -20,7 +20,7 @@ use common::published::container::{ChosenSlice, ContainerConfig, container_confi
 use common::published::free;
 use common::published::snapshot::Snapshot;
 
-/// The time in which a program becomes a client, as a rule. Before that, nobody counts it.
+/// The time in which a program becomes a client, as a rule. Before that, it is not counted.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
 /// Of more slices in that time, the earlier ones are forgotten.
@@ -93,8 +93,8 @@ impl SliceDesk {
         Ok(WantedSlices::OneOf(candidates))
     }
 
-    /// The clients that count for a choice. A control daemon that does not answer keeps nobody from the slices of others: then the
-    /// choice is made without the clients.
+    /// The clients that count for a choice. A control daemon that does not answer keeps no caller from the slices of others:
+    /// then the choice is made without the clients.
     async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
         if !wish.free {
             return Ok(Vec::new());

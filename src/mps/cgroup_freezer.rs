@@ -23,7 +23,7 @@ enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// Whether the processes of a group are frozen, by this group or by one of its parents.
+    /// True if the processes of a group are frozen, by this group or by one of its parents.
     fn is_held(self, group: &Path) -> bool {
         let says = |file: &str| fs::read_to_string(group.join(file)).unwrap_or_default();
         match self {
@@ -32,7 +32,7 @@ impl Hierarchy {
         }
     }
 
-    /// Whether this group itself is set to freeze its processes.
+    /// True if this group itself is set to freeze its processes.
     fn holds(self, group: &Path) -> bool {
         let file = match self {
             Self::Unified => "cgroup.freeze",

@@ -1,7 +1,7 @@
 //! Tells when files change, the logs of control daemons.
 //!
 //! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
-//! Where there is none left, whoever waits for a change has to look now and then.
+//! Where there is none left, the code that waits for a change has to look now and then.
 //!
 //! The kernel tells of one change of a file, and of the next one only when it is asked again. Control daemons log every
 //! question that they are asked, and these lines would wake the service one by one while it waits for the answer.

@@ -48,7 +48,7 @@ impl Hold<OwnedFd> {
         Ok(Hold { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
     }
 
-    /// Whether the process lives. A zombie does not.
+    /// True if the process lives. A zombie does not.
     pub(super) fn is_alive(&self) -> bool {
         let Some(pidfd) = &self.pidfd else { return identity::runs(self.identity) };
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };

@@ -1,5 +1,5 @@
 //! The pipe directory and the directories of slices: each has a hard link to the socket that the control daemon makes in its
-//! private directory. A client needs no more, and whoever has only that can't set limits for others.
+//! private directory. A client needs no more, and a program that has only that can't set limits for others.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -153,7 +153,7 @@ impl SliceDirectories {
     }
 
     /// Makes the directory of a slice lead to a socket. A client that connects meanwhile finds the former socket or this one.
-    /// Whether it led elsewhere, or nowhere, before.
+    /// True if it led elsewhere, or nowhere, before.
     ///
     /// # Errors
     /// The slice's directory can't be used, or the link can't be made.
@@ -168,7 +168,7 @@ impl SliceDirectories {
         socket.link(&directory, &path, moved)
     }
 
-    /// Takes the link away from the directory of a slice: any link, or only one that leads to `socket`.
+    /// Takes the link away from the directory of a slice: any link, or only a link to `socket`.
     ///
     /// # Errors
     /// The link can't be removed.
@@ -181,7 +181,7 @@ impl SliceDirectories {
         closed.map_err(|error| still_leads(&self.path.join(name), &error))
     }
 
-    /// Lets nobody else change the directories of these slices, nor put others beside them.
+    /// Lets no other user change the directories of these slices, nor put others beside them.
     pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
         for name in names {
             // Some have no directory yet.
@@ -223,7 +223,7 @@ impl SliceDirectories {
     }
 }
 
-/// Lets nobody else change a pipe directory. One in which others have something, such as /run, stays as it is: their
+/// Lets no other user change a pipe directory. A directory in which others have something, such as /run, stays as it is: their
 /// programs may need to change it.
 pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
@@ -262,7 +262,7 @@ fn unlink(directory: &OwnedFd, name: &str) -> rustix::io::Result<()> {
     immutable::change(directory, || rustix::fs::unlinkat(directory, name, AtFlags::empty()))
 }
 
-/// Removes the socket where programs have waited, also from a directory that nobody else may change.
+/// Removes the socket where programs have waited, also from a directory that no other user may change.
 pub(super) fn remove_waiting(directory: &Path) {
     let removed = directories::existing(directory).map(|found| found.map(|found| unlink(&found, WAITING)));
     if let Ok(Some(Err(error))) = removed

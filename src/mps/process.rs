@@ -208,7 +208,7 @@ fn patience_after(quit: Result<(), ControlError>, process: &Process) -> Duration
     }
 }
 
-/// Whether a front end would reach this process. Another control daemon may have taken over the pipe directory.
+/// True if a front end would reach this process. Another control daemon may have taken over the pipe directory.
 fn listens(process: &Process, control: &Control) -> bool {
     control.daemon_pid() == Some(process.identity().pid)
 }
@@ -266,7 +266,7 @@ impl Held {
         self.identity().pid
     }
 
-    /// Whether the process lives. A zombie does not.
+    /// True if the process lives. A zombie does not.
     pub(crate) fn alive(&self) -> bool {
         self.0.is_alive()
     }
@@ -286,7 +286,7 @@ impl GoingOn {
         self.held.pid()
     }
 
-    /// Whether the process had to be continued.
+    /// True if the process had to be continued.
     pub(crate) fn was_held(&self) -> bool {
         self.was_held
     }

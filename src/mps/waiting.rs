@@ -1,6 +1,6 @@
 //! The waiting socket: a socket of the service that stands in the place of a control daemon's. A program that connects there waits,
-//! since nobody accepts. Measured on an H200: it waits for as long as the socket is there, and begins without MPS then, unless the
-//! compute mode keeps it off the GPU.
+//! since no process accepts. Measured on an H200: it waits for as long as the socket is there, and begins without MPS then,
+//! unless the compute mode keeps it off the GPU.
 
 use std::fs::{self, Permissions};
 use std::os::fd::OwnedFd;

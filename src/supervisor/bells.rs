@@ -1,4 +1,4 @@
-//! Bells for whoever watches over the clients of a GPU, who need not look all the time.
+//! Bells for the watches over the clients of a GPU, which need not look all the time.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,7 +26,7 @@ impl Bells {
         Arc::clone(bells.entry(uuid.to_owned()).or_default())
     }
 
-    /// Rings for each of these GPUs. A GPU that nobody watches over has no bell.
+    /// Rings for each of these GPUs. A GPU without a watch has no bell.
     pub(super) fn ring(&self, uuids: &[String], which: fn(&Bell) -> &Notify) {
         let bells = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for bell in uuids.iter().filter_map(|uuid| bells.get(uuid)) {

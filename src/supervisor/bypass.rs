@@ -15,7 +15,7 @@ pub(crate) struct Bypass {
     pub process: ProcessId,
     /// Its command, 15 characters at most.
     pub command: String,
-    /// Its owner, as the end of a sentence; empty until it is told of.
+    /// Its owner, as the end of a sentence; empty until it is reported.
     pub owner: String,
     /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
@@ -33,7 +33,7 @@ impl Bypass {
 pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
 impl ToldBypasses {
-    /// The processes of which nobody was told. From now on they count as told.
+    /// The processes that were not reported. From now on they count as reported.
     pub(super) fn newly_told<'b>(&self, come: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()

@@ -31,7 +31,7 @@ pub(crate) struct ComputeModes {
     state_file: SharedStateFile,
     /// By the UUIDs in question: a GPU that does not answer must not keep others from being asked about.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
-    /// Changes to the mode of a GPU, by its UUID, one at a time: one that nobody waits for any more may still be made.
+    /// Changes to the mode of a GPU, by its UUID, one at a time: a change that no task waits for any more may still be made.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 

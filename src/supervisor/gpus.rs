@@ -112,7 +112,7 @@ impl GpuShell for Worker {
 
 impl Worker {
     /// The processes that NVML shows on a GPU, as far as they concern this control daemon. Where several take turns, the
-    /// servers of the others are theirs, and nobody can tell to which of them a client belongs.
+    /// servers of the others are theirs, and the control daemon of a client can't be told.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
         if self.order.plan.tenure() == Tenure::InTurns {
             let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);

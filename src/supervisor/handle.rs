@@ -90,13 +90,13 @@ impl Supervisor {
     pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
-            // A link to a control daemon that ends harms nobody, and a control daemon that is left needs its links.
+            // A link to a control daemon that ends does no harm, and a control daemon that is left needs its links.
             Goal::Stop(_) | Goal::Leave => {}
         }
         self.order.clone_from(order);
     }
 
-    /// Lets people change and remove the directories: nobody looks after the control daemon any more.
+    /// Lets people change and remove the directories: the control daemon has no supervisor any more.
     pub(crate) fn release(&self) {
         self.admission.release();
     }

@@ -137,7 +137,7 @@ impl From<ControlError> for Failure {
 struct Failing {
     state: ControlDaemonState,
     reason: String,
-    /// Why nobody has to do anything about it, if that is so.
+    /// Why no administrator has to do anything about it, if that is so.
     waits: Option<PlannedWait>,
     /// The reason that was shown before.
     before: String,
@@ -337,7 +337,7 @@ impl Worker {
         }
     }
 
-    /// Whether only its clients still need the control daemon.
+    /// True if only its clients still need the control daemon.
     fn is_retiring(&self) -> bool {
         self.goal == Goal::Retire
     }

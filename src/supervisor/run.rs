@@ -167,7 +167,7 @@ impl Run {
         self.last_words.iter().any(|line| driver::fabric_is_not_ready(line)).then_some(FABRIC)
     }
 
-    /// Whether the process did not know the multi-user option.
+    /// True if the process did not know the multi-user option.
     pub(super) fn refuses_multiuser(&self) -> bool {
         self.last_words.iter().any(|line| driver::refuses_an_option(line))
     }

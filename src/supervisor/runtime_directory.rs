@@ -68,7 +68,7 @@ impl RuntimeDirectory {
         };
         fs::create_dir_all(path).map_err(failed(path))?;
         let file = path.join(FILE);
-        // For root alone: whoever can open it can lock it.
+        // For root alone: a program that can open it can lock it.
         let lock = File::options()
             .read(true)
             .write(true)
@@ -103,7 +103,7 @@ impl RuntimeDirectory {
     }
 }
 
-/// The PID of whoever has the lock.
+/// The PID of the holder of the lock.
 fn holder(lock: &File) -> Option<i32> {
     let asked = fcntl_getlk(lock, &Flock::from(FlockType::WriteLock)).ok()??;
     asked.pid.map(|pid| pid.as_raw_nonzero().get())
@@ -127,7 +127,7 @@ mod tests {
         directory.keep().unwrap();
         let file = fs::metadata(directory.path().join(FILE)).unwrap();
         assert_eq!(file.ino(), inode(&directory));
-        // Whoever could open it could lock it.
+        // A program that could open it could lock it.
         assert_eq!(file.permissions().mode() & 0o777, 0o600);
     }
 }

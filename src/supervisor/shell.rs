@@ -454,7 +454,7 @@ impl Shell for RunShell<'_> {
 
     fn answer(&mut self, answer: Result<(), String>) {
         if let Some(reply) = self.reply.take() {
-            // An error means that nobody waits for it any more.
+            // An error means that no asker waits for it any more.
             let _ = reply.send(answer.map_err(Problem::from));
         }
     }

@@ -118,7 +118,7 @@ impl Starter for StartShell<'_> {
         let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
-            // Nobody listens there: the front end itself fails.
+            // No process listens there: the front end itself fails.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error.to_string()),
             Ok(clients) => Ok(clients.values().flatten().count()),
@@ -189,7 +189,7 @@ impl Starter for StartShell<'_> {
 }
 
 impl Worker {
-    /// The way to whoever listens in a place of the order, and its directory.
+    /// The way to the control daemon that listens in a place of the order, and its directory.
     fn control_in(&self, place: StartPlace) -> (Control, &Path) {
         let plan = &self.order.plan;
         let directory = match place {

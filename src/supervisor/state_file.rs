@@ -141,7 +141,7 @@ impl StateFile {
         others.map(|(_, running)| running.process.pid).collect()
     }
 
-    /// Whether a control daemon that was started by us still has a GPU.
+    /// True if a control daemon that was started by us still has a GPU.
     pub(crate) fn is_in_our_hands(&self, uuid: &str) -> bool {
         let mut all = self.contents.control_daemons.values();
         all.any(|running| running.gpus.iter().any(|gpu| gpu == uuid) && identity::runs(running.process))

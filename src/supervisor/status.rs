@@ -53,7 +53,7 @@ pub(crate) struct Status {
     /// The plan that the status is about. The newest plan may differ.
     pub plan: Arc<ControlDaemonPlan>,
     pub view: ControlDaemonView,
-    /// Whether a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
+    /// True if a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
     /// clients to end before a change.
     pub serving: bool,
     /// Its GPUs, by UUID.
@@ -64,7 +64,7 @@ pub(crate) struct Status {
     pub settled: bool,
     /// True if the next step waits for clients to end, or follows a failure. That may take days.
     pub put_off: bool,
-    /// Why nobody has to do anything about a control daemon that does not serve, if that is so.
+    /// Why no administrator has to do anything about a control daemon that does not serve, if that is so.
     pub waits: Option<PlannedWait>,
     /// True if it runs and is to end as soon as it has no client.
     pub ends_when_idle: bool,
@@ -76,7 +76,7 @@ pub(crate) struct Status {
 
 impl Status {
     /// Becomes a status about `plan`. A control daemon that serves goes on with it: only GPUs that need other limits
-    /// for it are not served as planned. If none serves, or it serves elsewhere, nobody serves this plan yet.
+    /// for it are not served as planned. If none serves, or it serves elsewhere, this plan is not served yet.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan) {
         if *self.plan == *plan {
             return;
@@ -113,7 +113,7 @@ impl Status {
         }
     }
 
-    /// Returns whether nobody has to do anything about it, though it does not serve.
+    /// Returns true if no administrator has to do anything about it, though it does not serve.
     pub(crate) fn goes_on_as_planned(&self) -> bool {
         let waits = self.waits.is_some_and(|waits| !waits.is_overdue());
         waits || self.view.state == ControlDaemonState::Faulted

@@ -32,16 +32,16 @@ use mps_core::tenants::{
     BudgetWatch, Enforced, Enforcer, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
 };
 
-/// The age of a look that is new enough for whoever asks: all who ask together cause one look in this time.
+/// The age of a look that is new enough for an asker: all who ask together cause one look in this time.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// The time for which the numbers of the last look stand where NVML lists no clients. Then nobody knows how many there are.
+/// The time for which the numbers of the last look stand where NVML lists no clients. Then their number is not known.
 const STAND: Duration = Duration::from_secs(5);
 
 /// The time after which a container in the records is passed on again that is not bound yet: a slice may be free by now.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The time for which whoever asks waits for the look at a GPU.
+/// The time for which an asker waits for the look at a GPU.
 const ASKED: Duration = Duration::from_secs(2);
 
 /// The budgets of a GPU's slices, and the answer to more.

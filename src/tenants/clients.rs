@@ -62,7 +62,8 @@ impl Scan {
 
 /// The clients of all these control daemons, and the processes that use their GPUs without MPS. A control daemon that
 /// does not answer is an error: a reader would take a list with holes for the truth. A process that holds up a look at it has
-/// the slice that it had before. Where control daemons take turns, NVML fills the hole: its list, without the clients that the others name.
+/// the slice that it had before. Where control daemons take turns, NVML fills the hole: its list, without the clients that the
+/// others name.
 pub(crate) async fn list(
     serving: Vec<ServingDaemon>,
     clients: &Clients,
@@ -72,7 +73,7 @@ pub(crate) async fn list(
     Ok(view_all(&serving, &looks, clients).await)
 }
 
-/// The clients of one control daemon. Whoever uses its GPUs besides is not asked for.
+/// The clients of one control daemon. Other users of its GPUs are not asked for.
 pub(crate) async fn list_served(
     one: ServingDaemon,
     clients: &Clients,
@@ -149,7 +150,7 @@ async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<
     Ok(scans)
 }
 
-/// Gives a control daemon that does not answer the clients that nobody else has, where NVML lists them.
+/// Gives a control daemon that does not answer the clients that no other control daemon has, where NVML lists them.
 async fn fill_holes(
     scans: &mut [Scan],
     serving: &[ServingDaemon],
@@ -216,7 +217,7 @@ async fn servers_and_clients(one: &ServingDaemon) -> Result<Option<(Vec<u32>, Ve
     }
 }
 
-/// Whether this control daemon runs no longer, by the word of its supervisor, which may have ended as well.
+/// True if this control daemon runs no longer, by the word of its supervisor, which may have ended as well.
 async fn has_gone(one: &ServingDaemon, asked: &Arc<Control>) -> bool {
     let mut control = one.control.clone();
     let another_runs =

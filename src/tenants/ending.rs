@@ -19,7 +19,7 @@ use common::host::proc;
 /// The time for the list of clients of one control daemon. Each of its questions has a shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The time for the answer of a control daemon that nobody depends on. It takes milliseconds.
+/// The time for the answer of a control daemon that no other answer depends on. It takes milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A control daemon that may have clients.
@@ -43,7 +43,7 @@ pub(crate) struct OwnDaemon {
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that serve nobody of those who are meant. A client may be there all the same, but none of them has to
+    /// Control daemons that serve none of the meant clients. A client may be there all the same, but none of them has to
     /// answer.
     others: Vec<ClientsDaemon>,
     /// The time for the list of clients of one control daemon.
@@ -79,7 +79,7 @@ async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet
 
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let servers = control.inspect(&[], None).await?.servers;
-    // The list may name nobody while a server handles an error: so this is asked before the list, and after it.
+    // The list may name no client while a server handles an error: so this is asked before the list, and after it.
     let mut faulted = servers_in_fault(control, &servers).await?;
     let pids = control.client_pids(&servers).await?;
     let started = |pid| identity::read(pid).ok().map(|process| process.start_time);

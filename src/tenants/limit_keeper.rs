@@ -13,7 +13,7 @@ use crate::supervisor::compute_modes::ComputeModes;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
 
-/// The time for which whoever binds waits for the kernel. NVML answers within a millisecond.
+/// The time for which a caller of Bind waits for the kernel. NVML answers within a millisecond.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
@@ -41,7 +41,7 @@ impl LimitKeeper {
         Self { goals, tried: tried_seen }
     }
 
-    /// Whether it has no goals yet.
+    /// True if it has no goals yet.
     pub(crate) fn is_new(&self) -> bool {
         self.goals.borrow().0 == 0
     }

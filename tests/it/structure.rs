@@ -367,6 +367,23 @@ fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
 }
 
+/// The subjects that a reader has to look up: a sentence names its subject, and a reference names its noun. The number of lines
+/// with such a word only falls: after a line goes, so does the number here.
+#[test]
+fn sentences_name_their_subjects() {
+    const LINES: usize = 19;
+    let words = Regex::new(r"(?i-u)\b(nobody|whoever|one that|is told of|none that)\b").unwrap();
+    let mut found = Vec::new();
+    for house in CRATES.map(Crate::read) {
+        for source in &house.sources {
+            let lines = source.text.lines().enumerate().filter(|(_, line)| words.is_match(line));
+            found
+                .extend(lines.map(|(index, line)| format!("{}:{}: {}", source.path, index + 1, line.trim())));
+        }
+    }
+    assert_eq!(found.len(), LINES, "{found:#?}");
+}
+
 #[test]
 fn a_breach_is_named_with_file_and_line() {
     let source = |below: &str, text: &str| Source::new("src", below, text.to_owned());

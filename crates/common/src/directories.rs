@@ -58,7 +58,7 @@ fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
 }
 
 /// The same for the directory `path`, which is in a `parent` that [`open`] returned. Anything else in its place is renamed,
-/// and `moved` gets a message about it: whoever can write in `parent` must not keep the directory from its users.
+/// and `moved` gets a message about it: a user who can write in `parent` must not keep the directory from its users.
 pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<OwnedFd, BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let failed = |error: Errno| bad(path, format!("can't be made or opened: {error}"));
@@ -136,7 +136,7 @@ pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     Ok(Some(directory))
 }
 
-/// Whether the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
+/// True if the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
 /// it. A missing directory is no error.
 pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
@@ -236,7 +236,7 @@ fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     Ok(Some(was))
 }
 
-/// Whether links can lead from one directory to the other: both are, or would be made, on one mount.
+/// True if links can lead from one directory to the other: both are, or would be made, on one mount.
 pub fn on_one_mount(one: &Path, other: &Path) -> bool {
     let mount = |path: &Path| {
         let there = path.ancestors().find_map(|path| {
@@ -329,7 +329,7 @@ pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<V
     Ok(repaired)
 }
 
-/// Sees to it that nobody but root gets into a private directory, and describes the repair. A missing directory is no
+/// Sees to it that root alone gets into a private directory, and describes the repair. A missing directory is no
 /// error.
 ///
 /// # Errors
@@ -407,8 +407,8 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
 /// The number of refused things that are kept under names in a row.
 const MOVED_AWAY: u32 = 9;
 
-/// Renames a thing to the first of a few names that is free. Whoever has taken these must not keep the place too, so then it
-/// gets a name that nobody can have foreseen.
+/// Renames a thing to the first of a few names that is free. A user who has taken these must not keep the place too, so then it
+/// gets a name that can't be foreseen.
 fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<String> {
     for number in 1..=MOVED_AWAY {
         let new = format!("{name}.refused-{number}");

@@ -30,7 +30,7 @@ impl Drained {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// Whether this very name was drained, though there may be nothing of that name any more.
+    /// True if this very name was drained, though there may be nothing of that name any more.
     pub fn names(&self, name: DeviceName) -> bool {
         self.names.contains(&name)
     }
@@ -42,7 +42,7 @@ impl Drained {
     }
 
     /// Takes these GPUs and slices back; without names everything. The rest of a whole that was drained stays drained:
-    /// the other slices of the GPU, the other GPUs of the host. `there` has the GPUs of today: with a name, one that comes
+    /// the other slices of the GPU, the other GPUs of the host. `there` has the GPUs of today: with a name, a GPU that comes
     /// later is not drained.
     pub fn undrain(&mut self, names: &[DeviceName], there: &SliceCounts) {
         if names.is_empty() {

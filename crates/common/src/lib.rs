@@ -8,7 +8,7 @@
 //! | 5 | `published` | the Snapshot, and everything that is made from it: container settings, CDI spec |
 //! | 5 | `state_file` | the content of the state file |
 //! | 4 | `membership` | the slices that a process has: by its control group, its mounts, the platform's records or its environment |
-//! | 4 | `directories` | directories and files that nobody else can have replaced |
+//! | 4 | `directories` | directories and files that no other user can have replaced |
 //! | 3 | `plan` | from configuration and inventory to the plan; pure |
 //! | 2 | `config` | the configuration files |
 //! | 2 | `bindings` | the control groups that are bound to slices |
@@ -17,7 +17,7 @@
 //! | 0 | `arguments`, `counted`, `problem`, `text`, `whole_file` | the service's command line; "1 client", "2 clients"; a problem with its remedy and its place; text for a terminal; a file that is written as a whole |
 
 #![forbid(unsafe_code)]
-#![allow(missing_docs, clippy::missing_errors_doc, reason = "nobody outside this workspace uses it")]
+#![allow(missing_docs, clippy::missing_errors_doc, reason = "this workspace alone uses it")]
 
 pub mod arguments;
 pub mod bindings;

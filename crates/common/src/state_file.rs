@@ -39,7 +39,7 @@ pub struct Running {
     #[serde(default)]
     pub gpu_names: BTreeMap<String, String>,
     pub multiuser: bool,
-    /// Whether it was to be bound to the CPUs near its GPUs.
+    /// True if it was to be bound to the CPUs near its GPUs.
     #[serde(default)]
     pub near_cpus: bool,
     /// The bytes of its log that have been passed on.

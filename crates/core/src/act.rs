@@ -1,4 +1,4 @@
-//! Everything that is to be done. Nobody who does it decides anything.
+//! Everything that is to be done. The code that does it decides nothing.
 
 use core::time::Duration;
 
@@ -26,7 +26,7 @@ pub enum Act<P> {
         /// The id.
         id: Id,
     },
-    /// Nobody has to look after the control daemon with this id any more.
+    /// The control daemon with this id needs no supervisor any more.
     Release {
         /// The id.
         id: Id,

@@ -32,7 +32,7 @@ pub const MOST_BYTES: usize = MOST * LARGEST;
 /// Root: no other user can choose the names of root's control groups.
 const ROOT: u32 = 0;
 
-/// A control group of the host. One that is made again under the same path is another one.
+/// A control group of the host. A group that is made again under the same path is another group.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
     /// Below the mount of its hierarchy. It begins with a slash and ends with none.
@@ -41,7 +41,7 @@ pub struct ControlGroup {
     pub inode: u64,
 }
 
-/// Whether a control group has processes.
+/// The use of a control group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupUse {
     /// There is no such control group any more.
@@ -50,7 +50,7 @@ pub enum GroupUse {
     PodGoesOn,
     /// Neither it nor any control group below it has a process.
     Empty,
-    /// It has processes, or nobody can tell.
+    /// It has processes, or that can't be told.
     Used,
 }
 
@@ -115,17 +115,18 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
     }
 }
 
-/// Returns whether the name of a control group is believed: root has made it and each one above it. Whoever has a control group,
+/// Returns whether the name of a control group is believed: root has made it and each one above it. A user who has a control group,
 /// as a unit with Delegate= has its own, makes others in it, and names them as the container of a neighbour is named. `owners`
-/// are their users; None for one that is not there.
+/// are their users; None for a group that is not there.
 pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
 
 /// The path of the control group of a pod, from the path of a control group in it. None outside the kubelet's control groups.
 ///
-/// One control group of the kubelet contains all pods: `kubepods`, or `kubepods.slice`, whose name begins with that of a root of its
-/// own. It contains the control groups of pods, and one for each of the two lower classes of service, with the pods of that class.
+/// One control group of the kubelet contains all pods: `kubepods`, or `kubepods.slice`, whose name begins with that of a root
+/// of its own. It contains the control groups of pods, and one for each of the two lower classes of service, with the pods of
+/// that class.
 pub fn pod_of(path: &str) -> Option<&str> {
     let is_for_all =
         |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");
@@ -148,12 +149,12 @@ fn is_in(path: &str, above: &str) -> bool {
 }
 
 impl ControlGroup {
-    /// Whether a path is that of this control group, or of one below it.
+    /// True if a path is that of this control group, or of one below it.
     pub fn has(&self, path: &str) -> bool {
         is_in(path, &self.path)
     }
 
-    /// Whether this control group and the one at a path are inside one another.
+    /// True if this control group and the one at a path are inside one another.
     fn is_around_or_inside(&self, path: &str) -> bool {
         self.has(path) || is_in(&self.path, path)
     }
@@ -188,7 +189,7 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns whether it is nobody's any more, as `group_use` tells. `now` is in seconds since the host was started.
+    /// Returns true if it has no owner any more, as `group_use` tells. `now` is in seconds since the host was started.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -261,8 +262,8 @@ impl<S: Ord + Clone> Bindings<S> {
         Ok(())
     }
 
-    /// Ends the bindings that keep such a slice from the control group at a path, and that are nobody's any more, and returns them.
-    /// The next container of a pod takes the place of a container that has ended.
+    /// Ends the bindings that keep such a slice from the control group at a path, and that have no owner any more, and returns
+    /// them. The next container of a pod takes the place of a container that has ended.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -287,7 +288,7 @@ impl<S: Ord + Clone> Bindings<S> {
         Some(self.0.remove(at))
     }
 
-    /// Ends the bindings that nobody has any more, and returns them. `now` is in seconds since the host was started.
+    /// Ends the bindings that have no owner any more, and returns them. `now` is in seconds since the host was started.
     pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding<S>>> {
         let has_ended = |one: &mut Arc<Binding<S>>| {
             let group_use = use_of(&one.group);

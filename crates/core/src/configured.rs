@@ -14,7 +14,7 @@ pub struct Configured {
 }
 
 impl Configured {
-    /// Whether the configuration names the GPU with this UUID, or may name it.
+    /// True if the configuration names the GPU with this UUID, or may name it.
     pub fn may_have(&self, uuid: &str) -> bool {
         self.certainly.contains(uuid) || self.others.as_ref().is_some_and(|others| !others.contains(uuid))
     }

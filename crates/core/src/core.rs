@@ -15,7 +15,7 @@ use crate::{
 pub struct Core<P> {
     /// By id, so that a control daemon never has two. Some are on the way out, and others get their GPUs.
     lifecycles: BTreeMap<Id, Lifecycle<P>>,
-    /// The control daemons that the state file has and nobody looks after, dead or alive.
+    /// The control daemons of the state file that have no supervisor, dead or alive.
     left: BTreeMap<Id, RunningDaemon>,
     modes: Modes,
     /// The control daemons stay for the next service, and their GPUs' compute modes with them.
@@ -61,15 +61,15 @@ impl<P: Clone + PartialEq> Core<P> {
 
     fn pursue(&mut self, demand: Demand<P>) {
         self.modes.pursue(demand.kept, demand.closed);
-        // Clients keep a GPU that goes elsewhere until they are done. Once MPS is turned off, nobody waits for them.
+        // Clients keep a GPU that goes elsewhere until they are done. Once MPS is turned off, they are not waited for.
         let end = match demand.mps {
             MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire,
             MpsSwitch::TurnedOff => Goal::Stop(Permit::new(Cause::Disabled)),
         };
         let wanted: BTreeSet<&Id> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
-            // Whoever waits for clients goes on with that when MPS is disabled. One that was about to end with its clients for
-            // it waits for them when MPS is enabled again: nobody asks for their end any more.
+            // A supervisor that waits for clients goes on with that when MPS is disabled. A supervisor that was about to end
+            // with its clients for it waits for them when MPS is enabled again: their end is not asked for any more.
             if demand.mps == MpsSwitch::On || one.goal() == Goal::Serve {
                 one.pursue(end, None);
             }
@@ -167,12 +167,12 @@ impl<P: Clone + PartialEq> Core<P> {
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
-    /// The aim of the control daemon with this id. None: nobody looks after it.
+    /// The aim of the control daemon with this id. None: it has no supervisor.
     pub fn goal(&self, id: &str) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
     }
 
-    /// The order of the control daemon with this id. None: nobody looks after it.
+    /// The order of the control daemon with this id. None: it has no supervisor.
     pub fn order(&self, id: &str) -> Option<&Order<P>> {
         self.lifecycles.get(id).map(Lifecycle::order)
     }
@@ -188,7 +188,7 @@ impl<P: Clone + PartialEq> Core<P> {
         serving.flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs. The
+    /// True if a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs. The
     /// end of some is put off until their clients have ended, or some trouble is over.
     pub fn is_starting(&self, is_put_off: impl Fn(&Id) -> bool) -> bool {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
@@ -198,7 +198,7 @@ impl<P: Clone + PartialEq> Core<P> {
         })
     }
 
-    /// Whether nobody is looked after, and no compute mode is being changed: the service that ends can go.
+    /// True if no control daemon has a supervisor, and no compute mode is being changed: the service that ends can go.
     pub fn is_at_rest(&self) -> bool {
         self.lifecycles.is_empty() && self.modes.is_quiet()
     }

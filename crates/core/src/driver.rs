@@ -3,7 +3,7 @@
 /// The news of the driver from a look at the host. `D` is an open driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverNews<D> {
-    /// This driver has listed its GPUs: the driver in force, or one that the look has opened since there was none.
+    /// This driver has listed its GPUs: the driver in force, or a driver that the look has opened since there was none.
     Listed(D),
     /// There is no list. That says nothing of the driver in force: one call has failed, or the answer is late.
     Failed,
@@ -11,7 +11,7 @@ pub enum DriverNews<D> {
     Unusable,
 }
 
-/// The driver in force. Looks at the host come and go; only one that knows better takes it from everybody.
+/// The driver in force. Looks at the host come and go; only a look that knows better replaces it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverInForce<D>(Option<D>);
 

@@ -11,9 +11,9 @@ use crate::{Configured, GpuUuid, Id, Tenure};
 pub enum CoreEvent<P> {
     /// A plan is to be in force from now on.
     Pursue(Demand<P>),
-    /// The service ends: for good, with all control daemons and their clients, whoever has started them for us.
+    /// The service ends: for good, with all control daemons and their clients, also those that a former service has started.
     Stop {
-        /// An order for each control daemon that the state file has. It counts where nobody looks after that one yet.
+        /// An order for each control daemon that the state file has. It counts for a control daemon without a supervisor.
         left: Vec<Order<P>>,
     },
     /// The service ends, and the next one takes the control daemons over.
@@ -24,7 +24,7 @@ pub enum CoreEvent<P> {
         id: Id,
         /// The entry of the state file under this id now.
         written: Option<RunningDaemon>,
-        /// Whether its process is held, so that its end becomes known.
+        /// True if its process is held, so that its end becomes known.
         watched: bool,
         /// The outcome of the act.
         outcome: ActOutcome,
@@ -45,9 +45,9 @@ pub enum CoreEvent<P> {
 pub struct Demand<P> {
     /// The control daemons that shall run.
     pub orders: Vec<Order<P>>,
-    /// An order for each other control daemon that the state file has. It counts where nobody looks after that one yet.
+    /// An order for each other control daemon that the state file has. It counts for a control daemon without a supervisor.
     pub left: Vec<Order<P>>,
-    /// Whether MPS is enabled.
+    /// The state of the switch `enable_cuda_mps`.
     pub mps: MpsSwitch,
     /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
     pub kept: Configured,
@@ -55,13 +55,13 @@ pub struct Demand<P> {
     pub closed: Vec<GpuUuid>,
 }
 
-/// Whether MPS is enabled, and since when it is not.
+/// The switch `enable_cuda_mps`, and how it came to be off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpsSwitch {
     /// It is: a control daemon that is not wanted any more ends once it has no client.
     On,
-    /// It was off when the service started. Whatever the service finds ends once it has no client: nobody has just said that
-    /// somebody's work is to end.
+    /// It was off when the service started. Whatever the service finds ends once it has no client: no administrator has just
+    /// said that somebody's work is to end.
     OffAtStart,
     /// An administrator has just turned it off: control daemons end with their clients.
     TurnedOff,
@@ -74,9 +74,9 @@ pub struct Order<P> {
     pub id: Id,
     /// Its GPUs. No two orders have one in common, unless both take turns on it.
     pub gpus: Vec<GpuUuid>,
-    /// Whether others of ours may have them too.
+    /// The tenure of these GPUs.
     pub tenure: Tenure,
-    /// Whether it sets the compute modes of its GPUs.
+    /// True if it sets the compute modes of its GPUs.
     pub sets_modes: bool,
     /// The rest, which no decision here depends on, but for whether it is the same as before.
     pub payload: P,
@@ -89,7 +89,7 @@ pub struct RunningDaemon {
     pub process: ProcessId,
     /// The GPUs that it was started with.
     pub gpus: Vec<GpuUuid>,
-    /// Whether others of ours may have them too.
+    /// The tenure of these GPUs.
     pub tenure: Tenure,
 }
 
@@ -130,11 +130,11 @@ pub enum WhyFailed {
 pub enum RunUse {
     /// It has ended meanwhile.
     Gone,
-    /// Nobody.
+    /// No program.
     Idle,
-    /// Nobody, and programs without MPS keep its server out: without it the next of them would slip in too.
+    /// No client, and programs without MPS keep its server out: without it the next of them would slip in too.
     KeptOut,
-    /// It has clients, or nobody knows.
+    /// It has clients, or they are not known.
     Clients,
 }
 

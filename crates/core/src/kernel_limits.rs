@@ -1,7 +1,7 @@
 //! The memory limits that the kernel holds for control groups that are bound to slices.
 //!
 //! The limit of a control group on a GPU is the memory of its slices there, with the slices of the control groups inside it:
-//! their memory counts as its own, and nobody is to be refused memory that a slice has. Everything is looked at again after
+//! their memory counts as its own, and no client is to be refused memory that a slice has. Everything is looked at again after
 //! [`CHECK`], since others can change a limit, and a refusal may pass. A limit that is new is looked at after [`SOON`] too: hooks
 //! of the same container may run after the hook that binds it.
 
@@ -183,7 +183,7 @@ impl<G: Ord + Clone> KernelLimits<G> {
     }
 
     /// Takes note of the end of an act. Whether somebody should hear of it: of a refusal that is not the last one for this goal,
-    /// and of another limit in the place of one that the kernel held.
+    /// and of another limit in the place of a limit that the kernel held.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup<G>,

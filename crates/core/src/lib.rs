@@ -1,8 +1,8 @@
 //! The decisions of the service, without input and output: which control daemon is taken over, started, served, ended or
 //! left, who has which GPU, and which compute modes are put back.
 //!
-//! Something happens ([`CoreEvent`]), and [`Core::on`] answers with what is to be done ([`Act`]). Whoever carries the acts out
-//! decides nothing, and each act comes back as an event. [`Core::due`] is the next moment when time alone is an event.
+//! Something happens ([`CoreEvent`]), and [`Core::on`] answers with what is to be done ([`Act`]). The shell that carries the
+//! acts out decides nothing, and each act comes back as an event. [`Core::due`] is the next moment when time alone is an event.
 //! There is one core for the whole host, so that a decision about one control daemon sees the others.
 //!
 //! The crate has no standard library: files, processes, sockets, threads and clocks can't be named here. So histories of

@@ -12,7 +12,8 @@ use crate::{
 /// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause after a failure. A container that is restarted meanwhile waits 25 s for its slice, and its engine tries no more.
+/// The longest pause after a failure. A container that is restarted meanwhile waits 25 s for its slice, and its engine tries no
+/// more.
 const LAST_PAUSE: Duration = Duration::from_secs(20);
 
 /// The longest pause while programs without MPS keep the server out. They may end at any moment.
@@ -21,8 +22,8 @@ const HELD_PAUSE: Duration = Duration::from_secs(1);
 /// The longest pause while something beside a control daemon is not ready yet.
 const SOON: Duration = Duration::from_secs(3);
 
-/// Returns whether programs wait for the next control daemon during a pause after a failure. After several failures in a row nobody knows
-/// when it comes.
+/// Returns whether programs wait for the next control daemon during a pause after a failure. After several failures in a row it
+/// is not known when it comes.
 pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE
 }
@@ -136,14 +137,14 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs that it has, and the GPUs of its order that nobody else has. Some come twice.
+    /// The GPUs that it has, and the GPUs of its order that no other control daemon has. Some come twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
         // A GPU that it runs with is its own, even if the state file still has a dead one with it.
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
-    /// Whether nothing was done for it yet, and nothing runs.
+    /// True if nothing was done for it yet, and nothing runs.
     pub(crate) fn is_pending(&self) -> bool {
         self.told.is_none() && self.written.is_none()
     }
@@ -161,12 +162,12 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.pause = Duration::ZERO;
     }
 
-    /// Whether it has this GPU, or is being started with it.
+    /// True if it has this GPU, or is being started with it.
     fn has(&self, gpu: &str) -> bool {
         self.tenures().any(|(_, gpus)| gpus.iter().any(|one| one == gpu))
     }
 
-    /// Whether it keeps this GPU from another one that would have it so.
+    /// True if it keeps this GPU from another control daemon of that tenure.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
         // Most control daemons of a large host take turns, so their GPUs need not be compared.
         let mut keeping = self.tenures().filter(|(tenure, _)| tenure.keeps_from(other));
@@ -181,7 +182,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         runs_with.chain(told.map(|told| (told.tenure, told.gpus.as_slice())))
     }
 
-    /// Whether the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way
+    /// True if the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way
     /// still goes by.
     pub(crate) fn keeps_mode(&self, gpu: &str) -> bool {
         let sets = matches!(self.phase, Phase::Busy { act: DaemonAct::Start | DaemonAct::Serve, .. });
@@ -189,7 +190,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         (self.order.sets_modes && self.has(gpu)) || (sets && still_sets())
     }
 
-    /// Whether order or goal have changed since the last act was told.
+    /// True if order or goal have changed since the last act was told.
     fn is_stale(&self) -> bool {
         self.told.as_ref().is_none_or(|told| told.revision != self.revision)
     }

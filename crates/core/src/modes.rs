@@ -16,7 +16,7 @@ pub(crate) struct Modes {
     under_way: BTreeSet<GpuUuid>,
     /// The GPUs with a mode that could not be put back. It is tried again with the next plan.
     stuck: BTreeSet<GpuUuid>,
-    /// The GPUs with a mode that is to be set, though nobody serves them.
+    /// The GPUs with a mode that is to be set, though they are not served.
     to_close: BTreeSet<GpuUuid>,
 }
 
@@ -63,7 +63,7 @@ impl Modes {
         }
     }
 
-    /// Whether nobody else may set the mode of this GPU at this moment.
+    /// True if no other task may set the mode of this GPU at this moment.
     pub(crate) fn is_under_way(&self, gpu: &GpuUuid) -> bool {
         self.under_way.contains(gpu)
     }
@@ -79,7 +79,7 @@ impl Modes {
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()
     }
 
-    /// The GPUs with a mode that is to be set now, though nobody serves them.
+    /// The GPUs with a mode that is to be set now, though they are not served.
     pub(crate) fn to_take(&self) -> Vec<GpuUuid> {
         self.to_close.difference(&self.under_way).cloned().collect()
     }

@@ -87,7 +87,7 @@ pub enum Meaning {
 }
 
 impl Meaning {
-    /// Whether the line is about which servers exist or which limits they apply.
+    /// True if the line is about which servers exist or which limits they apply.
     pub fn is_of_servers(&self) -> bool {
         matches!(
             self,
@@ -133,7 +133,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Whether the client uses this GPU.
+    /// True if the client uses this GPU.
     pub fn is_on(&self, uuid: &str) -> bool {
         !self.gpu_prefix.is_empty() && uuid.starts_with(&self.gpu_prefix)
     }

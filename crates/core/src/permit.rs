@@ -18,7 +18,7 @@ pub enum Cause {
     Disabled,
     /// An administrator has a change made that waits for clients to end, with them.
     Forced,
-    /// It has no client, so nobody loses work.
+    /// It has no client, so no work is lost.
     Unused,
     /// A server has met a fatal GPU error. Its clients have lost their work, and do not let the server go.
     Fault,
@@ -33,12 +33,12 @@ impl Permit {
         Self { cause }
     }
 
-    /// For somebody with so many clients. None: it has some, or nobody knows.
+    /// For somebody with so many clients. None: it has some, or that is not known.
     pub fn unused(clients: Option<usize>) -> Option<Self> {
         (clients == Some(0)).then(|| Self::new(Cause::Unused))
     }
 
-    /// For a change that waits for clients to end, where there are so many, or nobody knows.
+    /// For a change that waits for clients to end, where there are so many, or the number is not known.
     pub fn for_a_change(is_forced: bool, clients: Option<usize>) -> Option<Self> {
         if is_forced { Some(Self::new(Cause::Forced)) } else { Self::unused(clients) }
     }

@@ -15,7 +15,7 @@ pub struct Rate {
     pub period: Duration,
 }
 
-/// What may be told now, and the number of things that were not.
+/// The message that may be sent now, and the number of those that were held back.
 #[derive(Debug, Clone)]
 pub struct RateLimit {
     rate: Rate,

@@ -19,7 +19,7 @@ use common::membership::Slices;
 use common::state_file::Running;
 
 impl Fleet {
-    /// Every control daemon with its GPUs, for whoever wants to know the clients. A control daemon on the way out waits for
+    /// Every control daemon with its GPUs, for those who ask for clients. A control daemon on the way out waits for
     /// its clients.
     pub(crate) fn serving(&self) -> Vec<ServingDaemon> {
         let serving = |supervisor: &Supervisor| {
@@ -39,7 +39,7 @@ impl Fleet {
         self.ask_all(serving)
     }
 
-    /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. Nobody who uses these through
+    /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. No client that uses these through
     /// another control daemon of ours counts as using them without MPS.
     fn looked_after(&self, id: &DaemonId, planned: impl Iterator<Item = String>) -> Vec<String> {
         let state_file = self.tools.state_file.lock();

@@ -49,12 +49,12 @@ pub(super) struct Moment {
     pub(super) leaving: Vec<Status>,
     /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
     pub(super) held: HeldGpus,
-    /// Whether a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs.
+    /// True if a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs.
     pub(super) starting: bool,
 }
 
 impl Moment {
-    /// Whether every plan is in force, or the reason why it is not is known.
+    /// True if every plan is in force, or the reason why it is not is known.
     pub(super) fn settled(&self) -> bool {
         !self.starting && self.statuses.iter().all(|status| status.settled)
     }
@@ -120,7 +120,7 @@ impl Fleet {
         self.holders.join_next().await.map(|_| ())
     }
 
-    /// Whether an earlier service has left control daemons or compute modes.
+    /// True if an earlier service has left control daemons or compute modes.
     pub(super) fn has_leftovers(&self) -> bool {
         let state_file = self.tools.state_file.lock();
         !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
@@ -183,7 +183,7 @@ impl Fleet {
         self.conductor.on(CoreEvent::Leave);
     }
 
-    /// Whether nothing is left to do after [`Fleet::stop`] or [`Fleet::leave`].
+    /// True if nothing is left to do after [`Fleet::stop`] or [`Fleet::leave`].
     pub(super) fn has_stopped(&self) -> bool {
         self.conductor.lock().core.is_at_rest()
     }
@@ -194,7 +194,7 @@ impl Fleet {
         state_file.control_daemons().values().flat_map(|one| one.gpus.clone()).collect()
     }
 
-    /// Whether a control daemon is being ended with its clients.
+    /// True if a control daemon is being ended with its clients.
     pub(super) fn is_ending_one(&mut self) -> bool {
         self.forced.retain(|order| !order.is_finished());
         !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
@@ -260,7 +260,7 @@ impl Fleet {
     }
 }
 
-/// Answers a request. If its asker gives up, so do we: supervisors carry out nothing that nobody waits for.
+/// Answers a request. If its asker gives up, so do we: supervisors carry out no request whose asker has gone.
 async fn answer_unless_given_up(
     mut reply: Reply<()>,
     answered: impl Future<Output = Result<(), RequestError>>,

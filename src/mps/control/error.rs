@@ -25,7 +25,7 @@ pub enum ControlError {
     /// it hung.
     #[error("the control daemon gave no answer to `{command}`")]
     Unanswered { command: String },
-    /// The answer is none that the command can have.
+    /// The command can't have this answer.
     #[error("`{command}` was answered with {answer:?}, expected {expected}")]
     Unexpected { command: String, answer: String, expected: String },
 }

@@ -26,7 +26,7 @@ const ANSWER_TIME: Duration = Duration::from_millis(20);
 /// An answer has a few lines per client. More than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
-/// Whoever holds it asks. The others wait in the order in which they came.
+/// Its holder asks. The others wait in the order in which they came.
 pub(super) type Queue = Mutex<()>;
 
 #[derive(Debug)]

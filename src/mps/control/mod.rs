@@ -206,7 +206,7 @@ impl Control {
         listener(&self.0.pipe_directory).filter(|pid| *pid != std::process::id())
     }
 
-    /// Whether certainly nobody listens in the pipe directory.
+    /// True if certainly no process listens in the pipe directory.
     pub(crate) fn is_nobody(&self) -> bool {
         matches!(connect(&self.0.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }

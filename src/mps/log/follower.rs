@@ -79,7 +79,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Whether the file is still the file at its path.
+    /// True if the file is still the file at its path.
     pub(crate) fn is_in_place(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
             return false;
@@ -111,7 +111,7 @@ impl Follower {
         }
     }
 
-    /// Whether a rotation has finished since the last call. An error if the contents could not be kept.
+    /// The end of a rotation, if one has finished since the last call. An error if the contents could not be kept.
     pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }

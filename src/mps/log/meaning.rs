@@ -29,7 +29,7 @@ impl Line {
         Self { writer, text: text.to_owned(), meaning }
     }
 
-    /// Whether the line may explain why a control daemon or a server ended: a server wrote it, or it speaks of a
+    /// True if the line may explain why a control daemon or a server ended: a server wrote it, or it speaks of a
     /// failure.
     pub(crate) fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {

@@ -38,7 +38,7 @@ impl Rotation {
         self.copy.is_err() || self.copied >= length
     }
 
-    /// Whether the contents are kept.
+    /// An error if the contents are not kept.
     pub(super) fn result(self) -> io::Result<()> {
         self.copy.map(drop)
     }

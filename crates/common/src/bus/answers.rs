@@ -97,7 +97,7 @@ pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
 }
 
-/// Whether this is the published name of the slice or of its GPU.
+/// True if this is the published name of the slice or of its GPU.
 pub fn is_called(device: &Device, name: &str) -> bool {
     let uuid = device.device_path.as_ref();
     device.addr == name

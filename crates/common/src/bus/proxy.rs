@@ -79,7 +79,7 @@ impl From<fdo::Error> for BusError {
     }
 }
 
-/// A row of an answer. As JSON it has every key of the dictionary, also one that this version does not know.
+/// A row of an answer. As JSON it has every key of the dictionary, also a key that this version does not know.
 #[derive(Debug, Clone)]
 pub struct Listed<R> {
     row: R,
@@ -247,7 +247,7 @@ fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
 const NOT_A_MEMBER: &str = "only root and the group yunion-mps may ask the service; join the group with `sudo usermod \
                             -aG yunion-mps $USER` and log in again";
 
-/// Whether the bus has refused a call of a user by its policy: dbus-daemon, or dbus-broker. Root is refused only where the
+/// True if the bus has refused a call of a user by its policy: dbus-daemon, or dbus-broker. Root is refused only where the
 /// policy is not there.
 fn is_from_bus(refusal: &str) -> bool {
     let of_a_bus = ["Rejected send message", "Sender is not authorized to send message"];
@@ -289,8 +289,8 @@ impl DaemonProxy {
         Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
-    /// Has the clients counted that `devices` and `gpus` then tell of. An older service does not know this, one that is busy
-    /// refuses it, and one that hangs on a GPU takes too long: the answers are then older, and no less worth showing.
+    /// Has the clients counted that `devices` and `gpus` then tell of. An older service does not know this, a busy service
+    /// refuses it, and a service that hangs on a GPU takes too long: the answers are then older, and no less worth showing.
     pub async fn look_at_clients(&self) {
         let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
     }

@@ -36,7 +36,7 @@ pub trait Row: Serialize + Type {
     /// The keys about which something is said, with "const" or "false".
     const EMITS: &[(&str, &str)];
 
-    /// Whether a value changes all the time, so that nobody is told of its changes.
+    /// True if a value changes all the time, so that its changes are not announced.
     fn is_silent(key: &str) -> bool {
         Self::EMITS.contains(&(key, "false"))
     }
@@ -194,7 +194,7 @@ macro_rules! row {
 }
 
 /// Makes a row and the properties of the object that shows it. A key with "const" in front never changes while the object
-/// exists. Nobody is told of the changes of a key with "false" in front.
+/// exists. The changes of a key with "false" in front are not announced.
 macro_rules! object {
     (
         $(#[$doc:meta])*

@@ -52,7 +52,7 @@ pub enum Effect {
         clients: Option<usize>,
         /// Why it can't be done without another control daemon.
         reason: String,
-        /// Whether no new client is served until then.
+        /// True if no new client is served until then.
         out_meanwhile: bool,
     },
     /// At once, and it ends the GPU work of all clients.
@@ -294,7 +294,7 @@ impl Comparison<'_> {
     }
 }
 
-/// Whether the service has this control daemon in its plan already, and waits for its GPUs.
+/// True if the service has this control daemon in its plan already, and waits for its GPUs.
 fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     planned.gpus.iter().all(|served| {
         published.gpus.iter().any(|gpu| {
@@ -305,7 +305,7 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// Whether new clients look for the control daemon in another place than the present one, which waits for its clients.
+/// True if new clients look for the control daemon in another place than the present one, which waits for its clients.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }

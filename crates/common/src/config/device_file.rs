@@ -328,7 +328,7 @@ fn words(key: &str) -> String {
 /// A text with more bytes is never taken for a misspelt type.
 const LONGEST_SLIP: usize = 64;
 
-/// Whether the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in one letter
+/// True if the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in one letter
 /// that is added, missing, wrong or swapped with its neighbour. With two wrong letters `NVIDIA_GPU` would be accepted
 /// too.
 fn is_near_miss(device_type: &str) -> bool {

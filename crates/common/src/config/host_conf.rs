@@ -112,7 +112,7 @@ impl Settings {
     }
 }
 
-/// Whether a control daemon can make its sockets in this directory, as far as the length of its path goes.
+/// True if a control daemon can make its sockets in this directory, as far as the length of its path goes.
 pub fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
 }

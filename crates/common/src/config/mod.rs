@@ -433,8 +433,8 @@ impl Loaded {
         }
     }
 
-    /// The reason why this configuration must not replace one that serves GPUs, although it has no mistake: it would
-    /// end the work of all tenants, and nobody has written `enable_cuda_mps: false`. Most often such a host.conf is
+    /// The reason why this configuration must not replace a configuration that serves GPUs, although it has no mistake: it would
+    /// end the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Most often such a host.conf is
     /// being written, or was removed.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {

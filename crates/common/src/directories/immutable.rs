@@ -1,4 +1,4 @@
-//! The immutable flag of a directory, which `chattr +i` sets too. Nobody makes, removes or renames anything in such a
+//! The immutable flag of a directory, which `chattr +i` sets too. No process makes, removes or renames anything in such a
 //! directory, changes its mode, or removes it. Only `CAP_LINUX_IMMUTABLE` takes the flag away, and root in a container does
 //! not have it.
 //! Sockets there take clients as ever.
@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::fs::{IFlags, Mode, OFlags};
 use rustix::io::{Errno, Result};
 
-/// Whether the directory has the flag. The error is that of a file system without such flags.
+/// True if the directory has the flag. The error is that of a file system without such flags.
 pub fn is_set(directory: impl AsFd) -> Result<bool> {
     Ok(rustix::fs::ioctl_getflags(readable(directory)?)?.contains(IFlags::IMMUTABLE))
 }

@@ -28,7 +28,7 @@ impl ComputeMode {
         }
     }
 
-    /// Whether it lets one process in at most.
+    /// True if it lets one process in at most.
     pub fn is_exclusive(self) -> bool {
         matches!(self, Self::ExclusiveProcess | Self::ExclusiveThread)
     }

@@ -78,7 +78,7 @@ pub fn find(path: &str) -> io::Result<ControlGroup> {
     Ok(ControlGroup { path: path.to_owned(), inode: found.ino() })
 }
 
-/// Whether a process is the only one of its control group.
+/// True if a process is the only one of its control group.
 pub fn is_alone(pid: u32) -> bool {
     let pids = path_of(pid).and_then(|path| fs::read_to_string(directory(&path).join("cgroup.procs")));
     pids.is_ok_and(|pids| pids.lines().eq([pid.to_string()]))
@@ -108,7 +108,7 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
     })
 }
 
-/// Whether a control group still is, and whether it has processes.
+/// The use of a control group: gone, empty or with processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
@@ -131,7 +131,7 @@ fn is_empty(path: &str) -> bool {
     }
 }
 
-/// Whether neither this control group nor any below it has a process, as far as that can be seen.
+/// True if neither this control group nor any below it has a process, as far as that can be seen.
 fn has_no_process(top: PathBuf) -> bool {
     let mut left = vec![top];
     let mut looked_at = 0;
@@ -164,7 +164,7 @@ pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     above.find(|path| path.rsplit('/').next().is_some_and(is_its)).unwrap_or(path)
 }
 
-/// Why a control group is nobody's alone: everybody's processes are in it, or a user can put any of the user's processes there.
+/// Why a control group has no single owner: everybody's processes are in it, or a user can put any of the user's processes there.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
     let is = |prefix: &str, suffix: &str| {

@@ -38,7 +38,7 @@ use nvml_calls::processes::{LONG_RECORD, RECORD};
 /// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
 pub type Capability = Option<(u32, u32)>;
 
-/// The series of a driver, 580 of 580.159.04. One that is not known is older than all others.
+/// The series of a driver, 580 of 580.159.04. An unknown series is older than all others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Series(u32);
 
@@ -57,12 +57,12 @@ pub struct Since {
 }
 
 impl Since {
-    /// Whether it is so on this GPU with this driver.
+    /// True if it is so on this GPU with this driver.
     pub fn holds(self, driver: Series, gpu: Capability) -> bool {
         driver.0 >= self.series && self.holds_on(gpu)
     }
 
-    /// Whether it is so on this GPU with some driver.
+    /// True if it is so on this GPU with some driver.
     pub fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
     }
@@ -138,12 +138,12 @@ pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
 /// neither it nor a server writes a line.
 pub const LOG_FIFO: &str = "log";
 
-/// Whether these arguments start a control daemon. With others its program is a front end.
+/// True if these arguments start a control daemon. With others its program is a front end.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
     arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }
 
-/// Whether a control daemon that has ended says in this line that it did not know an option. It then takes itself for a
+/// True if a control daemon that has ended says in this line that it did not know an option. It then takes itself for a
 /// front end, and finds no control daemon.
 pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
@@ -154,12 +154,12 @@ pub fn fabric_is_not_ready(line: &str) -> bool {
     line.contains("system not yet initialized")
 }
 
-/// Whether a front end says that no control daemon listens in the pipe directory.
+/// True if a front end says that no control daemon listens in the pipe directory.
 pub fn finds_no_control_daemon(said: &str) -> bool {
     said.contains("Cannot find MPS control daemon")
 }
 
-/// Whether the control daemon does not know the command that it answers so.
+/// True if the control daemon does not know the command that it answers so.
 pub fn is_unknown_command(answer: &str) -> bool {
     answer.starts_with("Unknown command")
 }

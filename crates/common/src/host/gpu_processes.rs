@@ -18,7 +18,7 @@ pub(super) struct Contexts {
 }
 
 impl Contexts {
-    /// Whether this process is a client of a server. If the GPU keeps no list of clients, every process beside a server
+    /// True if this process is a client of a server. If the GPU keeps no list of clients, every process beside a server
     /// counts as a client, since nothing else could tell.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {
@@ -30,7 +30,7 @@ impl Contexts {
         }
     }
 
-    /// The PIDs of the clients of MPS servers. None if nobody listed them, which does not mean that there are none.
+    /// The PIDs of the clients of MPS servers. None if they were not listed, which does not mean that there are none.
     pub(super) fn clients(&self) -> Option<BTreeSet<u32>> {
         Some(self.mps.as_ref()?.keys().copied().collect())
     }

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use crate::host::proc;
 
 /// The identity of the process that runs with this PID now. An error if there is none. A zombie does not run any more,
-/// and nobody may ever collect it.
+/// and its parent may never collect it.
 pub fn read(pid: u32) -> io::Result<ProcessId> {
     let stat = proc::stat(pid)?;
     if stat.has_ended() {
@@ -17,7 +17,7 @@ pub fn read(pid: u32) -> io::Result<ProcessId> {
     Ok(ProcessId { pid, start_time: stat.start_time })
 }
 
-/// Whether this process still runs. If nothing can be learnt of it, for example because the service has no file
+/// True if this process still runs. If nothing can be learnt of it, for example because the service has no file
 /// descriptors left, it counts as running.
 pub fn runs(process: ProcessId) -> bool {
     match read(process.pid) {

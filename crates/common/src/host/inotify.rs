@@ -12,7 +12,7 @@ pub fn new_instance() -> io::Result<std::os::fd::OwnedFd> {
     Ok(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?)
 }
 
-/// Whether this error says that there is not enough of something. Any other one is about one file.
+/// True if this error says that there is not enough of something. Any other one is about one file.
 pub fn is_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::NOMEM)
 }

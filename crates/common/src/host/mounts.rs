@@ -88,7 +88,7 @@ fn unescaped(field: &[u8]) -> PathBuf {
     OsString::from_vec(path).into()
 }
 
-/// Whether places can be found at all: in a chroot, where packages are built, the root is often no mount.
+/// True if places can be found at all: in a chroot, where packages are built, the root is often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
     Place::find(Path::new("/")).is_ok()

@@ -76,12 +76,12 @@ pub fn pids() -> Vec<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Whether this error says that no such process runs. With any other error it may run.
+/// True if this error says that no such process runs. With any other error it may run.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// Whether a process has a child that runs.
+/// True if a process has a child that runs.
 ///
 /// # Errors
 /// The process has ended: it has no children any more, but who they were is not known. Or some process can't be looked at,
@@ -99,7 +99,7 @@ pub fn has_children(pid: u32) -> io::Result<bool> {
     is_parent(pid, others)
 }
 
-/// Whether one of these processes is a child that runs.
+/// True if one of these processes is a child that runs.
 fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     for other in others {
         match other {
@@ -141,12 +141,12 @@ impl Stat {
         })
     }
 
-    /// Whether SIGSTOP or a debugger has stopped the process.
+    /// True if SIGSTOP or a debugger has stopped the process.
     pub fn is_stopped(&self) -> bool {
         matches!(self.state, 'T' | 't')
     }
 
-    /// Whether the process has ended and only waits for its parent to collect the exit status. A process whose first
+    /// True if the process has ended and only waits for its parent to collect the exit status. A process whose first
     /// thread alone has ended is shown as a zombie, too, but still has threads.
     pub fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
@@ -285,7 +285,7 @@ pub fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/mnt"))
 }
 
-/// Whether a process sees other file systems than this process and the host do, as in a container. An error if the
+/// True if a process sees other file systems than this process and the host do, as in a container. An error if the
 /// process has ended, or if only root may know.
 pub fn is_elsewhere(pid: u32) -> io::Result<bool> {
     let its = mount_namespace(pid)?;
@@ -326,7 +326,7 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// Whether something is mounted at a place, according to a file like /proc/mounts. Below a sysroot that is another
+/// True if something is mounted at a place, according to a file like /proc/mounts. Below a sysroot that is another
 /// file.
 pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;

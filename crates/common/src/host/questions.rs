@@ -7,8 +7,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The questions that run, by the things that they are about. Of each thing there is one at a time, so one that hangs keeps one
-/// thread.
+/// The questions that run, by the things that they are about. Of each thing there is one at a time, so a question that hangs
+/// keeps one thread.
 #[derive(Debug)]
 pub(super) struct ParallelQuestions<K, T> {
     running: BTreeMap<K, JoinHandle<()>>,
@@ -39,7 +39,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // One that has panicked.
+        // A thread that has panicked.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {
@@ -80,7 +80,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // An error means that nobody asks any more.
+            // An error means that the asker has gone.
             let _ = sender.send((thing, answer));
         })
     }

@@ -20,7 +20,7 @@ use crate::problem::Problem;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The deadline for systemd's answer to everything else, and for the move of a process into its scope. systemd needs
-/// milliseconds, but it answers nobody while it reloads its units, which can take seconds on a large host, and after a stop
+/// milliseconds, but it answers no request while it reloads its units, which can take seconds on a large host, and after a stop
 /// with an unknown reason the control daemons would be left running. If the bus is gone, a call fails at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -50,12 +50,12 @@ pub enum Stopping {
     Unknown(String),
 }
 
-/// Whether systemd runs this host.
+/// True if systemd runs this host.
 pub fn runs_host() -> bool {
     sd_notify::booted().unwrap_or(false)
 }
 
-/// Whether systemd runs this process as a system service. False if somebody started it by hand, even on a host with
+/// True if systemd runs this process as a system service. False if somebody started it by hand, even on a host with
 /// systemd.
 pub fn runs_us() -> bool {
     own_service().is_some()

@@ -13,7 +13,7 @@ fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The container that the host's own runtime has made for the process with these cgroup paths: the outermost of a path, if
-/// root has made its control group and each one above it. Nobody else can have chosen the name then.
+/// root has made its control group and each one above it. No other user can have chosen the name then.
 pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
     made_by(cgroups, control_groups::is_believed)
 }

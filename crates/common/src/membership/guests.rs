@@ -336,7 +336,7 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
             }
         };
         match believed_file::<BTreeMap<String, RecordedId>>(directory, &guest, CONTAINERS, &room) {
-            // A virtual machine has no containers, and nobody reads its description.
+            // A virtual machine has no containers, and its description is not read.
             Ok(containers) if containers.is_empty() => {}
             Ok(_) => {
                 if let Err(error) = believed_file::<Guest>(directory, &guest, DESCRIPTION, &Room::new()) {

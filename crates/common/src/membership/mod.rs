@@ -1,5 +1,5 @@
-//! Looks at processes that may be clients: the sources that tell whose they are and which slices they have, and how far each source can
-//! be believed. The order of trust between the sources is in the core (`register/evidence.rs`).
+//! Looks at processes that may be clients: the sources that tell whose they are and which slices they have, and how far each
+//! source can be believed. The order of trust between the sources is in the core (`register/evidence.rs`).
 //!
 //! Root binds a control group to slices, and no program leaves its control group without root of the host. So a binding counts
 //! whatever is mounted, and whatever the environment says. And no other process can claim such a slice by its environment.
@@ -152,11 +152,11 @@ pub struct SliceMounts {
 struct Sight {
     /// The slices with a directory that is the root of a mount.
     slices: BTreeSet<SliceId>,
-    /// Whether a mount leads into or around a pipe directory.
+    /// True if a mount leads into or around a pipe directory.
     pipe: bool,
-    /// Whether a mount leads to or around a pipe directory, or to the directory of all slices in it.
+    /// True if a mount leads to or around a pipe directory, or to the directory of all slices in it.
     whole: bool,
-    /// Whether a mount leads to or around a control daemon's own directory.
+    /// True if a mount leads to or around a control daemon's own directory.
     own: bool,
 }
 
@@ -165,13 +165,13 @@ struct Sight {
 pub struct ProcessSight {
     evidence: Evidence,
     reach: Reach,
-    /// All bindings: nobody can claim a slice that another control group has.
+    /// All bindings: no process can claim a slice that another control group has.
     bindings: Arc<SliceBindings>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
 
 impl SliceMounts {
-    /// Finds the places of the pipe directories. One that is not there has no slice.
+    /// Finds the places of the pipe directories. A directory that is not there has no slice.
     pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
         let places = |directories: &BTreeSet<PathBuf>| {
@@ -256,7 +256,7 @@ impl SliceMounts {
             Some(_) if all.own => Reach::OwnDirectory,
             Some(_) => Reach::Control,
         };
-        // Without a slice and a pipe directory, nobody knows which way the process has come to the GPU.
+        // Without a slice and a pipe directory, the way by which the process has come to the GPU is not known.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();
@@ -382,7 +382,7 @@ fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     Ok(Tenant { uid, container })
 }
 
-/// Returns whether there is this control group. One that was made again under the same path is another.
+/// Returns true if this control group exists. A group that was made again under the same path is another.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }

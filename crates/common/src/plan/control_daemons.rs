@@ -34,9 +34,9 @@ pub struct ControlDaemonPlan {
     pub gpus: Vec<ServedGpu>,
     /// The default active thread percentage: the largest percentage of its GPUs.
     pub thread_percentage: u8,
-    /// Whether to ask for one server for the clients of every user.
+    /// True if to ask for one server for the clients of every user.
     pub multiuser: bool,
-    /// Whether the control daemon is started without that if its driver refuses it.
+    /// True if the control daemon is started without that if its driver refuses it.
     pub multiuser_optional: bool,
     pub prewarm: bool,
     /// The CPUs near its GPUs, if it is bound to them.
@@ -52,7 +52,7 @@ pub struct Present<'a> {
     pub log_directory: &'a Path,
     pub gpus: &'a [String],
     pub multiuser: bool,
-    /// Whether it was to be bound to the CPUs near its GPUs.
+    /// True if it was to be bound to the CPUs near its GPUs.
     pub near_cpus: bool,
 }
 
@@ -80,12 +80,12 @@ impl ControlDaemonPlan {
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
     }
 
-    /// Whether other control daemons of ours may have its GPUs too.
+    /// The tenure of its GPUs.
     pub fn tenure(&self) -> Tenure {
         self.id.tenure()
     }
 
-    /// Whether it looks for programs without MPS on a GPU for all control daemons that take turns there: one is enough.
+    /// True if it looks for programs without MPS on a GPU for all control daemons that take turns there: one is enough.
     pub fn stands_guard(&self) -> bool {
         self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.sizes.contains_key(&0))
     }
@@ -210,7 +210,7 @@ fn control_daemon(
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
     let multiuser = settings.multiuser == MultiUser::On || if_possible;
-    // Whether clients of these GPUs can connect in any directory.
+    // True if clients of these GPUs can connect in any directory.
     let series = inventory.series();
     let linked =
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
@@ -231,7 +231,7 @@ fn control_daemon(
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: gpu.places,
-        // Of several control daemons, nobody can tell to which a client belongs.
+        // Of several control daemons, the one of a client can't be told.
         clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {

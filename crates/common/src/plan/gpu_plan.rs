@@ -19,7 +19,7 @@ pub struct GpuPlan {
     pub isolation: Isolation,
     /// The most clients that a control daemon can have on it.
     pub places: u32,
-    /// Whether its clients can be counted.
+    /// True if its clients can be counted.
     pub clients_counted: bool,
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
@@ -44,7 +44,7 @@ impl GpuPlan {
         (!obstacles.is_empty()).then(|| obstacles.join("; "))
     }
 
-    /// Whether the GPU can be served, even if not now. If not, an administrator has to change the GPU first.
+    /// True if the GPU can be served, even if not now. If not, an administrator has to change the GPU first.
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
             Ok(facts) => {
@@ -70,7 +70,7 @@ impl GpuPlan {
         SliceSize::largest(&self.sizes)
     }
 
-    /// Whether all of its slices have the same size.
+    /// True if all of its slices have the same size.
     pub fn equal_slices(&self) -> bool {
         self.sizes.iter().all(|size| Some(size) == self.sizes.first())
     }
@@ -111,7 +111,7 @@ impl GpuPlan {
     }
 }
 
-/// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that nobody corrects one only
+/// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that no administrator corrects one only
 /// to meet the next.
 pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
     match &gpu.nvml {

@@ -116,7 +116,7 @@ pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
 /// A limit of a slice, and the control daemon's default for it.
 pub(super) type Limit = (u64, u64);
 
-/// Whether the slice's clients get this limit only after the control daemon has another default than `before`. A slice
+/// True if the slice's clients get this limit only after the control daemon has another default than `before`. A slice
 /// that keeps its own limit waits for nothing, even if the default changes.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
     // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new

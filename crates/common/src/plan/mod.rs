@@ -44,7 +44,7 @@ pub struct Plan {
 pub struct Missing {
     pub problem: LocatedProblem,
     pub path: DevicePath,
-    /// Whether this is certain. It is not while a GPU that may be the right one can't be asked.
+    /// True if this is certain. It is not while a GPU that may be the right one can't be asked.
     pub certain: bool,
 }
 

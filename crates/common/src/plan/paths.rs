@@ -52,7 +52,7 @@ pub(super) fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'
     gpu.ok_or_else(|| not_nvidia(path.to_string(), device, inventory))
 }
 
-/// Whether a path without a GPU may belong to this GPU, since the host does not report the GPU's name of that kind.
+/// True if a path without a GPU may belong to this GPU, since the host does not report the GPU's name of that kind.
 pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),

@@ -9,9 +9,9 @@ use mps_core::register::KnownClient;
 pub struct ClientView {
     /// The process, with the slices that count on this GPU.
     pub client: KnownClient,
-    /// Whether it uses the GPU without an MPS server of this service.
+    /// True if it uses the GPU without an MPS server of this service.
     pub bypass: bool,
-    /// Whether it waits for a server, and uses no GPU yet.
+    /// True if it waits for a server, and uses no GPU yet.
     pub waiting: bool,
     /// The path of its program, or the name alone.
     pub command: String,

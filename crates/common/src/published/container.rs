@@ -17,7 +17,7 @@ const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 const DRIVER_CAPABILITIES: &str = "NVIDIA_DRIVER_CAPABILITIES";
 
-/// The variable with the CPUs near the GPUs of a container. Nothing in this service reads it: it is for whoever starts
+/// The variable with the CPUs near the GPUs of a container. Nothing in this service reads it: it is for the program that starts
 /// the container.
 const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 

@@ -45,9 +45,9 @@ pub struct ControlDaemonView {
     pub wanted_cpus: Option<Cpus>,
     /// The number of starts since this service started.
     pub starts: u32,
-    /// The number of times since then that another control daemon has followed one that ran before.
+    /// The number of times since then that a control daemon has followed an earlier control daemon.
     pub restarts: u32,
-    /// The number of times since then that another server has followed one that ran before.
+    /// The number of times since then that a server has followed an earlier server.
     pub server_restarts: u32,
     /// The number of fatal GPU errors of its servers since then.
     pub faults: u32,

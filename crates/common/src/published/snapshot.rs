@@ -69,11 +69,11 @@ pub struct Snapshot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     pub plan: GpuPlan,
-    /// Whether a client that starts now is served with the planned limits. Drained slices change nothing here.
+    /// True if a client that starts now is served with the planned limits. Drained slices change nothing here.
     pub healthy: bool,
     /// Why not, or what to know though it is; empty when there is nothing to say.
     pub reason: String,
-    /// It needs a reset: its slices are given to nobody, and its clients of now compute on.
+    /// It needs a reset: its slices are given to no client, and its clients of now compute on.
     pub needs_reset: bool,
     /// As last seen.
     pub compute_mode: Option<ComputeMode>,
@@ -159,7 +159,7 @@ impl GpuView {
         self.plan.slice(ordinal).to_string()
     }
 
-    /// Whether a client that starts now gets the slice and is served with its limits.
+    /// True if a client that starts now gets the slice and is served with its limits.
     pub fn slice_healthy(&self, ordinal: u32) -> bool {
         self.slice_served(ordinal) && !self.drained.contains(&ordinal)
     }
@@ -199,7 +199,7 @@ impl GpuView {
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
     }
 
-    /// Who keeps all clients of a slice together to its memory: the kernel, or this service by a watch. None if nobody does.
+    /// Who keeps all clients of a slice together to its memory: the kernel, or this service by a watch. None if neither does.
     pub fn memory_enforced_by(&self, ordinal: u32) -> Option<&'static str> {
         match self.kernel_limits.get(&ordinal) {
             Some(Ok(())) => Some("kernel"),

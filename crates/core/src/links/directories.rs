@@ -56,7 +56,7 @@ pub trait Directories<D> {
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad>;
 
     /// Finds the waiting socket, for the links that are made from now on, and makes it if need be. A program that connects there
-    /// waits, since the socket listens and nobody accepts.
+    /// waits, since the socket listens and no process accepts.
     ///
     /// # Errors
     /// It can't be made.
@@ -89,16 +89,16 @@ pub trait Directories<D> {
     /// The link can't be made.
     fn lead_slice(&mut self, name: &str) -> Result<bool, Bad>;
 
-    /// Takes the link away from the directory of a slice: any link, or only one that leads to this socket.
+    /// Takes the link away from the directory of a slice: any link, or only a link to this socket.
     ///
     /// # Errors
     /// The link can't be removed.
     fn close_slice(&mut self, name: &str, only: Option<SocketId>) -> Result<(), Bad>;
 
-    /// Lets nobody else change the pipe directory.
+    /// Lets no other user change the pipe directory.
     fn keep_pipe(&mut self, pipe: &D);
 
-    /// Lets nobody else change the directories of these slices, which were opened.
+    /// Lets no other user change the directories of these slices, which were opened.
     fn keep_slices(&mut self, names: &BTreeSet<String>);
 
     /// Lets people change and remove a pipe directory and the directories of these slices again.

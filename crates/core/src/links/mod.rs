@@ -50,7 +50,7 @@ pub struct LinkEvents {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
-    /// None for a control daemon that nobody has an order for: its links stay, except for closed slices.
+    /// None for a control daemon without an order: its links stay, except for closed slices.
     wanted: Option<WantedLinks<D>>,
     /// The control daemon that runs, or may run.
     running: Option<Linked<D>>,
@@ -97,7 +97,7 @@ enum LinkTarget {
 }
 
 impl<D: Clone + PartialEq> WantedLinks<D> {
-    /// Whether the directory of this name shall lead to a control daemon with these GPUs. A GPU that another one still has is
+    /// True if the directory of this name shall lead to a control daemon with these GPUs. A GPU that another one still has is
     /// not among them, and its slices stay with that one.
     fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
         !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
@@ -124,7 +124,7 @@ fn target<D: Clone + PartialEq>(
     }
 }
 
-/// Whether a pipe directory with a link leads to the control daemon: as long as one of its slices takes clients.
+/// True if a pipe directory with a link leads to the control daemon: as long as one of its slices takes clients.
 fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) -> bool {
     match wanted {
         Some(wanted) => {
@@ -184,8 +184,8 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The ways lead to the control daemon again, as they did before programs had to wait. They have not led to one that was told
-    /// no limits yet.
+    /// The ways lead to the control daemon again, as they did before programs had to wait. They have not led to a control
+    /// daemon that was told no limits yet.
     pub fn reopen_ways(&mut self) {
         if self.end == WayEnd::WaitingSocket {
             self.end_at(WayEnd::ControlDaemon);
@@ -270,7 +270,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Whether nobody else shall be able to change the directories.
+    /// True if no other user shall be able to change the directories.
     fn keeps(&self) -> bool {
         self.may_lead && !self.released && self.wanted.as_ref().is_some_and(|wanted| !wanted.retiring)
     }
@@ -279,7 +279,7 @@ impl<D: Clone + PartialEq> Links<D> {
         self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
-    /// Makes and takes away links. The last pass changes nothing: the links were there when nobody else could change them.
+    /// Makes and takes away links. The last pass changes nothing: the links were there when no other user could change them.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.
@@ -402,7 +402,7 @@ impl<D: Clone + PartialEq> Links<D> {
             }
         }
         if is_there && self.keeps() {
-            // Whoever has the other slices keeps their directories.
+            // The owners of the other slices keep their directories.
             directories.keep_slices(&self.names_of_order());
         }
     }
@@ -412,7 +412,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Returns whether the link for a way is made: also for one that has led to the control daemon, whatever order has come since.
+    /// Returns whether the link for a way is made: also for a way that has led to the control daemon, whatever order has come
+    /// since.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }
@@ -513,7 +514,7 @@ mod tests {
         let table = [
             (Some(&serving), LinkTarget::Leads),
             (Some(&retiring), LinkTarget::NotHere),
-            // Nobody has an order for it: its links stay.
+            // It has no order: its links stay.
             (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {

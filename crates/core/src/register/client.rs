@@ -84,8 +84,8 @@ impl FromStr for MayCommand {
     }
 }
 
-/// A client, or a program that uses a GPU without MPS. Its words name it with its owner, and without its command: a tenant chooses the
-/// command, and could make it look like another client.
+/// A client, or a program that uses a GPU without MPS. Its words name it with its owner, and without its command: a tenant
+/// chooses the command, and could make it look like another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownClient {
     /// Its process.
@@ -159,7 +159,7 @@ impl fmt::Display for KnownClient {
     }
 }
 
-/// A name that a tenant has chosen. One that could look like more than a name is quoted.
+/// A name that a tenant has chosen. A name that could look like more than a name is quoted.
 struct ChosenName<'n>(&'n str);
 
 impl fmt::Display for ChosenName<'_> {

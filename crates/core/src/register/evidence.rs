@@ -1,8 +1,8 @@
 //! The slices of a process, by the sources that tell them.
 //!
 //! From strongest to weakest, a slice is known by the binding of the process's control group, by the mounts of its container, by
-//! the platform's records of that container, or by the environment of the process. `common::membership` reads these sources, and says
-//! how far each can be believed.
+//! the platform's records of that container, or by the environment of the process. `common::membership` reads these sources,
+//! and says how far each can be believed.
 
 use alloc::collections::BTreeSet;
 use alloc::string::{String, ToString};
@@ -100,7 +100,7 @@ impl Membership {
     }
 }
 
-/// All that the sources tell of the slices of a process, but for its environment, which is in its memory: whoever reads that can be
+/// All that the sources tell of the slices of a process, but for its environment, which is in its memory: a reader of that can be
 /// held up.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Evidence {

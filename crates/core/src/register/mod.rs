@@ -2,7 +2,7 @@
 //! ended by the name of a client reads it. So all readers have one answer.
 //!
 //! A client is known from its first line in the log on, also after its process has ended: it is named when others have read of its
-//! end, most often later. A process that runs hides the one that had its PID before.
+//! end, most often later. A process that runs hides a former process with its PID.
 //!
 //! | file | its job |
 //! |---|---|
@@ -81,7 +81,7 @@ pub struct Register {
 
 impl Register {
     /// A client has come to a control daemon. `running` is the process that has its PID now, if there is one. Without one it is the
-    /// client that is at work there under this PID; if there is none, it is nobody that is known.
+    /// client that is at work there under this PID; if there is none, the client is not known.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let at_work = self.at_work.entry(daemon.clone()).or_default();
         if at_work.len() >= MOST {
@@ -103,8 +103,8 @@ impl Register {
         }
     }
 
-    /// A client has lost its work to a fatal GPU error. `running` is the process that has its PID now, if there is one: the line that
-    /// it has come may have got lost.
+    /// A client has lost its work to a fatal GPU error. `running` is the process that has its PID now, if there is one: the
+    /// line that it has come may have got lost.
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         self.left(daemon, pid);
         self.want(running, now);
@@ -185,8 +185,8 @@ impl Register {
         }
     }
 
-    /// What a look has found of a process. None: the process has ended meanwhile, or has held up the question. Then the client stays
-    /// what it was. A process that is just ending has no environment any more, so a look alone takes no slice away.
+    /// The findings of a look at a process. None: the process has ended meanwhile, or has held up the question. Then the client
+    /// stays what it was. A process that is just ending has no environment any more, so a look alone takes no slice away.
     /// Returns whether something is known of the client that was not known before.
     pub fn answer(&mut self, process: ProcessId, found: Option<KnownClient>, now: CoreTime) -> bool {
         let Some(entry) = self.entry(process) else { return false };
@@ -196,7 +196,7 @@ impl Register {
         let found = KnownClient { slices: found.slices.or(before), ..found };
         let is_news = !entry.is_found || entry.client != found;
         entry.client = found;
-        // What has changed since this look began is not known yet.
+        // Changes since this look began are not known yet.
         entry.may_have_changed &= entry.is_wanted;
         entry.is_found = true;
         is_news

@@ -176,7 +176,7 @@ impl Blockers {
         self.0.iter().any(|one| matches!(one, Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
-    /// True if commands can't reach it: the last look has found another one there, or nobody who answers.
+    /// True if commands can't reach it: the last look has found another control daemon there, or no answer.
     pub(super) fn is_unreached(&self) -> bool {
         self.has(ClearedBy::Look)
     }
@@ -241,7 +241,7 @@ impl Blockers {
                 (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
-        // With a misfit, clients are served, and nobody has asked yet whether there are any.
+        // With a misfit, clients are served, and the look for clients is still to come.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
         if configured && !leads && !retiring && (misfit || gravest.is_none()) {

@@ -61,7 +61,7 @@ impl Capacity {
                 self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
-            // A server that ends takes its clients along, and nobody says that they have left.
+            // A server that ends takes its clients along, and the log does not say that they have left.
             Meaning::ClientLeft(_) | Meaning::ServerExited { .. } => {
                 self.some_left(gpus, now);
                 false

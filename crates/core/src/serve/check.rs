@@ -77,7 +77,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(None)
     }
 
-    /// Reads the GPUs: one that does not answer must not keep anybody from the end of the control daemon.
+    /// Reads the GPUs: a GPU that does not answer must not delay the end of the control daemon.
     pub(super) async fn read_gpus(&mut self) -> Result<ProcessesOnGpus, Failure> {
         match self.reach.look(&mut self.shell, &self.wanted).await {
             Some(there) => Ok(there),

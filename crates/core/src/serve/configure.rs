@@ -79,8 +79,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults, leads clients here, and gives each server its limits: one that runs, one that is about to come, and
-    /// one that is started ahead of the first client.
+    /// Sets the defaults, leads clients here, and gives each server its limits: a server that runs, a server that is about to
+    /// come, and a server that is started ahead of the first client.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
         let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();

@@ -1,7 +1,7 @@
 //! The door of a control daemon: the ways by which programs come to it. It is closed before somebody decides by a count of clients,
 //! since a client that comes between the count and the act would lose its work, or keep everybody else out.
 //!
-//! Measured: a program that finds no control daemon runs without MPS, and a program that finds a socket on which nobody answers
+//! Measured: a program that finds no control daemon runs without MPS, and a program that finds a socket on which no process answers
 //! waits for it. So programs wait while the door is closed, until a server has the GPUs: then compute mode `EXCLUSIVE_PROCESS`
 //! refuses them (error 46). In compute mode `DEFAULT` nothing does.
 
@@ -18,7 +18,7 @@ use super::shell::Shell;
 /// milliseconds.
 const SETTLING: Duration = Duration::from_millis(250);
 
-/// The time without a client after which a control daemon counts as idle, where nobody has asked for its end at once. Between two
+/// The time without a client after which a control daemon counts as idle, where its end at once was not asked for. Between two
 /// programs of a script lie some milliseconds.
 pub(super) const QUIET: Duration = Duration::from_secs(2);
 
@@ -31,7 +31,7 @@ pub(super) enum Door {
     Opened,
     /// Programs that come wait.
     Closed,
-    /// Programs that come wait, and the control daemon was asked to end: it answers nobody any more, unless the question got
+    /// Programs that come wait, and the control daemon was asked to end: it answers no program any more, unless the question got
     /// lost.
     ClosedForGood,
 }
@@ -77,7 +77,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Lets programs go that have waited at the closed door, once a server keeps them off the GPUs. Where the next client brings
-    /// the server, nobody does. No way leads to a control daemon that retires, so no program waits for it.
+    /// the server, no other code does. No way leads to a control daemon that retires, so no program waits for it.
     pub(super) async fn let_go(&mut self) {
         if self.run.door != Door::Opened || self.wanted.retiring {
             return;

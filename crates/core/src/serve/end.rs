@@ -17,11 +17,11 @@ use crate::{Cause, Permit, Tenure};
 pub enum Judged {
     /// It has ended meanwhile.
     Ended(Failure),
-    /// Nobody.
+    /// No program.
     Idle,
-    /// Nobody, and these programs without MPS keep its server out.
+    /// No client, and these programs without MPS keep its server out.
     KeptOut(String),
-    /// It has clients, or nobody knows, as these words say.
+    /// It has clients, or they are not known, as these words say.
     Clients(String),
 }
 
@@ -33,7 +33,7 @@ impl<S: Shell> Serving<'_, S> {
             return Judged::Ended(self.ended().await);
         }
         match self.in_use().await {
-            // Nobody keeps a server out where others may come in.
+            // No program keeps a server out where others may come in.
             Ok(0) if self.wanted.tenure == Tenure::InTurns => Judged::Idle,
             Ok(0) => {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
@@ -80,7 +80,7 @@ impl<S: Shell> Serving<'_, S> {
         clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
     }
 
-    /// The clients of the control daemon. Another one that takes its place, at whatever moment, lists its own.
+    /// The clients of the control daemon. Another control daemon in its place, at whatever moment, lists its own.
     pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
         let elsewhere = "it does not listen in its pipe directory any more";
         if !self.listens_in_place() {
@@ -90,7 +90,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.listens_in_place() { clients } else { Err(Failure::Failed(elsewhere.to_owned())) }
     }
 
-    /// Whether a server handles a fatal GPU error, by the log, or by its control daemon: the log may not be written.
+    /// True if a server handles a fatal GPU error, by the log, or by its control daemon: the log may not be written.
     pub(super) async fn is_any_server_faulted(&mut self) -> bool {
         self.read_on().await;
         if self.run.blockers.fault().is_some() {
@@ -150,7 +150,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // It hangs, or was told to end with a client of which nobody could know.
+        // It hangs, or was told to end with a client that could not be known.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

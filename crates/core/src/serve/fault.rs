@@ -30,7 +30,7 @@ pub(super) struct Fault {
     pub(super) since: CoreTime,
     /// The number of lines in the log that tell of it. The server may have met another error since.
     pub(super) lines: usize,
-    /// The clients that were hit, each behind its GPU's ordinal. One that uses two GPUs can be hit on both.
+    /// The clients that were hit, each behind its GPU's ordinal. A client that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
     /// The clients of them that were told. The log may name more later.
     pub(super) told: BTreeSet<(usize, u32)>,
@@ -51,7 +51,7 @@ impl Fault {
         self.clients.iter().map(|(_, pid)| *pid).collect()
     }
 
-    /// Whether this is still what was known of it, and nothing new.
+    /// True if this is still what was known of it, and nothing new.
     pub(super) fn is_same(&self, known: &Self) -> bool {
         (self.server, self.since, self.lines) == (known.server, known.since, known.lines)
             && self.clients == known.clients
@@ -93,7 +93,7 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// Whether a fault is over on a driver that can't say so: nobody who was hit is left. None: the log may not have named them
+/// True if a fault is over on a driver that can't say so: no client that was hit is left. None: the log may not have named them
 /// yet. Until then the server is not ended: it may be well already, and others at work on it.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
@@ -105,17 +105,17 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
 /// The fate of a server that is still faulted after the grace of its clients. Each has the clients that stay.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace {
-    /// It may be ended: it holds nobody but clients that have lost their work.
+    /// It may be ended: it holds only clients that have lost their work.
     End(Permit, BTreeSet<u32>),
-    /// It is left alone: the log has named nobody, and on another GPU some of these clients may be well.
+    /// It is left alone: the log has named no client, and on another GPU some of these clients may be well.
     GpuNotKnown(BTreeSet<u32>),
     /// It is left to this number of other clients, which are well.
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides on a faulted server with these clients. The log has named the clients that were hit; it names nobody if it could not
-/// be written, or if a former service has read that part. Whoever it has not named may have come between two errors, even to
-/// the same GPU. Where its control daemon has one GPU and nobody is named, the error has hit every client.
+/// Decides on a faulted server with these clients. The log has named the clients that were hit; it names no client if it could not
+/// be written, or if a former service has read that part. A client that it has not named may have come between two errors, even to
+/// the same GPU. Where its control daemon has one GPU and no client is named, the error has hit every client.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

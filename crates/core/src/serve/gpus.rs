@@ -104,7 +104,7 @@ pub struct GpuReach {
 }
 
 impl GpuReach {
-    /// Whether a control daemon goes without this GPU.
+    /// True if a control daemon goes without this GPU.
     pub fn is_left_out(&self, gpu: &str) -> bool {
         self.left_out.contains_key(gpu)
     }
@@ -279,7 +279,7 @@ impl GpuReach {
             let confirmed = self.bypasses.confirmed(&gpu.uuid);
             let mut here = there.get(&gpu.uuid).into_iter().flatten();
             let server_is_there = here.any(|process| servers.contains(&process.pid));
-            // Where control daemons take turns, nobody keeps a server out.
+            // Where control daemons take turns, no program keeps a server out.
             let server_is_kept_out = wanted.tenure == Tenure::Alone
                 && !confirmed.is_empty()
                 && !server_is_there

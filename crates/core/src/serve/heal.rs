@@ -1,4 +1,4 @@
-//! Mends a server that met a fatal GPU error, and replaces one that has ended: always with the smallest step that
+//! Mends a server that met a fatal GPU error, and replaces a server that has ended: always with the smallest step that
 //! helps.
 
 use alloc::borrow::ToOwned;
@@ -39,7 +39,7 @@ impl<S: Shell> Serving<'_, S> {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
-            // Whoever was hit by the one before is told all the same.
+            // The clients that the former server's fault hit are told all the same.
             self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
@@ -164,7 +164,7 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// After the grace: ends the server, if nobody else loses work with it. `terminate_client` would be the smaller step, but
+    /// After the grace: ends the server, if no other client loses work with it. `terminate_client` would be the smaller step, but
     /// it waits for the client, which is why we are here, and the control daemon does nothing else for anybody meanwhile
     /// (measured: 32 s, until the client ended).
     async fn look_who_stays(&mut self, known: &Fault) -> Result<(), Failure> {
@@ -205,9 +205,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Asks for the end of a server with clients that have lost their work, and says whether it was asked for. The server may have
-    /// got over its fault before the door was closed, have other clients now, and even have met the next error, of which the log may
-    /// say nothing. So the last question before is whether it is faulted: a server that is faulted takes no client, and none comes
-    /// to one that gets over its fault behind the closed door.
+    /// got over its fault before the door was closed, have other clients now, and even have met the next error, of which the
+    /// log may say nothing. So the last question before is whether it is faulted: a server that is faulted takes no client, and
+    /// none comes to a server that gets over its fault behind the closed door.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -244,9 +244,9 @@ impl<S: Shell> Serving<'_, S> {
         pids.iter().filter_map(|pid| self.shell.process(*pid)).collect()
     }
 
-    /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. The error is NVML's about a
-    /// GPU with clients that nobody knows then: one that was not hit, or any if the control daemon lists nobody. While a client
-    /// that was hit is there, the server has not recovered, and so it has taken nobody who is well.
+    /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list no client. The error is NVML's
+    /// about a GPU with clients that are not known then: a GPU that was not hit, or any if the control daemon lists no client.
+    /// While a client that was hit is there, the server has not recovered, and so it has taken no healthy client.
     async fn add_clients_of_nvml(
         &mut self,
         named: &BTreeSet<u32>,

@@ -8,13 +8,13 @@
 //! | `shell.rs` | everything that is asked of the outside |
 //! | `start.rs` | the start of the process, and who makes way for it |
 //! | `gpus.rs` | the GPUs that it goes without, and compute modes |
-//! | `take_over.rs` | the take-over of one that runs |
+//! | `take_over.rs` | the take-over of a control daemon that runs |
 //! | `bypasses.rs` | processes that use the GPUs without its servers |
 //! | `configure.rs` | the way to the order: limits, links, the first server |
 //! | `watch.rs` | waits for the next thing to happen or to do |
 //! | `check.rs` | the regular look |
 //! | `limits.rs` | limits, set and kept |
-//! | `heal.rs`, `fault.rs` | a server that met a fatal GPU error, and one that has ended |
+//! | `heal.rs`, `fault.rs` | a server that met a fatal GPU error, and a server that has ended |
 //! | `requests.rs` | the requests of administrators |
 //! | `end.rs` | its end, and who uses it |
 //! | `door.rs` | the ways by which programs come to it, open or closed |
@@ -78,7 +78,7 @@ pub struct Wanted {
     pub prewarm: bool,
     /// Only its clients still need it.
     pub retiring: bool,
-    /// Whether others of ours may have its GPUs too.
+    /// The tenure of its GPUs.
     pub tenure: Tenure,
     /// The time between two looks for programs without MPS, if it looks for them for all that take turns on its GPUs:
     /// nothing keeps these programs out.
@@ -228,7 +228,8 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // It lives, so it is watched like one that loses its directory later: it ends when it has no client, or by force.
+            // It lives, so it is watched like a control daemon that loses its directory later: it ends when it has no client,
+            // or by force.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

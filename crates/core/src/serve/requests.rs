@@ -33,7 +33,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Whether the control daemon was ended for a change.
+    /// True if the control daemon was ended for a change.
     async fn apply(&mut self, force: bool) -> Result<bool, String> {
         let Some(change) = self.run.blockers.why_it_ends() else { return Ok(false) };
         let clients = self.in_use().await;

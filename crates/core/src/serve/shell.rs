@@ -71,7 +71,7 @@ pub enum Failure {
     NotYet(String),
     /// It has not answered in time, or dropped the question.
     Silent(String),
-    /// Nobody listens in its directory.
+    /// No process listens in its directory.
     Unreachable(String),
     /// It answers in words that are not known, as a newer driver's may. Another one would answer the same.
     NotUnderstood(String),
@@ -172,7 +172,7 @@ pub trait Shell: GpuShell {
     /// Lets time pass, and looks at nothing.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The end of the log at this moment; if wanted, all but its last lines are passed over. None: nobody knows.
+    /// The end of the log at this moment; if wanted, all but its last lines are passed over. None: it is not known.
     fn end_of_log(&mut self, skips: bool) -> Option<u64>;
 
     /// The next line before this place in the log. One at a time: an act that is broken off loses no line.
@@ -184,7 +184,7 @@ pub trait Shell: GpuShell {
     /// The reason why its servers wait, by the last words of the log, if that comes by itself.
     fn not_ready_yet(&self) -> Option<String>;
 
-    /// Whether the process has ended, or ends at this moment.
+    /// Resolves to true if the process has ended, or ends at this moment.
     fn ends_now(&mut self) -> impl Future<Output = bool> + Send;
 
     /// How the process has ended.
@@ -243,10 +243,10 @@ pub trait Shell: GpuShell {
     /// The process that listens in its directory.
     fn listener(&self) -> Option<u32>;
 
-    /// Whether certainly nobody listens there.
+    /// True if certainly no process listens there.
     fn is_nobody(&self) -> bool;
 
-    /// Whether it has servers, by its children. None: nobody knows.
+    /// True if it has servers, by its children. None: that is not known.
     fn has_children(&self) -> Option<bool>;
 
     /// Continues the control daemon and these servers if somebody has stopped them, and says so.
@@ -269,7 +269,7 @@ pub trait Shell: GpuShell {
     /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
     fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;
 
-    /// Whether a process runs as this user.
+    /// True if a process runs as this user.
     fn runs_as(&self, pid: u32, uid: u32) -> bool;
 
     /// The command of a process, for people; empty if it has ended.
@@ -300,17 +300,17 @@ pub trait Shell: GpuShell {
     /// Lets the programs go that have waited. Each begins without MPS, unless a server keeps it off the GPU.
     fn let_go(&mut self);
 
-    /// Keeps the state file, and all that is shown of the process, up to date. A log that can't be written is told of if that
+    /// Keeps the state file, and all that is shown of the process, up to date. A log that can't be written is reported if that
     /// matters: the control daemon stays.
     fn keep_state_file(&mut self, stays: bool);
 
     /// Begins the log again if it has become too long.
     fn rotate_log(&mut self);
 
-    /// Whether the control daemon has the pipe directory of the order.
+    /// True if the control daemon has the pipe directory of the order.
     fn is_in_place(&self) -> bool;
 
-    /// Why the order needs another control daemon than the one that runs. A GPU that is left out is passed over.
+    /// Why the order needs another control daemon than the running one. A GPU that is left out is passed over.
     fn misfit(&self, reach: &GpuReach) -> Option<String>;
 
     /// A step of the way to the order is behind it.
@@ -340,7 +340,7 @@ pub trait Shell: GpuShell {
     /// Makes sure that the end of a server becomes known.
     fn watch_server(&mut self, server: u32);
 
-    /// Whether whoever has asked for the request that was taken last still waits for its answer. A request that nobody waits
+    /// True if the asker of the request that was taken last still waits for its answer. A request that no asker waits
     /// for any more must not be carried out: its asker was told that it has failed.
     fn is_awaited(&self) -> bool;
 

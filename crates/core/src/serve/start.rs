@@ -1,4 +1,4 @@
-//! The start of a control daemon: whoever is in its place makes way if nobody loses work, the GPUs get the service's compute
+//! The start of a control daemon: a control daemon in its place makes way if no work is lost, the GPUs get the service's compute
 //! mode, and the process comes up.
 
 use alloc::collections::BTreeSet;
@@ -51,7 +51,7 @@ pub trait Starter: Send {
     /// It is not there.
     fn find_program(&mut self) -> Result<(), Failure>;
 
-    /// The control daemon that listens in this place. None: nobody does. An error: a front end can't be run.
+    /// The control daemon that listens in this place. None: no process does. An error: a front end can't be run.
     fn stranger(
         &mut self,
         place: StartPlace,

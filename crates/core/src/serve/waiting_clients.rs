@@ -12,7 +12,7 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
 
-/// The time after which a waiting client is told of, and the time between two looks. Measured: the first client waits
+/// The time after which a waiting client is reported, and the time between two looks. Measured: the first client waits
 /// 0.15 s for its server to start.
 const PATIENCE: Duration = Duration::from_secs(5);
 

@@ -69,7 +69,7 @@ pub struct Member<T> {
     pub only_claims: bool,
     /// None if it is not known.
     pub tenant: Option<T>,
-    /// Whether its work must not be ended, or can't be.
+    /// True if its work must not be ended, or can't be.
     pub stays: bool,
 }
 
@@ -88,8 +88,8 @@ pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
 /// The permit to end the work of members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may be of several tenants. Then nobody knows who is too much: any program can name a slice in its
-/// environment, and a program that is older than the slice's tenant would stay. So nobody's work is ended.
+/// The reason why the members may be of several tenants. Then it is not known who is too much: any program can name a slice in its
+/// environment, and a program that is older than the slice's tenant would stay. So no work is ended.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
@@ -103,9 +103,9 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
     Err(format!("processes {one} and {two} are of several users or containers"))
 }
 
-/// The member that has to end its work next so that the rest fits. None: it fits, or nobody can go. The newest goes first, but before
-/// it a member that may have lost its work already: then nobody else does before that is settled. The last member fits, since
-/// the driver binds it by itself.
+/// The member that has to end its work next so that the rest fits. None: it fits, or no member can go. The newest goes first,
+/// but before it a member that may have lost its work already: then no other member does before that is settled. The last
+/// member fits, since the driver binds it by itself.
 pub fn next_victim<T>(
     budget: Budget,
     members: &[Member<T>],
@@ -281,7 +281,7 @@ mod tests {
             if let Some((_, before)) = gone.split_last() {
                 prop_assert!(!fits(&rest_without(before)), "the last one went without need");
             }
-            // Whoever stays behind is older than everybody who goes.
+            // A member that stays is older than every member that goes.
             let age = |member: &Member| (member.process.start_time, member.process.pid);
             for stayed in rest.iter().filter(|member| !member.stays) {
                 prop_assert!(gone.iter().all(|process| age(of(process)) > age(stayed)));

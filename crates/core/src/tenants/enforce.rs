@@ -26,7 +26,7 @@ pub trait MemberShell: ClientShell {
     /// The process that is held.
     fn process(&self, held: &Self::Held) -> ProcessId;
 
-    /// Whether this process runs, and no other with its PID.
+    /// True if this process runs, and no other with its PID.
     fn runs(&self, process: ProcessId) -> bool;
 }
 
@@ -47,18 +47,19 @@ type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
 pub struct Enforced {
     /// The clients that were to be ended.
     pub victims: Vec<Victim>,
-    /// Why it was broken off, if it was: after a fault, and with a control daemon that does not answer, nobody is touched.
+    /// Why it was broken off, if it was: after a fault, and with a control daemon that does not answer, no client is touched.
     pub broken_off: Option<String>,
 }
 
-/// Knows the clients that it has ended, or may have, and the clients that could not be ended, so that it tries nothing again without
-/// need. `H` is a hold on a process.
+/// Knows the clients that it has ended, or may have, and the clients that could not be ended, so that it tries nothing again
+/// without need. `H` is a hold on a process.
 #[derive(Debug)]
 pub struct Enforcer<H> {
     /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
     /// process with its PID is taken for it.
     ended: BTreeMap<u32, (H, Connections)>,
-    /// The processes that may have lost their work, in part or wholly, by PID: an answer got lost. They go first as long as they live.
+    /// The processes that may have lost their work, in part or wholly, by PID: an answer got lost. They go first as long as
+    /// they live.
     in_doubt: BTreeMap<u32, H>,
     /// The processes that could not be ended, by PID: when the next attempt may come, and the pause before it.
     stubborn: BTreeMap<u32, (ProcessId, CoreTime, Duration)>,
@@ -109,7 +110,8 @@ impl<H: Clone> Enforcer<H> {
     }
 
     /// The next client to end, with its slice. A member that was ended before counts as gone while it has no new connection, and
-    /// so does a process without any connection, and one with a PID that another process has by now. The next newest goes in place of one that can't be ended.
+    /// so does a process without any connection, and a process whose PID another process has by now. The next newest goes in
+    /// place of a process that can't be ended.
     fn next<S: MemberShell<Held = H>, T>(
         &self,
         shell: &S,
@@ -148,13 +150,13 @@ impl<H: Clone> Enforcer<H> {
         }
         let may_be_there = |pid: &u32| !is_complete || connected.contains_key(pid);
         self.stubborn.retain(|pid, _| may_be_there(pid));
-        // After a fault a control daemon may list nobody.
+        // After a fault a control daemon may list no client.
         self.ended.retain(|_, (held, _)| shell.is_alive(held));
         self.in_doubt.retain(|_, held| shell.is_alive(held));
         connected
     }
 
-    /// Whether a client has no work: it has no connection that it did not have when its work was ended. A client that
+    /// True if a client has no work: it has no connection that it did not have when its work was ended. A client that
     /// starts over has a new one. Users can forge connections, but they can't remove any.
     fn has_ended<S: MemberShell<Held = H>>(
         &self,

@@ -25,7 +25,7 @@ pub struct KnownSlices {
 pub struct EnclosingContainer {
     /// Its id.
     pub id: String,
-    /// Whether the host's own runtime has made it.
+    /// True if the host's own runtime has made it.
     pub is_the_hosts: bool,
 }
 

@@ -16,7 +16,7 @@ pub enum WhyLeft {
     AtWork,
     /// It can't be continued, for this reason.
     StaysStopped(String),
-    /// Its server handles a fatal GPU error, and has several GPUs: the client may be at work on one that is well.
+    /// Its server handles a fatal GPU error, and has several GPUs: the client may be at work on a healthy one.
     Faulted {
         /// The PID of its server.
         server: u32,
@@ -72,14 +72,14 @@ pub enum TerminationError<O> {
         /// The user who has asked.
         user: u32,
     },
-    /// A process can't be looked at, so nobody knows whether it is wanted. The work of the others was ended.
+    /// A process can't be looked at, so it may be wanted or not. The work of the others was ended.
     Unreadable {
         /// Its PID.
         pid: u32,
         /// Why.
         why: String,
     },
-    /// Clients on the GPUs of the wanted slices, in words. Nobody knows which slices they have, so nobody knows whether they are
+    /// Clients on the GPUs of the wanted slices, in words. Their slices are not known, so they may or may not be
     /// wanted. The work of the others was ended.
     Unplaced(Vec<String>),
     /// A control daemon did not answer. Work on the other control daemons was ended.

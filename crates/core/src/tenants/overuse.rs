@@ -1,4 +1,4 @@
-//! Whether a slice is shown as over its budget. A tenant decides how often the slice goes over its budget and back, and
+//! The rule for a slice that is shown as over its budget. A tenant decides how often the slice goes over its budget and back, and
 //! each change that is shown is a message in the journal and a signal on the bus. So overuse is shown at once, and is no
 //! longer shown only after the slice has fitted for a while; if it comes and goes often, after a longer while.
 
@@ -18,8 +18,8 @@ pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::fro
 const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// The last attempts that have ended work of a slice. A program that starts over after each of them has more than its slice until the
-/// next look, so a slice of such programs is looked at with each newcomer.
+/// The last attempts that have ended work of a slice. A program that starts over after each of them has more than its slice
+/// until the next look, so a slice of such programs is looked at with each newcomer.
 #[derive(Debug, Default)]
 pub(super) struct Endings([Option<CoreTime>; TIMES]);
 

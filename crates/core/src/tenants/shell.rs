@@ -25,7 +25,7 @@ pub struct ListedClient {
 }
 
 impl ListedClient {
-    /// Whether it may use one of these GPUs.
+    /// True if it may use one of these GPUs.
     pub fn may_be_on(&self, gpus: &[GpuUuid]) -> bool {
         self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
     }
@@ -34,11 +34,11 @@ impl ListedClient {
 /// The clients of a control daemon at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DaemonClients {
-    /// The GPUs of the control daemon. None: nobody knows, since it is somebody else's.
+    /// The GPUs of the control daemon. None: they are not known, since it is not ours.
     pub gpus: Option<Vec<GpuUuid>>,
     /// Its clients, by server and PID.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
-    /// Its servers that handled a fatal GPU error, a moment before the list or a moment after it. The list may name nobody then.
+    /// Its servers that handled a fatal GPU error, a moment before the list or a moment after it. The list may name no client then.
     pub faulted: BTreeSet<u32>,
     /// Another control daemon has listened in its place, before or after, and may have answered.
     pub place_is_taken: bool,
@@ -115,7 +115,8 @@ pub trait ClientShell: Send {
     /// Waits.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The clients of every control daemon. All are asked at once: one that hangs must not use up the time of the others.
+    /// The clients of every control daemon. All are asked at once: a control daemon that hangs must not use up the time of the
+    /// others.
     fn list(
         &mut self,
     ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;
@@ -126,7 +127,7 @@ pub trait ClientShell: Send {
     /// The kernel refuses.
     fn hold(&mut self, pid: u32) -> Result<Option<Self::Held>, String>;
 
-    /// Whether the process lives. A zombie does not.
+    /// True if the process lives. A zombie does not.
     fn is_alive(&self, held: &Self::Held) -> bool;
 
     /// The status of a server.

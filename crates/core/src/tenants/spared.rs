@@ -1,5 +1,5 @@
-//! The clients that are not ended for their slice's budget. No restart of the service and no reload ends the work of clients: whoever
-//! was there before is spared, and only whoever comes later can be too much.
+//! The clients that are not ended for their slice's budget. No restart of the service and no reload ends the work of clients:
+//! a client that was there before is spared, and only a client that comes later can be too much.
 
 use alloc::vec::Vec;
 
@@ -8,7 +8,7 @@ use crate::terms::ProcessId;
 /// The clients of a GPU that are spared.
 #[derive(Debug)]
 pub(super) struct Spared {
-    /// Whoever the next look finds is spared.
+    /// The clients that the next look finds are spared.
     spares_next: bool,
     processes: Vec<ProcessId>,
 }
@@ -24,8 +24,8 @@ impl Spared {
         self.spares_next = true;
     }
 
-    /// Takes note of the clients that a look has found, with a known slice or without. Whoever is spared stays so until its process
-    /// has gone: the driver may leave out a client for a moment.
+    /// Takes note of the clients that a look has found, with a known slice or without. A spared client stays spared until its
+    /// process has gone: the driver may leave out a client for a moment.
     pub(super) fn observe(&mut self, found: &[ProcessId], runs: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|process| runs(*process));
         if core::mem::take(&mut self.spares_next) {
@@ -35,7 +35,7 @@ impl Spared {
         }
     }
 
-    /// Whether this client is spared.
+    /// True if this client is spared.
     pub(super) fn has(&self, process: ProcessId) -> bool {
         self.processes.contains(&process)
     }

@@ -30,7 +30,7 @@ pub enum Target {
     Signalled(Stop),
 }
 
-/// Whether a process is meant.
+/// The answer for one process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
     Yes(Match),
@@ -66,7 +66,7 @@ impl Target {
         if matches!(self, Self::Signalled(_)) { TIMEOUT_BEFORE_A_SIGNAL } else { TIMEOUT }
     }
 
-    /// Whether a process is meant. Only as much of it is looked at as that takes.
+    /// Decides if a process is meant. Only as much of it is looked at as that takes.
     ///
     /// # Errors
     /// The process can't be looked at.

@@ -22,7 +22,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(1);
 /// just ending has no environment any more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
-/// A request, and what has become of it so far. Whoever carries it out can break it off between any two steps:
+/// A request, and what has become of it so far. The shell can break it off between any two steps:
 /// [`Termination::out_of_time`] is true then.
 pub struct Termination<T: TerminationShell> {
     target: Target,
@@ -35,9 +35,9 @@ pub struct Termination<T: TerminationShell> {
     /// Why the last look may have missed clients.
     doubt: Option<String>,
     has_found_any: bool,
-    /// The process with the wanted PID. Another one that gets its PID is not meant.
+    /// The process with the wanted PID. Another process that gets its PID is not meant.
     named: Option<T::Held>,
-    /// The last look has found nobody at work.
+    /// The last look has found no client at work.
     is_nobody_left: bool,
     /// The time since when each look has found clients without a known slice.
     unplaced_since: Option<CoreTime>,
@@ -78,7 +78,7 @@ struct RequestLook<T: TerminationShell> {
     unplaced: BTreeSet<u32>,
     /// The first reason why some may be missing, which does not pass soon.
     trouble: Option<WhyIncomplete>,
-    /// The list of clients leaves nobody out.
+    /// The list of clients leaves no client out.
     is_sure: bool,
 }
 
@@ -157,7 +157,7 @@ impl<T: TerminationShell> Termination<T> {
         self.left.values().map(|one| one.client.clone()).collect()
     }
 
-    /// The answer once nobody has work left.
+    /// The answer once no client has work left.
     fn answer(&self) -> Result<(), TerminationError<T::Owner>> {
         match self.target {
             Target::Process(pid) if !self.has_found_any => Err(TerminationError::NoSuchClient(pid)),
@@ -168,7 +168,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Whether a client's work has been ended: the client still has a connection from that time. A client that has started over
+    /// True if a client's work has been ended: the client still has a connection from that time. A client that has started over
     /// has only new connections, since the old ones are useless. Other users can forge additional connections, but they can't
     /// remove any.
     fn has_ended(&self, shell: &T, found: &MeantClient<T>) -> bool {
@@ -296,7 +296,7 @@ impl<T: TerminationShell> Termination<T> {
         trouble.map_or(Ok(()), |why| Err(TerminationError::Silent { why, left: self.left() }))
     }
 
-    /// Ends the work of one client. Returns the reason why nobody knows of it.
+    /// Ends the work of one client. Returns the reason if the outcome is not known.
     async fn end_one(&mut self, shell: &mut T, one: MeantClient<T>) -> Option<String> {
         let MeantClient { control, gpus, server, pid, mut connections, held, .. } = one;
         let key = (server, pid);
@@ -334,7 +334,7 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // Nobody can tell one connection from another without their numbers.
+        // One connection can't be told from another without their numbers.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None
@@ -374,7 +374,7 @@ fn has_one_gpu(gpus: Option<&[GpuUuid]>) -> bool {
     gpus.is_some_and(|gpus| gpus.len() == 1)
 }
 
-/// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list nobody. Returns the reason why clients
+/// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list no client. Returns the reason why clients
 /// may be missing nevertheless.
 async fn add_clients_of_nvml<T: TerminationShell>(
     shell: &mut T,

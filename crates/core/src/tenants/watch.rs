@@ -32,12 +32,12 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 pub struct SliceBudgets {
     /// The budgets of its slices, by their ordinals.
     pub budgets: Vec<Budget>,
-    /// Whether work ends for overuse. Otherwise it is told alone.
+    /// True if work ends for overuse. Otherwise it is told alone.
     pub terminate: bool,
 }
 
 impl SliceBudgets {
-    /// Whether clients that were right before may be too much now.
+    /// True if clients that were right before may be too much now.
     fn is_stricter_than(&self, before: &Self) -> bool {
         let is_smaller = |(now, before): (&Budget, &Budget)| {
             now.memory_mib < before.memory_mib || now.max_clients < before.max_clients
@@ -81,7 +81,7 @@ pub enum VictimState {
     Ended,
     /// It could not be ended, for this reason. It is left alone for a while.
     Stays(String),
-    /// It may have lost its work: the answer got lost, for this reason. It is tried again, and nobody else of its slice before.
+    /// It may have lost its work: the answer got lost, for this reason. It is tried again, and no other member of its slice before.
     Unknown(String),
 }
 
@@ -96,7 +96,7 @@ pub struct Look<T> {
     pub over: Vec<OverBudget<T>>,
     /// An attempt to end clients of them begins now, and [`BudgetWatch::has_attempted`] follows.
     pub begins_attempt: bool,
-    /// When to look again, although nobody asks.
+    /// When to look again without being asked.
     pub due: Option<CoreTime>,
 }
 
@@ -112,7 +112,7 @@ pub struct OveruseNews {
     /// In which way it is over, in words.
     words: String,
     memory_mib: Option<u64>,
-    /// Why nobody's work is ended, where that is wanted.
+    /// Why no work is ended, where that is wanted.
     spared: Option<String>,
 }
 
@@ -180,12 +180,12 @@ impl AttemptNews {
 #[derive(Debug)]
 struct Attempt {
     at: CoreTime,
-    /// The pause after an attempt that ends nobody.
+    /// The pause after an attempt that ends no client.
     pause: Duration,
     is_under_way: bool,
 }
 
-/// All that is told of one slice.
+/// All messages about one slice.
 #[derive(Debug)]
 struct SliceMessages {
     shown: ShownOveruse,
@@ -204,7 +204,7 @@ impl SliceMessages {
 pub struct BudgetWatch {
     gpu: SliceBudgets,
     spared: Spared,
-    /// By the ordinals of the slices. One that was never over its budget has none.
+    /// By the ordinals of the slices. A slice that was never over its budget has none.
     slices: BTreeMap<u32, SliceMessages>,
     /// By the ordinals of the slices with clients that were ended.
     endings: BTreeMap<u32, Endings>,
@@ -216,7 +216,7 @@ pub struct BudgetWatch {
 }
 
 impl BudgetWatch {
-    /// Whoever the first look finds is spared.
+    /// The clients that the first look finds are spared.
     pub fn new(gpu: SliceBudgets, now: CoreTime) -> Self {
         Self {
             gpu,
@@ -327,7 +327,7 @@ impl BudgetWatch {
         (told.shown.parts(), has_changed)
     }
 
-    /// Whether clients are to be ended now: it is time, and some may go.
+    /// True if clients are to be ended now: it is time, and some may go.
     fn begins_attempt<T>(&mut self, over: &[OverBudget<T>], now: CoreTime) -> bool {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         let begins = can_go && !self.attempt.is_under_way && now >= self.attempt.at;
@@ -335,8 +335,8 @@ impl BudgetWatch {
         begins
     }
 
-    /// An attempt to end clients is over. Returns what is told of it. None: it has failed, and nobody knows who has lost work, so
-    /// whoever is there is spared.
+    /// An attempt to end clients is over. Returns its messages. None: it has failed, and the clients that have lost work are
+    /// not known, so all present clients are spared.
     pub fn has_attempted(&mut self, victims: Option<Vec<Victim>>, now: CoreTime) -> Vec<AttemptNews> {
         if victims.is_none() {
             self.spared.spare_all();
@@ -416,7 +416,7 @@ mod tests {
         look.news.iter().map(|news| news.text("slice 1", "them")).collect()
     }
 
-    /// A watch that has looked once, and found nobody.
+    /// A watch that has looked once, and found no client.
     fn watch(gpu: SliceBudgets) -> BudgetWatch {
         let mut watch = BudgetWatch::new(gpu, CoreTime::ZERO);
         assert_eq!(look(&mut watch, &[], CoreTime::ZERO).due, None);

@@ -37,11 +37,11 @@ pub struct GpuProcess {
     pub pid: u32,
     /// The GPU memory that it holds, in MiB. None if the driver does not report it.
     pub memory_mib: Option<u64>,
-    /// Whether it is a client of an MPS server. A server itself is not.
+    /// True if it is a client of an MPS server. A server itself is not.
     pub via_mps: bool,
 }
 
-/// Whether a control daemon shares its GPUs.
+/// The terms on which a control daemon has its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tenure {
     /// No other control daemon of ours has them. In the compute mode `EXCLUSIVE_PROCESS` no other server gets in.
@@ -51,7 +51,7 @@ pub enum Tenure {
 }
 
 impl Tenure {
-    /// Whether a control daemon that has a GPU so keeps it from one that would have it so.
+    /// True if a control daemon of this tenure keeps its GPU from a control daemon of the other.
     pub fn keeps_from(self, other: Self) -> bool {
         self == Self::Alone || other == Self::Alone
     }

@@ -56,7 +56,7 @@ pub struct SliceId {
     pub ordinal: u32,
 }
 
-/// Whether the service gives things in the configured directories this name: the directory of a control daemon of one GPU, of
+/// True if the service gives things in the configured directories this name: the directory of a control daemon of one GPU, of
 /// one slice, or of the directories of slices.
 pub fn is_of_service(name: &str) -> bool {
     name.starts_with("GPU-") || name == DIRECTORIES || SliceId::with_directory_name(name).is_some()

@@ -48,7 +48,7 @@ impl PciAddress {
         }
     }
 
-    /// Whether an address is written without its domain, such as `00:06.0`.
+    /// True if an address is written without its domain, such as `00:06.0`.
     pub fn is_short(text: &str) -> bool {
         text.matches(':').count() == 1
     }

@@ -43,7 +43,7 @@ pub struct ServedGpu {
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
     pub capacity: u32,
-    /// Whether NVML tells the clients of this control daemon. If not, only the control daemon knows them.
+    /// True if NVML tells the clients of this control daemon. If not, only the control daemon knows them.
     pub clients_listed: bool,
 }
 

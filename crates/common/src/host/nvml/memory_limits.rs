@@ -52,7 +52,7 @@ impl Driver {
         })
     }
 
-    /// The memory in a control group that does not count, in words, also if nobody knows it. Without the controller dmem the
+    /// The memory in a control group that does not count, in words, also if it is not known. Without the controller dmem the
     /// driver counts no memory from before the limit.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {

@@ -45,7 +45,7 @@ const MIB: u64 = 1 << 20;
 /// The number of tries for a list of processes that grows while it is copied.
 const TRIES: u32 = 5;
 
-/// The length of one wait for a critical error. Nobody waits for its end.
+/// The length of one wait for a critical error. No other task waits for its end.
 const XID_WAIT_MS: u32 = 60_000;
 
 /// The loaded library. It stays valid while processes and compute modes change. A driver that is reloaded needs a new
@@ -121,7 +121,7 @@ impl Driver {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
 
-    /// Whether the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
+    /// True if the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
     pub fn persistence_mode(&self, uuid: &str) -> Result<bool, Problem> {
         read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
@@ -151,7 +151,7 @@ impl Driver {
     /// The PIDs of the MPS clients on the GPU with this UUID.
     ///
     /// # Errors
-    /// Nobody lists them, as before Volta: then an empty list would say nothing.
+    /// They are not listed, as before Volta: then an empty list would say nothing.
     pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, Problem> {
         let unlisted = || format!("NVML does not list the clients of GPU {uuid}").into();
         self.contexts(uuid)?.clients().ok_or_else(unlisted)
@@ -265,7 +265,7 @@ fn is_gone(error: &NvmlError) -> bool {
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
     let compute = list(device, ProcessList::Compute, process_record)?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    // A list without anybody would say that nobody is there.
+    // An empty list would say that there are no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }
