@@ -31,6 +31,12 @@ impl Mps {
             Meaning::ServerExited { .. } => register.all_left(&DAEMON),
             _ => {}
         }
+        if let Meaning::ClientAdmitted(pid) = meaning
+            && register.get(*pid).is_none()
+        {
+            // It had ended when the line of its coming was read: nothing tells it from a process that had its PID before.
+            self.reader.clients.seen.retain(|process, _| process.pid != *pid);
+        }
     }
 
     /// The service looks at the clients that it does not know. It knows clients from the list too.

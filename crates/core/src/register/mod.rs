@@ -50,6 +50,8 @@ struct RegisteredClient {
     answered: Option<CoreTime>,
     /// Some look has found out everything.
     is_found: bool,
+    /// A line of the log has named it. The next line of a client that comes with this PID is another client's, then.
+    is_logged: bool,
 }
 
 impl RegisteredClient {
@@ -61,6 +63,7 @@ impl RegisteredClient {
             may_have_changed: false,
             answered: None,
             is_found: false,
+            is_logged: false,
         }
     }
 
@@ -81,7 +84,8 @@ pub struct Register {
 
 impl Register {
     /// A client has come to a control daemon. `running` is the process that has its PID now, if there is one. Without one it is the
-    /// client that is at work there under this PID; if there is none, the client is not known.
+    /// client that is at work there under this PID, or the client that a look has found before its line was read; if there is none,
+    /// the client is not known.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let at_work = self.at_work.entry(daemon.clone()).or_default();
         if at_work.len() >= MOST {
@@ -91,15 +95,23 @@ impl Register {
         let is_at_work = !at_work.insert(pid);
         match running {
             Some(process) => self.want([process], now),
-            None if is_at_work => {}
+            None if is_at_work || self.clients.get(&pid).is_some_and(|entry| !entry.is_logged) => {}
             None => _ = self.clients.remove(&pid),
         }
+        self.is_logged(pid);
     }
 
     /// A client has left a control daemon. It stays known: its end may not have been told.
     pub fn left(&mut self, daemon: &DaemonId, pid: u32) {
         if let Some(at_work) = self.at_work.get_mut(daemon) {
             at_work.remove(&pid);
+        }
+        self.is_logged(pid);
+    }
+
+    fn is_logged(&mut self, pid: u32) {
+        if let Some(entry) = self.clients.get_mut(&pid) {
+            entry.is_logged = true;
         }
     }
 
@@ -108,6 +120,7 @@ impl Register {
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         self.left(daemon, pid);
         self.want(running, now);
+        self.is_logged(pid);
     }
 
     /// A server of a control daemon, or the control daemon itself, has ended with its clients.
@@ -311,6 +324,15 @@ mod tests {
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         register.all_left(&DaemonId::Shared);
         assert_eq!(register.at_work(&DaemonId::Shared), [] as [u32; 0]);
+        // A look has found the client before its line was read.
+        register.want([process(8, 1)], NOW);
+        register.begin_look();
+        _ = register.answer(process(8, 1), Some(client(process(8, 1), "bob", None)), NOW);
+        register.came(&DaemonId::Shared, 8, None, NOW);
+        assert!(register.describe(8).contains("bob"));
+        register.left(&DaemonId::Shared, 8);
+        register.came(&DaemonId::Shared, 8, None, NOW);
+        assert_eq!(register.describe(8), "PID 8 of an unknown user");
     }
 
     #[test]
