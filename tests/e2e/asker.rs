@@ -22,21 +22,22 @@ pub(crate) fn run() -> ExitCode {
     ExitCode::SUCCESS
 }
 
+/// The scope, or the reason in words.
+async fn scope(id: &str, pid: u32) -> Result<String, String> {
+    move_to_scope(id, pid).await.map_err(|error| error.to_string())
+}
+
 async fn ask() {
     let mut stop = signal(SignalKind::terminate()).unwrap();
     if !runs_us() {
-        println!(
-            "not a service: {:?}, {:?}",
-            why_stopping().await,
-            move_to_scope("x", std::process::id()).await
-        );
+        println!("not a service: {:?}, {:?}", why_stopping().await, scope("x", std::process::id()).await);
         return;
     }
     if let Ok(id) = std::fs::read_to_string("/run/asker") {
         let mut shell = Command::new("sh");
         shell.args(["-c", HELD]).stdin(Stdio::null()).stderr(Stdio::null());
         let pid = shell.spawn().unwrap().id();
-        println!("scope of {pid}: {:?}", move_to_scope(id.trim(), pid).await);
+        println!("scope of {pid}: {:?}", scope(id.trim(), pid).await);
     }
     let _ = sd_notify::notify(&[NotifyState::Ready]);
     stop.recv().await;

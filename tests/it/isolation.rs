@@ -440,7 +440,7 @@ fn limits_changed_by_others_are_set_back_in_their_slice() {
         (percentage == "100.0\n" && memory == "35G\n").then_some(())
     });
     let told = |line: &&str| line.contains("changed by others");
-    let of_slice = |line: &str| line.contains("mps_control=\"00:06.0-2\"");
+    let of_slice = |line: &str| line.contains("mps_control=00:06.0-2");
     wait_for("words about it", || host.log().lines().any(|line| told(&line)).then_some(()));
     assert!(host.log().lines().filter(told).all(of_slice), "{}", host.log());
     host.wait_for_state("ready");

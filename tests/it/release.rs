@@ -64,8 +64,7 @@ fn terminate_by_pid_and_by_device() {
         let victim = scene.victim();
         let pid = victim.id().to_string();
         let said = succeeded(&scene.host.mpsctl(&["terminate", &pid]));
-        // Its environment is not read for this.
-        let ended = describe(&[(victim.id(), &user, "")]);
+        let ended = describe(&[(victim.id(), &user, SLICE)]);
         assert_eq!(said, format!("Process {pid} uses no GPU any more.\nEnded the GPU work of {ended}.\n"));
         let events = scene.host.json(&["events"]).unwrap();
         let event = events.as_array().unwrap().last().unwrap();
@@ -119,7 +118,7 @@ fn terminate_by_container() {
         other.take(scene.bystander.id(), "init");
         let id = container.id.as_str();
         let said = succeeded(&scene.host.mpsctl(&["terminate", "--container", &id[..12]]));
-        let inside = format!(", container {}", &id[..12]);
+        let inside = format!("{SLICE}, container {}", &id[..12]);
         let both = describe(&[(shallow.id(), &user, &inside), (deep.id(), &user, &inside)]);
         let expected = format!("No process in container {} uses a GPU any more.\n", &id[..12]);
         assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));

@@ -435,7 +435,7 @@ mod tests {
         let text = String::from_utf8(out).unwrap();
         assert!(text.starts_with("Waiting for 2 clients:\nPID  USER"), "{text}");
         assert!(text.contains("\u{1b}[5A\u{1b}[JWaiting for 1 client:\n"), "{text:?}");
-        assert!(text.contains("\nNobody knows whether 2 uses a drained slice"), "{text:?}");
+        assert!(text.contains("\nThe slice of 2 is not known and may be a drained one"), "{text:?}");
         assert!(text.ends_with("\u{1b}[4A\u{1b}[J"), "{text:?}");
     }
 }
