@@ -58,6 +58,7 @@ mod packaging;
 mod pods;
 mod probe;
 mod real_control_daemons;
+mod register;
 mod release;
 mod reload;
 mod screens;
