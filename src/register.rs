@@ -210,6 +210,12 @@ impl Clients {
         client.cloned().unwrap_or_else(|| KnownClient::only(process))
     }
 
+    /// All that is known of the client that had this PID last. Its process may have ended.
+    pub(crate) fn last_with(&self, pid: u32) -> KnownClient {
+        let client = self.known().register.get(pid).cloned();
+        client.unwrap_or_else(|| KnownClient::only(ProcessId { pid, start_time: 0 }))
+    }
+
     /// Returns whether everything was found out about a process.
     pub(crate) fn has_found(&self, process: ProcessId) -> bool {
         self.known().register.has_found(process)
@@ -348,7 +354,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_asks_together_shares_a_look() {
+    async fn those_who_ask_together_share_a_look() {
         let clients = Clients::new();
         let own = std::process::id();
         let parent = std::os::unix::process::parent_id();

@@ -9,7 +9,7 @@ use mps_core::tenants::{
     EnclosingContainer, KnownSlices, Reception, RequestNews, Target, Termination, TerminationError,
     TerminationShell,
 };
-use mps_core::terms::{DeviceName, ProcessId, SliceId};
+use mps_core::terms::{DeviceName, SliceId};
 
 use super::ending::{ClientsDaemon, EndingShell};
 use crate::register::Clients;
@@ -144,11 +144,11 @@ impl TerminationShell for EndingShell<Processes> {
     }
 
     async fn owner(&mut self, pid: u32, _: Option<Vec<SliceId>>) -> KnownClient {
-        let Ok(process) = identity::read(pid) else {
-            return KnownClient::only(ProcessId { pid, start_time: 0 });
-        };
-        self.processes.clients.look_up(&[process]).await;
-        self.processes.clients.get(process)
+        let clients = &self.processes.clients;
+        if let Ok(process) = identity::read(pid) {
+            clients.look_up(&[process]).await;
+        }
+        clients.last_with(pid)
     }
 
     async fn program(&mut self, pid: u32) -> String {

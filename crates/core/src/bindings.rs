@@ -50,7 +50,7 @@ pub enum GroupUse {
     PodGoesOn,
     /// Neither it nor any control group below it has a process.
     Empty,
-    /// It has processes, or that can't be told.
+    /// It has processes, or the kernel does not say.
     Used,
 }
 

@@ -134,7 +134,7 @@ pub enum RunUse {
     Idle,
     /// No client, and programs without MPS keep its server out: without it the next of them would slip in too.
     KeptOut,
-    /// It has clients, or they are not known.
+    /// It has clients, or the service can't find out.
     Clients,
 }
 

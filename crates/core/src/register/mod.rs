@@ -50,7 +50,7 @@ struct RegisteredClient {
     answered: Option<CoreTime>,
     /// Some look has found out everything.
     is_found: bool,
-    /// A line of the log has named it. The next line of a client that comes with this PID is another client's, then.
+    /// A line of the log has named it. From then on, a client that comes with this PID is another client.
     is_logged: bool,
 }
 
@@ -98,7 +98,7 @@ impl Register {
             None if is_at_work || self.clients.get(&pid).is_some_and(|entry| !entry.is_logged) => {}
             None => _ = self.clients.remove(&pid),
         }
-        self.is_logged(pid);
+        self.note_line_of(pid);
     }
 
     /// A client has left a control daemon. It stays known: its end may not have been told.
@@ -106,10 +106,10 @@ impl Register {
         if let Some(at_work) = self.at_work.get_mut(daemon) {
             at_work.remove(&pid);
         }
-        self.is_logged(pid);
+        self.note_line_of(pid);
     }
 
-    fn is_logged(&mut self, pid: u32) {
+    fn note_line_of(&mut self, pid: u32) {
         if let Some(entry) = self.clients.get_mut(&pid) {
             entry.is_logged = true;
         }
@@ -120,7 +120,7 @@ impl Register {
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         self.left(daemon, pid);
         self.want(running, now);
-        self.is_logged(pid);
+        self.note_line_of(pid);
     }
 
     /// A server of a control daemon, or the control daemon itself, has ended with its clients.
