@@ -14,7 +14,7 @@
 //!                                          |
 //!    state file <-> supervisor: compute mode, start, limits, health, stop   (one per control daemon)
 //!                                          |
-//!              publish::compose -> publish::Snapshot (plain data, a generation number)
+//!              compose -> common::published::Snapshot (plain data, a generation number)
 //!                                          |
 //!                      D-Bus objects and signals, the unit's status line, CDI spec
 //! ```

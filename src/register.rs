@@ -107,7 +107,7 @@ impl Clients {
         if known.slices != slices {
             known.slices = slices;
             known.register.look_again();
-            self.ring(&known);
+            self.wake(&known);
         }
     }
 
@@ -124,13 +124,13 @@ impl Clients {
                 let running = identity::read(*pid).ok();
                 let mut known = self.known();
                 known.register.came(daemon, *pid, running, now);
-                self.ring(&known);
+                self.wake(&known);
             }
             Meaning::TornDown { client, .. } => {
                 let running = identity::read(*client).ok();
                 let mut known = self.known();
                 known.register.hit(daemon, *client, running, now);
-                self.ring(&known);
+                self.wake(&known);
             }
             Meaning::ClientLeft(pid) => self.known().register.left(daemon, *pid),
             Meaning::ServerExited { .. } => self.known().register.all_left(daemon),
@@ -158,13 +158,13 @@ impl Clients {
         let mut known = self.known();
         let all = known.register.processes();
         known.register.want_anew(all);
-        self.ring(&known);
+        self.wake(&known);
     }
 
     fn want_all(&self, processes: &[ProcessId]) {
         let mut known = self.known();
         known.register.want(processes.iter().copied(), self.0.begun.elapsed());
-        self.ring(&known);
+        self.wake(&known);
     }
 
     /// Looks at these processes unless they are known, and returns what is known of those that run.
@@ -182,7 +182,7 @@ impl Clients {
         {
             let mut known = self.known();
             known.register.want_anew(processes.iter().copied());
-            self.ring(&known);
+            self.wake(&known);
         }
         self.looked_at(&processes).await
     }
@@ -231,7 +231,7 @@ impl Clients {
     }
 
     /// Has the next look begun if there is something to look at.
-    fn ring(&self, known: &LookedAt) {
+    fn wake(&self, known: &LookedAt) {
         if known.register.wants_look() {
             self.0.looks.send_modify(|looks| looks.is_wanted = true);
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::{Daemon, Ending};
-use crate::tenants::limit_keeper::{LimitGoals, LimitKeeper};
+use crate::tenants::kernel_limit_keeper::{KernelLimitKeeper, LimitGoals};
 use common::bindings::SliceBindings;
 use common::config::MemoryLimit;
 use common::plan::Plan;
@@ -73,7 +73,7 @@ fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
 pub(super) fn kernel_limits(
     plan: &Plan,
     bindings: &SliceBindings,
-    keeper: &LimitKeeper,
+    keeper: &KernelLimitKeeper,
 ) -> BTreeMap<SliceId, Result<(), String>> {
     let outcomes = keeper.outcomes();
     if outcomes.values().all(|outcome| *outcome == LimitOutcome::NotOffered) {

@@ -29,17 +29,17 @@ use tokio::time::{Instant, sleep_until};
 
 use crate::compose::{self, Parts};
 use crate::dbus::{Request, presence};
-use crate::mps::changes::FileChanges;
 use crate::mps::control::FrontEnds;
+use crate::mps::file_changes::FileChanges;
 use crate::register::Clients;
-use crate::supervisor::bells::Bells;
 use crate::supervisor::bypass::ToldBypasses;
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::supervisor::runtime_directory::RuntimeDirectory;
 use crate::supervisor::state_file::{SharedStateFile, StateFile};
+use crate::supervisor::wake_ups::GpuWakeUps;
 use crate::supervisor::{self, BusSignal, Tools};
 use crate::tenants::budgets::{Budgets, LoopEvent};
-use crate::tenants::limit_keeper::LimitKeeper;
+use crate::tenants::kernel_limit_keeper::KernelLimitKeeper;
 use cdi_spec::CdiSpec;
 use common::config::{Settings, Sources};
 use common::host::inventory::Inventory;
@@ -120,17 +120,17 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     }
     let (events, happened) = mpsc::channel(FAULTS);
     let (driver, driver_seen) = watch::channel(None);
-    let compute_modes = ComputeModes::new(driver_seen, state_file.clone());
-    let tools = tools(compute_modes, state_file.clone(), Arc::clone(&changed), signals_of_bus.clone());
+    let nvml = NvmlWorker::new(driver_seen, state_file.clone());
+    let tools = tools(nvml, state_file.clone(), Arc::clone(&changed), signals_of_bus.clone());
     let mut daemon = Daemon {
         look: HostLook::new(options.sources.sysroot.clone(), driver, events.clone()),
         options,
         level,
         settings: loaded.settings,
         plan: Err("no look at the GPUs yet".to_owned()),
-        requests: Requests::new(&tools.compute_modes, tools.clients.clone()),
+        requests: Requests::new(&tools.nvml, tools.clients.clone()),
         budgets: Budgets::new(&tools, events.clone()),
-        limit_keeper: LimitKeeper::new(tools.compute_modes.clone(), Arc::clone(&changed), events),
+        limit_keeper: KernelLimitKeeper::new(tools.nvml.clone(), Arc::clone(&changed), events),
         signals: signals_of_bus,
         next_look_at_groups: None,
         fleet: Fleet::new(tools),
@@ -157,26 +157,15 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
 
 /// The tools of all supervisors.
 fn tools(
-    compute_modes: ComputeModes,
+    nvml: NvmlWorker,
     state_file: SharedStateFile,
     changed: Arc<Notify>,
     signals: mpsc::Sender<BusSignal>,
 ) -> Tools {
     let front_ends = FrontEnds::new(supervisor::PROGRAM.into());
-    let (bells, changes, begun) = (Bells::default(), FileChanges::default(), Instant::now());
+    let (wake_ups, changes, begun) = (GpuWakeUps::default(), FileChanges::default(), Instant::now());
     let (told_bypasses, clients) = (ToldBypasses::default(), Clients::new());
-    Tools {
-        front_ends,
-        compute_modes,
-        state_file,
-        changed,
-        signals,
-        told_bypasses,
-        bells,
-        clients,
-        changes,
-        begun,
-    }
+    Tools { front_ends, nvml, state_file, changed, signals, told_bypasses, wake_ups, clients, changes, begun }
 }
 
 /// The way in which the service ends.
@@ -200,7 +189,7 @@ struct Daemon {
     fleet: Fleet,
     requests: Requests,
     budgets: Budgets,
-    limit_keeper: LimitKeeper,
+    limit_keeper: KernelLimitKeeper,
     /// Takes every signal for the bus.
     signals: mpsc::Sender<BusSignal>,
     cdi_spec: CdiSpec,

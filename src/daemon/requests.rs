@@ -13,7 +13,7 @@ use super::fleet::Fleet;
 use super::{Daemon, bindings, reload};
 use crate::dbus::{Reply, Request};
 use crate::register::Clients;
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::tenants::clients::{self, ServingDaemon};
 use crate::tenants::describe::describe;
 use crate::tenants::terminate::{self, Processes};
@@ -43,7 +43,7 @@ pub(super) struct Requests {
     clients: Clients,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
-    nvml: ComputeModes,
+    nvml: NvmlWorker,
     /// The requests that are carried out beside the loop, and are answered behind the next Snapshot.
     pub(super) beside: JoinSet<Finished>,
 }
@@ -58,11 +58,11 @@ pub(super) struct Finished {
 }
 
 impl Requests {
-    pub(super) fn new(compute_modes: &ComputeModes, clients: Clients) -> Self {
+    pub(super) fn new(nvml: &NvmlWorker, clients: Clients) -> Self {
         let (listings, asked) = mpsc::channel(LISTINGS);
-        tokio::spawn(list_clients(asked, clients.clone(), compute_modes.clone()));
+        tokio::spawn(list_clients(asked, clients.clone(), nvml.clone()));
         let kernel = Blocking::new(TERMINATIONS);
-        Self { listings, clients, kernel, nvml: compute_modes.clone(), beside: JoinSet::new() }
+        Self { listings, clients, kernel, nvml: nvml.clone(), beside: JoinSet::new() }
     }
 
     fn list_clients(&self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
@@ -225,7 +225,7 @@ type Listing = (Vec<ServingDaemon>, Reply<Vec<ClientView>>);
 
 /// Lists the clients for all callers that have asked since the last list was begun: many may ask all the time, and the
 /// supervisors must not wait behind all these questions at the control daemons.
-async fn list_clients(mut asked: mpsc::Receiver<Listing>, clients: Clients, nvml: ComputeModes) {
+async fn list_clients(mut asked: mpsc::Receiver<Listing>, clients: Clients, nvml: NvmlWorker) {
     let mut waiting: Vec<Listing> = Vec::new();
     while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
         let Some((serving, _)) = waiting.last() else { continue };

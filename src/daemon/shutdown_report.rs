@@ -7,7 +7,7 @@ use tokio::time::timeout;
 use super::Daemon;
 use crate::message::{Message, Subject};
 use crate::register::Clients;
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::tenants::clients::{self, ServingDaemon};
 use crate::tenants::describe::describe as describe_clients;
 use common::published::client::ClientView;
@@ -28,7 +28,7 @@ impl Daemon {
             tracing::warn!("{continued}");
             self.events.push(Event::now(continued));
         }
-        let (clients, unknown) = list(doomed, self.fleet.clients(), self.fleet.compute_modes()).await;
+        let (clients, unknown) = list(doomed, self.fleet.clients(), self.fleet.nvml()).await;
         let Some(shutdown_report) = describe(cause, &clients, &unknown) else { return };
         Message::ClientsEnd.log(Subject::default(), &shutdown_report);
         self.events.push(Message::ClientsEnd.event(shutdown_report.clone()));
@@ -42,7 +42,7 @@ impl Daemon {
 async fn list(
     doomed: Vec<Doomed>,
     known: &Clients,
-    nvml: &ComputeModes,
+    nvml: &NvmlWorker,
 ) -> (Vec<ClientView>, Vec<(String, String)>) {
     let ask = |(id, serving): Doomed| {
         let (known, nvml) = (known.clone(), nvml.clone());

@@ -16,7 +16,7 @@ use super::slices::SliceDesk;
 use common::bus::error::RequestError;
 use common::bus::rows::{Client, ControlDaemon, Device, Dict, Event, Gpu, Row, Service};
 use common::published::container::{ContainerConfig, ContainerError};
-use common::published::one_slice;
+use common::published::slices_of_one_gpu;
 use common::published::snapshot::{Named, Snapshot};
 use common::text::clean;
 
@@ -64,9 +64,9 @@ impl Manager {
     /// Warns of slices of one GPU that are given together, once for each GPU: a caller may ask as often as it likes.
     fn warn_of_several(&self, config: &ContainerConfig) {
         let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
-        for (gpu, slices) in one_slice::given_several(config.devices()) {
+        for (gpu, slices) in slices_of_one_gpu::given_several(config.devices()) {
             if told.insert(gpu.to_owned()) {
-                let words = one_slice::describe(&slices);
+                let words = slices_of_one_gpu::describe(&slices);
                 tracing::warn!(
                     "a container was given several slices of a GPU: {words}; logged once for each GPU"
                 );

@@ -4,11 +4,11 @@
 //! each setting by reading it back, and it learns from the log which limits a server really applies.
 
 mod cgroup_freezer;
-pub(crate) mod changes;
 pub(crate) mod control;
-mod hold;
+pub(crate) mod file_changes;
 pub(crate) mod launch;
-pub(crate) mod links;
+pub(crate) mod links_on_disk;
 pub(crate) mod log;
 pub(crate) mod process;
+mod process_handle;
 pub(crate) mod waiting;

@@ -16,21 +16,21 @@ use tokio::process::Child;
 
 use super::cgroup_freezer::{self, Thawed};
 use super::control::{Control, ControlError};
-use super::hold::{Hold, unless_gone};
+use super::process_handle::{ProcessHandle, unless_gone};
 use common::host::proc;
 use common::host::readable::Readable;
 
 /// A held process: a signal can't hit another process that got its PID.
 #[derive(Debug)]
 pub(crate) struct Process {
-    hold: Hold<Readable>,
+    handle: ProcessHandle<Readable>,
     /// Present if the process is our child. It gives the exit status.
     child: Option<Child>,
 }
 
 impl Process {
     pub(super) fn hold(pid: u32, child: Option<Child>) -> io::Result<Self> {
-        Ok(Self { hold: Hold::open(pid)?.watched()?, child })
+        Ok(Self { handle: ProcessHandle::open(pid)?.watched()?, child })
     }
 
     /// Holds a process that is not our child. None if it has ended.
@@ -54,7 +54,7 @@ impl Process {
     }
 
     pub(crate) fn identity(&self) -> ProcessId {
-        self.hold.identity()
+        self.handle.identity()
     }
 
     /// Waits until the process has ended, and returns its exit status. None for a process that is not our child.
@@ -63,7 +63,7 @@ impl Process {
             // If the kernel has no pidfds, the process stays a zombie until this call.
             Some(child) => child.wait().await.ok(),
             None => {
-                self.hold.ended().await;
+                self.handle.ended().await;
                 None
             }
         }
@@ -80,7 +80,7 @@ impl Process {
 
     /// Sends the process a signal. It is no error if the process has already ended.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
-        self.hold.signal(signal)
+        self.handle.signal(signal)
     }
 }
 
@@ -230,12 +230,12 @@ pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end:
 /// A hold on a process that the service did not start. While the process lives, no other process has its PID. So what
 /// was read below /proc/PID is about this process if [`Held::alive`] is true afterwards.
 #[derive(Debug, Clone)]
-pub(crate) struct Held(Arc<Hold<OwnedFd>>);
+pub(crate) struct Held(Arc<ProcessHandle<OwnedFd>>);
 
 impl Held {
     /// Holds the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
-        Ok(unless_gone(Hold::open(pid))?.map(|hold| Self(Arc::new(hold))))
+        Ok(unless_gone(ProcessHandle::open(pid))?.map(|hold| Self(Arc::new(hold))))
     }
 
     /// Continues the process if SIGSTOP or a control group stops it.

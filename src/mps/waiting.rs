@@ -16,7 +16,7 @@ use rustix::net::{
 use common::directories::BadDirectory;
 use common::problem::Problem;
 
-use super::links::{Socket, WAITING, remove_waiting};
+use super::links_on_disk::{Socket, WAITING, remove_waiting};
 
 /// The most programs that wait. The kernel has the next ones wait for their connection.
 const PROGRAMS: i32 = 4096;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use mps_core::links::{Bad, Directories, Linked, Links, MissingLinks, SocketId, WantedLinks, Way};
 use tokio::sync::Notify;
 
-use crate::mps::links::{self, SliceDirectories, Socket, close_pipe};
+use crate::mps::links_on_disk::{self, SliceDirectories, Socket, close_pipe};
 use crate::mps::waiting::WaitingSocket;
 use common::plan::ControlDaemonPlan;
 
@@ -306,7 +306,7 @@ impl Directories<PathBuf> for FileDirectories {
 
     fn keep_pipe(&mut self, pipe: &PathBuf) {
         if let Some(running) = &self.running {
-            links::keep_pipe(pipe, &running.log_directory);
+            links_on_disk::keep_pipe(pipe, &running.log_directory);
         }
     }
 
@@ -317,7 +317,7 @@ impl Directories<PathBuf> for FileDirectories {
     }
 
     fn release(&mut self, pipe: &PathBuf, slices_in: Option<&PathBuf>, names: &BTreeSet<String>) {
-        links::release(pipe, slices_in.map(PathBuf::as_path), names);
+        links_on_disk::release(pipe, slices_in.map(PathBuf::as_path), names);
     }
 
     fn shown(&self, pipe: &PathBuf, slice: Option<&str>) -> String {

@@ -8,19 +8,19 @@
 //! takes one over. Serving is decided in the core too (`crates/core/src/serve`); `shell` carries out all that it asks for.
 
 pub(crate) mod admission;
-pub(crate) mod bells;
 pub(crate) mod bypass;
-pub(crate) mod compute_modes;
-mod gpus;
-mod handle;
-mod links;
-mod run;
+mod daemon_run;
+mod gpu_shell;
+mod link_upkeep;
+pub(crate) mod nvml_worker;
 pub(crate) mod runtime_directory;
 mod shell;
 mod start;
 pub(crate) mod state_file;
 mod status;
 mod stop;
+mod supervisor_handle;
+pub(crate) mod wake_ups;
 
 pub(crate) use common::directories::give_up_private_directory;
 use std::collections::{BTreeMap, BTreeSet};
@@ -35,13 +35,13 @@ use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-use crate::mps::changes::FileChanges;
 use crate::mps::control::{Control, ControlError, FrontEnds};
+use crate::mps::file_changes::FileChanges;
 use crate::register::Clients;
-use crate::supervisor::bells::Bells;
 use crate::supervisor::bypass::ToldBypasses;
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::supervisor::state_file::SharedStateFile;
+use crate::supervisor::wake_ups::GpuWakeUps;
 use common::config::Supervision;
 use common::host::cpus::Cpus;
 use common::plan::ControlDaemonPlan;
@@ -50,11 +50,11 @@ use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
 use admission::SharedAdmission;
-pub(crate) use handle::Supervisor;
-use run::Run;
+use daemon_run::DaemonRun;
 use shell::RunShell;
 pub(crate) use status::{GpuStatus, Status};
 use status::{PlannedWait, Reporter};
+pub(crate) use supervisor_handle::SupervisorHandle;
 
 /// The program, as every driver package installs it.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
@@ -97,7 +97,7 @@ pub(crate) struct Tools {
     /// Asks control daemons.
     pub front_ends: FrontEnds,
     /// Sets and restores compute modes.
-    pub compute_modes: ComputeModes,
+    pub nvml: NvmlWorker,
     /// Remembers what was started.
     pub state_file: SharedStateFile,
     /// Notified whenever a status changes.
@@ -107,7 +107,7 @@ pub(crate) struct Tools {
     /// Who was told of as a bypass.
     pub told_bypasses: ToldBypasses,
     /// Ring for the clients of a GPU.
-    pub bells: Bells,
+    pub wake_ups: GpuWakeUps,
     /// Know the clients.
     pub clients: Clients,
     /// Tells of changes of files.
@@ -218,7 +218,7 @@ struct Machine {
     worker: Worker,
     reach: GpuReach,
     /// The control daemon that runs, and all that decisions about it go by.
-    run: Option<(Run, Known)>,
+    run: Option<(DaemonRun, Known)>,
     /// The last failure, until it is shown.
     failing: Option<Failing>,
 }
@@ -276,7 +276,7 @@ impl Machine {
 
     /// Shows the directories of the control daemon that runs: the order may have others.
     fn show_places(&self) {
-        let Some((Run { running, .. }, _)) = &self.run else { return };
+        let Some((DaemonRun { running, .. }, _)) = &self.run else { return };
         let cpus = Cpus::allowed_for(running.process.pid).map(Cpus::describe);
         self.worker.reporter.update(|status| {
             status.view.pipe_directory.clone_from(&running.pipe_directory);
@@ -296,7 +296,7 @@ impl Machine {
     }
 
     /// From now on, this one runs.
-    fn hold(&mut self, run: Run) -> Serving<'_, RunShell<'_>> {
+    fn hold(&mut self, run: DaemonRun) -> Serving<'_, RunShell<'_>> {
         let known = self.worker.knows_of(&run, false);
         let (run, known) = self.run.insert((run, known));
         self.worker.serving(run, known, &mut self.reach, None)
@@ -306,7 +306,7 @@ impl Machine {
 impl Worker {
     fn serving<'m>(
         &'m mut self,
-        run: &'m mut Run,
+        run: &'m mut DaemonRun,
         known: &'m mut Known,
         reach: &'m mut GpuReach,
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
@@ -316,7 +316,7 @@ impl Worker {
     }
 
     /// All that is known of a control daemon that has just come.
-    fn knows_of(&self, run: &Run, has_just_started: bool) -> Known {
+    fn knows_of(&self, run: &DaemonRun, has_just_started: bool) -> Known {
         let Running { gpus, multiuser, .. } = &run.running;
         Known::new(gpus.clone(), *multiuser, has_just_started, self.tools.begun.elapsed())
     }

@@ -24,7 +24,7 @@ use common::plan::Present;
 use common::problem::Problem;
 
 use super::bypass;
-use super::run::{Happening, Run};
+use super::daemon_run::{DaemonRun, Happening};
 use super::{SupervisorCommand, Worker};
 
 /// The user of a server that is started ahead of its first client.
@@ -34,7 +34,7 @@ const ROOT: u32 = 0;
 #[derive(Debug)]
 pub(super) struct RunShell<'m> {
     pub(super) worker: &'m mut Worker,
-    pub(super) run: &'m mut Run,
+    pub(super) run: &'m mut DaemonRun,
     /// None where no request is taken.
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
     /// Takes the answer to the last request that has one.
@@ -246,7 +246,7 @@ impl Shell for RunShell<'_> {
     }
 
     async fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> ClientsOnGpus {
-        let clients = self.worker.tools.compute_modes.mps_clients(&self.run.running.gpus).await;
+        let clients = self.worker.tools.nvml.mps_clients(&self.run.running.gpus).await;
         if self.worker.order.plan.tenure() == Tenure::Alone {
             return clients;
         }
@@ -262,7 +262,7 @@ impl Shell for RunShell<'_> {
 
     async fn holders(&mut self, servers: &[u32]) -> String {
         let mut holders = Vec::new();
-        for (uuid, there) in self.worker.tools.compute_modes.all_processes(&self.run.running.gpus).await {
+        for (uuid, there) in self.worker.tools.nvml.all_processes(&self.run.running.gpus).await {
             let mut there = there.unwrap_or_default();
             there.retain(|process| !process.via_mps);
             holders.extend(bypass::find(&uuid, &there, servers, &[].into()));
@@ -427,7 +427,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn client_came(&mut self, _: u32) {
-        self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.came);
+        self.worker.tools.wake_ups.wake(&self.run.running.gpus, |wake_ups| &wake_ups.came);
     }
 
     fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
@@ -435,7 +435,7 @@ impl Shell for RunShell<'_> {
     }
 
     fn checked_in_use(&mut self) {
-        self.worker.tools.bells.ring(&self.run.running.gpus, |bell| &bell.checked);
+        self.worker.tools.wake_ups.wake(&self.run.running.gpus, |wake_ups| &wake_ups.checked);
     }
 
     fn watch_server(&mut self, server: u32) {

@@ -18,7 +18,7 @@ use common::problem::Problem;
 use common::published::control_daemon::ControlDaemonState;
 use common::state_file::Running;
 
-use super::run::Run;
+use super::daemon_run::DaemonRun;
 use super::{Machine, PROGRAM, Worker};
 
 impl Machine {
@@ -57,7 +57,7 @@ impl Machine {
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
-        let run = Run::new(process, running, control, log, quiet_until);
+        let run = DaemonRun::new(process, running, control, log, quiet_until);
         if !self.hold(run).take_over().await? {
             self.worker.end_run(&mut self.run, None);
         }
@@ -89,7 +89,7 @@ impl Machine {
 #[derive(Debug)]
 struct StartShell<'m> {
     worker: &'m mut Worker,
-    run: &'m mut Option<(Run, Known)>,
+    run: &'m mut Option<(DaemonRun, Known)>,
     /// The program of control daemons, once it was found.
     program: PathBuf,
 }
@@ -232,7 +232,7 @@ impl Worker {
         control: &Arc<Control>,
         gpus: &[String],
         multiuser: bool,
-    ) -> Result<Run, Failure> {
+    ) -> Result<DaemonRun, Failure> {
         let plan = &self.order.plan;
         let id = self.reporter.id();
         let not_started =
@@ -296,7 +296,7 @@ impl Worker {
             status.view.starts += 1;
         });
         self.reporter.event(format!("control daemon {id} started as PID {pid}"));
-        Ok(Run::new(process, running, Arc::clone(control), log, 0))
+        Ok(DaemonRun::new(process, running, Arc::clone(control), log, 0))
     }
 }
 

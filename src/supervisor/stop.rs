@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use crate::message::{Message, Subject};
 use common::published::control_daemon::ControlDaemonState;
 
-use super::run::Run;
+use super::daemon_run::DaemonRun;
 use super::{Failing, Machine, PlannedWait, Worker};
 
 impl Machine {
@@ -115,7 +115,7 @@ impl Worker {
     /// state that is shown from then on; without one the state stays as it is shown.
     pub(super) fn end_run(
         &mut self,
-        run: &mut Option<(Run, Known)>,
+        run: &mut Option<(DaemonRun, Known)>,
         shown: Option<(ControlDaemonState, &str)>,
     ) {
         if let Some((run, mut known)) = run.take() {

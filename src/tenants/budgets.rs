@@ -14,12 +14,12 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::describe::describe;
-use super::ending::{ClientsDaemon, EndingShell};
-use super::members::by_slice;
+use super::ending_shell::{ClientsDaemon, EndingShell};
+use super::slice_members::by_slice;
 use crate::mps::process::Held;
 use crate::register::Clients;
-use crate::supervisor::bells::{Bell, Bells};
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
+use crate::supervisor::wake_ups::{GpuWakeUps, WakeUps};
 use crate::supervisor::{BusSignal, Tools};
 use common::config::OnOveruse;
 use common::host::identity;
@@ -90,8 +90,8 @@ pub(crate) enum LoopEvent {
 /// The watches over all GPUs.
 #[derive(Debug)]
 pub(crate) struct Budgets {
-    nvml: ComputeModes,
-    bells: Bells,
+    nvml: NvmlWorker,
+    wake_ups: GpuWakeUps,
     clients: Clients,
     /// Wakes the loop up.
     changed: Arc<Notify>,
@@ -106,7 +106,7 @@ struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
     /// When the last look began that has ended, and the use that the looks have found.
     looked: watch::Receiver<(Option<Instant>, GpuUse)>,
-    bell: Arc<Bell>,
+    wake_ups: Arc<WakeUps>,
     task: JoinHandle<()>,
 }
 
@@ -118,8 +118,8 @@ impl Drop for WatchHandle {
 
 impl Budgets {
     pub(crate) fn new(tools: &Tools, events: mpsc::Sender<LoopEvent>) -> Self {
-        let Tools { compute_modes: nvml, bells, clients, changed, .. } = tools.clone();
-        Self { nvml, bells, clients, changed, events, watched: BTreeMap::new() }
+        let Tools { nvml, wake_ups, clients, changed, .. } = tools.clone();
+        Self { nvml, wake_ups, clients, changed, events, watched: BTreeMap::new() }
     }
 
     /// Watches over these GPUs from now on, and over no others.
@@ -140,7 +140,7 @@ impl Budgets {
     fn watch(&self, uuid: &str, budget: GpuBudget) -> WatchHandle {
         let (sender, received) = watch::channel(budget.clone());
         let (looked, looked_seen) = watch::channel((None, GpuUse::default()));
-        let bell = self.bells.for_gpu(uuid);
+        let wake_ups = self.wake_ups.for_gpu(uuid);
         let begun = Instant::now();
         let watch = GpuWatch {
             uuid: uuid.to_owned(),
@@ -159,8 +159,8 @@ impl Budgets {
             due: Some(begun),
             enforcer: Enforcer::default(),
         };
-        let task = tokio::spawn(watch.run(received, Arc::clone(&bell)));
-        WatchHandle { budget: sender, looked: looked_seen, bell, task }
+        let task = tokio::spawn(watch.run(received, Arc::clone(&wake_ups)));
+        WatchHandle { budget: sender, looked: looked_seen, wake_ups, task }
     }
 
     /// Has every GPU looked at that was not looked at just now, and waits for these looks. A GPU that does not answer in time
@@ -172,7 +172,7 @@ impl Budgets {
         let mut looks = JoinSet::new();
         for watched in self.watched.values() {
             if !is_fresh(&watched.looked.borrow()) {
-                watched.bell.asked.notify_one();
+                watched.wake_ups.asked.notify_one();
                 let mut looked = watched.looked.clone();
                 looks.spawn(async move { drop(looked.wait_for(is_fresh).await) });
             }
@@ -194,7 +194,7 @@ struct GpuWatch {
     gpu: GpuBudget,
     watch: BudgetWatch,
     begun: Instant,
-    nvml: ComputeModes,
+    nvml: NvmlWorker,
     clients: Clients,
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
@@ -212,7 +212,7 @@ struct GpuWatch {
 }
 
 impl GpuWatch {
-    async fn run(mut self, mut budget: watch::Receiver<GpuBudget>, bell: Arc<Bell>) {
+    async fn run(mut self, mut budget: watch::Receiver<GpuBudget>, wake_ups: Arc<WakeUps>) {
         let mut attempted: Option<JoinHandle<Attempted>> = None;
         loop {
             tokio::select! {
@@ -225,9 +225,9 @@ impl GpuWatch {
                     self.over.send_replace(Vec::new());
                     self.passed_on.clear();
                 }
-                () = bell.checked.notified() => {}
-                () = bell.asked.notified() => {}
-                () = bell.came.notified() => self.watch.client_has_come(self.begun.elapsed()),
+                () = wake_ups.checked.notified() => {}
+                () = wake_ups.asked.notified() => {}
+                () = wake_ups.came.notified() => self.watch.client_has_come(self.begun.elapsed()),
                 ended = or_never(attempted.as_mut()) => {
                     attempted = None;
                     self.has_attempted(ended.ok()).await;

@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 use crate::mps::control::{Control, ControlError};
 use crate::register::Clients;
 use crate::supervisor::bypass::{self, Bypass};
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use common::host::identity;
 use common::host::proc;
 use common::membership::Slices;
@@ -67,7 +67,7 @@ impl Scan {
 pub(crate) async fn list(
     serving: Vec<ServingDaemon>,
     clients: &Clients,
-    nvml: ComputeModes,
+    nvml: NvmlWorker,
 ) -> Result<Vec<ClientView>, String> {
     let (serving, looks) = looks(serving, &nvml).await.map_err(|error| error.to_string())?;
     Ok(view_all(&serving, &looks, clients).await)
@@ -77,7 +77,7 @@ pub(crate) async fn list(
 pub(crate) async fn list_served(
     one: ServingDaemon,
     clients: &Clients,
-    nvml: ComputeModes,
+    nvml: NvmlWorker,
 ) -> Result<Vec<ClientView>, String> {
     let look = scan(&one, &nvml).await;
     if let Some(error) = look.silent {
@@ -99,7 +99,7 @@ async fn view_all(serving: &[ServingDaemon], looks: &[Scan], clients: &Clients) 
 
 async fn looks(
     serving: Vec<ServingDaemon>,
-    nvml: &ComputeModes,
+    nvml: &NvmlWorker,
 ) -> Result<(Vec<ServingDaemon>, Vec<Scan>), ControlError> {
     let mut looks = scan_all(&serving, nvml).await?;
     let is_new = |one: &ServingDaemon, look: &Scan| {
@@ -119,7 +119,7 @@ async fn looks(
 }
 
 /// Looks at all control daemons. Some may have a GPU in common, so the servers and clients of one are strangers to none.
-async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<Scan>, ControlError> {
+async fn scan_all(serving: &[ServingDaemon], nvml: &NvmlWorker) -> Result<Vec<Scan>, ControlError> {
     let mut asked = JoinSet::new();
     for (place, one) in serving.iter().cloned().enumerate() {
         let nvml = nvml.clone();
@@ -154,7 +154,7 @@ async fn scan_all(serving: &[ServingDaemon], nvml: &ComputeModes) -> Result<Vec<
 async fn fill_holes(
     scans: &mut [Scan],
     serving: &[ServingDaemon],
-    nvml: &ComputeModes,
+    nvml: &NvmlWorker,
 ) -> Result<(), ControlError> {
     let named: BTreeSet<u32> = scans.iter().flat_map(|scan| &scan.clients).map(|client| client.pid).collect();
     for (scan, one) in scans.iter_mut().zip(serving) {
@@ -171,7 +171,7 @@ async fn fill_holes(
     Ok(())
 }
 
-async fn scan(one: &ServingDaemon, nvml: &ComputeModes) -> Scan {
+async fn scan(one: &ServingDaemon, nvml: &NvmlWorker) -> Scan {
     let looks = nvml.read_gpus(one.gpus.clone(), true).await.into_iter();
     let processes: BTreeMap<_, _> =
         looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();

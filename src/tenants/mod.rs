@@ -3,7 +3,7 @@
 pub(crate) mod budgets;
 pub(crate) mod clients;
 pub(crate) mod describe;
-pub(crate) mod ending;
-pub(crate) mod limit_keeper;
-mod members;
+pub(crate) mod ending_shell;
+pub(crate) mod kernel_limit_keeper;
+mod slice_members;
 pub(crate) mod terminate;

@@ -11,9 +11,9 @@ use mps_core::tenants::{
 };
 use mps_core::terms::{DeviceName, SliceId};
 
-use super::ending::{ClientsDaemon, EndingShell};
+use super::ending_shell::{ClientsDaemon, EndingShell};
 use crate::register::Clients;
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use common::host::blocking::Blocking;
 use common::host::control_groups;
 use common::host::identity;
@@ -72,11 +72,11 @@ fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
 pub(crate) struct Processes {
     clients: Clients,
     kernel: Blocking,
-    nvml: ComputeModes,
+    nvml: NvmlWorker,
 }
 
 impl Processes {
-    pub(crate) fn new(clients: Clients, kernel: Blocking, nvml: ComputeModes) -> Self {
+    pub(crate) fn new(clients: Clients, kernel: Blocking, nvml: NvmlWorker) -> Self {
         Self { clients, kernel, nvml }
     }
 

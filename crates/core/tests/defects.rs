@@ -614,7 +614,7 @@ const DEFECTS: &[Defect] = &[
     ),
     (
         "a client is asked to end at a server that handles a fatal GPU error",
-        "tenants/end.rs",
+        "tenants/end_client.rs",
         "Ok(ServerStatus::Fault) => return",
         "Ok(ServerStatus::Fault) if !PUT_BACK => return",
         "",
@@ -656,7 +656,7 @@ const DEFECTS: &[Defect] = &[
     ),
     (
         "the next process with a PID is taken for the held process",
-        "tenants/end.rs",
+        "tenants/end_client.rs",
         "if !shell.is_alive(held) {",
         "if !PUT_BACK && !shell.is_alive(held) {",
         "only-the-wanted-are-ended",
@@ -698,14 +698,14 @@ const DEFECTS: &[Defect] = &[
     ),
     (
         "a request takes the clients of another control daemon for clients of ours",
-        "tenants/shell.rs",
+        "tenants/client_shell.rs",
         "Ok(clients) if clients.place_is_taken",
         "Ok(clients) if !PUT_BACK && clients.place_is_taken",
         "a-request-tells-the-truth",
     ),
     (
         "a control daemon that does not answer has no client that is wanted",
-        "tenants/shell.rs",
+        "tenants/client_shell.rs",
         "Err(UnknownClients { has_no_server: true, .. }) => {}",
         "Err(UnknownClients { has_no_server, .. }) if has_no_server || PUT_BACK => {}",
         "a-request-tells-the-truth",

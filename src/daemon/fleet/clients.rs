@@ -11,9 +11,9 @@ use super::Fleet;
 use crate::daemon::shutdown_report::Doomed;
 use crate::mps::control::Control;
 use crate::supervisor::bypass::Bypass;
-use crate::supervisor::{Status, Supervisor};
+use crate::supervisor::{Status, SupervisorHandle};
 use crate::tenants::clients::ServingDaemon;
-use crate::tenants::ending::{ClientsDaemon, OwnDaemon};
+use crate::tenants::ending_shell::{ClientsDaemon, OwnDaemon};
 use common::host::identity;
 use common::membership::Slices;
 use common::state_file::Running;
@@ -22,7 +22,7 @@ impl Fleet {
     /// Every control daemon with its GPUs, for those who ask for clients. A control daemon on the way out waits for
     /// its clients.
     pub(crate) fn serving(&self) -> Vec<ServingDaemon> {
-        let serving = |supervisor: &Supervisor| {
+        let serving = |supervisor: &SupervisorHandle| {
             let status = supervisor.status();
             let bypasses = bypasses(&status).collect();
             let Status { gpus, waiting, view, .. } = status;
@@ -52,7 +52,7 @@ impl Fleet {
     /// The slices of all control daemons, ordered or running. A control daemon that an order
     /// does not fit runs on where it is, as long as it has clients, and their containers have its directories.
     pub(crate) fn slices(&self) -> Slices {
-        let statuses = self.ask_all(Supervisor::status);
+        let statuses = self.ask_all(SupervisorHandle::status);
         let conducted = self.conductor.lock();
         let pending = conducted.core.pending().map(|order| &order.payload.plan);
         let state_file = self.tools.state_file.lock();
@@ -140,7 +140,7 @@ impl Fleet {
     }
 
     fn status(&self, id: &DaemonId) -> Option<Status> {
-        self.conductor.lock().supervisors.get(&id.to_string()).map(Supervisor::status)
+        self.conductor.lock().supervisors.get(&id.to_string()).map(SupervisorHandle::status)
     }
 }
 

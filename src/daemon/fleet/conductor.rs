@@ -8,7 +8,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
-use crate::supervisor::{Instructions, Supervisor, Tools, written};
+use crate::supervisor::{Instructions, SupervisorHandle, Tools, written};
 use common::host::compute_mode::ComputeMode;
 
 /// The core in the hands of everybody who has an event for it. The answers of acts reach it whatever the loop waits for.
@@ -24,7 +24,7 @@ pub(super) struct Conductor {
 pub(super) struct Conducted {
     pub(super) core: Core<Instructions>,
     /// A control daemon that waits for its GPUs has none yet.
-    pub(super) supervisors: BTreeMap<Id, Supervisor>,
+    pub(super) supervisors: BTreeMap<Id, SupervisorHandle>,
     tools: Tools,
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 }
@@ -100,7 +100,8 @@ impl Conducted {
     fn carry_out(&mut self, act: Act<Instructions>) {
         match act {
             Act::Daemon { id, order, goal, held, act } => {
-                let new = || Supervisor::new(&order.payload, goal, self.tools.clone(), self.events.clone());
+                let new =
+                    || SupervisorHandle::new(&order.payload, goal, self.tools.clone(), self.events.clone());
                 self.supervisors.entry(id).or_insert_with(new).carry_out(order, goal, held, act);
             }
             Act::Interrupt { id } => {
@@ -114,17 +115,17 @@ impl Conducted {
                 }
             }
             Act::TakeMode(gpu) => {
-                let compute_modes = self.tools.compute_modes.clone();
+                let nvml = self.tools.nvml.clone();
                 self.see_to_mode(gpu, async move |gpu| {
-                    if let Err(error) = compute_modes.take(&gpu, ComputeMode::ExclusiveProcess).await {
+                    if let Err(error) = nvml.take(&gpu, ComputeMode::ExclusiveProcess).await {
                         tracing::warn!(gpu_uuid = gpu, "compute mode of {gpu}: {error}");
                     }
                     ModeOutcome::Taken
                 });
             }
             Act::PutModeBack(gpu) => {
-                let compute_modes = self.tools.compute_modes.clone();
-                self.see_to_mode(gpu, async move |gpu| match compute_modes.put_back(&gpu).await {
+                let nvml = self.tools.nvml.clone();
+                self.see_to_mode(gpu, async move |gpu| match nvml.put_back(&gpu).await {
                     Ok(()) => ModeOutcome::PutBack,
                     Err(error) => {
                         let text = format_args!("compute mode of {gpu} can't be restored: {error}");

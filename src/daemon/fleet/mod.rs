@@ -16,8 +16,8 @@ use crate::dbus::Reply;
 use crate::mps::process;
 use crate::register::Clients;
 use crate::supervisor::admission::close_unsupervised;
-use crate::supervisor::compute_modes::ComputeModes;
-use crate::supervisor::{Instructions, Status, Supervisor, Tools};
+use crate::supervisor::nvml_worker::NvmlWorker;
+use crate::supervisor::{Instructions, Status, SupervisorHandle, Tools};
 use common::bus::error::RequestError;
 use common::config::Settings;
 use common::plan::{self, Configured, Plan};
@@ -71,8 +71,8 @@ impl Fleet {
         &self.tools.clients
     }
 
-    pub(super) fn compute_modes(&self) -> &ComputeModes {
-        &self.tools.compute_modes
+    pub(super) fn nvml(&self) -> &NvmlWorker {
+        &self.tools.nvml
     }
 
     /// Makes the control daemons match a plan.
@@ -128,8 +128,8 @@ impl Fleet {
 
     /// The control daemons at this moment.
     pub(super) fn at_this_moment(&self) -> Moment {
-        let statuses = self.ask_those(|goal| goal == Goal::Serve, Supervisor::status);
-        let leaving = self.ask_those(|goal| goal != Goal::Serve, Supervisor::status);
+        let statuses = self.ask_those(|goal| goal == Goal::Serve, SupervisorHandle::status);
+        let leaving = self.ask_those(|goal| goal != Goal::Serve, SupervisorHandle::status);
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         // One without a supervisor is left to the next plan.
         let is_put_off =
@@ -138,14 +138,18 @@ impl Fleet {
     }
 
     /// The answer of each supervisor with such a goal.
-    fn ask_those<T>(&self, wanted: impl Fn(Goal) -> bool, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
+    fn ask_those<T>(
+        &self,
+        wanted: impl Fn(Goal) -> bool,
+        question: impl Fn(&SupervisorHandle) -> T,
+    ) -> Vec<T> {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         let wanted = supervisors.iter().filter(|(id, _)| core.goal(id).is_some_and(&wanted));
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
     /// The answer of every supervisor.
-    fn ask_all<T>(&self, question: impl Fn(&Supervisor) -> T) -> Vec<T> {
+    fn ask_all<T>(&self, question: impl Fn(&SupervisorHandle) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
     }
 
@@ -158,7 +162,7 @@ impl Fleet {
 
     /// Has every control daemon checked now.
     pub(super) fn check_all(&self) {
-        self.ask_all(Supervisor::check);
+        self.ask_all(SupervisorHandle::check);
     }
 
     /// Tells the control daemon that serves a GPU of its critical error.
@@ -235,7 +239,8 @@ impl Fleet {
             let state_file = self.tools.state_file.lock();
             (state_file.control_daemons().clone(), state_file.closed())
         };
-        let mut stuck: BTreeSet<String> = self.ask_all(Supervisor::link).into_iter().flatten().collect();
+        let mut stuck: BTreeSet<String> =
+            self.ask_all(SupervisorHandle::link).into_iter().flatten().collect();
         let conducted = self.conductor.lock();
         for (_, running) in
             running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(&id.to_string()))
@@ -249,7 +254,7 @@ impl Fleet {
     pub(super) fn restart_server(&self, id: &str, gpu: &str, reply: Reply<()>) {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         let serving = supervisors.get(id).filter(|_| core.goal(id) == Some(Goal::Serve));
-        let Some(answer) = serving.map(Supervisor::restart_server) else {
+        let Some(answer) = serving.map(SupervisorHandle::restart_server) else {
             return drop(reply.send(Err(RequestError::Busy(format!("no control daemon serves {gpu}")))));
         };
         let id = id.to_owned();

@@ -9,7 +9,7 @@ use rustix::fs::OFlags;
 
 use super::meaning::Line;
 use super::rotation::{CHUNK_BYTES, Rotation};
-use crate::mps::changes::{FileChanges, FileWatch, LOOK_PERIOD};
+use crate::mps::file_changes::{FileChanges, FileWatch, LOOK_PERIOD};
 
 /// The length at which a line is cut. A file that is no log must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;

@@ -7,8 +7,8 @@ pub mod container;
 pub mod control_daemon;
 pub mod events;
 pub mod free;
-pub mod one_slice;
 #[cfg(any(test, feature = "samples"))]
 pub mod samples;
+pub mod slices_of_one_gpu;
 pub mod snapshot;
 pub mod usage;

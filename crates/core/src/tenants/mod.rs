@@ -6,43 +6,43 @@
 //!
 //! | file | its job |
 //! |---|---|
-//! | `shell.rs` | everything that the end of one client's work asks of the outside |
-//! | `end.rs` | the end of one client's work |
+//! | `client_shell.rs` | everything that the end of one client's work asks of the outside |
+//! | `end_client.rs` | the end of one client's work |
 //! | `budget.rs` | the budget of a slice, and the client that ends next for it |
 //! | `watch.rs` | the watch over the budgets of a GPU's slices: what is told, and who may be ended when |
 //! | `spared.rs` | the clients that no budget ends |
 //! | `overuse.rs` | how long overuse is shown |
 //! | `enforce.rs` | the end of clients for a budget |
-//! | `facts.rs` | everything that a request asks beyond that |
+//! | `termination_shell.rs` | everything that a request asks beyond that |
 //! | `target.rs` | which clients a request means |
 //! | `stop.rs` | which clients end before the processes of a container get a signal |
 //! | `terminate.rs` | a request: its looks, its pauses, and when it is answered |
-//! | `outcome.rs` | why clients may have work left, in words |
+//! | `termination_error.rs` | why clients may have work left, in words |
 
 pub mod budget;
-mod end;
+mod client_shell;
+mod end_client;
 mod enforce;
-mod facts;
-mod outcome;
 mod overuse;
-mod shell;
 mod spared;
 mod stop;
 mod target;
 mod terminate;
+mod termination_error;
+mod termination_shell;
 mod watch;
 
-pub use end::{ClientEnd, end_client};
-pub use enforce::{Enforced, Enforcer, MemberShell};
-pub use facts::{EnclosingContainer, KnownSlices, RequestNews, TerminationShell};
-pub use outcome::{LeftClient, TerminationError, WhyLeft, first_named};
-pub use shell::{
+pub use client_shell::{
     ClientShell, Connections, DaemonClients, ListedClient, TerminateAnswer, UnknownClients, by_client,
     known_clients,
 };
+pub use end_client::{ClientEnd, end_client};
+pub use enforce::{Enforced, Enforcer, MemberShell};
 pub use stop::{Reception, Stop};
 pub use target::Target;
 pub use terminate::Termination;
+pub use termination_error::{LeftClient, TerminationError, WhyLeft, first_named};
+pub use termination_shell::{EnclosingContainer, KnownSlices, RequestNews, TerminationShell};
 pub use watch::{
     AttemptNews, BudgetWatch, Look, OverBudget, OveruseNews, PERIOD, SliceBudgets, Victim, VictimState,
 };

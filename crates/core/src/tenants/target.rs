@@ -5,8 +5,8 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::time::Duration;
 
-use super::facts::{EnclosingContainer, KnownSlices, TerminationShell};
 use super::stop::{SignalEffect, Stop};
+use super::termination_shell::{EnclosingContainer, KnownSlices, TerminationShell};
 
 use crate::terms::SliceId;
 

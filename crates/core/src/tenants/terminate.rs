@@ -7,11 +7,11 @@ use alloc::vec::Vec;
 use core::mem;
 use core::time::Duration;
 
-use super::end::{ClientEnd, end_client};
-use super::facts::{EnclosingContainer, RequestNews, TerminationShell};
-use super::outcome::{LeftClient, TerminationError, WhyLeft};
-use super::shell::{Connections, DaemonClients, ListedClient, known_clients};
+use super::client_shell::{Connections, DaemonClients, ListedClient, known_clients};
+use super::end_client::{ClientEnd, end_client};
 use super::target::{Match, Meant, Target};
+use super::termination_error::{LeftClient, TerminationError, WhyLeft};
+use super::termination_shell::{EnclosingContainer, RequestNews, TerminationShell};
 use crate::{CoreTime, GpuUuid, Permit};
 
 /// The first pause between two looks; it doubles up to the last.

@@ -16,7 +16,7 @@ use common::bus::proxy::{ContainerAnswer, DaemonProxy};
 use common::membership::PIPE_DIRECTORY_VARIABLE;
 use common::published::cdi;
 use common::published::container::{devices_in, gives_gpus};
-use common::published::one_slice;
+use common::published::slices_of_one_gpu;
 use common::text::escaped;
 
 #[derive(Debug, Args)]
@@ -182,8 +182,8 @@ fn yaml(text: &str) -> Result<String> {
 
 /// Says on standard error that several slices of one GPU are not joined: a caller that names several wants more than one slice.
 pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
-    for slices in one_slice::given_several(devices_in(&answer.environment)).values() {
-        say(&format!("warning: {}", one_slice::describe(slices)));
+    for slices in slices_of_one_gpu::given_several(devices_in(&answer.environment)).values() {
+        say(&format!("warning: {}", slices_of_one_gpu::describe(slices)));
     }
 }
 

@@ -4,7 +4,7 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::fmt;
 
-use super::shell::ClientShell;
+use super::client_shell::ClientShell;
 use super::stop::Reception;
 use crate::GpuUuid;
 use crate::serve::ClientsOnGpus;

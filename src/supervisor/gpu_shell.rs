@@ -20,7 +20,7 @@ impl GpuShell for Worker {
         // Of a GPU that can't be asked, the last answer counts.
         self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
-        for (uuid, look) in self.tools.compute_modes.read_gpus(gpus.to_vec(), together).await {
+        for (uuid, look) in self.tools.nvml.read_gpus(gpus.to_vec(), together).await {
             let mode = look.as_ref().ok().map(|(mode, _)| *mode);
             self.reporter.update_gpu(&uuid, |status| status.compute_mode = mode);
             let look = look.map(|(mode, there)| {
@@ -46,7 +46,7 @@ impl GpuShell for Worker {
 
     async fn take_mode(&mut self, gpu: &GpuUuid) -> Result<bool, String> {
         let served = ComputeMode::while_served(self.order.plan.tenure());
-        let was_needed = self.tools.compute_modes.take(gpu, served).await?;
+        let was_needed = self.tools.nvml.take(gpu, served).await?;
         self.reporter.update_gpu(gpu, |status| status.compute_mode = Some(served));
         Ok(was_needed)
     }

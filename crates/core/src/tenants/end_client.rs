@@ -2,7 +2,7 @@
 
 use alloc::string::String;
 
-use super::shell::{ClientShell, TerminateAnswer};
+use super::client_shell::{ClientShell, TerminateAnswer};
 use crate::Permit;
 use crate::mps::ServerStatus;
 

@@ -9,7 +9,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::budgets::LoopEvent;
-use crate::supervisor::compute_modes::ComputeModes;
+use crate::supervisor::nvml_worker::NvmlWorker;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
 
@@ -23,16 +23,16 @@ pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
 
 /// The memory limits that the kernel is to hold. The task ends with this value.
 #[derive(Debug)]
-pub(crate) struct LimitKeeper {
+pub(crate) struct KernelLimitKeeper {
     /// The goals, and their number.
     goals: watch::Sender<(u64, LimitGoals)>,
     /// The number of the last goals that have all been tried, and the outcomes so far.
     tried: watch::Receiver<(u64, LimitOutcomes)>,
 }
 
-impl LimitKeeper {
+impl KernelLimitKeeper {
     /// Wakes the loop up with `changed` when an outcome is new.
-    pub(crate) fn new(nvml: ComputeModes, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
+    pub(crate) fn new(nvml: NvmlWorker, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
         let (goals, wanted) = watch::channel((0, LimitGoals::new()));
         let (tried, tried_seen) = watch::channel((0, LimitOutcomes::new()));
         let task =
@@ -75,7 +75,7 @@ impl LimitKeeper {
 /// The task.
 #[derive(Debug)]
 struct Acts {
-    nvml: ComputeModes,
+    nvml: NvmlWorker,
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     begun: Instant,

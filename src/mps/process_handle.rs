@@ -20,13 +20,13 @@ use common::host::readable::Readable;
 const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
-pub(super) struct Hold<Fd> {
+pub(super) struct ProcessHandle<Fd> {
     identity: ProcessId,
     /// None if the kernel has no pidfds.
     pidfd: Option<Fd>,
 }
 
-impl Hold<OwnedFd> {
+impl ProcessHandle<OwnedFd> {
     /// Holds the process that has this PID now.
     ///
     /// # Errors
@@ -44,8 +44,8 @@ impl Hold<OwnedFd> {
     }
 
     /// The same hold, for waiting on the running runtime.
-    pub(super) fn watched(self) -> io::Result<Hold<Readable>> {
-        Ok(Hold { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
+    pub(super) fn watched(self) -> io::Result<ProcessHandle<Readable>> {
+        Ok(ProcessHandle { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
     }
 
     /// True if the process lives. A zombie does not.
@@ -62,7 +62,7 @@ impl Hold<OwnedFd> {
     }
 }
 
-impl Hold<Readable> {
+impl ProcessHandle<Readable> {
     pub(super) async fn ended(&self) {
         let Some(pidfd) = &self.pidfd else {
             while identity::runs(self.identity) {
@@ -78,7 +78,7 @@ impl Hold<Readable> {
     }
 }
 
-impl<Fd: std::os::fd::AsFd> Hold<Fd> {
+impl<Fd: std::os::fd::AsFd> ProcessHandle<Fd> {
     pub(super) fn identity(&self) -> ProcessId {
         self.identity
     }
@@ -117,13 +117,13 @@ mod tests {
     use super::*;
 
     /// A hold as an old kernel gives it.
-    fn without_pidfd(pid: u32) -> Hold<OwnedFd> {
-        Hold { identity: identity::read(pid).unwrap(), pidfd: None }
+    fn without_pidfd(pid: u32) -> ProcessHandle<OwnedFd> {
+        ProcessHandle { identity: identity::read(pid).unwrap(), pidfd: None }
     }
 
     #[tokio::test]
     async fn a_process_is_held_with_and_without_a_pidfd() {
-        for hold in [|pid| Hold::open(pid).unwrap(), without_pidfd] {
+        for hold in [|pid| ProcessHandle::open(pid).unwrap(), without_pidfd] {
             let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
             let held = hold(child.id());
             assert!(held.is_alive());
@@ -150,9 +150,9 @@ mod tests {
         let held = without_pidfd(child.id());
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(proc::is_gone(&Hold::open(child.id()).unwrap_err()));
+        assert!(proc::is_gone(&ProcessHandle::open(child.id()).unwrap_err()));
         assert!(proc::is_gone(&identity::read(child.id()).unwrap_err()));
-        assert!([0, u32::MAX].iter().all(|pid| proc::is_gone(&Hold::open(*pid).unwrap_err())));
+        assert!([0, u32::MAX].iter().all(|pid| proc::is_gone(&ProcessHandle::open(*pid).unwrap_err())));
         assert!(!held.is_alive());
         assert!(!proc::is_gone(&Errno::MFILE.into()));
     }

@@ -52,7 +52,7 @@ pub(super) enum Happening {
 
 /// Everything that belongs to one run of a control daemon, and ends with it, but for what is decided by.
 #[derive(Debug)]
-pub(super) struct Run {
+pub(super) struct DaemonRun {
     pub(super) process: Process,
     /// How it has ended, if it is our child.
     pub(super) exit_status: Option<ExitStatus>,
@@ -70,7 +70,7 @@ pub(super) struct Run {
     pub(super) server_ends: JoinSet<u32>,
 }
 
-impl Run {
+impl DaemonRun {
     pub(super) fn new(
         process: Process,
         running: Running,

@@ -1,4 +1,4 @@
-//! A supervisor in the hands of the fleet: the acts that it is to carry out, its status, and the commands to it.
+//! The handle of a supervisor, for the fleet: gives it acts and commands, and reads its status.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, 
 
 /// A supervised control daemon. Dropped, it is left as it is, with its clients.
 #[derive(Debug)]
-pub(crate) struct Supervisor {
+pub(crate) struct SupervisorHandle {
     order: Instructions,
     assignments: mpsc::UnboundedSender<Assignment>,
     /// Breaks off the act that is under way.
@@ -28,7 +28,7 @@ pub(crate) struct Supervisor {
     admission: SharedAdmission,
 }
 
-impl Supervisor {
+impl SupervisorHandle {
     /// Waits for acts, and tells the core what comes of each.
     pub(crate) fn new(
         order: &Instructions,

@@ -25,7 +25,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Changes compute modes, each only after the previous one was written down.
 #[derive(Debug, Clone)]
-pub(crate) struct ComputeModes {
+pub(crate) struct NvmlWorker {
     /// The driver as it is found at the moment; it may come late, or go.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: SharedStateFile,
@@ -42,7 +42,7 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
     Ok((driver.compute_mode(uuid)?, driver.processes(uuid)))
 }
 
-impl ComputeModes {
+impl NvmlWorker {
     /// Through this driver, with the previous modes in this state file.
     pub(crate) fn new(driver: watch::Receiver<Option<Arc<Driver>>>, state_file: SharedStateFile) -> Self {
         Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
