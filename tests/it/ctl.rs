@@ -19,14 +19,14 @@ use crate::support::wait::DEADLINE;
 #[tokio::test]
 async fn the_platform_gets_its_table() {
     let service = Service::start(p40_board()).await;
-    let expected = r#"+-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
-| Addr      | Dev_type   | Model     | Vendor_device_id | numa_node | Device_path                              | PCIE_Info                                                                                    | Index | Device_minor | Health  |
-+-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
-| 00:06.0-0 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
-| 00:06.0-1 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
-| 00:06.0-2 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
-| 00:06.0-3 | NVIDIA_MPS | Tesla P40 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
-+-----------+------------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
+    let expected = r#"+------------+-----------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
+| Dev_type   | Model     | Addr      | Vendor_device_id | numa_node | Device_path                              | PCIE_Info                                                                                    | Index | Device_minor | Health  |
++------------+-----------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
+| NVIDIA_MPS | Tesla P40 | 00:06.0-0 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
+| NVIDIA_MPS | Tesla P40 | 00:06.0-1 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
+| NVIDIA_MPS | Tesla P40 | 00:06.0-2 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
+| NVIDIA_MPS | Tesla P40 | 00:06.0-3 | 10de:1b38        | -1        | GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400 | {"lane_width":16,"throughput":"15.76 GB/s","transfer_rate_per_lane":"8GT/s","version":"3.0"} | -1    | -1           | healthy |
++------------+-----------+-----------+------------------+-----------+------------------------------------------+----------------------------------------------------------------------------------------------+-------+--------------+---------+
 "#;
     assert_eq!(printed(&mut ctl(&service.bus, &["list", "--platform"])).await, expected);
 }
@@ -41,7 +41,7 @@ async fn list_shows_gpus_and_what_is_wrong_with_them() {
     let table = printed(&mut ctl(&service.bus, &["list", "--gpus", "--platform"])).await;
     let row = table.lines().nth(3).unwrap();
     let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
-    assert_eq!(cells[..5], ["00:06.0", "GPU", "MPS", "4", "Tesla P40"]);
+    assert_eq!(cells[..5], ["GPU", "MPS", "4", "Tesla P40", "00:06.0"]);
     assert_eq!(cells[7], "-");
     assert_eq!(cells[9], "not healthy: GPU is lost\u{fffd}[2J");
 }

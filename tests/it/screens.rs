@@ -240,6 +240,13 @@ fn the_readme_shows_recorded_screens() {
     }
 }
 
+#[test]
+fn each_subcommand_stands_in_one_group_of_the_help() {
+    let command = mpsctl::command();
+    let grouped: Vec<&str> = mpsctl::GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
+    assert_eq!(grouped, command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>());
+}
+
 /// Every subcommand's help, which is recorded for 80 columns.
 #[tokio::test]
 async fn help() {

@@ -288,6 +288,13 @@ fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     let page = chinese_manual("yunion-mpsctl.1");
     let (beginning, subcommands) = page.split_once("\n.SH 子命令\n").unwrap();
     let (subcommands, _) = subcommands.split_once("\n.SH ").unwrap();
+    let (groups, _) = subcommands.split_once("\n.SS ").unwrap();
+    let groups: Vec<String> = groups
+        .lines()
+        .filter(|line| line.starts_with(|letter: char| letter.is_ascii_lowercase()))
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(groups, mpsctl::GROUPS.map(|(_, names)| names.join(", ")));
     let sections = subcommands.split("\n.SS ").skip(1).map(|section| section.split_once('\n').unwrap());
     let described: Vec<(&str, BTreeSet<String>)> =
         sections.map(|(name, text)| (name, options_in(text))).collect();

@@ -4,7 +4,7 @@
 use std::ffi::OsString;
 use std::io::{self, Write};
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use common::bus::proxy::{BusError, DaemonProxy};
 use common::problem::Problem;
@@ -47,6 +47,14 @@ struct Arguments {
     #[command(subcommand)]
     command: Command,
 }
+
+/// The subcommands, in the groups in which the help and the manual page list them.
+pub const GROUPS: [(&str, &[&str]); 4] = [
+    ("Look", &["list", "status", "clients", "top", "events", "is-ready", "metrics"]),
+    ("Use slices", &["env", "run", "bind", "unbind"]),
+    ("Operate the service", &["terminate", "drain", "undrain", "reload", "apply"]),
+    ("Set up and check", &["setup", "check", "doctor", "probe", "slurm"]),
+];
 
 #[derive(Debug, Subcommand)]
 enum Command {
@@ -120,44 +128,6 @@ enum Command {
         yunion-mpsctl metrics --format prometheus --to yunion-mps.prom"
     )]
     Metrics(show::metrics::Arguments),
-    /// Checks the configuration, and shows its plan and the changes that a reload would make
-    #[command(
-        after_help = "Works without root, without a GPU and without the service, and leaves out the parts that need \
-        them. Timeouts and the size of logs are not published, and so not compared.\n\n\
-        yunion-mps-daemon --check does the same.\n\n\
-        Exit status: 0 right, whether or not something would change; 78 wrong.\n\n\
-        Examples:\n  \
-        yunion-mpsctl check && yunion-mpsctl reload\n  \
-        yunion-mpsctl check --config /root/host.conf.new\n  \
-        yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
-    )]
-    Check(check::Arguments),
-    /// Writes the configuration of a host that has none, after a look at its GPUs and a few questions
-    #[command(
-        after_help = "Changes no file that is there: if the host has configuration that does not enable MPS, setup says \
-        which lines belong where. On a host of the platform it writes host.conf and a device file with one entry for \
-        each GPU, since the platform knows no other GPUs. On any other host host.conf alone gives every GPU the same \
-        number of slices, also a GPU that comes later. There it also lets CUDA programs find their way to a slice by \
-        themselves: every program is a client, with the memory and the threads of one slice. On a host of the platform, and \
-        where NVIDIA's container toolkit is installed, a program that was not started with a slice gets the error 46. The result is checked as yunion-mps-daemon --check does.\n\n\
-        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing \
-        was written, since files are there that have to change.\n\n\
-        Examples:\n  \
-        yunion-mpsctl setup\n  \
-        yunion-mpsctl setup --dry-run --yes\n  \
-        yunion-mpsctl setup --yes --slices 4 && systemctl enable --now yunion-mps-daemon"
-    )]
-    Setup(setup::Arguments),
-    /// Looks for problems on this host, and names a remedy for each
-    #[command(
-        after_help = "Works without the service too. Some checks need root; for other users, doctor counts the checks \
-        that it has left out, and -v names them.\n\n\
-        Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
-        Examples:\n  \
-        yunion-mpsctl doctor\n  \
-        yunion-mpsctl doctor --json | jq -r '.findings[] | select(.severity == \"error\") | .remedy'"
-    )]
-    Doctor(doctor::Arguments),
     /// Prints the settings with which a container, or a process on this host, uses devices
     #[command(
         after_help = "Slices of one GPU can't be joined: with several of them the settings are those of one slice, and a \
@@ -208,16 +178,20 @@ enum Command {
         yunion-mpsctl run 00:06.0-1 00:07.0-1 -- ./two-gpus --verbose"
     )]
     Run(act::run::Arguments),
-    /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
+    /// Gives slices to a control group: every process in it has them, whatever its environment says; for root
     #[command(
-        after_help = "A job that asks Slurm for a GPU then gets a slice, and finds it with run --slurm or env --slurm. \
-        These commands read the slice's name in /etc/yunion/gres.conf: Slurm counts the lines, so Slurm must have the same \
-        lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
+        after_help = "A slice is one control group's at a time, unless --share is given. The names of the slices are \
+        printed. A binding ends with its control group; list -o wide shows it. CDI has container runtimes bind by themselves.\n\n\
         Examples:\n  \
-        yunion-mpsctl slurm >/etc/yunion/gres.conf\n  \
-        srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py"
+        yunion-mpsctl bind 00:06.0-1 --pid 4711 --label train-1\n  \
+        yunion-mpsctl bind 00:06.0 --control-group /system.slice/job-17.scope"
     )]
-    Slurm,
+    Bind(act::bind::Arguments),
+    /// Ends the binding of a control group; its processes go on; for root
+    #[command(after_help = "Examples:\n  \
+        yunion-mpsctl unbind --pid 4711\n  \
+        yunion-mpsctl unbind --control-group /system.slice/job-17.scope")]
+    Unbind(act::bind::Unbind),
     /// Ends the GPU work of processes without hurting their neighbours
     #[command(
         after_help = "The processes get CUDA error 810, and no signal. The command returns when none of them is a \
@@ -253,20 +227,6 @@ enum Command {
         yunion-mpsctl undrain --all"
     )]
     Undrain(act::drain::What),
-    /// Gives slices to a control group: every process in it has them, whatever its environment says; for root
-    #[command(
-        after_help = "A slice is one control group's at a time, unless --share is given. The names of the slices are \
-        printed. A binding ends with its control group; list -o wide shows it. CDI has container runtimes bind by themselves.\n\n\
-        Examples:\n  \
-        yunion-mpsctl bind 00:06.0-1 --pid 4711 --label train-1\n  \
-        yunion-mpsctl bind 00:06.0 --control-group /system.slice/job-17.scope"
-    )]
-    Bind(act::bind::Arguments),
-    /// Ends the binding of a control group; its processes go on; for root
-    #[command(after_help = "Examples:\n  \
-        yunion-mpsctl unbind --pid 4711\n  \
-        yunion-mpsctl unbind --control-group /system.slice/job-17.scope")]
-    Unbind(act::bind::Unbind),
     /// Makes the service read its configuration again, as systemctl reload does
     #[command(after_help = "The service refuses a wrong configuration, and keeps the old one.\n\n\
         Examples:\n  \
@@ -289,6 +249,44 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Writes the configuration of a host that has none, after a look at its GPUs and a few questions
+    #[command(
+        after_help = "Changes no file that is there: if the host has configuration that does not enable MPS, setup says \
+        which lines belong where. On a host of the platform it writes host.conf and a device file with one entry for \
+        each GPU, since the platform knows no other GPUs. On any other host host.conf alone gives every GPU the same \
+        number of slices, also a GPU that comes later. There it also lets CUDA programs find their way to a slice by \
+        themselves: every program is a client, with the memory and the threads of one slice. On a host of the platform, and \
+        where NVIDIA's container toolkit is installed, a program that was not started with a slice gets the error 46. The result is checked as yunion-mps-daemon --check does.\n\n\
+        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing \
+        was written, since files are there that have to change.\n\n\
+        Examples:\n  \
+        yunion-mpsctl setup\n  \
+        yunion-mpsctl setup --dry-run --yes\n  \
+        yunion-mpsctl setup --yes --slices 4 && systemctl enable --now yunion-mps-daemon"
+    )]
+    Setup(setup::Arguments),
+    /// Checks the configuration, and shows its plan and the changes that a reload would make
+    #[command(
+        after_help = "Works without root, without a GPU and without the service, and leaves out the parts that need \
+        them. Timeouts and the size of logs are not published, and so not compared.\n\n\
+        yunion-mps-daemon --check does the same.\n\n\
+        Exit status: 0 right, whether or not something would change; 78 wrong.\n\n\
+        Examples:\n  \
+        yunion-mpsctl check && yunion-mpsctl reload\n  \
+        yunion-mpsctl check --config /root/host.conf.new\n  \
+        yunion-mpsctl check --json | jq '.differences[] | select(.effect.when != \"live\")'"
+    )]
+    Check(check::Arguments),
+    /// Looks for problems on this host, and names a remedy for each
+    #[command(
+        after_help = "Works without the service too. Some checks need root; for other users, doctor counts the checks \
+        that it has left out, and -v names them.\n\n\
+        Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
+        Examples:\n  \
+        yunion-mpsctl doctor\n  \
+        yunion-mpsctl doctor --json | jq -r '.findings[] | select(.severity == \"error\") | .remedy'"
+    )]
+    Doctor(doctor::Arguments),
     /// Opens a CUDA context on a slice, and compares its SMs and its memory with the published limits
     #[command(
         after_help = "The first process has the environment of the device. The second process has the same \
@@ -306,6 +304,16 @@ enum Command {
         yunion-mpsctl probe --json | jq '.[] | select(.matches | not)'"
     )]
     Probe(probe::Arguments),
+    /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
+    #[command(
+        after_help = "A job that asks Slurm for a GPU then gets a slice, and finds it with run --slurm or env --slurm. \
+        These commands read the slice's name in /etc/yunion/gres.conf: Slurm counts the lines, so Slurm must have the same \
+        lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
+        Examples:\n  \
+        yunion-mpsctl slurm >/etc/yunion/gres.conf\n  \
+        srun --gres=gpu:1 yunion-mpsctl run --slurm -- python3 train.py"
+    )]
+    Slurm,
 }
 
 impl Command {
@@ -381,7 +389,20 @@ fn without_closed_pipe(error: io::Error) -> io::Result<()> {
 
 /// The command line as data, for its manual page and completions.
 pub fn command() -> clap::Command {
-    Arguments::command()
+    let command = Arguments::command();
+    let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();
+    for (heading, names) in GROUPS {
+        let commands = names.iter().filter_map(|name| command.find_subcommand(name)).cloned();
+        // clap can't group subcommands: each group is rendered as the list of a command of its own.
+        let group = clap::Command::new(heading).subcommands(commands).disable_help_subcommand(true);
+        let listed = group.help_template("{subcommands}").render_help();
+        template += &format!("{heading}:\n{}\n\n", listed.to_string().trim_end());
+    }
+    command.help_template(template + "Options:\n{options}{after-help}")
+}
+
+fn parse(arguments: &[OsString]) -> clap::error::Result<Arguments> {
+    Arguments::from_arg_matches(&command().try_get_matches_from(arguments)?)
 }
 
 /// Does what the arguments ask (the first one is the program's name), and returns the exit status.
@@ -396,7 +417,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
     if let Some(status) = complete::complete_words(&arguments, out) {
         return status;
     }
-    let (done, refused_line) = match Arguments::try_parse_from(&arguments) {
+    let (done, refused_line) = match parse(&arguments) {
         Ok(Arguments { command }) => {
             let refused_line = match &command {
                 Command::Env(arguments) => arguments.refused_line(),

@@ -55,6 +55,12 @@ pub(crate) fn ctl(command: &Command, golden: &Path) -> io::Result<String> {
     page.control("SH", &["OPTIONS"])?;
     page.options(command)?;
     page.control("SH", &["SUBCOMMANDS"])?;
+    for (heading, names) in mpsctl::GROUPS {
+        page.control("TP", &[])?;
+        page.write(|roff| {
+            roff.text([bold(heading)]).text([roman(names.join(", "))]);
+        })?;
+    }
     // Built: the usage of a subcommand then begins with the program's name.
     let mut built = command.clone();
     built.build();

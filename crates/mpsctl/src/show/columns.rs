@@ -140,9 +140,9 @@ pub(crate) const GPUS: &[Column<Gpu>] = &[
 
 /// `list --platform`. The heads are the platform's.
 pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
-    OfSlice::new("Addr", |one| one.addr.shown()),
     OfSlice::new("Dev_type", |one| one.dev_type.shown()),
     OfSlice::new("Model", |one| one.model.shown()),
+    OfSlice::new("Addr", |one| one.addr.shown()),
     OfSlice::new("Vendor_device_id", |one| one.vendor_device_id.shown()),
     OfSlice::new("numa_node", |one| one.numa_node.shown()),
     OfSlice::new("Device_path", |one| one.device_path.shown()),
@@ -154,11 +154,11 @@ pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
 
 /// `list --gpus --platform`
 pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
-    OfGpu::new("Addr", |one| one.addr.shown()),
     OfGpu::new("Dev_type", |one| one.dev_type.shown()),
     OfGpu::new("Sharing_mode", |one| one.sharing_mode.shown()),
     OfGpu::new("Virtual_num", |one| one.virtual_num.shown()),
     OfGpu::new("Model", |one| one.model.shown()),
+    OfGpu::new("Addr", |one| one.addr.shown()),
     OfGpu::new("Vendor_device_id", |one| one.vendor_device_id.shown()),
     OfGpu::new("numa_node", |one| one.numa_node.shown()),
     OfGpu::new("Device_path", |one| one.device_path.shown()),
