@@ -200,7 +200,7 @@ fn what_is_drained_taken_or_shared_is_refused() {
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&other)]));
     succeeded(&host.mpsctl(&["drain", NEIGHBOURS]));
     refused(&bind(&host, NEIGHBOURS, &other, &[]), &format!("{NEIGHBOURS} is drained for new clients"));
-    refused(&bind(&host, "00:06.0-9", &other, &[]), "there is no device \"00:06.0-9\"");
+    refused(&bind(&host, "00:06.0-9", &other, &[]), "there is no slice or GPU \"00:06.0-9\"");
     for (shared, why) in [("/", "the root of all control groups"), ("/system.slice", "groups units")] {
         refused(&host.mpsctl(&["bind", FIRST, "--control-group", shared]), why);
     }

@@ -311,7 +311,7 @@ async fn exit_statuses_say_what_happened() {
     assert_eq!(status, Some(1));
     assert_eq!(
         err,
-        "yunion-mpsctl: there is no device \"00:07.0-1\"; did you mean 00:06.0-1 or 00:06.0-0 or 00:06.0-2? `yunion-mpsctl \
+        "yunion-mpsctl: there is no slice or GPU \"00:07.0-1\"; did you mean 00:06.0-1 or 00:06.0-0 or 00:06.0-2? `yunion-mpsctl \
          list` shows all names\n"
     );
 }
@@ -334,7 +334,7 @@ async fn the_reader_of_an_env_that_fails_refuses_its_answer() {
         let wrong = [&["env"], format].concat();
         for (bus, arguments, expected, reason) in [
             (&empty, &known, 3, "systemctl start yunion-mps-daemon"),
-            (&service.bus, &unknown, 1, "there is no device \"00:07.0-1\""),
+            (&service.bus, &unknown, 1, "there is no slice or GPU \"00:07.0-1\""),
             (&service.bus, &wrong, 2, "Usage: yunion-mpsctl"),
         ] {
             let (status, out, err) = ended(&mut ctl(bus, arguments)).await;

@@ -514,15 +514,15 @@ print(json.dumps([
         json!([
             [
                 "io.yunion.Mps1.Error.NoSuchDevice",
-                "there is no device \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+                "there is no slice or GPU \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
                  shows all names"
             ],
             [
                 "io.yunion.Mps1.Error.NoSuchDevice",
-                "there is no device \"00:07.0-0\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+                "there is no slice or GPU \"00:07.0-0\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
                  shows all names"
             ],
-            ["io.yunion.Mps1.Error.Failed", "no device was named; `yunion-mpsctl list` shows the names"],
+            ["io.yunion.Mps1.Error.Failed", "no slice was named; `yunion-mpsctl list` shows the names"],
             ["org.freedesktop.DBus.Error.UnknownMethod", "Unknown method 'Nonsense'"],
         ])
     );
@@ -1018,7 +1018,7 @@ print(json.dumps([
     .await;
     let expected = [
         ("io.yunion.Mps1.Error.NoSuchDevice", "a name has at most 64 bytes, and this one has 65"),
-        ("io.yunion.Mps1.Error.Failed", "1025 devices are named, and 1024 are allowed"),
+        ("io.yunion.Mps1.Error.Failed", "1025 slices are named, and 1024 are allowed"),
         ("io.yunion.Mps1.Error.Failed", "a container id has at most 64 digits, and this has 60000"),
     ];
     for (refusal, (name, text)) in answer.as_array().unwrap().iter().zip(expected) {

@@ -142,9 +142,9 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     for command in ["drain", "undrain"] {
         refused(
             &host.mpsctl(&[command, "00:06.0-1", "00:06.0-0", "00:09.0"]),
-            "there is no device \"00:09.0\"",
+            "there is no slice or GPU \"00:09.0\"",
         );
-        refused(&host.mpsctl(&[command, ""]), "there is no device \"\"");
+        refused(&host.mpsctl(&[command, ""]), "there is no slice or GPU \"\"");
         assert_only_drained(&host, "00:06.0-1");
     }
 
@@ -211,7 +211,7 @@ fn a_drained_name_without_a_slice_is_kept() {
     assert_eq!(drained(&host), ["00:06.0-3"]);
     cut(2);
     done(&host, &["undrain", "00:06.0-3"]);
-    refused(&host.mpsctl(&["undrain", "00:06.0-3"]), "there is no device");
+    refused(&host.mpsctl(&["undrain", "00:06.0-3"]), "there is no slice or GPU");
     cut(4);
     assert!(drained(&host).is_empty());
 }

@@ -340,7 +340,7 @@ fn a_container_gets_what_the_service_says() {
             assert_eq!(config(&host, names), said, "{names:?}");
         }
         for (names, complaint) in
-            [("00:99.0-0", "there is no device \"00:99.0-0\""), ("", "there is no device \"\"")]
+            [("00:99.0-0", "there is no slice or GPU \"00:99.0-0\""), ("", "there is no slice or GPU \"\"")]
         {
             let refused = run(&host, &["config", names]);
             assert!(
@@ -369,7 +369,7 @@ fn a_container_is_bound_to_a_slice() {
     let listed = host.list();
     assert_eq!(listed[1]["bound_to"], "mps-agent");
     let refused = text(&bind("00:06.0-9"));
-    assert!(refused.contains("there is no device"), "{refused}");
+    assert!(refused.contains("there is no slice or GPU"), "{refused}");
     first.kill().unwrap();
     first.wait().unwrap();
 }

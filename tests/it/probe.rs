@@ -190,5 +190,5 @@ fn what_is_not_there_is_an_error() {
     let host = Host::serving("h200");
     let output = host.mpsctl(&["probe", "00:07.0-1"]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output).contains("there is no device \"00:07.0-1\""), "{}", text(&output));
+    assert!(text(&output).contains("there is no slice or GPU \"00:07.0-1\""), "{}", text(&output));
 }

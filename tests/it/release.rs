@@ -230,7 +230,7 @@ fn what_cannot_be_terminated_says_why() {
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
     }
     let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:07.0-1"]));
-    assert!(complaint.contains("there is no device \"00:07.0-1\""), "{complaint}");
+    assert!(complaint.contains("there is no slice or GPU \"00:07.0-1\""), "{complaint}");
     let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", "00:06.0"]));
     assert!(complaint.contains("00:06.0 is a whole GPU"), "{complaint}");
     for arguments in [&["terminate"][..], &["terminate", "1", "--device", "00:06.0-1"], &["terminate", "-1"]]
@@ -295,7 +295,7 @@ fn servers_are_named_by_their_gpus() {
     let scene = Neighbours::new();
     let refusal = call(&mut scene.host.command("gdbus"), "Control.RestartServer", &["00:07.0"]);
     assert!(
-        refusal.contains("io.yunion.Mps1.Error.NoSuchDevice: there is no device \"00:07.0\""),
+        refusal.contains("io.yunion.Mps1.Error.NoSuchDevice: there is no slice or GPU \"00:07.0\""),
         "{refusal}"
     );
 }

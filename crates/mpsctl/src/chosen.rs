@@ -20,9 +20,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, Args)]
 pub(crate) struct Devices {
     /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for one slice of it
-    #[arg(required_unless_present_any = ["free", "slurm"], value_name = "DEVICE", add = complete::devices())]
+    #[arg(required_unless_present_any = ["free", "slurm"], value_name = "SLICE", add = complete::devices())]
     names: Vec<String>,
-    /// Take the slice with the fewest clients, of all or of the ones that DEVICE names; part of a model's name will do: h200
+    /// Take the slice with the fewest clients, of all or of the slices that SLICE names; part of a model's name will do: h200
     #[arg(long)]
     free: bool,
     /// Take the slices that Slurm has given to this step or job

@@ -31,7 +31,7 @@ const USAGE: u8 = 2;
 /// The exit status that means: the daemon is not running.
 const NOT_RUNNING: u8 = 3;
 
-/// Shows and uses the virtual GPU devices of yunion-mps-daemon.
+/// Shows and uses the GPU slices of yunion-mps-daemon.
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
 #[command(
@@ -116,7 +116,7 @@ enum Command {
         systemctl start yunion-mps-daemon && yunion-mpsctl is-ready --wait 60"
     )]
     IsReady(watch::is_ready::Arguments),
-    /// Prints metrics of the service, its devices and their clients, for Prometheus and other collectors
+    /// Prints metrics of the service, its slices and their clients, for Prometheus and other collectors
     #[command(
         after_help = "If yunion-mps-daemon is not running, the only metric is yunion_mps_up 0 and the exit status is \
         0, so that a collector gets this finding. The exit status is 1 if the system bus can't be reached; a FILE then \
@@ -128,7 +128,7 @@ enum Command {
         yunion-mpsctl metrics --format prometheus --to yunion-mps.prom"
     )]
     Metrics(show::metrics::Arguments),
-    /// Prints the settings with which a container, or a process on this host, uses devices
+    /// Prints the settings with which a container, or a process on this host, uses slices
     #[command(
         after_help = "Slices of one GPU can't be joined: with several of them the settings are those of one slice, and a \
         warning on standard error says so. run warns too. --free and --slurm mean the same as with run.\n\n\
@@ -148,7 +148,7 @@ enum Command {
         yunion-mpsctl env 00:06.0-1 00:07.0-0 --format json"
     )]
     Env(show::env::Arguments),
-    /// Runs a command on this host as a client of devices, and stops it without hurting its neighbours
+    /// Runs a command on this host as a client of slices, and stops it without hurting its neighbours
     #[command(
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
         that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once; \
@@ -289,12 +289,12 @@ enum Command {
     Doctor(doctor::Arguments),
     /// Opens a CUDA context on a slice, and compares its SMs and its memory with the published limits
     #[command(
-        after_help = "The first process has the environment of the device. The second process has the same \
+        after_help = "The first process has the environment of the slice. The second process has the same \
         environment without the limits, and so gets the limits that the control daemon itself enforces, even if \
         somebody else has changed them. SMs may differ by one pair, since GPUs hand out pairs. Memory may differ by \
         the part that a context takes (128 MiB and 6 MiB for each SM at most). GPUs before Volta enforce no limits, \
         so nothing is compared there.\n\n\
-        For a moment each process allocates as much memory as the device promises. If other programs hold more than \
+        For a moment each process allocates as much memory as the slice promises. If other programs hold more than \
         their share, an allocation of a neighbour can fail in that moment. So nothing is allocated on a GPU that has \
         clients, unless --beside-clients is given.\n\n\
         Exit status: 1 if anything differs, or could not be found out.\n\n\

@@ -113,10 +113,10 @@ const OFFERED: usize = 3;
 pub enum ContainerError {
     #[error("{0}")]
     NotReady(String),
-    #[error("no device was named; `yunion-mpsctl list` shows the names")]
+    #[error("no slice was named; `yunion-mpsctl list` shows the names")]
     NoneNamed,
     /// A name that stands for nothing, and the names that look like it.
-    #[error("there is no device {asked:?}{}", offer(.near))]
+    #[error("there is no slice or GPU {asked:?}{}", offer(.near))]
     NoSuchDevice { asked: String, near: Vec<String> },
     /// A name among which to choose that is nothing's, and the GPUs that there are.
     #[error("no slice, GPU or model is called {asked:?}; there are {there}")]
@@ -552,10 +552,10 @@ mod tests {
         let said = |asked: &str| ContainerError::no_such_device(&two_gpus(), asked).to_string();
         assert_eq!(
             said("00:06.0-4"),
-            "there is no device \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
+            "there is no slice or GPU \"00:06.0-4\"; did you mean 00:06.0-0 or 00:06.0-1 or 00:06.0-2? `yunion-mpsctl list` \
              shows all names"
         );
-        assert_eq!(said("gpu0"), "there is no device \"gpu0\"; `yunion-mpsctl list` shows the names");
+        assert_eq!(said("gpu0"), "there is no slice or GPU \"gpu0\"; `yunion-mpsctl list` shows the names");
         let mut lost = gpu("00:06.0", "GPU-1");
         lost.plan.gpu.nvml = Err("GPU is lost".into());
         assert_eq!(

@@ -24,7 +24,7 @@ const STATE: u64 = 1024 * 1024;
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// Names as `list` shows them: 00:06.0-1; a GPU's address or UUID stands for its lowest slice that is free
-    #[arg(required_unless_present = "slurm", value_name = "DEVICE", add = complete::devices())]
+    #[arg(required_unless_present = "slurm", value_name = "SLICE", add = complete::devices())]
     devices: Vec<String>,
     #[command(flatten)]
     group: Group,

@@ -180,7 +180,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     } else {
         let quoted =
             |words: &[Cow<'_, str>]| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
-        let devices = if devices.is_empty() { "DEVICE".to_owned() } else { quoted(devices) };
+        let devices = if devices.is_empty() { "SLICE".to_owned() } else { quoted(devices) };
         format!("yunion-mpsctl run {devices} -- {}", quoted(command))
     };
     Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
@@ -317,7 +317,7 @@ mod tests {
             ),
             ("y run GPU-76aef7ff 0001:1a:00.0-2 ls -l", Some("run GPU-76aef7ff 0001:1a:00.0-2 -- ls -l")),
             ("y run 00:06.0-1 a;b \u{1b}", Some("run 00:06.0-1 -- 'a;b' '\u{fffd}'")),
-            ("y run ./program", Some("run DEVICE -- ./program")),
+            ("y run ./program", Some("run SLICE -- ./program")),
             ("y run --free ./program", Some("run --free [GPU or model] -- CMD")),
             ("y run h200 --free ./program", Some("run --free [GPU or model] -- CMD")),
             ("y run 00:06.0-1", None),

@@ -30,7 +30,7 @@ const CONTEXT_MIB_PER_SM: u64 = 6;
 pub(crate) struct Arguments {
     /// A name as `list` shows it: 00:06.0-1; a GPU's address or UUID stands for one slice of it. Default: the
     /// first slice of each size that is not drained, of every GPU; its other slices have the same limits
-    #[arg(value_name = "DEVICE", add = complete::devices())]
+    #[arg(value_name = "SLICE", add = complete::devices())]
     device: Option<String>,
     /// Allocate memory even if the GPU has other clients; their own allocations may fail in that moment
     #[arg(long)]
@@ -47,7 +47,7 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
         None => first_slices(&devices),
     };
     if chosen.is_empty() {
-        return Err(Error::Failed("there is no device to probe; see: yunion-mpsctl status".to_owned()));
+        return Err(Error::Failed("no slice can be probed; see: yunion-mpsctl status".to_owned()));
     }
     let clients = daemon.clients().await?;
     let mut reports = Vec::new();

@@ -33,8 +33,8 @@ struct Form {
     /// `wide` adds columns: index, NUMA node, compute mode, UUID, directories
     #[arg(short, long, value_name = "FORMAT", hide_possible_values = true)]
     output: Option<Output>,
-    /// Print the listing of isolated devices as the platform's command line prints it, without the columns ID and Host_id,
-    /// and with a column Health
+    /// Print the listing of isolated devices as the platform's command line prints it, without its two columns of ids, and
+    /// with a column Health
     #[arg(long)]
     platform: bool,
     /// Print the names alone, one a line

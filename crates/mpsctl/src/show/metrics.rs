@@ -99,7 +99,7 @@ fn about_service(published: &Published, to: &mut Families) {
     to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
     to.one(
         "generation",
-        "Number that grows with every change of the published devices, and starts again with the service.",
+        "Number that grows with every change of the published slices, and starts again with the service.",
         *generation as f64,
     );
     let last = published.events.iter().map(|event| event.at).max();
