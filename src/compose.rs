@@ -16,6 +16,7 @@ use common::published::events::{Event, Events};
 use common::published::snapshot::{BoundSlice, GpuView, Snapshot, State};
 use common::published::usage::InUse;
 use common::published::usage::{GpuUse, SliceUse};
+use mps_core::HeldGpus;
 use mps_core::bindings::Binding;
 use mps_core::terms::SliceId;
 
@@ -36,7 +37,7 @@ pub(crate) struct Parts<'a> {
     /// The control daemons on the way out.
     pub leaving: &'a [Status],
     /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
-    pub held: &'a BTreeMap<String, String>,
+    pub held: &'a HeldGpus,
     /// True if a control daemon starts as soon as another one, which ends now, has left its GPUs.
     pub starting: bool,
     /// The slices that an administrator has taken out of use for new clients.
@@ -343,7 +344,7 @@ fn said_by(status: &Status) -> String {
 /// The control daemon that keeps a GPU from another, which is to serve it, in words.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
-    let status = all(parts).find(|status| status.view.id == id.as_str().into())?;
+    let status = all(parts).find(|status| status.view.id == *id)?;
     let reason = match status.view.reason.as_str() {
         "" => "it ends".to_owned(),
         reason => reason.to_owned(),

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use mps_core::DaemonId;
 use mps_core::register::{KnownClient, shortened};
 use mps_core::tenants::{Stop, Target, TerminationError};
 use tokio::sync::mpsc;
@@ -137,9 +138,9 @@ impl Daemon {
 
     fn restart_server(&self, gpu: &str, reply: Reply<()>) {
         let snapshot = Arc::clone(&self.snapshot.borrow());
-        let id = match snapshot.find(gpu) {
-            Some(Named::Gpu(gpu)) => gpu.control_daemon(0).to_owned(),
-            Some(Named::Slice(gpu, ordinal)) => gpu.control_daemon(ordinal).to_owned(),
+        let id: DaemonId = match snapshot.find(gpu) {
+            Some(Named::Gpu(gpu)) => gpu.control_daemon(0).into(),
+            Some(Named::Slice(gpu, ordinal)) => gpu.control_daemon(ordinal).into(),
             None => {
                 return drop(reply.send(Err(ContainerError::no_such_device(&snapshot, gpu).into())));
             }

@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
-use mps_core::terms::{DaemonId, GpuProcess};
+use mps_core::terms::GpuProcess;
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
 use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
 use tokio::task::yield_now;
@@ -117,8 +117,8 @@ pub(crate) struct Tools {
 }
 
 /// The core's view of a control daemon in the state file.
-pub(crate) fn written(id: &DaemonId, running: &Running) -> RunningDaemon {
-    RunningDaemon { process: running.process, gpus: running.gpus.clone(), tenure: id.tenure() }
+pub(crate) fn written(running: &Running) -> RunningDaemon {
+    RunningDaemon { process: running.process, gpus: running.gpus.clone() }
 }
 
 impl From<ControlError> for Failure {
@@ -253,8 +253,8 @@ impl Machine {
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = &self.worker.order.plan.id;
         let state_file = self.worker.tools.state_file.lock();
-        let written = state_file.control_daemon(id).map(|running| written(id, running));
-        CoreEvent::Done { id: id.to_string(), written, watched: self.run.is_some(), outcome }
+        let written = state_file.control_daemon(id).map(written);
+        CoreEvent::Done { id: id.clone(), written, watched: self.run.is_some(), outcome }
     }
 
     /// Gives the control daemon that runs its order, and watches it until something else has to be done.
@@ -325,11 +325,11 @@ impl Worker {
     fn wanted(&self) -> Wanted {
         let Instructions { plan, supervision } = &self.order;
         Wanted {
+            id: plan.id.clone(),
             gpus: plan.gpus.clone(),
             thread_percentage: plan.thread_percentage,
             prewarm: plan.prewarm,
             retiring: self.is_retiring(),
-            tenure: plan.tenure(),
             guard_period: plan.stands_guard().then_some(GUARD_PERIOD),
             held: self.held.clone(),
             sets_modes: supervision.set_compute_mode,

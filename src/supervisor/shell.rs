@@ -178,10 +178,6 @@ impl Shell for RunShell<'_> {
         Ok(self.run.control.shut_down_server(server, may_end).await?)
     }
 
-    fn id(&self) -> String {
-        self.worker.reporter.id().to_string()
-    }
-
     fn pid(&self) -> u32 {
         self.run.running.process.pid
     }
@@ -212,7 +208,7 @@ impl Shell for RunShell<'_> {
             return false;
         }
         let why = if self.worker.is_retiring() { ": it had no client" } else { ", to be restarted" };
-        let (id, pid) = (self.id(), self.pid());
+        let (id, pid) = (self.worker.reporter.id(), self.pid());
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
         true
     }
@@ -229,7 +225,7 @@ impl Shell for RunShell<'_> {
     }
 
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
-        let (id, pid) = (self.id(), self.pid());
+        let (id, pid) = (self.worker.reporter.id(), self.pid());
         let reporter = &self.worker.reporter;
         reporter
             .warning(format!("control daemon {id} (PID {pid}) does not quit and is sent SIGTERM: {may_end}"));
@@ -462,7 +458,7 @@ impl Shell for RunShell<'_> {
 
 impl RunShell<'_> {
     fn say_how_it_ended(&self, how: Stopped) {
-        let (id, pid) = (self.id(), self.pid());
+        let (id, pid) = (self.worker.reporter.id(), self.pid());
         tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }

@@ -2,7 +2,7 @@
 
 use core::time::Duration;
 
-use crate::{Goal, GpuUuid, HeldGpus, Id, Order, Permit};
+use crate::{DaemonId, Goal, GpuUuid, HeldGpus, Order, Permit};
 
 /// Something that is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,7 +11,7 @@ pub enum Act<P> {
     /// [`crate::CoreEvent::Done`]; [`DaemonAct::Rest`] alone does not.
     Daemon {
         /// Its id.
-        id: Id,
+        id: DaemonId,
         /// Its order at this moment.
         order: Order<P>,
         /// Its aim at this moment.
@@ -24,12 +24,12 @@ pub enum Act<P> {
     /// Break off the act that is under way for this id, at once. It comes back as interrupted, or as it has just ended.
     Interrupt {
         /// The id.
-        id: Id,
+        id: DaemonId,
     },
     /// The control daemon with this id needs no supervisor any more.
     Release {
         /// The id.
-        id: Id,
+        id: DaemonId,
     },
     /// Set the compute mode of this GPU to the service's, the former one written down before. It comes back as
     /// [`crate::CoreEvent::ModeDone`].

@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use crate::lifecycle::{Lifecycle, Next};
 use crate::modes::Modes;
 use crate::{
-    Act, Cause, CoreEvent, CoreTime, DaemonAct, Demand, Goal, GpuUuid, HeldGpus, Id, MpsSwitch, Order,
+    Act, Cause, CoreEvent, CoreTime, DaemonAct, DaemonId, Demand, Goal, GpuUuid, HeldGpus, MpsSwitch, Order,
     Permit, RunningDaemon,
 };
 
@@ -14,9 +14,9 @@ use crate::{
 #[derive(Debug, Clone)]
 pub struct Core<P> {
     /// By id, so that a control daemon never has two. Some are on the way out, and others get their GPUs.
-    lifecycles: BTreeMap<Id, Lifecycle<P>>,
+    lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
     /// The control daemons of the state file that have no supervisor, dead or alive.
-    left: BTreeMap<Id, RunningDaemon>,
+    left: BTreeMap<DaemonId, RunningDaemon>,
     modes: Modes,
     /// The control daemons stay for the next service, and their GPUs' compute modes with them.
     leaving: bool,
@@ -25,7 +25,7 @@ pub struct Core<P> {
 impl<P: Clone + PartialEq> Core<P> {
     /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs with a
     /// compute mode that an earlier service has changed.
-    pub fn new(left: BTreeMap<Id, RunningDaemon>, changed: BTreeSet<GpuUuid>) -> Self {
+    pub fn new(left: BTreeMap<DaemonId, RunningDaemon>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
@@ -66,7 +66,7 @@ impl<P: Clone + PartialEq> Core<P> {
             MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire,
             MpsSwitch::TurnedOff => Goal::Stop(Permit::new(Cause::Disabled)),
         };
-        let wanted: BTreeSet<&Id> = demand.orders.iter().map(|order| &order.id).collect();
+        let wanted: BTreeSet<&DaemonId> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
             // A supervisor that waits for clients goes on with that when MPS is disabled. A supervisor that was about to end
             // with its clients for it waits for them when MPS is enabled again: their end is not asked for any more.
@@ -155,25 +155,27 @@ impl<P: Clone + PartialEq> Core<P> {
     }
 
     /// The GPUs of the order with this id that other control daemons keep from it, each with the id of that one.
-    pub fn held(&self, id: &str) -> HeldGpus {
+    pub fn held(&self, id: &DaemonId) -> HeldGpus {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
         let holder = |gpu: &GpuUuid| {
-            let keeps = |one: &Lifecycle<P>| one.keeps(gpu, order.tenure);
+            let keeps = |one: &Lifecycle<P>| one.keeps(gpu, order.id.tenure());
             let mut others = self.lifecycles.iter().filter(|(other, one)| keeps(one) && *other != id);
-            let is_kept = |one: &RunningDaemon| one.gpus.contains(gpu) && one.tenure.keeps_from(order.tenure);
-            let left = || self.left.iter().find(|(_, one)| is_kept(one)).map(|(id, _)| id);
+            let is_kept = |(other, one): &(&DaemonId, &RunningDaemon)| {
+                one.gpus.contains(gpu) && other.tenure().keeps_from(order.id.tenure())
+            };
+            let left = || self.left.iter().find(is_kept).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()
         };
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
     /// The aim of the control daemon with this id. None: it has no supervisor.
-    pub fn goal(&self, id: &str) -> Option<Goal> {
+    pub fn goal(&self, id: &DaemonId) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
     }
 
     /// The order of the control daemon with this id. None: it has no supervisor.
-    pub fn order(&self, id: &str) -> Option<&Order<P>> {
+    pub fn order(&self, id: &DaemonId) -> Option<&Order<P>> {
         self.lifecycles.get(id).map(Lifecycle::order)
     }
 
@@ -190,7 +192,7 @@ impl<P: Clone + PartialEq> Core<P> {
 
     /// True if a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs. The
     /// end of some is put off until their clients have ended, or some trouble is over.
-    pub fn is_starting(&self, is_put_off: impl Fn(&Id) -> bool) -> bool {
+    pub fn is_starting(&self, is_put_off: impl Fn(&DaemonId) -> bool) -> bool {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.into_iter().any(|(id, one)| {
             let held = self.held(id);

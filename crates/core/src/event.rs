@@ -4,7 +4,7 @@ use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
 use crate::terms::ProcessId;
-use crate::{Configured, GpuUuid, Id, Tenure};
+use crate::{Configured, DaemonId, GpuUuid};
 
 /// Something that has happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub enum CoreEvent<P> {
     /// The act about a control daemon has come back.
     Done {
         /// Its id.
-        id: Id,
+        id: DaemonId,
         /// The entry of the state file under this id now.
         written: Option<RunningDaemon>,
         /// True if its process is held, so that its end becomes known.
@@ -71,11 +71,9 @@ pub enum MpsSwitch {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order<P> {
     /// Its id. No two orders have the same.
-    pub id: Id,
+    pub id: DaemonId,
     /// Its GPUs. No two orders have one in common, unless both take turns on it.
     pub gpus: Vec<GpuUuid>,
-    /// The tenure of these GPUs.
-    pub tenure: Tenure,
     /// True if it sets the compute modes of its GPUs.
     pub sets_modes: bool,
     /// The rest, which no decision here depends on, but for whether it is the same as before.
@@ -89,8 +87,6 @@ pub struct RunningDaemon {
     pub process: ProcessId,
     /// The GPUs that it was started with.
     pub gpus: Vec<GpuUuid>,
-    /// The tenure of these GPUs.
-    pub tenure: Tenure,
 }
 
 /// The outcome of an act about a control daemon.
@@ -150,4 +146,4 @@ pub enum ModeOutcome {
 }
 
 /// The GPUs of an order that other control daemons have, each with the id of that one.
-pub type HeldGpus = BTreeMap<GpuUuid, Id>;
+pub type HeldGpus = BTreeMap<GpuUuid, DaemonId>;

@@ -53,8 +53,6 @@ pub mod serve;
 pub mod tenants;
 pub mod terms;
 
-use alloc::string::String;
-
 pub use act::{Act, DaemonAct};
 pub use configured::Configured;
 pub use core::Core;
@@ -65,10 +63,7 @@ pub use event::{
 pub use lifecycle::{Goal, HEALTHY_AGAIN, next_pause, programs_wait};
 pub use permit::{Cause, Permit};
 pub use rate_limit::{Rate, RateLimit};
-pub use terms::{GpuUuid, Tenure};
-
-/// The name of a control daemon: `shared`, or the UUID of its GPU.
-pub type Id = String;
+pub use terms::{DaemonId, GpuUuid, Tenure};
 
 /// A moment, as the time since a moment that never changes. It does not go back.
 pub type CoreTime = ::core::time::Duration;

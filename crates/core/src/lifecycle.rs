@@ -69,7 +69,6 @@ struct Told {
     held: HeldGpus,
     /// The GPUs that were left to it. The order may have others by now.
     gpus: Vec<GpuUuid>,
-    tenure: Tenure,
     sets_modes: bool,
 }
 
@@ -164,22 +163,15 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
 
     /// True if it has this GPU, or is being started with it.
     fn has(&self, gpu: &str) -> bool {
-        self.tenures().any(|(_, gpus)| gpus.iter().any(|one| one == gpu))
+        let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
+        self.written.iter().any(|run| run.gpus.iter().any(|one| one == gpu))
+            || starts && self.told.iter().any(|told| told.has(gpu))
     }
 
     /// True if it keeps this GPU from another control daemon of that tenure.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
         // Most control daemons of a large host take turns, so their GPUs need not be compared.
-        let mut keeping = self.tenures().filter(|(tenure, _)| tenure.keeps_from(other));
-        keeping.any(|(_, gpus)| gpus.iter().any(|one| one == gpu))
-    }
-
-    /// Its GPUs with its tenure of them: of the process that runs, and of the start under way.
-    fn tenures(&self) -> impl Iterator<Item = (Tenure, &[GpuUuid])> {
-        let runs_with = self.written.iter().map(|run| (run.tenure, run.gpus.as_slice()));
-        let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
-        let told = self.told.iter().filter(move |_| starts);
-        runs_with.chain(told.map(|told| (told.tenure, told.gpus.as_slice())))
+        self.order.id.tenure().keeps_from(other) && self.has(gpu)
     }
 
     /// True if the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way
@@ -239,7 +231,6 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
                 revision: self.revision,
                 held: held.clone(),
                 gpus,
-                tenure: self.order.tenure,
                 sets_modes: self.order.sets_modes,
             });
         }

@@ -219,8 +219,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a GPU is given away that a control daemon on the way out still has",
         "lifecycle.rs",
-        "self.written.iter().map(|run| (run.tenure",
-        "self.written.iter().filter(|_| !PUT_BACK).map(|run| (run.tenure",
+        "self.written.iter().any(|run| run.gpus",
+        "self.written.iter().filter(|_| !PUT_BACK).any(|run| run.gpus",
         "",
     ),
     (
@@ -233,8 +233,8 @@ const DEFECTS: &[Defect] = &[
     (
         "the GPUs of the newest order count as the GPUs that the start under way was told",
         "lifecycle.rs",
-        "told.map(|told| (told.tenure, told.gpus.as_slice())))",
-        "told.map(|told| (told.tenure, if PUT_BACK { &self.order.gpus } else { &told.gpus }.as_slice())))",
+        "self.told.iter().any(|told| told.has(gpu))",
+        "self.told.iter().any(|told| if PUT_BACK { self.order.gpus.iter().any(|one| one == gpu) } else { told.has(gpu) })",
         "",
     ),
     (
@@ -247,8 +247,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a control daemon has a GPU alone on which others take turns",
         "core.rs",
-        "one.keeps(gpu, order.tenure)",
-        "one.keeps(gpu, if PUT_BACK { crate::Tenure::InTurns } else { order.tenure })",
+        "one.keeps(gpu, order.id.tenure())",
+        "one.keeps(gpu, if PUT_BACK { crate::Tenure::InTurns } else { order.id.tenure() })",
         "",
     ),
     (

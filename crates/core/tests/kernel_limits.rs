@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use mps_core::CoreTime;
 use mps_core::bindings::{Binding, Bindings, BoundBy, ControlGroup};
 use mps_core::kernel_limits::{
-    KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, limited_to, limits, limits_around,
+    CHECK, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, SOON, limited_to, limits, limits_around,
 };
 
 /// A GPU and an ordinal.
@@ -124,4 +124,22 @@ fn a_slice_is_limited_where_one_control_group_has_it_and_no_other_slice() {
     assert_eq!(limited(&nested, ("A", 1)), None, "the control group inside it counts");
     let inner = LimitedGroup { group: group("/a/b"), ..own };
     assert_eq!(limited(&nested, ("A", 2)), Some(inner));
+}
+
+#[test]
+fn the_next_act_comes_with_the_next_goal_to_look_at() {
+    let place = |path| LimitedGroup { gpu: "A", group: group(path) };
+    let goals =
+        |paths: &[&'static str]| paths.iter().map(|path| (place(path), LimitGoal::Hold(10))).collect();
+    let mut limits = KernelLimits::default();
+    let at = CoreTime::from_secs;
+    assert_eq!(limits.due(), None);
+    limits.pursue(&goals(&["/a"]), at(1));
+    assert_eq!(limits.due(), Some(at(1)));
+    limits.has_acted(&place("/a"), &LimitGoal::Hold(10), LimitOutcome::Reached, at(2));
+    assert_eq!(limits.due(), Some(at(2) + SOON), "a new limit");
+    limits.has_acted(&place("/a"), &LimitGoal::Hold(10), LimitOutcome::Reached, at(7));
+    assert_eq!(limits.due(), Some(at(7) + CHECK));
+    limits.pursue(&goals(&["/a", "/b"]), at(8));
+    assert_eq!(limits.due(), Some(at(8)), "another control group");
 }

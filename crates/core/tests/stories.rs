@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, Demand, Goal, HEALTHY_AGAIN, MpsSwitch, Order,
-    RunUse, RunningDaemon, Tenure, WhyFailed,
+    Act, ActOutcome, Configured, Core, CoreEvent, DaemonAct, DaemonId, Demand, Goal, HEALTHY_AGAIN,
+    MpsSwitch, Order, RunUse, RunningDaemon, WhyFailed,
 };
 
 use mps_core::terms::ProcessId;
@@ -17,7 +17,7 @@ const NOW: Duration = Duration::from_secs(1000);
 
 fn order(id: &str, gpus: &[&str]) -> Order<()> {
     let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
-    Order { id: id.to_owned(), gpus, tenure: Tenure::Alone, sets_modes: true, payload: () }
+    Order { id: id.into(), gpus, sets_modes: true, payload: () }
 }
 
 fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
@@ -34,12 +34,12 @@ fn demand(orders: &[Order<()>]) -> CoreEvent<()> {
 
 fn runs(gpus: &[&str]) -> Option<RunningDaemon> {
     let gpus = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
-    Some(RunningDaemon { process: ProcessId { pid: 7, start_time: 7 }, gpus, tenure: Tenure::Alone })
+    Some(RunningDaemon { process: ProcessId { pid: 7, start_time: 7 }, gpus })
 }
 
 fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEvent<()> {
     let watched = written.is_some();
-    CoreEvent::Done { id: id.to_owned(), written, watched, outcome }
+    CoreEvent::Done { id: id.into(), written, watched, outcome }
 }
 
 /// The acts about control daemons, and the interruptions.
@@ -75,15 +75,15 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
     // Others ask meanwhile:
-    assert_eq!(core.pending().map(|order| order.id.as_str()).collect::<Vec<_>>(), ["shared"]);
-    assert_eq!(core.held("shared"), BTreeMap::from([("A".to_owned(), "A".to_owned())]));
-    assert_eq!(core.kept(), core.held("shared"));
+    assert_eq!(core.pending().map(|order| order.id.to_string()).collect::<Vec<_>>(), ["shared"]);
+    assert_eq!(core.held(&DaemonId::Shared), BTreeMap::from([("A".to_owned(), "A".into())]));
+    assert_eq!(core.kept(), core.held(&DaemonId::Shared));
     assert_eq!(
-        (core.goal("A"), core.goal("shared"), core.goal("B")),
+        (core.goal(&"A".into()), core.goal(&DaemonId::Shared), core.goal(&"B".into())),
         (Some(Goal::Retire), Some(Goal::Serve), None)
     );
-    assert_eq!((core.order("A").unwrap().gpus.len(), core.order("B")), (1, None));
-    assert!(core.is_starting(|_| false) && !core.is_starting(|id| id == "A"));
+    assert_eq!((core.order(&"A".into()).unwrap().gpus.len(), core.order(&"B".into())), (1, None));
+    assert!(core.is_starting(|_| false) && !core.is_starting(|id| *id == "A".into()));
     assert!(!core.is_at_rest());
     // The last client has ended.
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: Start"]);
@@ -246,7 +246,7 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
     // One that an earlier service has left, and that has ended meanwhile.
-    let left = runs(&["A"]).map(|one| ("A".to_owned(), one));
+    let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(
         told(&core.on(CoreEvent::Stop { left: vec![self::order("A", &["A"])] }, NOW)),
@@ -283,15 +283,13 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
 
 /// A control daemon that can't be taken over, with the goal that an event gives, watched or not.
 fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
-    let left = runs(&["A"]).map(|one| ("A".to_owned(), one));
+    let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(told(&core.on(event, NOW)), ["A: TakeOver"]);
     let outcome = ActOutcome::Failed(WhyFailed::Ill);
     told(
-        &core.on(
-            CoreEvent::Done { id: "A".to_owned(), written: runs(&["A"]), watched: is_watched, outcome },
-            NOW,
-        ),
+        &core
+            .on(CoreEvent::Done { id: "A".into(), written: runs(&["A"]), watched: is_watched, outcome }, NOW),
     )
 }
 
@@ -311,7 +309,7 @@ fn one_that_cannot_be_taken_over_is_ended_if_its_process_is_held() {
 
 #[test]
 fn whatever_a_start_finds_while_mps_is_off_waits_for_its_clients() {
-    let left = BTreeMap::from([("A".to_owned(), runs(&["A"]).unwrap())]);
+    let left = BTreeMap::from([("A".into(), runs(&["A"]).unwrap())]);
     let mut core = Core::new(left, BTreeSet::new());
     let (orders, left, kept, closed) =
         (Vec::new(), vec![order("A", &["A"])], Configured::default(), Vec::new());

@@ -75,9 +75,7 @@ impl Fleet {
     /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients, and the state
     /// says so.
     pub(crate) fn ended_by_disabling(&self) -> Vec<Doomed> {
-        self.doomed(|id| {
-            self.conductor.lock().core.goal(&id.to_string()).is_none_or(|goal| goal == Goal::Serve)
-        })
+        self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
     }
 
     /// The same for an order to make the changes that wait for clients to end.
@@ -140,7 +138,7 @@ impl Fleet {
     }
 
     fn status(&self, id: &DaemonId) -> Option<Status> {
-        self.conductor.lock().supervisors.get(&id.to_string()).map(SupervisorHandle::status)
+        self.conductor.lock().supervisors.get(id).map(SupervisorHandle::status)
     }
 }
 

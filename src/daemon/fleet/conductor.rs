@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use mps_core::{Act, Core, CoreEvent, Id, ModeOutcome};
+use mps_core::{Act, Core, CoreEvent, DaemonId, ModeOutcome};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, sleep_until};
 
@@ -24,7 +24,7 @@ pub(super) struct Conductor {
 pub(super) struct Conducted {
     pub(super) core: Core<Instructions>,
     /// A control daemon that waits for its GPUs has none yet.
-    pub(super) supervisors: BTreeMap<Id, SupervisorHandle>,
+    pub(super) supervisors: BTreeMap<DaemonId, SupervisorHandle>,
     tools: Tools,
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 }
@@ -34,10 +34,8 @@ impl Conductor {
         let (events, happened) = mpsc::unbounded_channel();
         let core = {
             let state_file = tools.state_file.lock();
-            let left = state_file
-                .control_daemons()
-                .iter()
-                .map(|(id, running)| (id.to_string(), written(id, running)));
+            let left =
+                state_file.control_daemons().iter().map(|(id, running)| (id.clone(), written(running)));
             Core::new(left.collect(), state_file.changed_gpus())
         };
         let changed = Arc::clone(&tools.changed);

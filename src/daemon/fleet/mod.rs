@@ -133,7 +133,7 @@ impl Fleet {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         // One without a supervisor is left to the next plan.
         let is_put_off =
-            |id: &String| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off);
+            |id: &DaemonId| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off);
         Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
     }
 
@@ -242,22 +242,20 @@ impl Fleet {
         let mut stuck: BTreeSet<String> =
             self.ask_all(SupervisorHandle::link).into_iter().flatten().collect();
         let conducted = self.conductor.lock();
-        for (_, running) in
-            running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(&id.to_string()))
-        {
+        for (_, running) in running.iter().filter(|(id, _)| !conducted.supervisors.contains_key(id)) {
             stuck.extend(close_unsupervised(running, &closed).err());
         }
         if stuck.is_empty() { Ok(()) } else { Err(stuck.into_iter().collect::<Vec<_>>().join("; ")) }
     }
 
     /// Replaces the server of a control daemon that serves `gpu`.
-    pub(super) fn restart_server(&self, id: &str, gpu: &str, reply: Reply<()>) {
+    pub(super) fn restart_server(&self, id: &DaemonId, gpu: &str, reply: Reply<()>) {
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
         let serving = supervisors.get(id).filter(|_| core.goal(id) == Some(Goal::Serve));
         let Some(answer) = serving.map(SupervisorHandle::restart_server) else {
             return drop(reply.send(Err(RequestError::Busy(format!("no control daemon serves {gpu}")))));
         };
-        let id = id.to_owned();
+        let id = id.to_string();
         tokio::spawn(answer_unless_given_up(reply, async move {
             let answer = answer.await.unwrap_or_else(|_| Err(busy(&id).into()));
             answer.map_err(|in_the_way| RequestError::Busy(in_the_way.into()))
@@ -282,9 +280,8 @@ fn busy(id: &str) -> String {
 
 fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructions> {
     Order {
-        id: plan.id.to_string(),
+        id: plan.id.clone(),
         gpus: plan.gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
-        tenure: plan.tenure(),
         sets_modes: settings.supervision.set_compute_mode,
         payload: Instructions { plan, supervision: settings.supervision.clone() },
     }

@@ -2,11 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use mps_core::{Configured, Core, CoreEvent, Demand, DriverInForce, Goal, MpsSwitch, Order, RunningDaemon};
+use mps_core::{
+    Configured, Core, CoreEvent, DaemonId, Demand, DriverInForce, Goal, MpsSwitch, Order, RunningDaemon,
+};
 
 use super::kernel_limits::SimKernelLimits;
 use super::mps::OLD_GPU;
-use super::ways::{slices, tenure_of};
+use super::ways::slices_of;
 use super::{Dice, Ending, GPUS, Mode, Mood, Service, World};
 
 pub(crate) fn nothing() -> Demand<u32> {
@@ -20,8 +22,8 @@ pub(crate) fn nothing() -> Demand<u32> {
 }
 
 /// The order for a control daemon that the state file has.
-fn left_order((id, one): (&String, &RunningDaemon)) -> Order<u32> {
-    Order { id: id.clone(), gpus: one.gpus.clone(), tenure: one.tenure, sets_modes: true, payload: 0 }
+fn left_order((id, one): (&DaemonId, &RunningDaemon)) -> Order<u32> {
+    Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }
 }
 
 impl World {
@@ -40,10 +42,8 @@ impl World {
         // Programs without MPS hold this one.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
-        let order = |id: &str, gpus: &[String]| {
-            let (id, gpus) = (id.to_owned(), gpus.to_vec());
-            Order { tenure: tenure_of(&id), id, gpus, sets_modes, payload }
-        };
+        let order =
+            |id: &str, gpus: &[String]| Order { id: id.into(), gpus: gpus.to_vec(), sets_modes, payload };
         let orders = if chosen.is_empty() {
             Vec::new()
         } else if dice.one_in(2) || (is_of_faults && dice.one_in(2)) {
@@ -54,7 +54,7 @@ impl World {
                 let of_gpu = std::slice::from_ref(gpu);
                 if dice.one_in(3) {
                     // A control daemon for each slice.
-                    orders.extend(slices(gpu, of_gpu).map(|(slice, _)| order(&slice, of_gpu)));
+                    orders.extend(slices_of(gpu).map(|slice| order(&slice, of_gpu)));
                 } else {
                     orders.push(order(gpu, of_gpu));
                 }
@@ -87,7 +87,7 @@ impl World {
     pub(crate) fn pursue(&mut self) {
         let demand = Demand { left: self.left(), ..self.demand.clone() };
         let Some(service) = &mut self.service else { return };
-        let waits = |id: &&String| service.core.goal(id) == Some(Goal::Retire);
+        let waits = |id: &&DaemonId| service.core.goal(id) == Some(Goal::Retire);
         let waiting = self.state_file.daemons.keys().filter(waits).cloned();
         service.spared = if demand.mps == MpsSwitch::On { BTreeSet::new() } else { waiting.collect() };
         self.demand_of_service(demand);

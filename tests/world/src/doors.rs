@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use mps_core::access::{self, Asker, Obstacle, Standing};
 use mps_core::bindings::BoundBy;
-use mps_core::{DaemonAct, Order};
+use mps_core::{DaemonAct, DaemonId, Order};
 
 use super::bindings::{BoundSlice, group_of};
 use super::mps::Setting;
 use super::serving::{only_slice, setting_of};
-use super::ways::slices;
+use super::ways::{all_slices, slices};
 use super::{Dice, GPUS, World};
 
 /// The name of a slice.
@@ -34,12 +34,13 @@ impl World {
     pub(crate) fn any_slice(&self, dice: &mut Dice) -> BoundSlice {
         let of_orders = || self.demand.orders.iter().flat_map(|order| slices(&order.id, &order.gpus));
         let all: Vec<(String, String)> = if dice.one_in(8) {
-            slices("all", &GPUS.map(str::to_owned)).collect()
+            all_slices(&GPUS.map(str::to_owned)).collect()
         } else {
             of_orders().collect()
         };
-        let (name, gpu) = dice.pick(&all).cloned().unwrap_or_else(|| ("A-0".to_owned(), "A".to_owned()));
-        (gpu, only_slice(&name).unwrap())
+        let (name, gpu) =
+            dice.pick(&all).cloned().unwrap_or_else(|| ("0a:00.0-0".to_owned(), "0a:00.0".to_owned()));
+        (gpu, only_slice(&DaemonId::from(name.as_str())).unwrap())
     }
 
     /// The order with a slice.
@@ -54,7 +55,7 @@ impl World {
         let (Some(service), Some(order)) = (&self.service, self.order_of(slice)) else { return false };
         let serves =
             service.tasks.get(&order.id).is_some_and(|task| task.act == DaemonAct::Serve && !task.retiring);
-        let is_missing = |id: &String| {
+        let is_missing = |id: &DaemonId| {
             service.admissions.get(id).is_some_and(|admission| admission.is_missing(&name_of(slice)))
         };
         let is_shown = |watched: &super::serving::Watched| {
@@ -130,7 +131,7 @@ impl World {
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
         for order in &self.demand.orders {
             for (name, gpu) in slices(&order.id, &order.gpus).filter(|(name, _)| !self.is_drained(name)) {
-                let slice = (gpu, only_slice(&name).unwrap());
+                let slice = (gpu, only_slice(&DaemonId::from(name.as_str())).unwrap());
                 let answer = self.may_have(&slice, asker);
                 assert!(answer.is_ok(), "one-answer: {name} is served, and refused: {answer:?}");
                 self.check_is_served(&slice);

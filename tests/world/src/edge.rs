@@ -10,13 +10,13 @@ use mps_core::mps::{Client, ClientPids, Inspection, Limits, ServerStatus};
 use mps_core::serve::{
     ClientsOnGpus, Failure, GpuReach, News, Occurrence, Requested, Said, Shell, Showing, ShownAs,
 };
-use mps_core::{CoreTime, Permit, Tenure};
+use mps_core::{CoreTime, DaemonId, Permit, Tenure};
 
 use super::answers::{difference, inspect, listed, read_line, setting};
 use super::mps::{Mps, NO_LIMITS, OLD_GPU, Setting, SimServer};
 use super::reader::Waits;
 use super::story::spaced;
-use super::ways::{SimAdmission, tenure_of};
+use super::ways::SimAdmission;
 
 /// The deadline of one question.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,
-    pub(crate) id: String,
+    pub(crate) id: DaemonId,
     /// The GPUs of the order.
     pub(crate) gpus: Vec<String>,
     /// The limits of the order.
@@ -37,7 +37,7 @@ pub struct SimShell {
 impl SimShell {
     /// Whether NVML tells the clients of this control daemon on a GPU.
     pub(crate) fn lists_clients(&self, gpu: &str) -> bool {
-        gpu != OLD_GPU && tenure_of(&self.id) == Tenure::Alone
+        gpu != OLD_GPU && self.id.tenure() == Tenure::Alone
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, Mps> {
@@ -341,10 +341,6 @@ impl Shell for SimShell {
         self.command("shut down server", (), effect).await
     }
 
-    fn id(&self) -> String {
-        self.id.clone()
-    }
-
     fn pid(&self) -> u32 {
         self.lock().pid
     }
@@ -441,7 +437,7 @@ impl Shell for SimShell {
             there.map(|(pid, _)| *pid).collect::<BTreeSet<u32>>()
         };
         let list = |(ordinal, gpu): (usize, &String)| {
-            let there = match tenure_of(&self.id) {
+            let there = match self.id.tenure() {
                 Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
                 // The others there may be of another control daemon.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),

@@ -45,7 +45,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use mps_core::{
-    Act, ActOutcome, Core, CoreEvent, DaemonAct, Demand, DriverInForce, Goal, ModeOutcome, Order,
+    Act, ActOutcome, Core, CoreEvent, DaemonAct, DaemonId, Demand, DriverInForce, Goal, ModeOutcome, Order,
     RunningDaemon, programs_wait,
 };
 
@@ -59,7 +59,7 @@ use serving::{Reaches, RunningAct, Watched};
 use ways::{SimAdmission, SimDrained, Ways};
 
 /// The GPUs of the host.
-const GPUS: [&str; 3] = ["A", "B", "C"];
+const GPUS: [&str; 3] = ["0a:00.0", "0b:00.0", "0c:00.0"];
 
 /// A number from a seed, by the method that is called `SplitMix64`.
 pub fn mixed(seed: u64) -> u64 {
@@ -112,7 +112,7 @@ struct GpuState {
 /// A control daemon of ours.
 #[derive(Clone)]
 struct ControlDaemon {
-    id: String,
+    id: DaemonId,
     gpus: Vec<String>,
     mps: Arc<Mutex<Mps>>,
     /// Whether the order that it was given last sets compute modes.
@@ -123,7 +123,7 @@ struct ControlDaemon {
 
 #[derive(Debug, Clone, Default)]
 struct StateFile {
-    daemons: BTreeMap<String, RunningDaemon>,
+    daemons: BTreeMap<DaemonId, RunningDaemon>,
     modes: BTreeMap<String, Mode>,
 }
 
@@ -149,15 +149,15 @@ struct Service {
     /// A look at the host has succeeded, or none is needed.
     has_plan: bool,
     next_look: Option<Duration>,
-    tasks: BTreeMap<String, Task>,
+    tasks: BTreeMap<DaemonId, Task>,
     /// The acts that have begun about control daemons that run.
-    acts: BTreeMap<String, RunningAct>,
+    acts: BTreeMap<DaemonId, RunningAct>,
     /// The control daemons that are being started.
-    starting: BTreeMap<String, Arc<Mutex<Mps>>>,
+    starting: BTreeMap<DaemonId, Arc<Mutex<Mps>>>,
     /// The processes that the supervisors hold.
-    watched: BTreeMap<String, Watched>,
+    watched: BTreeMap<DaemonId, Watched>,
     reaches: Reaches,
-    admissions: BTreeMap<String, SimAdmission>,
+    admissions: BTreeMap<DaemonId, SimAdmission>,
     /// The watches over the budgets of slices, by GPU.
     budgets: BTreeMap<String, SimWatch>,
     /// The memory limits that it has the kernel hold.
@@ -168,11 +168,11 @@ struct Service {
     requests: Vec<SimRequest>,
     ending: Option<Ending>,
     /// The control daemons that waited for their clients when MPS was disabled.
-    spared: BTreeSet<String>,
+    spared: BTreeSet<DaemonId>,
     /// The control daemons with a last order that sets no compute modes.
-    without_modes: BTreeSet<String>,
+    without_modes: BTreeSet<DaemonId>,
     /// The control daemons that could not be ended, though the service has tried since it was told to end.
-    not_ended: BTreeSet<String>,
+    not_ended: BTreeSet<DaemonId>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,7 +220,7 @@ pub struct World {
     /// The state file can't be written.
     is_disk_full: bool,
     /// The acts about each control daemon since something came from outside, or time has passed.
-    in_a_row: BTreeMap<String, usize>,
+    in_a_row: BTreeMap<DaemonId, usize>,
     /// A GPU with a mode that could not be put back, or was changed by others.
     strange: BTreeSet<String>,
     /// The number of acts so far.
@@ -423,7 +423,7 @@ impl World {
     }
 
     /// The act about this control daemon has come back.
-    fn finish(&mut self, id: &str, outcome: ActOutcome) {
+    fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
         // NVML goes on with a change that nobody waits for any more, and the next one waits for that.
         self.change_modes(id);
@@ -441,10 +441,10 @@ impl World {
             self.daemons.remove(&pid);
         }
         if task.is_for_the_end && matches!(outcome, ActOutcome::Lives | ActOutcome::Failed(_)) {
-            service.not_ended.insert(id.to_owned());
+            service.not_ended.insert(id.clone());
         }
         let watched = service.watched.contains_key(id);
-        self.on(CoreEvent::Done { id: id.to_owned(), written, watched, outcome });
+        self.on(CoreEvent::Done { id: id.clone(), written, watched, outcome });
     }
 
     fn mode_done(&mut self, gpu: &str, outcome: ModeOutcome) {
@@ -456,7 +456,7 @@ impl World {
     }
 
     /// The control daemon of ours that lives with this id.
-    fn living(&self, id: &str) -> Option<(u32, &ControlDaemon)> {
+    fn living(&self, id: &DaemonId) -> Option<(u32, &ControlDaemon)> {
         let pid = self.state_file.daemons.get(id)?.process.pid;
         Some((pid, self.daemons.get(&pid)?))
     }

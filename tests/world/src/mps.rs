@@ -21,7 +21,7 @@ const SERVER_COMES: Duration = Duration::from_millis(150);
 pub(crate) const CAPACITY: usize = 3;
 
 /// A GPU without enforced limits, on which NVML lists no client.
-pub(crate) const OLD_GPU: &str = "C";
+pub(crate) const OLD_GPU: &str = "0c:00.0";
 
 /// Limits: the percentage, and the memory of each GPU by its ordinal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

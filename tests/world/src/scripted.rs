@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Requested, ShownAs};
-use mps_core::{Configured, Demand, Goal, MpsSwitch, Order, Tenure};
+use mps_core::{Configured, DaemonId, Demand, Goal, MpsSwitch, Order};
 
 use super::admin::nothing;
 use super::mps::{Hit, Mps};
 use super::serving::percentage_of;
-use super::ways::slices;
+use super::ways::all_slices;
 use super::{Dice, Ending, GpuState, Mode, Mood, World};
 
 /// The GPUs. None is too old: on a host with such a one servers are of one user.
@@ -202,7 +202,7 @@ impl Script {
                 // A GPU that the configuration does not name has no name.
                 let gpus = self.world.demand.orders.iter().flat_map(|order| &order.gpus).cloned();
                 let slices: Vec<String> =
-                    slices("all", &gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
+                    all_slices(&gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
                 let slice = self.dice.pick(&slices)?.clone();
                 let is_drained = !self.world.is_drained(&slice);
                 Deed::Drain { slice, is_drained }
@@ -239,7 +239,7 @@ impl Script {
     fn any_daemon(&mut self, is_one: fn(&Mps) -> bool) -> Option<String> {
         let ids = self.world.state_file.daemons.keys();
         let living = ids.filter(|id| self.world.living(id).is_some_and(|(_, one)| is_one(&one.lock())));
-        let living: Vec<String> = living.cloned().collect();
+        let living: Vec<String> = living.map(DaemonId::to_string).collect();
         self.dice.pick(&living).cloned()
     }
 
@@ -285,12 +285,12 @@ impl Script {
                 }
             }
             Deed::KillServer { id } => {
-                let mut mps = self.world.living(id).unwrap().1.lock();
+                let mut mps = self.world.living(&id.as_str().into()).unwrap().1.lock();
                 let server = *mps.servers.keys().next().unwrap();
                 mps.end_server(server, true, None);
             }
             Deed::KillControlDaemon { id } => {
-                let pid = self.world.living(id).unwrap().0;
+                let pid = self.world.living(&id.as_str().into()).unwrap().0;
                 self.world.daemons.remove(&pid).unwrap().lock().end(None);
             }
             Deed::Drain { slice, .. } => self.world.drain_or_give_back(slice),
@@ -384,9 +384,8 @@ fn reload(dice: &mut Dice) -> Deed {
 fn demand(deed: &Deed) -> Demand<u32> {
     let Deed::Reload { is_shared, gpus, thread_percentage } = deed else { return nothing() };
     let order = |id: &str, gpus: &[&str]| Order {
-        id: id.to_owned(),
+        id: id.into(),
         gpus: gpus.iter().map(|gpu| (*gpu).to_owned()).collect(),
-        tenure: Tenure::Alone,
         sets_modes: true,
         payload: u32::from(*thread_percentage - percentage_of(0)),
     };
@@ -410,12 +409,12 @@ impl World {
         let mut ids = BTreeMap::new();
         for id in self.state_file.daemons.keys() {
             let Some((pid, one)) = self.living(id) else { continue };
-            ids.insert(pid, id.clone());
+            ids.insert(pid, id.to_string());
             let gpus = one.gpus.iter().map(|name| gpu(name)).collect();
             let mps = one.lock();
             let shown = self.service.as_ref().and(mps.reader.state.as_ref());
             let published = shown.map(|shown| (state_in_words(shown.state), mps.reader.servers.len()));
-            seen.daemons.insert(id.clone(), SeenDaemon { gpus, published });
+            seen.daemons.insert(id.to_string(), SeenDaemon { gpus, published });
             let is_to_serve = self.service.as_ref().is_some_and(|one| one.core.goal(id) == Some(Goal::Serve));
             if shown.is_some_and(|shown| shown.serving) && is_to_serve {
                 seen.served.extend(self.served_by(id, &mps));
@@ -430,7 +429,7 @@ impl World {
     }
 
     /// The GPUs of its order that a control daemon is shown to serve.
-    fn served_by(&self, id: &str, mps: &Mps) -> Vec<(&'static str, u8)> {
+    fn served_by(&self, id: &DaemonId, mps: &Mps) -> Vec<(&'static str, u8)> {
         let order = self.service.as_ref().and_then(|service| service.core.order(id));
         let reader = &mps.reader;
         let is_well = |gpu: &&String| {

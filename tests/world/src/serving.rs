@@ -11,13 +11,12 @@ use std::time::Duration;
 
 use mps_core::serve::{Ended, Failure, Judged, Known, Serving, Wanted};
 use mps_core::terms::ServedGpu;
-use mps_core::{ActOutcome, Cause, DaemonAct, HeldGpus, Order, RunUse, Tenure, WhyFailed};
+use mps_core::{ActOutcome, Cause, DaemonAct, DaemonId, HeldGpus, Order, RunUse, Tenure, WhyFailed};
 
 use super::edge::SimShell;
 use super::mps::{CAPACITY, Mps, OLD_GPU, Setting};
 use super::reader::{Reader, Waits};
 use super::requests::SimRequest;
-use super::ways::tenure_of;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
 /// A control daemon with a process that a supervisor holds.
@@ -79,8 +78,8 @@ pub(crate) fn size_of(payload: u32, slice: u32) -> u64 {
 }
 
 /// The slice of a control daemon that has only one.
-pub(crate) fn only_slice(id: &str) -> Option<u32> {
-    id.rsplit_once('-')?.1.parse().ok()
+pub(crate) fn only_slice(id: &DaemonId) -> Option<u32> {
+    Some(id.only_slice()?.ordinal)
 }
 
 /// The memory limit that a control daemon has to have for an order: that of its largest slice.
@@ -117,16 +116,16 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
         // Nobody can tell to which of several control daemons a client belongs.
-        clients_listed: uuid != OLD_GPU && task.order.tenure == Tenure::Alone,
+        clients_listed: uuid != OLD_GPU && task.order.id.tenure() == Tenure::Alone,
     };
     Wanted {
+        id: task.order.id.clone(),
         gpus: task.order.gpus.iter().map(gpu).collect(),
         thread_percentage: percentage_of(payload),
         prewarm: true,
         retiring: task.retiring,
-        tenure: task.order.tenure,
-        guard_period: task.order.id.ends_with("-0").then_some(Duration::from_secs(2)),
-        held: task.held.iter().map(|gpu| (gpu.clone(), "another".to_owned())).collect::<HeldGpus>(),
+        guard_period: (only_slice(&task.order.id) == Some(0)).then_some(Duration::from_secs(2)),
+        held: task.held.iter().map(|gpu| (gpu.clone(), DaemonId::from("another"))).collect::<HeldGpus>(),
         sets_modes: task.order.sets_modes,
         fault_grace: Duration::from_secs(5),
     }
@@ -167,7 +166,7 @@ async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOu
 
 impl World {
     /// A supervisor holds the process from now on, which has just started or was there before.
-    pub(crate) fn watch(&mut self, id: &str, pid: u32, has_just_started: bool) {
+    pub(crate) fn watch(&mut self, id: &DaemonId, pid: u32, has_just_started: bool) {
         let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
         let mps = Arc::clone(&one.mps);
         let (gpus, multiuser) = {
@@ -176,11 +175,11 @@ impl World {
             (mps.gpus.clone(), !mps.serves_one_user)
         };
         let known = Rc::new(RefCell::new(Known::new(gpus, multiuser, has_just_started, self.now)));
-        service.watched.insert(id.to_owned(), Watched { mps, known });
+        service.watched.insert(id.clone(), Watched { mps, known });
     }
 
     /// Lets the act about this control daemon come on by a turn, and returns its outcome once it has one.
-    pub(crate) fn drive(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
+    pub(crate) fn drive(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let is_under_way = self.service.as_ref()?.acts.contains_key(id);
         if !is_under_way && task.act == DaemonAct::Start {
             self.begin_start(id, task, dice);
@@ -206,7 +205,7 @@ impl World {
         self.bury();
         match polled {
             Poll::Pending => {
-                self.service.as_mut()?.acts.insert(id.to_owned(), act);
+                self.service.as_mut()?.acts.insert(id.clone(), act);
                 None
             }
             Poll::Ready((outcome, has_ended)) => {
@@ -219,7 +218,7 @@ impl World {
     }
 
     /// Holds the process that the state file has. None: it is held, and the rest follows.
-    fn adopt(&mut self, id: &str, dice: &mut Dice) -> Option<ActOutcome> {
+    fn adopt(&mut self, id: &DaemonId, dice: &mut Dice) -> Option<ActOutcome> {
         let living = self.living(id).map(|(pid, _)| pid);
         let Some(pid) = living else {
             self.forget(id);
@@ -233,11 +232,11 @@ impl World {
         None
     }
 
-    fn begin_act(&mut self, id: &str, task: &Task) -> bool {
+    fn begin_act(&mut self, id: &DaemonId, task: &Task) -> bool {
         let Some(admission) = self.admission(id, &task.order.gpus, task.retiring) else { return false };
         let Some(service) = &mut self.service else { return false };
         let Some(watched) = service.watched.get(id) else { return false };
-        let reach = Rc::clone(service.reaches.entry(id.to_owned()).or_default());
+        let reach = Rc::clone(service.reaches.entry(id.clone()).or_default());
         let gpus = {
             let mut mps = watched.mps.lock().unwrap();
             mps.reader.takes(&task.order);
@@ -245,7 +244,7 @@ impl World {
         };
         let shell = SimShell {
             mps: Arc::clone(&watched.mps),
-            id: id.to_owned(),
+            id: id.clone(),
             gpus: task.order.gpus.clone(),
             setting: setting_of(&task.order, &gpus),
             admission,
@@ -257,33 +256,33 @@ impl World {
             let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());
             carry_out(act, Serving::new(shell, &mut known, &mut reach, wanted)).await
         };
-        service.acts.insert(id.to_owned(), Box::pin(under_way));
+        service.acts.insert(id.clone(), Box::pin(under_way));
         true
     }
 
     /// The control daemon that the act under way is about.
-    fn mps_of(&self, id: &str) -> Option<Arc<Mutex<Mps>>> {
+    fn mps_of(&self, id: &DaemonId) -> Option<Arc<Mutex<Mps>>> {
         let service = self.service.as_ref()?;
         let watched = || service.watched.get(id).map(|watched| &watched.mps);
         service.starting.get(id).or_else(watched).cloned()
     }
 
     /// Changes the compute modes that the act has asked for.
-    pub(crate) fn change_modes(&mut self, id: &str) {
+    pub(crate) fn change_modes(&mut self, id: &DaemonId) {
         let Some(mps) = self.mps_of(id) else { return };
         let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
         for (gpu, half) in steps {
-            self.take_mode(&gpu, mode_of(tenure_of(id)), half);
+            self.take_mode(&gpu, mode_of(id.tenure()), half);
         }
     }
 
     /// Does what the act has asked of the host, and lets it go on if it waits for a turn.
-    fn give_turn(&mut self, id: &str) {
+    fn give_turn(&mut self, id: &DaemonId) {
         self.change_modes(id);
         let Some(mps) = self.mps_of(id) else { return };
         let mut mps = mps.lock().unwrap();
         mps.out_of_reach = self.out_of_reach();
-        let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == mode_of(tenure_of(id)));
+        let ours = self.gpus.iter().filter(|(_, gpu)| gpu.mode == mode_of(id.tenure()));
         mps.with_our_mode = ours.map(|(gpu, _)| gpu.clone()).collect();
         mps.disk_is_full = self.is_disk_full;
         mps.reader.disk_was_full |= self.is_disk_full;
@@ -293,7 +292,7 @@ impl World {
     }
 
     /// Work is safe, at the moment of the effect: whoever was at work is ended for a stop, or by an administrator's force.
-    fn check_who_was_hurt(&mut self, id: &str) {
+    fn check_who_was_hurt(&mut self, id: &DaemonId) {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
         let mut mps = watched.mps.lock().unwrap();
         for hurt in std::mem::take(&mut mps.hurt) {
@@ -350,7 +349,7 @@ impl World {
     }
 
     /// Whether the act about this control daemon can come on at this moment.
-    pub(crate) fn can_come_on(&self, id: &str) -> bool {
+    pub(crate) fn can_come_on(&self, id: &DaemonId) -> bool {
         let Some(service) = &self.service else { return false };
         let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();
         let is_interrupted = service.tasks.get(id).is_some_and(|task| task.is_interrupted);
@@ -361,4 +360,4 @@ impl World {
     }
 }
 
-pub(crate) type Reaches = BTreeMap<String, Rc<RefCell<mps_core::serve::GpuReach>>>;
+pub(crate) type Reaches = BTreeMap<DaemonId, Rc<RefCell<mps_core::serve::GpuReach>>>;

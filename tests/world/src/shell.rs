@@ -1,6 +1,6 @@
 //! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
 
-use mps_core::{ActOutcome, DaemonAct, ModeOutcome};
+use mps_core::{ActOutcome, DaemonAct, DaemonId, ModeOutcome};
 
 use super::{Dice, Mode, Task, World};
 
@@ -8,8 +8,8 @@ impl World {
     /// Some act that is under way comes on by a step.
     pub(crate) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
-        let can_come_on = |(id, _): &(&String, &Task)| self.can_come_on(id);
-        let tasks: Vec<(&String, &Task)> = service.tasks.iter().filter(can_come_on).collect();
+        let can_come_on = |(id, _): &(&DaemonId, &Task)| self.can_come_on(id);
+        let tasks: Vec<(&DaemonId, &Task)> = service.tasks.iter().filter(can_come_on).collect();
         let modes: Vec<(&String, &(bool, usize))> = service.modes.iter().collect();
         if self.budgets_come_on() && ((tasks.is_empty() && modes.is_empty()) || dice.one_in(3)) {
             return self.carry_on_budgets(dice);
@@ -43,7 +43,7 @@ impl World {
         }
     }
 
-    fn step_of(&mut self, id: &str, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
+    fn step_of(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         match task.act {
             DaemonAct::Leave | DaemonAct::Rest(_) => Some(ActOutcome::Done),
             _ => self.drive(id, task, dice),
@@ -54,7 +54,7 @@ impl World {
         !self.is_calm && dice.one_in(8)
     }
 
-    pub(crate) fn forget(&mut self, id: &str) {
+    pub(crate) fn forget(&mut self, id: &DaemonId) {
         if let Some(service) = &mut self.service {
             if let Some(watched) = service.watched.remove(id) {
                 watched.end();

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use mps_core::serve::{Failure, GpuReach, StartPlace, Starter, Stranger, WantedUsers, start};
 use mps_core::terms::ProcessId;
-use mps_core::{ActOutcome, Cause, CoreTime, Permit, RunningDaemon};
+use mps_core::{ActOutcome, Cause, CoreTime, DaemonId, Permit, RunningDaemon};
 
 use super::edge::SimShell;
 use super::mps::Mps;
@@ -109,7 +109,7 @@ impl Starter for SimStarter {
 
 impl World {
     /// A start begins, with a process that is not there yet.
-    pub(crate) fn begin_start(&mut self, id: &str, task: &Task, dice: &mut Dice) {
+    pub(crate) fn begin_start(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) {
         let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
         self.next_pid += 1;
         let mut mps = Mps::new(self.next_pid, Vec::new(), dice.one_in(3), self.now);
@@ -119,10 +119,10 @@ impl World {
         let mps = Arc::new(Mutex::new(mps));
         let gpus = task.order.gpus.clone();
         let setting = setting_of(&mps_core::Order { gpus: gpus.clone(), ..task.order.clone() }, &gpus);
-        let shell = SimShell { mps: Arc::clone(&mps), id: id.to_owned(), gpus, setting, admission };
+        let shell = SimShell { mps: Arc::clone(&mps), id: id.clone(), gpus, setting, admission };
         let Some(service) = &mut self.service else { return };
-        service.starting.insert(id.to_owned(), mps);
-        let (reach, wanted) = (Rc::clone(service.reaches.entry(id.to_owned()).or_default()), wanted(task));
+        service.starting.insert(id.clone(), mps);
+        let (reach, wanted) = (Rc::clone(service.reaches.entry(id.clone()).or_default()), wanted(task));
         let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
         // Nobody else borrows it while an act is under way, and there is one at a time.
         #[allow(clippy::await_holding_refcell_ref)]
@@ -131,11 +131,11 @@ impl World {
             let started = start(&mut starter, &mut reach.borrow_mut(), &wanted, users).await;
             started.map_or_else(|failure| failed(&failure), |_| (ActOutcome::Done, false))
         };
-        service.acts.insert(id.to_owned(), Box::pin(under_way));
+        service.acts.insert(id.clone(), Box::pin(under_way));
     }
 
     /// Does what a start has asked for.
-    pub(crate) fn spawn(&mut self, id: &str, task: &Task) {
+    pub(crate) fn spawn(&mut self, id: &DaemonId, task: &Task) {
         let Some(mps) = self.service.as_ref().and_then(|service| service.starting.get(id)).cloned() else {
             return;
         };
@@ -156,13 +156,10 @@ impl World {
                 self.add_to_story(|| format!("     control daemon {pid} is written down for {id}"));
                 mps.lock().unwrap().gpus.clone_from(&gpus);
                 let process = ProcessId { pid, start_time: u64::from(pid) };
-                self.state_file.daemons.insert(
-                    id.to_owned(),
-                    RunningDaemon { process, gpus: gpus.clone(), tenure: task.order.tenure },
-                );
+                self.state_file.daemons.insert(id.clone(), RunningDaemon { process, gpus: gpus.clone() });
                 let sets_modes = task.order.sets_modes;
                 self.daemons
-                    .insert(pid, ControlDaemon { id: id.to_owned(), gpus, mps, sets_modes, is_paused: true });
+                    .insert(pid, ControlDaemon { id: id.clone(), gpus, mps, sets_modes, is_paused: true });
             }
             Some(Spawning::Go) => match self.daemons.get_mut(&pid) {
                 None => mps.lock().unwrap().is_alive = false,

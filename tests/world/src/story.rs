@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use mps_core::Tenure;
+use mps_core::DaemonId;
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, ShownState, Wanted};
 use mps_core::tenants::Target;
@@ -324,11 +324,11 @@ impl Story {
 
     fn with(gpus: &[&str], multiuser: bool) -> Self {
         let wanted = Wanted {
+            id: DaemonId::Shared,
             gpus: gpus.iter().map(|uuid| wanted_gpu(uuid)).collect(),
             thread_percentage: 50,
             prewarm: true,
             retiring: false,
-            tenure: Tenure::Alone,
             guard_period: None,
             held: [].into(),
             sets_modes: true,
@@ -340,8 +340,8 @@ impl Story {
         mps.with_our_mode = gpus.iter().cloned().collect();
         (mps.is_calm, mps.listens_at, mps.before_children) = (true, Duration::ZERO, SERVER - 1);
         mps.stage.is_on = true;
-        let admission = SimAdmission::new("shared", &gpus);
-        let (mps, id, setting) = (Arc::new(Mutex::new(mps)), "shared".to_owned(), setting(&wanted, &gpus));
+        let admission = SimAdmission::new(&DaemonId::Shared, &gpus);
+        let (mps, id, setting) = (Arc::new(Mutex::new(mps)), DaemonId::Shared, setting(&wanted, &gpus));
         let shell = SimShell { mps, id, gpus, setting, admission };
         let memory = Arc::new(Mutex::new(Memory { known, reach: GpuReach::default() }));
         Self { shell, memory, wanted, act: None }

@@ -19,15 +19,18 @@ fn any_user(dice: &mut Dice) -> u32 {
     dice.pick(&USERS).copied().unwrap_or_default()
 }
 
-/// A slice of a GPU of the world.
+/// A slice of a GPU of the world, or of a story, which calls its GPUs by letters.
 pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
-    let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
-    GpuId(PciAddress { bus, ..PciAddress::default() }).slice(ordinal)
+    let by_letter = |_| {
+        let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
+        GpuId(PciAddress { bus, ..PciAddress::default() })
+    };
+    gpu.parse().unwrap_or_else(by_letter).slice(ordinal)
 }
 
 /// The GPU of the world with this slice.
 pub(crate) fn gpu_of(slice: SliceId) -> String {
-    char::from(b'A' + slice.gpu.0.bus - 10).to_string()
+    slice.gpu.to_string()
 }
 
 /// The source that tells the slice of a process.

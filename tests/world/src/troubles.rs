@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use mps_core::Order;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::Requested;
+use mps_core::{DaemonId, Order};
 
 use super::reader::Waits;
 use super::requests::SimRequest;
@@ -130,7 +130,7 @@ impl World {
             Requested::RestartServer,
         ];
         let (Some(service), Some(request)) = (&self.service, dice.pick(&requests).copied()) else { return };
-        let ids: Vec<&String> = service.watched.keys().collect();
+        let ids: Vec<&DaemonId> = service.watched.keys().collect();
         let Some(id) = dice.pick(&ids).map(|id| (*id).clone()) else { return };
         if let Some(watched) = service.watched.get(&id) {
             let mut mps = watched.mps.lock().unwrap();

@@ -62,10 +62,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use mps_core::{Act, Cause, Configured, DaemonAct, MpsSwitch, Order, Tenure};
+use mps_core::{Act, Cause, Configured, DaemonAct, DaemonId, MpsSwitch, Order, Tenure};
 
 use super::serving::mode_of;
-use super::ways::tenure_of;
 use super::{Dice, Ending, World};
 
 /// The most acts about one control daemon without anything that comes from outside, and without a pause.
@@ -91,7 +90,7 @@ const MOST_DECIDED: usize = 9 * 600;
 
 impl World {
     /// Nothing grows: whatever happens for however long, what is known has a bounded size.
-    pub(crate) fn check_nothing_grows(&self, id: &str) {
+    pub(crate) fn check_nothing_grows(&self, id: &DaemonId) {
         // To write all of it takes its time.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
         let known = service.watched.get(id).map(|watched| format!("{watched:?}")).unwrap_or_default();
@@ -112,7 +111,7 @@ impl World {
     fn check_one_has_a_gpu(&self) {
         let mut tenures = BTreeMap::new();
         for (gpu, id) in self.daemons.values().flat_map(|one| one.gpus.iter().map(|gpu| (gpu, &one.id))) {
-            let tenure = tenure_of(id);
+            let tenure = id.tenure();
             let other = tenures.insert(gpu, tenure);
             assert!(
                 other.is_none_or(|other| other == Tenure::InTurns && tenure == Tenure::InTurns),
@@ -144,7 +143,7 @@ impl World {
             for gpu in order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)) {
                 let keeps = |one: &&super::ControlDaemon| {
                     one.gpus.contains(gpu)
-                        && (tenure_of(&one.id) == Tenure::Alone || order.tenure == Tenure::Alone)
+                        && (one.id.tenure() == Tenure::Alone || order.id.tenure() == Tenure::Alone)
                 };
                 let other = self.daemons.values().find(keeps).map(|one| &one.id);
                 assert!(other.is_none(), "one-has-a-gpu: {id} is started with {gpu}, which {other:?} has");
@@ -188,7 +187,7 @@ impl World {
         let is_kept = ending.is_none() && self.names(gpu);
         assert!(!is_kept, "modes-stay: the mode of {gpu} is put back, which the configuration names");
         let gives_up =
-            |id: &String| self.service.as_ref().is_some_and(|service| service.without_modes.contains(id));
+            |id: &DaemonId| self.service.as_ref().is_some_and(|service| service.without_modes.contains(id));
         let ours = self.state_file.daemons.keys().filter_map(|id| Some((id, self.living(id)?.1)));
         let mut holders = ours.filter(|(_, one)| one.sets_modes && one.gpus.contains(gpu));
         let holder = holders.find(|(id, _)| !gives_up(id));
@@ -202,7 +201,7 @@ impl World {
     }
 
     /// Modes come back: after a stop for good, each GPU has the mode of before.
-    pub(crate) fn check_stopped(&self, not_ended: &BTreeSet<String>) {
+    pub(crate) fn check_stopped(&self, not_ended: &BTreeSet<DaemonId>) {
         let mut living = self.state_file.daemons.keys().filter(|id| self.living(id).is_some());
         let forgotten = living.find(|id| !not_ended.contains(*id));
         assert_eq!(forgotten, None, "a-stop-ends-all: nobody has tried to end it");
@@ -334,7 +333,7 @@ impl World {
     /// Each control daemon is told its order, and nothing else is to be done.
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
-        let serve = |(id, task): (&String, &super::Task)| {
+        let serve = |(id, task): (&DaemonId, &super::Task)| {
             let serves = |pid| self.serves(pid, &task.order);
             task.act == DaemonAct::Serve
                 && !task.is_interrupted
@@ -345,8 +344,9 @@ impl World {
         };
         let orders = &self.demand.orders;
         let has_modes = |order: &Order<u32>| {
-            let has_mode =
-                |gpu: &String| self.gpus.get(gpu).is_some_and(|state| state.mode == mode_of(order.tenure));
+            let has_mode = |gpu: &String| {
+                self.gpus.get(gpu).is_some_and(|state| state.mode == mode_of(order.id.tenure()))
+            };
             !order.sets_modes || order.gpus.iter().all(has_mode)
         };
         service.has_plan

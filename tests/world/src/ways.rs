@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use mps_core::links::{Bad, ClosedSlices, Directories, Linked, Links, SocketId, WantedLinks};
-use mps_core::{Goal, Tenure};
+use mps_core::{DaemonId, Goal};
 
 use super::mps::Mps;
 use super::{Dice, World};
@@ -40,15 +40,10 @@ impl ClosedSlices for SimDrained {
 /// The links to one control daemon, in the hands of everybody who changes them.
 #[derive(Clone)]
 pub(crate) struct SimAdmission {
-    id: String,
+    id: DaemonId,
     links: Arc<Mutex<Links<u8>>>,
     ways: Ways,
     drained: Arc<Mutex<SimDrained>>,
-}
-
-/// The tenure of the control daemon with this id. A control daemon with the name of a slice serves that slice alone.
-pub(crate) fn tenure_of(id: &str) -> Tenure {
-    if id.contains('-') { Tenure::InTurns } else { Tenure::Alone }
 }
 
 /// The names of the slices of a GPU.
@@ -56,13 +51,17 @@ pub(crate) fn slices_of(gpu: &str) -> impl Iterator<Item = String> {
     (0..SLICES).map(move |ordinal| format!("{gpu}-{ordinal}"))
 }
 
-/// The slices of the control daemon with this id and these GPUs, each with its GPU.
-pub(crate) fn slices(id: &str, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
-    let all = gpus.iter().flat_map(|gpu| slices_of(gpu).map(move |name| (name, gpu.clone())));
-    all.filter(move |(name, _)| tenure_of(id) == Tenure::Alone || name == id)
+/// All slices of these GPUs, each with its GPU.
+pub(crate) fn all_slices(gpus: &[String]) -> impl Iterator<Item = (String, String)> {
+    gpus.iter().flat_map(|gpu| slices_of(gpu).map(move |name| (name, gpu.clone())))
 }
 
-fn wanted(id: &str, gpus: &[String], retiring: bool) -> WantedLinks<u8> {
+/// The slices of the control daemon with this id and these GPUs, each with its GPU.
+pub(crate) fn slices(id: &DaemonId, gpus: &[String]) -> impl Iterator<Item = (String, String)> {
+    all_slices(gpus).filter(move |(name, _)| id.only_slice().is_none_or(|only| *name == only.to_string()))
+}
+
+fn wanted(id: &DaemonId, gpus: &[String], retiring: bool) -> WantedLinks<u8> {
     WantedLinks { pipe: PLACE, slices_in: Some(PLACE), slices: slices(id, gpus).collect(), retiring }
 }
 
@@ -143,9 +142,9 @@ impl Directories<u8> for SimDirectories<'_> {
 
 impl SimAdmission {
     /// The links to the only control daemon of a host.
-    pub(crate) fn new(id: &str, gpus: &[String]) -> Self {
+    pub(crate) fn new(id: &DaemonId, gpus: &[String]) -> Self {
         let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, false)), None)));
-        Self { id: id.to_owned(), links, ways: Arc::default(), drained: Arc::default() }
+        Self { id: id.clone(), links, ways: Arc::default(), drained: Arc::default() }
     }
 
     /// The control daemon was told its limits.
@@ -219,17 +218,22 @@ impl SimAdmission {
 
 impl World {
     /// The links of a supervisor, which has just come or was there.
-    pub(crate) fn admission(&mut self, id: &str, gpus: &[String], retiring: bool) -> Option<SimAdmission> {
+    pub(crate) fn admission(
+        &mut self,
+        id: &DaemonId,
+        gpus: &[String],
+        retiring: bool,
+    ) -> Option<SimAdmission> {
         let running = self.state_file.daemons.get(id).map(|running| linked(&running.gpus));
         let (ways, drained) = (Arc::clone(&self.ways), Arc::clone(&self.drained));
         let service = self.service.as_mut()?;
         let new = || {
             let links = Arc::new(Mutex::new(Links::new(Some(wanted(id, gpus, retiring)), running)));
-            let admission = SimAdmission { id: id.to_owned(), links, ways, drained };
+            let admission = SimAdmission { id: id.clone(), links, ways, drained };
             let _ = admission.apply(None);
             admission
         };
-        Some(service.admissions.entry(id.to_owned()).or_insert_with(new).clone())
+        Some(service.admissions.entry(id.clone()).or_insert_with(new).clone())
     }
 
     /// Another plan is in force: links that it does not want go at once.
@@ -256,7 +260,7 @@ impl World {
         pid.filter(|pid| self.daemons.contains_key(pid))
     }
 
-    fn apply_links(&self, id: &str, admission: &SimAdmission) -> Result<(), Bad> {
+    fn apply_links(&self, id: &DaemonId, admission: &SimAdmission) -> Result<(), Bad> {
         match self.living(id) {
             Some((_, one)) => admission.apply(Some(&mut one.lock())),
             None => admission.apply(None),
@@ -266,7 +270,7 @@ impl World {
     /// An administrator drains a slice, or gives it back. At the answer its link has gone, unless the answer says that it has
     /// not.
     pub(crate) fn drain(&mut self, dice: &mut Dice) {
-        let all: Vec<String> = slices("all", &super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
+        let all: Vec<String> = all_slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
             return self.put_obstacle(dice.pick(&all).unwrap());
         }

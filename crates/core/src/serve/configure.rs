@@ -71,7 +71,7 @@ impl<S: Shell> Serving<'_, S> {
         self.compare_servers();
         self.keep_state_file();
         if !self.run.blockers.has_failed_check() {
-            let text = format!("control daemon {} is ready", self.shell.id());
+            let text = format!("control daemon {} is ready", self.wanted.id);
             self.shell.tell(News::Event, text);
         }
         self.show_state();

@@ -34,7 +34,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         match self.in_use().await {
             // No program keeps a server out where others may come in.
-            Ok(0) if self.wanted.tenure == Tenure::InTurns => Judged::Idle,
+            Ok(0) if self.wanted.id.tenure() == Tenure::InTurns => Judged::Idle,
             Ok(0) => {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
                 if holders.is_empty() { Judged::Idle } else { Judged::KeptOut(holders) }

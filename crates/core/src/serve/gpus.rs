@@ -10,7 +10,7 @@ use core::mem::discriminant;
 use super::Wanted;
 use super::bypasses::Bypasses;
 use crate::terms::{GpuProcess, ProcessId};
-use crate::{CoreTime, GpuUuid, Id, Tenure};
+use crate::{CoreTime, DaemonId, GpuUuid, Tenure};
 
 /// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
 pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
@@ -73,7 +73,7 @@ enum LeftOut {
     /// Its compute mode can't be set, for this reason.
     ModeRefused(String),
     /// The control daemon with this id still has it.
-    InOtherHands(Id),
+    InOtherHands(DaemonId),
 }
 
 impl LeftOut {
@@ -239,7 +239,7 @@ impl GpuReach {
                 Ok(false) => {}
                 Ok(true) => {
                     if self.had_our_mode.contains(&gpu) {
-                        let (mode, name) = (wanted.tenure.compute_mode(), wanted.name_of(&gpu));
+                        let (mode, name) = (wanted.id.tenure().compute_mode(), wanted.name_of(&gpu));
                         let text =
                             format!("compute mode of GPU {name} was changed by others; set to {mode} again");
                         shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
@@ -280,7 +280,7 @@ impl GpuReach {
             let mut here = there.get(&gpu.uuid).into_iter().flatten();
             let server_is_there = here.any(|process| servers.contains(&process.pid));
             // Where control daemons take turns, no program keeps a server out.
-            let server_is_kept_out = wanted.tenure == Tenure::Alone
+            let server_is_kept_out = wanted.id.tenure() == Tenure::Alone
                 && !confirmed.is_empty()
                 && !server_is_there
                 && self.has_our_mode(&gpu.uuid);

@@ -59,7 +59,7 @@ pub use start::{StartPlace, Starter, Stranger, WantedUsers, start};
 
 use crate::mps::Limits;
 use crate::terms::ServedGpu;
-use crate::{CoreTime, GpuUuid, HeldGpus, Tenure};
+use crate::{CoreTime, DaemonId, GpuUuid, HeldGpus};
 use blocker::Blockers;
 use capacity::Capacity;
 use door::Door;
@@ -70,6 +70,8 @@ use waiting_clients::WaitingClients;
 /// The order for a control daemon that runs, as far as serving depends on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
+    /// The id of the control daemon.
+    pub id: DaemonId,
     /// The GPUs of the order.
     pub gpus: Vec<ServedGpu>,
     /// The active thread percentage.
@@ -78,8 +80,6 @@ pub struct Wanted {
     pub prewarm: bool,
     /// Only its clients still need it.
     pub retiring: bool,
-    /// The tenure of its GPUs.
-    pub tenure: Tenure,
     /// The time between two looks for programs without MPS, if it looks for them for all that take turns on its GPUs:
     /// nothing keeps these programs out.
     pub guard_period: Option<Duration>,

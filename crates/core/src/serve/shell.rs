@@ -234,9 +234,6 @@ pub trait Shell: GpuShell {
         may_end: Permit,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The name of the control daemon: `shared`, the UUID of its GPU, or the name of its slice.
-    fn id(&self) -> String;
-
     /// The PID of the control daemon.
     fn pid(&self) -> u32;
 

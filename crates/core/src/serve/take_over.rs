@@ -32,7 +32,7 @@ impl<S: Shell> Serving<'_, S> {
             }
         }
         self.read_on().await;
-        let text = format!("control daemon {} (PID {pid}) taken over", self.shell.id());
+        let text = format!("control daemon {} (PID {pid}) taken over", self.wanted.id);
         self.shell.tell(News::Event, text);
         self.shell.passed("taken-over", &format!("control daemon {pid} is ours again"));
         Ok(true)

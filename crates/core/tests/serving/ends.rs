@@ -1,6 +1,5 @@
 //! Take-over, who uses a control daemon, requests of administrators, and its end.
 
-use mps_core::Tenure;
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Ended, Failure, Judged, Requested};
 use mps_core::{Cause, Permit};
@@ -58,7 +57,7 @@ fn programs_that_keep_the_server_out_are_named() {
     story.host().stage.holders = "process 7 (python)".to_owned();
     assert_eq!(judged(&mut story), Judged::KeptOut("process 7 (python)".to_owned()));
     assert!(story.has_done("holders besides 200"));
-    story.wanted.tenure = Tenure::InTurns;
+    story.wanted.id = "0a:00.0-0".into();
     assert_eq!(judged(&mut story), Judged::Idle, "the servers take turns with them");
 }
 

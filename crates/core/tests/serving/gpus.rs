@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use mps_core::Tenure;
 use mps_core::serve::{CONFIRM_AFTER, Failure};
 use mps_core::terms::GpuProcess;
 
@@ -49,7 +48,7 @@ fn a_gpu_that_is_lost_is_told_once_and_asked_by_itself() {
 #[test]
 fn a_gpu_in_other_hands_is_left_out_until_it_is_free() {
     let mut story = served(&["A", "B"]);
-    story.break_off(|wanted| wanted.held = [("B".to_owned(), "C".to_owned())].into());
+    story.break_off(|wanted| wanted.held = [("B".to_owned(), "C".into())].into());
     story.served(2000);
     assert_eq!(left_out(&story, "B"), "control daemon C still has it");
     story.break_off(|wanted| wanted.held.clear());
@@ -157,12 +156,12 @@ fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
 fn no_server_is_kept_out_where_control_daemons_take_turns() {
     let mut story = served(&["A"]);
     story.break_off(|wanted| {
-        (wanted.tenure, wanted.guard_period) = (Tenure::InTurns, Some(Duration::from_secs(2)));
+        (wanted.id, wanted.guard_period) = ("0a:00.0-0".into(), Some(Duration::from_secs(2)));
     });
     program(&story, 20_000, "A", 7);
     story.served(24_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false), "it is looked for every two seconds");
-    story.break_off(|wanted| wanted.tenure = Tenure::InTurns);
+    story.break_off(|wanted| wanted.id = "0a:00.0-0".into());
     story.host().with_our_mode.remove("A");
     story.served(65_000);
     let told = "warning: compute mode of GPU 0a:00.0 was changed by others; set to DEFAULT again";

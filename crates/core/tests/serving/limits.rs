@@ -295,12 +295,12 @@ fn a_percentage_with_tenths_is_not_the_one_of_the_order() {
 
 #[test]
 fn a_gpu_that_enforces_no_limits_is_not_waited_for() {
-    let mut story = Story::with_gpus(&["A", "C"]);
+    let mut story = Story::with_gpus(&["A", "0c:00.0"]);
     story.wanted.gpus[1].limits_enforced = false;
     story.served(1000);
     assert_eq!(story.shown(), "Ready, serving");
     let limit = |gpu: &str| story.host().reader.gpus[gpu].memory_limit_mib;
-    assert_eq!((limit("A"), limit("C")), (Some(1024), None));
+    assert_eq!((limit("A"), limit("0c:00.0")), (Some(1024), None));
 }
 
 #[test]
