@@ -206,7 +206,7 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
 fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     format!(
         "it takes no new client before a reset: {error}; when its clients are done, systemctl stop yunion-mps-daemon, \
-         nvidia-smi -i {} --gpu-reset, and start the service again, or reboot; if it is well: yunion-mpsctl reload",
+         nvidia-smi -i {} --gpu-reset, and start the service again, or reboot; if the GPU works: yunion-mpsctl reload",
         plan.gpu.pci.address
     )
 }
@@ -322,7 +322,7 @@ fn used_without_us(gpu: &GpuStatus) -> String {
     format!("used without our MPS server by {}", bypass::describe(&gpu.bypasses))
 }
 
-/// The first GPU that somebody uses without an MPS server of this service.
+/// The first GPU in use by programs without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
         let (_, gpu) = served(parts, view.uuid()).find(|(_, gpu)| !gpu.bypasses.is_empty())?;

@@ -20,7 +20,7 @@ pub(crate) enum Message {
     ConfigurationRefused,
     /// A configured GPU can't be served as it is, or is not there.
     GpuNotServed,
-    /// The driver does not tell of a GPU that is served.
+    /// The driver does not list a GPU that is served.
     GpuUnreachable,
     /// A critical error of a GPU (Xid).
     CriticalError,

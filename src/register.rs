@@ -1,7 +1,7 @@
-//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all who want to know: clients that
-//! come together share a look, and nothing of it is done on the loop's thread. A caller that wants to know more than the
-//! register has waits for the next look, which takes microseconds. A process that is stuck in the driver holds up everybody who
-//! reads its memory, so that part of a look has a deadline for each process, and an answer that comes later is kept then.
+//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all who want to know: clients
+//! that come together share a look, and nothing of it is done on the loop's thread. A caller that wants to know more than the
+//! register has waits for the next look, which takes microseconds. A process that is stuck in the driver holds up all callers
+//! that reads its memory, so that part of a look has a deadline for each process, and an answer that comes later is kept then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -19,8 +19,8 @@ use common::host::blocking::Blocking;
 use common::host::identity;
 use common::membership::{ProcessSight, SliceMounts, Slices};
 
-/// The time for the part of a look that no process can hold up. It takes microseconds, but the host agent's records can be many, or
-/// half-written.
+/// The time for the part of a look that no process can hold up. It takes microseconds, but the host agent's records can be
+/// many, or half-written.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The time for the memory of one process.
@@ -101,7 +101,7 @@ impl Clients {
         clients
     }
 
-    /// From now on, clients are known by these slices. What is known of them may be another thing then.
+    /// Sets the slices by which clients are known. The slices of a known client may change with them.
     pub(crate) fn pursue(&self, slices: Slices) {
         let mut known = self.known();
         if known.slices != slices {
@@ -143,7 +143,7 @@ impl Clients {
         self.known().register.all_left(daemon);
     }
 
-    /// The clients that have come to a control daemon and not left, as its log tells.
+    /// The clients that have come to a control daemon and not left, by its log.
     pub(crate) fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         self.known().register.at_work(daemon)
     }

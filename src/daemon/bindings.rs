@@ -68,8 +68,8 @@ impl Daemon {
     }
 
     /// Binds a container to its slice in the host agent's records, or to the lowest slice that is free of the GPU that they
-    /// name. That slice stays the container's while its control group lives, over restarts of the service too: no other container
-    /// knows which slice it was.
+    /// name. That slice stays the container's while its control group lives, over restarts of the service too: no other
+    /// container knows which slice it was.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
             tracing::debug!("a container of the platform is not bound to {device}: {error}");
@@ -88,7 +88,7 @@ impl Daemon {
         let slice = {
             let snapshot = self.snapshot.borrow();
             match snapshot.find(&device.to_string()) {
-                // It has the slice already, drained or not.
+                // The control group has the slice already, drained or not.
                 Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
                 // Any slice of the GPU that is free will do.
                 _ => {
@@ -124,8 +124,8 @@ impl Daemon {
         }
     }
 
-    /// Drops the bindings that have no owner any more. The kernel tells of no process that leaves a control group, so this is done
-    /// again and again while there are bindings.
+    /// Drops the bindings that have no owner any more. The kernel reports no process that leaves a control group, so this is
+    /// done again and again while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = SliceBindings::clone(&before);
@@ -135,8 +135,8 @@ impl Daemon {
             return;
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            // They are dropped again at the next look, and no process is in them.
-            tracing::warn!("bindings that have ended can't be written down: {error}");
+            // The next reading of the host drops these bindings again. Their control groups have no process.
+            tracing::warn!("the end of bindings can't be saved: {error}");
             return;
         }
         tell_ended(&ended);
@@ -153,7 +153,7 @@ impl Daemon {
             return Ok(());
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            let text = format!("nothing is changed, since it can't be written down: {error}");
+            let text = format!("nothing is changed, since the state file can't be written: {error}");
             return Err(RequestError::Failed(text));
         }
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);

@@ -45,7 +45,7 @@ impl Daemon {
                 self.settle();
                 // Half of the places are for faults.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
-                    tracing::debug!("the bus is not told of an overuse of {slice}");
+                    tracing::debug!("the bus gets no signal of the overuse of {slice}");
                 }
             }
         }

@@ -23,7 +23,7 @@ impl CdiSpec {
         Self { state_file, hooks: beside_this_program(), problem: String::new() }
     }
 
-    /// Makes the spec have the slices that are planned. Gives the news to tell, if there are any.
+    /// Makes the spec have the slices that are planned. Returns the message about the spec, if there is one.
     pub(super) fn keep(
         &mut self,
         snapshot: &Snapshot,
@@ -51,8 +51,8 @@ impl CdiSpec {
         directory: Option<&Path>,
         ending: Option<Ending>,
     ) -> Result<(), Problem> {
-        // It outlives this service: an engine that starts a container before the next one finds the slice, and its hook waits.
-        // The plan is not known yet, or is not looked for any more.
+        // The spec outlives this service: an engine that starts a container before the next service starts finds the slice, and
+        // its hook waits. The plan is not known yet, or is not looked for any more.
         if ending.is_some() || (snapshot.enabled && snapshot.gpus.is_none()) {
             return Ok(());
         }
@@ -94,6 +94,6 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
 /// If it can't be written down, the next service does not find a spec in a directory that it does not know.
 fn remember(state_file: &mut StateFile, file: Option<PathBuf>) {
     if let Err(error) = state_file.remember_cdi_spec(file) {
-        tracing::debug!("where the CDI spec is can't be written down: {error}");
+        tracing::debug!("the place of the CDI spec can't be saved: {error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Critical errors of GPUs: they are told, and a GPU that needs a reset takes no client until it has had one.
+//! Critical errors of GPUs: they are reported, and a GPU that needs a reset takes no client until it has had one.
 
 use mps_core::terms::GpuId;
 
@@ -26,7 +26,9 @@ impl Daemon {
     fn close(&mut self, gpu: GpuId, error: &CriticalError) {
         let written = self.state_file.lock().remember_reset(gpu, &error.to_string());
         if let Err(error) = written {
-            tracing::warn!("it can't be written down that GPU {gpu} needs a reset: {error}");
+            tracing::warn!(
+                "the state file can't be written, which would say that GPU {gpu} needs a reset: {error}"
+            );
         }
         if let Err(stuck) = self.fleet.link() {
             tracing::warn!("programs still get to GPU {gpu}, which needs a reset: {stuck}");
@@ -40,7 +42,9 @@ impl Daemon {
             return false;
         }
         if let Err(error) = self.state_file.lock().forget_resets() {
-            tracing::warn!("that GPUs need no reset any more can't be written down: {error}");
+            tracing::warn!(
+                "the state file can't be written, which would say that GPUs need no reset any more: {error}"
+            );
             return false;
         }
         for name in names {

@@ -10,7 +10,7 @@ use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes what the caller names out of use; everything if nothing is named. At the answer its links have gone.
+    /// Takes the named slices and GPUs out of use, or all if none is named. Their links are removed before the answer.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());
@@ -42,7 +42,7 @@ impl Daemon {
     fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
         let changed = *self.state_file.lock().drained() != drained;
         if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
-            let text = format!("nothing is changed, since it can't be written down: {error}");
+            let text = format!("nothing is changed, since the state file can't be written: {error}");
             return Err(RequestError::Failed(text));
         }
         let linked = self.fleet.link();

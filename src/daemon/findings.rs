@@ -25,7 +25,7 @@ pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
     })
 }
 
-/// Logs what is remarkable of a configuration that is right.
+/// Logs the warnings about a valid configuration.
 pub(super) fn say_findings(loaded: &Loaded) {
     for warning in loaded.warnings.iter().chain(loaded.agent.iter().map(|trouble| &trouble.problem)) {
         tracing::warn!("{warning}");
@@ -76,7 +76,7 @@ pub(super) fn why(error: PlanError) -> String {
 /// The most problems that a message names. `--check` names them all.
 const NAMED_PROBLEMS: usize = 16;
 
-/// These problems as one text.
+/// Joins problems to one text.
 pub(super) fn join(problems: &[LocatedProblem]) -> String {
     let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
     if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {

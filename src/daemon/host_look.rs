@@ -16,8 +16,8 @@ use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
 use common::problem::Problem;
 
-/// The time that NVML gets to tell of a GPU that is served, and the pause between two looks: one error is no reason to end
-/// a control daemon that has this GPU.
+/// The time that NVML gets to list a GPU that is served, and the pause between two looks: one error is no reason to end a
+/// control daemon that has this GPU.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -28,10 +28,10 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// that finds a control daemon connects to it.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
-/// The time for which somebody waits for a look. It must stay well below the watchdog's time.
+/// The longest wait for a look. It must stay well below the watchdog's time.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The first and the last pause after NVML has failed to tell of critical errors. The pause doubles.
+/// The first and the last pause after NVML has failed to report critical errors. The pause doubles.
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
 const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
@@ -40,12 +40,12 @@ const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 pub(super) struct HostLook {
     sysroot: PathBuf,
     in_force: DriverInForce<Arc<Driver>>,
-    /// The same, for everybody.
+    /// The same, for all callers.
     driver: watch::Sender<Option<Arc<Driver>>>,
     /// Asks the driver in force. None while a look does.
     nvml: Option<GpuQuestions>,
-    /// A look that has no answer yet. It goes on, for the next who waits: an answer that is thrown away would close a driver that
-    /// has just woken all GPUs.
+    /// A look that has no answer yet. It goes on, for the next who waits: an answer that is thrown away would close a driver
+    /// that has just woken all GPUs.
     under_way: Option<LookUnderWay>,
     /// The answer to a look that no caller has waited for.
     late: Option<Looked>,
@@ -106,7 +106,7 @@ impl HostLook {
         self.in_force.get().is_some()
     }
 
-    /// How long NVML has been asked, in words, if it has not answered the last look.
+    /// The time since NVML was asked, in words, if it has not answered the last look.
     pub(super) fn unanswered(&self) -> Option<Problem> {
         let seconds = self.under_way.as_ref()?.begun.elapsed().as_secs();
         Some(Problem::new(
@@ -123,7 +123,7 @@ impl HostLook {
         self.under_way = None;
     }
 
-    /// Looks until NVML tells of all GPUs in `served`, or has failed to for a while.
+    /// Looks until NVML lists all GPUs in `served`, or has failed to for a while.
     pub(super) async fn look_for(&mut self, served: &[String]) -> Inventory {
         let deadline = Instant::now() + PATIENCE;
         let mut inventory = self.read().await;
@@ -186,7 +186,7 @@ impl HostLook {
         answered.ok()
     }
 
-    /// Has critical errors told as they happen. Waiting for them blocks, so it has a thread of its own, which ends after
+    /// Has critical errors reported as they happen. Waiting for them blocks, so it has a thread of its own, which ends after
     /// the driver or the service has: a wait that fails is begun again, since one bad GPU must not silence the others.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.events.clone();
@@ -219,7 +219,7 @@ impl HostLook {
     }
 }
 
-/// A GPU in `served` that NVML does not tell of, while it fails to tell of some GPU.
+/// A GPU in `served` that NVML does not list, while some GPU does not answer.
 fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     let silent = |gpu: &Gpu| gpu.nvml.is_err() && gpu.pci.foreign_driver().is_none();
     if inventory.driver.is_err() || !inventory.gpus.iter().any(silent) {

@@ -23,7 +23,7 @@ pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
 impl Level {
     /// From now on, messages below this level are dropped.
     pub(crate) fn set(&self, level: LogLevel) {
-        // It fails only once the subscriber is gone, with the program.
+        // This call fails only once the subscriber has ended, with the program.
         let _ = self.0.reload(filter(level));
     }
 }

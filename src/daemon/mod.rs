@@ -65,7 +65,8 @@ const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// The most faults, and the most overuses, that wait to be told, for example while there is no bus. More are only in the log.
+/// The most faults, and the most overuses, that wait to be reported, for example while there is no bus. More are only in the
+/// log.
 const FAULTS: usize = 64;
 
 /// The most requests that wait. The next caller waits for a place.
@@ -80,13 +81,13 @@ pub(crate) struct Options {
 /// The reason why the program ends.
 #[derive(Debug)]
 pub(crate) enum Exit {
-    /// It was asked to end, and everything is stopped.
+    /// The service was asked to end, and everything is stopped.
     Stopped,
     /// The configuration is wrong; the problems have been logged.
     BadConfiguration,
-    /// It was asked to end, but not for good: the service manager should start it again.
+    /// The service was asked to end, but not for good: the service manager should start it again.
     Interrupted,
-    /// It can't do its work at all.
+    /// The service can't do its work at all.
     Failed(String),
 }
 
@@ -175,7 +176,7 @@ enum Ending {
     ForGood,
     /// For the next start of the service: the control daemons carry on.
     ForRestart,
-    /// The same, but the service manager has to be told to start it.
+    /// The same, but the service manager has to be asked to start it.
     Interrupted,
 }
 
@@ -295,7 +296,7 @@ impl Daemon {
         self.plan = Err(reason);
     }
 
-    /// Looks at the host until NVML tells of all GPUs that are served, or fails to for a while.
+    /// Looks at the host until NVML lists all GPUs that are served, or fails to for a while.
     async fn look_for_gpus(&mut self) -> Inventory {
         let served = match &self.plan {
             Ok(plan) => {
@@ -414,8 +415,8 @@ impl Daemon {
         self.tell_service_manager(settled);
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
         if settled && self.in_force.send_if_modified(newest) {
-            // Who reloads has most often changed something, and not only the files: an administrator should not have to wait
-            // for the regular look. Nor do the new limits wait for this one.
+            // A reload most often follows a change, and not only of the files: an administrator should not have to wait for the
+            // regular look. Nor do the new limits wait for this one.
             self.fleet.check_all();
         }
     }

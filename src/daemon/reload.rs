@@ -29,7 +29,7 @@ pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
             Ok(Ok(_)) => Ok(snapshot.borrow().generation),
             Ok(Err(_)) => Err(RequestError::Busy("the service is stopping".to_owned())),
             Err(_) => Err(RequestError::Busy(format!(
-                "the new configuration was taken and is not in force after {} s; State says when it is",
+                "the new configuration is accepted, but not in force after {} s; State says when it is",
                 PATIENCE.as_secs()
             ))),
         });

@@ -34,7 +34,7 @@ const TERMINATIONS: usize = 4;
 const SHORTEST_ID: usize = 12;
 const ID: usize = 64;
 
-/// The most callers that wait for the next list of clients; more are told to ask later.
+/// The most callers that wait for the next list of clients; further callers get the error Busy.
 const LISTINGS: usize = 256;
 
 #[derive(Debug)]
@@ -99,7 +99,7 @@ impl Daemon {
                     let doomed = self.fleet.ended_by_force();
                     self.name_clients("apply --force", doomed).await;
                 }
-                // The clients may have been asked for so long that the asker was told that it has failed.
+                // The answer may take so long that the caller's request has failed meanwhile.
                 if reply.is_closed() {
                     return;
                 }
@@ -221,7 +221,7 @@ fn not_ended(error: &TerminationError<KnownClient>) -> RequestError {
     }
 }
 
-/// Who wants to know the clients, and whom to ask for them.
+/// A request for the clients, and the sources that answer it.
 type Listing = (Vec<ServingDaemon>, Reply<Vec<ClientView>>);
 
 /// Lists the clients for all callers that have asked since the last list was begun: many may ask all the time, and the

@@ -30,7 +30,7 @@ struct UnitState {
 }
 
 impl UnitState {
-    /// The messages for somebody who knows `notified`.
+    /// The messages for a service manager that knows `notified`.
     fn since(&self, notified: &Self) -> Vec<NotifyState<'_>> {
         let mut messages = Vec::new();
         if self.reloads != notified.reloads {

@@ -24,7 +24,7 @@ impl ControlInterface {
         Self { requests, callers, desk }
     }
 
-    /// Refuses everybody but root.
+    /// Refuses all callers but root.
     async fn for_root(&self, bus: &Connection, call: &Header<'_>) -> Result<()> {
         match self.callers.user_behind(bus, call).await? {
             Some(uid) => Err(RequestError::AccessDenied(format!("only root may do this, not user {uid}"))),

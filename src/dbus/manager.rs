@@ -32,7 +32,7 @@ pub(super) struct Manager {
     /// The places for terminations that users ask for.
     of_users: Semaphore,
     desk: SliceDesk,
-    /// The GPUs of which somebody was given several slices at once.
+    /// The GPUs of which one caller got several slices at once.
     given_several: Mutex<BTreeSet<String>>,
 }
 
@@ -47,14 +47,14 @@ impl Manager {
         Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
-    /// A place for a termination that a user asks for. Root needs none. Who may not ask is refused here: however often that
-    /// happens, it costs neither the bus nor the daemon's loop a question.
+    /// A place for a termination that a user asks for. Root needs none. A user without the right to ask is refused here:
+    /// however often that happens, it costs neither the bus nor the daemon's loop a question.
     fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
             return Err(RequestError::AccessDenied(format!(
-                "only root may end GPU work, not user {user}: a program that does not let go would keep the control daemon \
-                 from everybody; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
+                "only root may end GPU work, not user {user}: a program that does not let go would block the control daemon \
+                 for all users; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
             )));
         }
         let taken = |_| RequestError::Busy(format!("{OF_USERS} users end GPU work already; ask again later"));
@@ -188,10 +188,10 @@ impl Manager {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<()> {
-        // The control daemon waits for the client, and everybody for the control daemon: a program that does not let go
-        // keeps it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop
-        // the client all the time: for as long as that goes on, whatever continues it. So the configuration decides
-        // whether users may do this.
+        // The control daemon waits for the client, and all callers for the control daemon: a program that does not let go keeps
+        // it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop the client
+        // all the time: for as long as that goes on, whatever continues it. So the configuration decides whether users may do
+        // this.
         let user = self.callers.user_behind(bus, &call).await?;
         let _place = self.place_for(user)?;
         ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await

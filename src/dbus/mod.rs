@@ -46,7 +46,7 @@ use slices::SliceDesk;
 #[derive(Debug)]
 pub struct BusConnection {
     connection: Connection,
-    /// The Snapshot that clients have been told, so that they are told of differences only.
+    /// The last Snapshot that was published, so that only differences are signalled.
     told: Arc<Snapshot>,
 }
 
@@ -104,7 +104,7 @@ impl BusConnection {
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
-            tracing::debug!("the bus was not told of generation {generation}: {e}");
+            tracing::debug!("the bus got no signal of generation {generation}: {e}");
         }
     }
 
@@ -113,14 +113,14 @@ impl BusConnection {
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
-            tracing::debug!("the bus was not told of a fault on {gpu_uuid}: {e}");
+            tracing::debug!("the bus got no signal of a fault on {gpu_uuid}: {e}");
         }
     }
 
     /// Tells all listeners that a slice has gone over its budget.
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
         if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
-            tracing::debug!("the bus was not told of the overuse of {device}: {e}");
+            tracing::debug!("the bus got no signal of the overuse of {device}: {e}");
         }
     }
 

@@ -1,4 +1,4 @@
-//! Being on the bus: joined as soon as there is one, told what changes, joined again after it has gone.
+//! Being on the bus: joined as soon as there is one, informed of changes, joined again after a disconnection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -74,7 +74,7 @@ pub struct WantedBinding {
     pub slices: WantedSlices,
     /// The control group.
     pub group: GroupOf,
-    /// Its name for people; it may be empty.
+    /// The binding's name for people; it may be empty.
     pub label: String,
     /// True if other bindings may have the slices too.
     pub shares: bool,
@@ -127,8 +127,8 @@ pub(super) fn bounded_names(names: &[String]) -> Result<()> {
 /// The most callers that are remembered. The bus lets a user have 256 connections.
 const CALLERS: usize = 1024;
 
-/// The users behind the connections that have called. A connection stays its user's, and no other one gets its name, so the bus is
-/// asked once for each.
+/// The users behind the connections that have called. A connection stays its user's, and no other one gets its name, so the bus
+/// is asked once for each.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Callers(Arc<Mutex<BTreeMap<String, u32>>>);
 
@@ -137,7 +137,7 @@ impl Callers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The path of the control group of the process behind a call. None: it has ended, or its kernel tells nothing.
+    /// The path of the control group of the process behind a call. None: the process has ended, or the kernel does not say.
     pub(super) async fn control_group_of(
         &self,
         connection: &Connection,
@@ -153,7 +153,7 @@ impl Callers {
     /// root. None for root.
     ///
     /// # Errors
-    /// The bus does not say who has called: the caller has gone, most often.
+    /// The bus does not know the caller, which has most often left the bus.
     pub(super) async fn user_behind(
         &self,
         connection: &Connection,

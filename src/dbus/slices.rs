@@ -32,7 +32,7 @@ pub(super) struct SliceDesk {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// The slices that the service has chosen for somebody in the last minute.
+    /// The slices that the service has chosen in the last minute.
     given: Arc<Mutex<VecDeque<(Instant, SliceId)>>>,
 }
 

@@ -3,8 +3,8 @@
 //! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
 //! Where there is none left, the code that waits for a change has to look now and then.
 //!
-//! The kernel tells of one change of a file, and of the next one only when it is asked again. Control daemons log every
-//! question that they are asked, and these lines would wake the service one by one while it waits for the answer.
+//! The kernel reports one change of a file, and of the next one only when it is asked again. Control daemons log every question
+//! that they are asked, and these lines would wake the service one by one while it waits for the answer.
 
 use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
 use common::host::readable::Readable;
@@ -25,7 +25,7 @@ use common::host::proc;
 /// The time between two looks at something that can't be watched.
 pub(crate) const LOOK_PERIOD: Duration = Duration::from_secs(1);
 
-/// The one inotify instance of the service. All clones share it.
+/// The only inotify instance of the service. All clones share it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 
@@ -33,9 +33,9 @@ pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 struct Shared {
     /// None until there is an instance.
     queue: Option<Arc<Readable>>,
-    /// Those to wake for the next change, by the number of the watch.
+    /// The tasks to wake for the next change, by the number of the watch.
     watches: BTreeMap<i32, Vec<Arc<Notify>>>,
-    /// The error that was told last.
+    /// The error that was reported last.
     told: Option<Errno>,
 }
 
@@ -75,7 +75,7 @@ impl FileChanges {
     }
 }
 
-/// The files that somebody watches. They are given up with this value.
+/// The files that a task watches. Dropping this value ends the watch.
 #[derive(Debug)]
 pub(crate) struct FileWatch {
     changes: FileChanges,
@@ -122,7 +122,7 @@ impl Drop for FileWatch {
             if wakes.is_empty()
                 && let Some(queue) = queue
             {
-                // It fails for a file that was removed: the kernel has given up that watch itself.
+                // This call fails for a file that was removed: the kernel has given up that watch itself.
                 let _ = inotify::remove_watch(&**queue, *watch);
             }
             !wakes.is_empty()
@@ -174,7 +174,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
     }
 }
 
-/// The kernel has given up the watches that it has told of.
+/// The kernel has given up the watches that it has reported.
 fn wake(shared: &mut Shared, read: &Read) {
     shared.watches.retain(|watch, wakes| {
         let touched = read.lost_some || read.watches.contains(watch);

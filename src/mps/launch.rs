@@ -25,7 +25,6 @@ use common::host::{oom, proc};
 pub(crate) struct Launch<'a> {
     /// The control daemon's program.
     pub program: &'a Path,
-    /// Its arguments.
     pub arguments: &'a [&'a str],
     /// The CPUs to which it is bound. None binds it to none.
     pub cpus: Option<Cpus>,
@@ -59,7 +58,8 @@ pub(crate) struct PausedProcess {
 }
 
 impl PausedProcess {
-    /// Starts the process in a session of its own. It runs our own program until [`PausedProcess::go`] (see [`become_program`]).
+    /// Starts the process in a session of its own. It runs our own program until [`PausedProcess::go`] (see
+    /// [`become_program`]).
     pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
         let cpus = launch.cpus.map(|cpus| cpus.to_string()).unwrap_or_default();

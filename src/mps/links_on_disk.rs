@@ -62,8 +62,8 @@ impl Socket {
         Ok(id.map(|id| Self { directory, name, id }))
     }
 
-    /// Makes the pipe directory lead here. Whether it did not before. `moved` gets a message about each thing that was in the
-    /// way.
+    /// Makes the pipe directory lead here. Returns false if it already did. `moved` gets a message about each thing that was in
+    /// the way.
     ///
     /// # Errors
     /// The directory can't be used, or the link can't be made.
@@ -87,7 +87,7 @@ impl Socket {
         self.link(&directory, pipe_directory, moved)
     }
 
-    /// Makes the link, unless it is there. Whether it was not.
+    /// Makes the link. Returns false if the link was already there.
     fn link(&self, directory: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<bool, BadDirectory> {
         for _ in 0..ATTEMPTS {
             if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
@@ -112,7 +112,7 @@ impl Socket {
                 Err(error) => return Err(bad(path, &error.into())),
             }
         }
-        Err(bad(path, &io::Error::other("somebody changes it all the time")))
+        Err(bad(path, &io::Error::other("other programs change it all the time")))
     }
 }
 
@@ -209,7 +209,7 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The names there that a slice can have, besides these. There may be more if somebody else has put many things there.
+    /// The names there that a slice can have, besides these. There may be more names if others have put many things there.
     pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
@@ -247,8 +247,8 @@ fn keep(directory: &OwnedFd, path: &Path) {
     }
 }
 
-/// Lets everybody with the right to write change and remove a pipe directory and the directories of slices again, of
-/// which these belong to the control daemon.
+/// Lets all users with the right to write change and remove a pipe directory and the directories of slices again, of which
+/// these belong to the control daemon.
 pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>, names: &BTreeSet<String>) {
     if let Some(Ok(Some(directories))) = slice_directories.map(SliceDirectories::existing) {
         directories.release(names);

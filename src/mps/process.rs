@@ -134,11 +134,11 @@ fn is_any_thread_stopped(pid: u32) -> bool {
 /// The way in which a control daemon ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// It obeyed `quit`.
+    /// The control daemon obeyed `quit`.
     Quit,
-    /// It ended on SIGTERM.
+    /// The control daemon ended on SIGTERM.
     Terminated,
-    /// It ended on SIGKILL.
+    /// The control daemon ended on SIGKILL.
     Killed,
 }
 

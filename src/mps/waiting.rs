@@ -124,7 +124,7 @@ mod tests {
         let _second = program(&link).unwrap();
         let mut answer = [0];
         let read = || rustix::io::read(&first, &mut [0; 1][..]);
-        assert_eq!(read(), Err(Errno::AGAIN), "nobody answers");
+        assert_eq!(read(), Err(Errno::AGAIN), "no process answers");
         assert_eq!(waiting.let_go(0), [std::process::id(); 2]);
         assert_eq!(rustix::io::read(&first, &mut answer[..]), Ok(0), "the connection is closed");
         assert_eq!(program(&link).unwrap_err(), Errno::CONNREFUSED);

@@ -16,7 +16,7 @@ use super::state_file::SharedStateFile;
 use common::drained::ClosedDevices;
 use common::state_file::Running;
 
-/// The directories that lead to one control daemon, in the hands of everybody who changes them.
+/// The directories that lead to one control daemon, shared by all parts of the service that change them.
 #[derive(Debug, Clone)]
 pub(super) struct SharedAdmission {
     admission: Arc<Mutex<Admission>>,
@@ -33,7 +33,7 @@ struct Admission {
 /// The news of the links, for people.
 #[derive(Debug)]
 pub(super) struct LinkNews {
-    /// The directories that led to the control daemon until somebody else changed them, and do again.
+    /// The directories that led to the control daemon until others changed them, and do again.
     pub(super) renewed: BTreeSet<PathBuf>,
     /// The things in the way that were renamed.
     pub(super) moved: Vec<String>,
@@ -77,7 +77,7 @@ impl SharedAdmission {
             admission.links.release(&mut admission.directories);
         }
         let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
-        // Nothing is made before the order is told, and an error in taking links away is in the events.
+        // No link is made before the control daemon has its order, and an event reports links that could not be removed.
         let _ = shared.apply();
         shared
     }
@@ -98,7 +98,7 @@ impl SharedAdmission {
         let _ = self.apply();
     }
 
-    /// The control daemon is told the limits of this order: from now on links lead to it.
+    /// The control daemon has the limits of this order: from now on links lead to it.
     pub(super) fn lead(&self, running: &Running, plan: &ControlDaemonPlan) -> Result<(), Bad> {
         {
             let Admission { links, directories } = &mut *self.lock();

@@ -13,9 +13,9 @@ use common::host::proc;
 pub(crate) struct Bypass {
     pub gpu_uuid: String,
     pub process: ProcessId,
-    /// Its command, 15 characters at most.
+    /// The command, 15 characters at most.
     pub command: String,
-    /// Its owner, as the end of a sentence; empty until it is reported.
+    /// The owner, as the end of a sentence; empty until the process is reported.
     pub owner: String,
     /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
@@ -28,7 +28,7 @@ impl Bypass {
     }
 }
 
-/// The bypasses that people were told of. All control daemons that take turns on a GPU see the same.
+/// The bypasses that were reported. All control daemons that take turns on a GPU see the same.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
@@ -39,7 +39,7 @@ impl ToldBypasses {
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
     }
 
-    /// The processes of which people were told, and were not told that they have gone.
+    /// The processes that were reported, and whose end was not reported yet.
     pub(super) fn newly_gone<'b>(&self, gone: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         gone.into_iter().filter(|bypass| told.remove(&key(bypass))).collect()
@@ -54,7 +54,7 @@ fn key(bypass: &Bypass) -> (String, ProcessId) {
     (bypass.gpu_uuid.clone(), bypass.process)
 }
 
-/// These processes in words: `PID 1234 (python3) of user alice, PID 1235 (python3)`.
+/// Describes processes: `PID 1234 (python3) of user alice, PID 1235 (python3)`.
 pub(crate) fn describe<'a>(processes: impl IntoIterator<Item = &'a Bypass>) -> String {
     let words: Vec<String> = processes
         .into_iter()
@@ -95,7 +95,7 @@ mod tests {
         let process = |pid| GpuProcess { pid, memory_mib: Some(526), via_mps: false };
         let processes = [process(own), process(u32::MAX)];
         let found = find("GPU-1", &processes, &[], &BTreeSet::new());
-        assert_eq!(found.len(), 1, "one that has ended is nobody: {found:?}");
+        assert_eq!(found.len(), 1, "a process that has ended is no bypass: {found:?}");
         assert_eq!((found[0].process.pid, found[0].memory_mib), (own, Some(526)));
         assert_eq!(describe(&found), format!("PID {own} ({})", found[0].command));
         assert!(find("GPU-1", &processes, &[own], &BTreeSet::new()).is_empty());

@@ -1,4 +1,4 @@
-//! One run of a control daemon, from its start or its take-over to its end: its process, its log, and what people are told.
+//! One run of a control daemon, from its start or its take-over to its end: its process, its log, and its messages.
 
 use std::collections::VecDeque;
 use std::io;
@@ -40,9 +40,9 @@ const DOUBT: &str = "the log can't tell which of them caused it: its line \"Clie
 /// The next thing that happens to a control daemon.
 #[derive(Debug)]
 pub(super) enum Happening {
-    /// It or a server writes a line to the log, or the log can't be read.
+    /// The control daemon or a server writes a line to the log, or the log can't be read.
     Line(io::Result<Line>),
-    /// It ends.
+    /// The control daemon ends.
     Ended(Option<ExitStatus>),
     /// One of its servers ends.
     ServerEnded(u32),
@@ -54,15 +54,15 @@ pub(super) enum Happening {
 #[derive(Debug)]
 pub(super) struct DaemonRun {
     pub(super) process: Process,
-    /// How it has ended, if it is our child.
+    /// The exit status, if the process is our child.
     pub(super) exit_status: Option<ExitStatus>,
-    /// Its entry in the state file. The order may want something else.
+    /// The control daemon's entry in the state file. The order may want something else.
     pub(super) running: Running,
     pub(super) control: Arc<Control>,
     pub(super) log: Follower,
     /// The service that ran before has passed on the lines before this offset.
     pub(super) quiet_until: u64,
-    /// The trouble with the log, as it was last told.
+    /// The trouble with the log, as last reported.
     pub(super) log_trouble: Option<&'static str>,
     /// The last lines that may explain an end. None of them is older than the newest server.
     last_words: VecDeque<String>,
@@ -143,7 +143,7 @@ impl DaemonRun {
         format!("the control daemon ended{how}")
     }
 
-    /// How the control daemon has ended. Its last words explain no end by a signal.
+    /// Describes the end of the control daemon. Its last words explain no end by a signal.
     pub(super) fn how_it_ended(&self) -> String {
         let is_killed = self.exit_status.is_some_and(|status| status.signal().is_some());
         if is_killed { self.end() } else { self.end() + &self.words() }
@@ -198,7 +198,7 @@ impl DaemonRun {
         }
         reporter.keep_event(Message::ClientsHit.event(text.clone()));
         if let Err(error) = tools.signals.try_send(BusSignal::ClientFault { gpu_uuid, pids, reason: text }) {
-            tracing::debug!("a fault is not told: {error}");
+            tracing::debug!("a fault can't be reported: {error}");
         }
     }
 }

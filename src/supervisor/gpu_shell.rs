@@ -36,7 +36,7 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // They are named if they turn out to use a GPU without our server.
+        // These processes are named if they turn out to use a GPU without our server.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();
@@ -112,7 +112,7 @@ impl GpuShell for Worker {
 
 impl Worker {
     /// The processes that NVML shows on a GPU, as far as they concern this control daemon. Where several take turns, the
-    /// servers of the others are theirs, and the control daemon of a client can't be told.
+    /// servers of the others are theirs, and the control daemon of a client is unknown.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
         if self.order.plan.tenure() == Tenure::InTurns {
             let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);

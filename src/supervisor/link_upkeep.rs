@@ -1,5 +1,5 @@
-//! The links to a control daemon: they are made when it has been told its limits, and the health check puts back what
-//! a user has changed. No user can change them where directories have the immutable flag.
+//! The links to a control daemon: they are made when it has its limits, and the health check restores what a user has changed.
+//! No user can change them where directories have the immutable flag.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

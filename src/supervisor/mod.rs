@@ -1,8 +1,8 @@
 //! Carries out what the core says about one control daemon: from a plan to a process that serves it, and back.
 //!
-//! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` when something else must
-//! happen first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless
-//! somebody asked for it: a control daemon that has clients is left to them until they are done.
+//! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` when something else must happen
+//! first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless an administrator has
+//! asked for that: a control daemon with clients serves them until they end.
 //!
 //! The core (`crates/core`) says what is done next, and `run` carries that out. [`start`](self) brings a control daemon up or
 //! takes one over. Serving is decided in the core too (`crates/core/src/serve`); `shell` carries out all that it asks for.
@@ -104,7 +104,7 @@ pub(crate) struct Tools {
     pub changed: Arc<Notify>,
     /// Takes every signal for the bus.
     pub signals: mpsc::Sender<BusSignal>,
-    /// Who was told of as a bypass.
+    /// The bypasses that were reported.
     pub told_bypasses: ToldBypasses,
     /// Ring for the clients of a GPU.
     pub wake_ups: GpuWakeUps,
@@ -154,7 +154,7 @@ struct Assignment {
     interrupt: oneshot::Receiver<()>,
 }
 
-/// Carries acts out, one after the other, and tells the core what comes of each.
+/// Carries acts out, one after the other, and reports each outcome to the core.
 async fn run(
     mut assignments: mpsc::UnboundedReceiver<Assignment>,
     mut commands: mpsc::Receiver<SupervisorCommand>,
@@ -172,7 +172,7 @@ async fn run(
             outcome = machine.carry_out(act, &mut commands) => outcome,
         };
         if let DaemonAct::Rest(_) = act {
-            // It is published before the next act, which may follow at once, is begun.
+            // The state is published before the next act begins, which may follow at once.
             yield_now().await;
         } else {
             // An error means that the service ends.
@@ -198,7 +198,7 @@ struct Worker {
     has_run: bool,
     /// There was a server of ours before: the next one is a restart.
     has_served: bool,
-    /// This driver has refused the multi-user option once. It is not tried again.
+    /// True if this driver has refused the multi-user option. The service does not try again.
     multiuser_refused: bool,
     /// The processes on its GPUs, by UUID, as they were last read.
     processes: BTreeMap<String, Vec<GpuProcess>>,
@@ -206,9 +206,9 @@ struct Worker {
     rate_limit: RateLimit,
     /// The directories that lead clients to its control daemons.
     admission: SharedAdmission,
-    /// The links that could not be taken away, as they were last told.
+    /// The links that could not be removed, as last reported.
     links_stuck: BTreeSet<String>,
-    /// The private directory that is told to be on another mount than the pipe directory.
+    /// The private directory that was reported to be on another mount than the pipe directory.
     not_beside: Option<PathBuf>,
 }
 
@@ -352,7 +352,7 @@ impl Worker {
             return;
         }
         self.reporter.warning(format!(
-            "{} is a mount of its own, so no private directory is beside it: whoever has the pipe directory and is root \
+            "{} is a mount of its own, so no private directory is beside it: a program that has the pipe directory and is root \
              of the host, in a container too, can command the control daemon",
             plan.pipe_directory.display()
         ));

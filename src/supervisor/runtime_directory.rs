@@ -40,7 +40,7 @@ pub(crate) enum Unavailable {
     )]
     InUse {
         directory: PathBuf,
-        /// Who has it; None where it ended a moment ago, or is hidden from us in another PID namespace.
+        /// The process that has it; None where the process ended a moment ago, or is hidden in another PID namespace.
         pid: Option<i32>,
     },
     /// The directory can't be made, or the file in it not locked.
@@ -49,7 +49,8 @@ pub(crate) enum Unavailable {
 }
 
 impl RuntimeDirectory {
-    /// The same, and waits a while for a service that has just been killed: the kernel takes its lock back when it is gone.
+    /// The same, and waits a while for a service that has just been killed: the kernel releases the lock of a process that has
+    /// ended.
     pub(crate) async fn take_soon(path: &Path) -> Result<Self, Unavailable> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -87,7 +88,7 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes it again if somebody has removed it meanwhile.
+    /// Takes the directory again if others have removed it meanwhile.
     pub(crate) fn keep(&mut self) -> Result<(), Unavailable> {
         let there = fs::symlink_metadata(self.path.join(FILE)).ok();
         let ours = self.lock.metadata().ok();

@@ -43,7 +43,7 @@ pub(super) struct RunShell<'m> {
 
 impl GpuShell for RunShell<'_> {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
-        // A GPU that does not answer must not keep anybody from the end of the control daemon.
+        // A GPU that does not answer must not delay noticing the end of the control daemon.
         let status = tokio::select! {
             seen = self.worker.read_gpus(gpus, together) => return seen,
             status = self.run.process.exited() => status,
@@ -463,7 +463,7 @@ impl RunShell<'_> {
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 
-    /// Shows the CPUs on which the control daemon may run. Somebody else may have bound it, or its control group.
+    /// Shows the CPUs on which the control daemon may run. Others may have bound the control daemon, or its control group.
     fn show_cpus(&self) {
         let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);

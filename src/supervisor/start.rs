@@ -1,4 +1,4 @@
-//! Brings a control daemon up: takes one of ours over, or replaces somebody else's, or starts a new one.
+//! Brings a control daemon up: takes over a control daemon of ours, replaces a foreign one, or starts a new one.
 
 use common::host::program;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ impl Machine {
         let process = match Process::adopt(running.process) {
             Ok(Some(process)) => process,
             Ok(None) => {
-                // It ended while no service ran.
+                // The control daemon ended while no service ran.
                 self.worker.end_run(&mut self.run, None);
                 return Ok(());
             }
@@ -42,12 +42,13 @@ impl Machine {
                 )));
             }
         };
-        // It may have clients, and they must be listed even if the rest fails.
+        // The control daemon may have clients, which must be listed even if the rest fails.
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         self.worker.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
-        // Its standard output, since the file may have been removed; from the beginning, for what it says of servers.
+        // The log is the control daemon's standard output, since the file may have been removed. Reading begins at the start,
+        // for the lines about servers.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))

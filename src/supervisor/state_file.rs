@@ -22,7 +22,7 @@ use common::host::compute_mode::ComputeMode;
 use common::host::identity;
 use common::whole_file;
 
-/// The state file in the hands of everybody who keeps something in it.
+/// The state file, shared by all parts of the service that write to it.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedStateFile(Arc<Mutex<StateFile>>);
 
@@ -233,7 +233,7 @@ impl StateFile {
                 format!("{} would have {bytes} bytes, and at most {MAX_BYTES} are read", file.display());
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
-        // The one thing that a file can't take the place of.
+        // Only a directory can't be replaced by a file.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
@@ -301,7 +301,8 @@ mod tests {
         }
     }
 
-    /// The largest promised host: the longest path of a control group and the longest label, 4096 times, and 1024 control daemons.
+    /// The largest promised host: the longest path of a control group and the longest label, 4096 times, and 1024 control
+    /// daemons.
     #[test]
     fn the_largest_host_is_read_again() {
         let directory = tempfile::tempdir().unwrap();

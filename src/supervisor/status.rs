@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(180);
 /// A wait that ends by itself, as planned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlannedWait {
-    /// A control daemon of somebody else has the place, and is left to its clients.
+    /// A foreign control daemon has the place, and serves its clients until they end.
     ForOthers,
     /// Something beside the control daemon is not ready, since this moment.
     NotReady(Instant),
@@ -56,7 +56,7 @@ pub(crate) struct Status {
     /// True if a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
     /// clients to end before a change.
     pub serving: bool,
-    /// Its GPUs, by UUID.
+    /// The GPUs, by UUID.
     pub gpus: BTreeMap<String, GpuStatus>,
     /// The clients that have waited for a server for a while.
     pub waiting: Vec<ProcessId>,
@@ -137,7 +137,7 @@ pub(crate) struct GpuStatus {
     pub left_out: String,
     /// Why it is not served as planned though it is not left out; empty when it is.
     pub reason: String,
-    /// That all its places are taken, in words; empty while it takes clients.
+    /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,
     /// The number of its clients, if NVML lists none of them and they were counted.
     pub unlisted_clients: Option<u32>,
@@ -149,7 +149,7 @@ pub(crate) struct GpuStatus {
     pub bypasses: Vec<Bypass>,
     /// True if they keep a server from opening it.
     pub server_kept_out: bool,
-    /// True while the control daemon is told the limits of the present plan.
+    /// True while the control daemon gets the limits of the present plan.
     pub being_set: bool,
 }
 

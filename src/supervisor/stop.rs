@@ -37,7 +37,7 @@ impl Machine {
             // In one breath: nothing that has ended is ever shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
-        // Otherwise it is told with the pause that follows.
+        // Otherwise the failure is reported with the pause that follows.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
@@ -61,7 +61,7 @@ impl Machine {
             (Judged::Idle, _) => RunUse::Idle,
             (Judged::KeptOut(holders), failing) => {
                 if let Some(failing) = failing {
-                    let held = "its server is kept out, until they end, by programs without MPS";
+                    let held = "programs without MPS keep its server from starting until they end";
                     failing.reason = format!("{held}: {holders}; {}", failing.reason);
                 }
                 RunUse::KeptOut
@@ -111,8 +111,8 @@ impl Machine {
 }
 
 impl Worker {
-    /// Takes note that no control daemon of ours runs. If one ran, what was still to be said of it is said. `shown` is the
-    /// state that is shown from then on; without one the state stays as it is shown.
+    /// Records that no control daemon of ours runs. If one ran, its last lines are reported. `shown` is the state that is shown
+    /// from then on; without one the state stays as it is shown.
     pub(super) fn end_run(
         &mut self,
         run: &mut Option<(DaemonRun, Known)>,

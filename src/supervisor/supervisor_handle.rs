@@ -14,7 +14,7 @@ use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
 use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
-/// A supervised control daemon. Dropped, it is left as it is, with its clients.
+/// A supervised control daemon. After a drop the control daemon runs on, with its clients.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     order: Instructions,
@@ -29,7 +29,7 @@ pub(crate) struct SupervisorHandle {
 }
 
 impl SupervisorHandle {
-    /// Waits for acts, and tells the core what comes of each.
+    /// Waits for acts, and reports each outcome to the core.
     pub(crate) fn new(
         order: &Instructions,
         goal: Goal,
@@ -114,7 +114,7 @@ impl SupervisorHandle {
         self.control.clone()
     }
 
-    /// The way to the control daemon that listens in the pipe directory, which is somebody else's if none of ours runs: clients
+    /// The way to the control daemon that listens in the pipe directory, which is a foreign one if none of ours runs: clients
     /// in its containers are clients of that control daemon.
     pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
         let status = self.status.borrow();

@@ -16,7 +16,7 @@ pub(crate) struct WakeUps {
     pub(crate) asked: Notify,
 }
 
-/// Those of all GPUs, by UUID.
+/// The wake-ups of all GPUs, by UUID.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct GpuWakeUps(Arc<Mutex<BTreeMap<String, Arc<WakeUps>>>>);
 

@@ -71,19 +71,19 @@ impl GpuBudget {
     }
 }
 
-/// Something for the loop to tell, or to answer.
+/// A message for the loop to report, or to answer.
 #[derive(Debug)]
 pub(crate) enum LoopEvent {
-    /// The name of a slice that is over its budget, the signal that tells of it, and the words for people.
+    /// The name of a slice that is over its budget, the signal that reports it, and the words for people.
     OverUse(String, BusSignal, String),
     /// The name of a slice that was over its budget, and which clients have lost their work for it, or can't.
     CutBack(String, String),
     Event(String),
-    /// A critical error that NVML tells of, with the GPU's UUID.
+    /// A critical error that NVML reports, with the GPU's UUID.
     CriticalError(String, CriticalError),
-    /// A container has come, of which only the host agent's records tell that it has this slice, or some slice of this GPU.
+    /// A container has come, which has this slice by the host agent's records alone, or some slice of this GPU.
     Recorded(RecordedContainer, DeviceName),
-    /// Who can end the work of clients.
+    /// The parts of the service that end the work of clients.
     Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
 
@@ -244,7 +244,7 @@ impl GpuWatch {
         }
     }
 
-    /// Looks at the clients, and publishes and tells what is new. Whether an attempt to end clients begins now.
+    /// Looks at the clients, and publishes and reports changes. Returns true if an attempt to end clients begins now.
     async fn measure(&mut self) -> bool {
         self.looked_at = Instant::now();
         let now = self.begun.elapsed();
@@ -356,7 +356,7 @@ impl GpuWatch {
         })
     }
 
-    /// Takes note of the end of an attempt, and tells which clients have lost their work. None: the attempt has failed.
+    /// Records the end of an attempt, and reports the clients that have lost their work. None: the attempt has failed.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
         let (enforcer, victims) =
             attempted.map_or_else(Default::default, |(enforcer, victims)| (enforcer, Some(victims)));

@@ -43,7 +43,7 @@ pub(crate) struct ServingDaemon {
 
 /// The findings of one look at the GPUs of one control daemon.
 struct Scan {
-    /// Its servers. None if it does not serve.
+    /// The control daemon's servers. None if it does not serve.
     servers: Option<Vec<u32>>,
     clients: Vec<Client>,
     /// The processes on each of its GPUs, by UUID.
@@ -211,7 +211,7 @@ async fn servers_and_clients(one: &ServingDaemon) -> Result<Option<(Vec<u32>, Ve
         Ok((pids.into_keys().collect(), clients))
     };
     match asked.await {
-        // It may be ending at this moment together with its clients, and the supervisor may not know it yet.
+        // The control daemon may be ending at this moment together with its clients, and the supervisor may not know it yet.
         Err(ControlError::NoDaemon { .. }) if has_gone(one, &control).await => Ok(None),
         answer => answer.map(Some),
     }

@@ -28,7 +28,7 @@ pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
     /// The slice that it alone serves. None: it serves all slices of its GPUs.
     pub slice: Option<SliceId>,
-    /// None if it is somebody else's, which listens where one of ours would.
+    /// None for a foreign control daemon, which listens where one of ours would.
     pub ours: Option<OwnDaemon>,
 }
 

@@ -139,7 +139,7 @@ impl Acts {
             ),
             (LimitOutcome::Replaced(found), LimitGoal::Hold(mib)) => {
                 let text = format!(
-                    "somebody else has changed the memory limit of {path} on {uuid}: it was {found}, and is {mib} MiB again; \
+                    "another program has changed the memory limit of {path} on {uuid}: it was {found}, and is {mib} MiB again; \
                      NVIDIA's container toolkit does so for a container whose environment has NVIDIA_GPU_MEMORY_LIMIT"
                 );
                 // The loop has ended, and with it the events.

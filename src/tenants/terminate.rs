@@ -21,7 +21,7 @@ use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 
 /// The time for one question to the kernel about a process. It takes microseconds, but a process that is stuck in the driver
-/// can hold up anybody who reads its memory.
+/// can hold up any reader of its memory.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// The time for the list of clients of one control daemon before a signal. Work at the others has to end in time.
@@ -46,8 +46,8 @@ pub(crate) async fn terminate(
     (termination.had_work(), result)
 }
 
-/// Returns whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up the release
-/// of this one.
+/// Returns whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up
+/// the release of this one.
 fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     match (wanted, daemon.slice) {
         (Target::Slices(slices), Some(only)) => slices.contains(&only),
@@ -104,7 +104,7 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.ask(move || Ok(proc::status(pid)?.uids())).await
     }
 
-    /// The name of a GPU tells no slice: a container with one can have any slice of that GPU.
+    /// The name of a GPU names no slice: a container with one can have any slice of that GPU.
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
         let clients = &self.processes.clients;
         let process = identity::read(pid).map_err(|error| error.to_string())?;

@@ -159,7 +159,7 @@ say "the same with terminate"
 echo "cuda_mps_overuse: terminate" >>"$dir/etc/host.conf"
 yunion-mpsctl reload
 ready
-# In one container: where members of a slice are in several, nobody's work is ended.
+# In one container: where members of a slice are in several, no work is ended.
 # shellcheck disable=SC2016 # the inner shell's
 contained bash -c 'for place in 1 2 3; do
         "$0" keep 20 "$1" >"$2/tenant.$place" 2>&1 &

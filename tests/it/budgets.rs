@@ -284,7 +284,7 @@ fn a_claim_in_the_environment_ends_nobody() {
     assert_eq!(device_of(&host, NEIGHBOUR)["clients"], 0, "the claim counts for nothing");
     let told = wait_for_event(&host, "over its budget");
     let reason = format!("only the environment of process {} says that it has this slice", forged.id());
-    assert!(told.ends_with(&format!("; nobody's work is ended: {reason}")), "{told}");
+    assert!(told.ends_with(&format!("; no work is ended: {reason}")), "{told}");
     nobody_was_ended(&host, &[&forged, &tenant]);
     drop((forged, tenant, container));
     assert_eq!(host.stop().code(), Some(0));
@@ -300,7 +300,7 @@ fn a_slice_in_two_containers_ends_nobody() {
     let containers = [(); 2].map(|()| Container::new(&host, SLICE));
     let clients = containers.each_ref().map(|container| container.holding(&host, 20_000, &[]));
     let told = wait_for_event(&host, "over its budget");
-    assert!(told.contains("; nobody's work is ended: processes "), "{told}");
+    assert!(told.contains("; no work is ended: processes "), "{told}");
     assert!(told.ends_with(" are of several users or containers"), "{told}");
     nobody_was_ended(&host, &[&clients[0], &clients[1]]);
     drop((clients, containers));

@@ -312,9 +312,7 @@ fn the_waiting_goes_on_over_a_restart_of_the_service() {
         host.signal(Signal::KILL);
         host.ended();
         if restart == 0 {
-            assert!(
-                waiting.line().starts_with("The service does not know now which clients are still there: ")
-            );
+            assert!(waiting.line().starts_with("The service does not know the remaining clients now: "));
         }
         host.start();
         host.wait_for_state("ready");

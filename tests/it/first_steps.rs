@@ -349,7 +349,7 @@ fn setup_asks_on_a_terminal() {
         "How many slices shall the H200 SXM 141GB have? 0 leaves it out. [10] ",
         "belong to a Cloudpods platform? Nothing here looks like it. [y/N] ",
         "do 1.6 times the work of 8 without MPS",
-        "\nShall a fault stay in its slice? [y/N] ",
+        "\nShould a fault stay in its slice? [y/N] ",
         "Write /etc/yunion/host_container_device.yml and /etc/yunion/host.conf? [Y/n] ",
     ] {
         assert!(said.contains(part), "no {part:?} in {said}");
@@ -386,7 +386,7 @@ fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice
     assert_eq!(settings(&files(&host)["host.conf"]), per_slice);
     // An older driver has no other way than one control daemon, so there is nothing to ask.
     let said = answered(&fresh("tesla-p40"), "4\nn\nn\ny\n");
-    assert!(said.contains("Written: ") && !said.contains("Shall a fault"), "{said}");
+    assert!(said.contains("Written: ") && !said.contains("Should a fault"), "{said}");
 }
 
 #[test]

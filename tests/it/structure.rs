@@ -367,11 +367,10 @@ fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
 }
 
-/// The subjects that a reader has to look up: a sentence names its subject, and a reference names its noun. The number of lines
-/// with such a word only falls: after a line goes, so does the number here.
+/// The subjects that a reader has to look up: a sentence names its subject, and a reference names its noun. No line of the
+/// product has one of these words.
 #[test]
 fn sentences_name_their_subjects() {
-    const LINES: usize = 19;
     let words = Regex::new(r"(?i-u)\b(nobody|whoever|one that|is told of|none that)\b").unwrap();
     let mut found = Vec::new();
     for house in CRATES.map(Crate::read) {
@@ -381,7 +380,7 @@ fn sentences_name_their_subjects() {
                 .extend(lines.map(|(index, line)| format!("{}:{}: {}", source.path, index + 1, line.trim())));
         }
     }
-    assert_eq!(found.len(), LINES, "{found:#?}");
+    assert!(found.is_empty(), "{found:#?}");
 }
 
 #[test]

@@ -440,7 +440,7 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology
     host.wait_for_status("another control daemon", |status| {
         status["service"]["state"] == "ready" && control_pid(status) != before
     });
-    assert_warned_of_signal(&host, before, "it has no client, so nobody loses work");
+    assert_warned_of_signal(&host, before, "it has no client, so no work is lost");
     assert_eq!(host.stop().code(), Some(0));
 }
 

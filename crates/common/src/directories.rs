@@ -26,7 +26,7 @@ pub struct BadDirectory {
     pub problem: Problem,
 }
 
-/// The mode of the pipe directory and the log directory: everybody may look into them, and only the owner may write.
+/// The mode of the pipe directory and the log directory: all users may read them, and only the owner may write.
 const MODE: u32 = 0o755;
 
 const PRIVATE: u32 = 0o700;
@@ -83,7 +83,7 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
     Err(bad(path, "is removed or replaced all the time".to_owned()))
 }
 
-/// So many times somebody may remove or replace a thing while it is made.
+/// The number of times that others may remove or replace a file or directory while the service makes it.
 pub const ATTEMPTS: u32 = 3;
 
 /// Renames the thing at `path`, which is in `directory`. `moved` gets a message about it with the fault, `why`.
@@ -276,7 +276,7 @@ fn others_rule(stat: &Stat) -> Result<(), Problem> {
     }
     if stat.st_mode & 0o1002 == 0o002 {
         return Err(Problem::new(
-            "everybody can replace what is in it",
+            "every user can replace its contents",
             "take that right away (chmod o-w, or chmod +t) or configure another directory",
         ));
     }
@@ -512,7 +512,7 @@ mod tests {
         let for_all = base.path().join("for all");
         std::fs::create_dir(&for_all).unwrap();
         std::fs::set_permissions(&for_all, PermissionsExt::from_mode(0o777)).unwrap();
-        assert!(message(&for_all.join("pipe")).contains("everybody can replace"));
+        assert!(message(&for_all.join("pipe")).contains("every user can replace"));
         assert!(!for_all.join("pipe").exists());
         assert!(check(&for_all.join("pipe")).is_err());
 
@@ -570,7 +570,7 @@ mod tests {
         symlink(&elsewhere, log.join("full")).unwrap();
         let moved = opened("full").moved_away.unwrap();
         assert!(moved.starts_with("was a symbolic link, and is full.refused-"), "{moved}");
-        // Anybody could have written to a log that is writable for everybody.
+        // Any user could have written to a log that is writable for all.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");
         assert_eq!(log.join("control.log").metadata().unwrap().mode() & 0o777, 0o644);

@@ -47,7 +47,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Its GPUs with a known name, by UUID.
+    /// The GPUs with a known name, by UUID.
     pub fn named_gpus(&self) -> impl Iterator<Item = (&str, GpuId)> {
         self.gpu_names.iter().filter_map(|(uuid, name)| Some((uuid.as_str(), name.parse().ok()?)))
     }

@@ -33,7 +33,7 @@ pub fn is_unprintable(c: char) -> bool {
         || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Text for everybody on the bus, who may print it on a terminal: the name of a process may hold characters that control a
+/// Text for all clients of the bus, which may print it on a terminal: the name of a process may hold characters that control a
 /// terminal. A NUL would make the bus close the connection.
 pub fn clean(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")

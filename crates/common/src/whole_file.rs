@@ -1,5 +1,5 @@
-//! Writes a file as a whole: a reader finds the former file or the new one, and a full disk leaves the former one. A link or
-//! a FIFO in its place is replaced and not followed. Everybody may read the file, whatever the umask is.
+//! Writes a file as a whole: a reader finds the former file or the new one, and a full disk leaves the former one. A link or a
+//! FIFO in its place is replaced and not followed. All users may read the file, whatever the umask is.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -37,7 +37,7 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
 /// The file under another name, which goes with this value. Container runtimes and collectors choose the files that they
 /// read by the end of the name, and read none of this one.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
-    // Not opened by the library: its errors contain the name, and an error that is different each time is told each time.
+    // Not opened by the library: its errors contain the name, and an error that is different each time is reported each time.
     let open = |path: &Path| File::create_new(path);
     let mut new = Builder::new().prefix(".yunion-mps.").suffix(".new").make_in(directory(path), open)?;
     let file = new.as_file_mut();

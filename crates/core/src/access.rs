@@ -9,14 +9,15 @@ use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
 pub struct Asker<'a> {
     /// The path of its control group. None: it is not known yet.
     pub control_group: Option<&'a str>,
-    /// The slices are its by this word. A weaker binding of somebody else is no obstacle for a slice that is named.
+    /// The authority by which the program has the slices. A weaker binding of another control group is no obstacle for a slice
+    /// that is named.
     pub by: BoundBy,
     /// Others may have the slices too.
     pub shares: bool,
 }
 
 impl Asker<'_> {
-    /// The binding that keeps a slice from it. `now` is in seconds since the host was started.
+    /// The binding that keeps a slice from the program. `now` is in seconds since the host was started.
     pub fn kept_out_by<'b, S: Ord + Clone>(
         &self,
         slice: &S,
@@ -35,9 +36,9 @@ impl Asker<'_> {
 /// A slice as it stands for the program that is to have it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// Why an administrator has to act before the GPU is given to anybody.
+    /// The reason why an administrator has to act before programs may use the GPU.
     pub unusable: Option<String>,
-    /// An administrator has taken it out of use for new clients.
+    /// True if an administrator has drained the slice.
     pub drained: bool,
     /// The name of the binding that keeps it from others.
     pub taken_by: Option<String>,
@@ -50,16 +51,16 @@ pub struct Standing {
 pub enum Obstacle {
     /// The slice is not served now. The service works on that, so the asker may wait.
     Unserved(String),
-    /// It is bound to somebody else, by name.
+    /// The slice is bound to another owner, who is named.
     Taken(String),
-    /// It takes no new clients.
+    /// The slice is drained: it takes no new clients.
     Drained,
-    /// An administrator has to act before anybody can have it.
+    /// An administrator has to act before any program can have the slice.
     Unusable(String),
 }
 
 impl Obstacle {
-    /// Returns whether the service removes it by itself, so that it is worth waiting for.
+    /// Returns true if the service removes the obstacle by itself, so waiting makes sense.
     pub fn passes(&self) -> bool {
         matches!(self, Self::Unserved(_))
     }

@@ -1,36 +1,28 @@
-//! Everything that is to be done. The code that does it decides nothing.
+//! The acts that the core orders. The code that carries them out decides nothing.
 
 use core::time::Duration;
 
 use crate::{DaemonId, Goal, GpuUuid, HeldGpus, Order, Permit};
 
-/// Something that is to be done.
+/// An act that the core orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Act<P> {
-    /// About one control daemon. One such act at a time is under way for an id, and comes back as
+    /// An act about one control daemon. One such act at a time is under way for an id, and comes back as
     /// [`crate::CoreEvent::Done`]; [`DaemonAct::Rest`] alone does not.
     Daemon {
-        /// Its id.
         id: DaemonId,
-        /// Its order at this moment.
+        /// The order at this moment.
         order: Order<P>,
-        /// Its aim at this moment.
+        /// The goal at this moment.
         goal: Goal,
-        /// The GPUs of the order that it has to do without.
+        /// The GPUs of the order that the control daemon has to do without.
         held: HeldGpus,
-        /// The act.
         act: DaemonAct,
     },
-    /// Break off the act that is under way for this id, at once. It comes back as interrupted, or as it has just ended.
-    Interrupt {
-        /// The id.
-        id: DaemonId,
-    },
+    /// Break off the act that is under way for this id, at once. The act comes back as interrupted, or with its outcome.
+    Interrupt { id: DaemonId },
     /// The control daemon with this id needs no supervisor any more.
-    Release {
-        /// The id.
-        id: DaemonId,
-    },
+    Release { id: DaemonId },
     /// Set the compute mode of this GPU to the service's, the former one written down before. It comes back as
     /// [`crate::CoreEvent::ModeDone`].
     TakeMode(GpuUuid),
@@ -39,22 +31,22 @@ pub enum Act<P> {
     PutModeBack(GpuUuid),
 }
 
-/// Something that is to be done about one control daemon.
+/// An act about one control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DaemonAct {
-    /// Hold the process that the state file has under this id. If it has ended, the state file forgets it.
+    /// Watch the process that the state file has under this id. If the process has ended, the state file forgets it.
     TakeOver,
-    /// Start one with the GPUs of the order that are not held.
+    /// Start a control daemon with the GPUs of the order that no other has.
     Start,
-    /// Give it its order, and watch it until it ends, fails, or has to end.
+    /// Give the control daemon its order, and watch it until it ends, fails, or has to end.
     Serve,
-    /// Find out who uses it, after it has failed.
+    /// Find out who uses a control daemon that has failed.
     Judge,
-    /// End it, for the cause of the permit. Unused, it lives on if a client comes in between, until that one has ended. For any
-    /// other cause its clients lose their work.
+    /// End the control daemon, for the cause of the permit. An unused control daemon to which a client comes meanwhile lives on
+    /// until the client has ended. For any other cause its clients lose their work.
     End(Permit),
-    /// Show why it does not serve, and that it is tried again after this time.
+    /// Show why the control daemon does not serve, and that the service tries again after this time.
     Rest(Duration),
-    /// Write down what the next service needs to take it over.
+    /// Record the facts that the next service needs to take the control daemon over.
     Leave,
 }

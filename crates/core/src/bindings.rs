@@ -4,10 +4,10 @@
 //! sharing, a slice is one binding's at a time. Bindings of control groups that are inside one another, or in one pod, are one
 //! tenant's, and take nothing from each other.
 //!
-//! A binding ends by itself when its control group is gone. The binding of a container of Kubernetes ends with the pod: the kubelet
-//! gives slices to pods, and starts a container again on its slice. An empty control group may get its first process yet, so its
-//! binding ends only after [`FIRST_PROCESS`]. A control group that has had a process gives its slice at once to a control group
-//! that asks for it: a container is started again while the control group of its predecessor is still there.
+//! A binding ends by itself when its control group is gone. The binding of a container of Kubernetes ends with the pod: the
+//! kubelet gives slices to pods, and starts a container again on its slice. An empty control group may get its first process
+//! yet, so its binding ends only after [`FIRST_PROCESS`]. A control group that has had a process gives its slice at once to a
+//! control group that asks for it: a container is started again while the control group of its predecessor is still there.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -22,8 +22,8 @@ pub const FIRST_PROCESS: u64 = 60;
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has 16 GPUs.
 const MOST: usize = 4096;
 
-/// The most bytes of a binding in the state file, which is not read again if it is too large. The longest path of a control group
-/// has room, with the longest label and a hundred slices.
+/// The most bytes of a binding in the state file, which is not read again if it is too large. The longest path of a control
+/// group has room, with the longest label and a hundred slices.
 pub const LARGEST: usize = 6 * 1024;
 
 /// The most bytes of all bindings there.
@@ -37,46 +37,42 @@ const ROOT: u32 = 0;
 pub struct ControlGroup {
     /// Below the mount of its hierarchy. It begins with a slash and ends with none.
     pub path: String,
-    /// Its inode.
     pub inode: u64,
 }
 
 /// The use of a control group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupUse {
-    /// There is no such control group any more.
+    /// The control group is removed.
     Gone,
-    /// There is no such control group any more, but its pod still runs, and the kubelet may start the container again.
+    /// The control group is removed, but its pod still runs, and the kubelet may start the container again.
     PodGoesOn,
-    /// Neither it nor any control group below it has a process.
+    /// The control group has no process, and no control group below it has one.
     Empty,
-    /// It has processes, or the kernel does not say.
+    /// The control group has processes, or the kernel does not say.
     Used,
 }
 
-/// Who says that a control group has its slices. A later one is stronger.
+/// The authority of a binding. A later authority is stronger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
-    /// The host agent's records, which name the slice, or a GPU: then the slice was a free one.
+    /// The host agent's records, which name the slice, or a GPU of which the service has chosen a free slice.
     Platform,
-    /// Root.
     Root,
 }
 
 /// The slices of one control group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding<S> {
-    /// The control group.
     pub group: ControlGroup,
-    /// Its slices, at least one.
+    /// At least one slice.
     pub slices: BTreeSet<S>,
-    /// Who says so.
     pub by: BoundBy,
-    /// Its name for people: a guest, a container, a job. It may be empty.
+    /// A name for people: a guest, a container, a job. The label may be empty.
     pub label: String,
-    /// When it was made, in seconds since the host was started.
+    /// The time of the binding in seconds since the host was started.
     pub since: u64,
-    /// True if the control group has had a process since.
+    /// True if the control group has had a process since the binding.
     pub was_used: bool,
 }
 
@@ -96,7 +92,7 @@ pub enum NotBound<S> {
     },
     /// There are as many bindings as there may be.
     TooMany,
-    /// The state file has no room for it.
+    /// The state file has no room for the binding.
     TooLarge,
 }
 
@@ -115,9 +111,9 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
     }
 }
 
-/// Returns whether the name of a control group is believed: root has made it and each one above it. A user who has a control group,
-/// as a unit with Delegate= has its own, makes others in it, and names them as the container of a neighbour is named. `owners`
-/// are their users; None for a group that is not there.
+/// Returns whether the name of a control group is believed: root has made it and each one above it. A user who has a control
+/// group, as a unit with Delegate= has its own, makes others in it, and names them as the container of a neighbour is named.
+/// `owners` are their users; None for a group that is not there.
 pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
@@ -167,12 +163,12 @@ impl ControlGroup {
 }
 
 impl<S> Binding<S> {
-    /// Its label, or else its control group.
+    /// The label of the binding, or else its control group.
     pub fn name(&self) -> &str {
         if self.label.is_empty() { &self.group.path } else { &self.label }
     }
 
-    /// It, with what its control group has already.
+    /// The binding, joined with the slices that its control group has already.
     fn added_to(self, before: Option<&Self>) -> Self
     where
         S: Ord + Clone,
@@ -189,7 +185,7 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if it has no owner any more, as `group_use` tells. `now` is in seconds since the host was started.
+    /// Returns true if the binding has no owner any more, by `group_use`. `now` is in seconds since the host was started.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -198,7 +194,7 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns whether it gives way to a control group that asks for its slices, as `group_use` tells.
+    /// Returns true if the binding gives way to a control group that asks for its slices, by `group_use`.
     pub fn gives_way(&self, group_use: GroupUse, now: u64) -> bool {
         (group_use == GroupUse::Empty && self.was_used) || self.has_ended(group_use, now)
     }
@@ -218,8 +214,8 @@ impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
 
 impl<S: Ord + Clone> Bindings<S> {
     /// Binds a control group. If it is bound already by the same, it has these slices too, and a label that is not empty is its
-    /// new one. A stronger binding takes the place of a weaker one, and a weaker one changes nothing. Without sharing, it takes its
-    /// slices from weaker bindings of other control groups too: the records name a container, and root may know better.
+    /// new one. A stronger binding takes the place of a weaker one, and a weaker one changes nothing. Without sharing, it takes
+    /// its slices from weaker bindings of other control groups too: the records name a container, and root may know better.
     /// `bytes_of` says how large a binding is in the state file.
     ///
     /// # Errors
@@ -301,7 +297,7 @@ impl<S: Ord + Clone> Bindings<S> {
     }
 
     /// The binding that keeps a slice from a program that is to have it by the word of `by`. `path` is the program's control
-    /// group, as far as it is known, and `holds` says whether a binding is still somebody's.
+    /// group, as far as it is known, and `holds` says whether a binding still has an owner.
     pub fn taken_from(
         &self,
         slice: &S,
@@ -313,8 +309,8 @@ impl<S: Ord + Clone> Bindings<S> {
         self.with(slice).filter(is_anothers).find(|one| one.by >= by && holds(one))
     }
 
-    /// The binding of a process in the control group at this path, if `is_there` knows the control groups that there are: one
-    /// that was made again under the same path is another's.
+    /// The binding of a process in the control group at this path. `is_there` knows the control groups that exist: a group that
+    /// was made again under the same path does not have the binding.
     pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding<S>> {
         let around = self.iter().filter(|one| one.group.has(path) && is_there(&one.group));
         around.max_by_key(|one| one.group.path.len())

@@ -29,7 +29,7 @@ impl<P: Clone + PartialEq> Core<P> {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
-    /// Takes note of something that has happened, and says what is to be done.
+    /// Takes an event in, and returns the acts that follow.
     pub fn on(&mut self, event: CoreEvent<P>, now: CoreTime) -> Vec<Act<P>> {
         match event {
             CoreEvent::Pursue(demand) => self.pursue(demand),

@@ -1,9 +1,10 @@
-//! The driver in force: the one through which everybody asks about GPUs.
+//! The driver in force: all questions about GPUs go through this driver.
 
-/// The news of the driver from a look at the host. `D` is an open driver.
+/// The finding about the driver in a reading of the host. `D` is an open driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverNews<D> {
-    /// This driver has listed its GPUs: the driver in force, or a driver that the look has opened since there was none.
+    /// The driver that has listed its GPUs: the driver in force, or a driver that was opened for this reading, since there was
+    /// none.
     Listed(D),
     /// There is no list. That says nothing of the driver in force: one call has failed, or the answer is late.
     Failed,
@@ -22,12 +23,12 @@ impl<D> Default for DriverInForce<D> {
 }
 
 impl<D> DriverInForce<D> {
-    /// The driver, if there is one. Without one, somebody should look again.
+    /// The driver, if there is one. Without a driver, the host should be read again.
     pub fn get(&self) -> Option<&D> {
         self.0.as_ref()
     }
 
-    /// Takes note of a look. Whether another driver is in force now, or none any more.
+    /// Records a reading. Returns true if another driver is in force now, or none any more.
     pub fn take(&mut self, news: DriverNews<D>) -> bool {
         match news {
             DriverNews::Listed(driver) if self.0.is_none() => self.0 = Some(driver),

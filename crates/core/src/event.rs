@@ -11,7 +11,7 @@ use crate::{Configured, DaemonId, GpuUuid};
 pub enum CoreEvent<P> {
     /// A plan is to be in force from now on.
     Pursue(Demand<P>),
-    /// The service ends: for good, with all control daemons and their clients, also those that a former service has started.
+    /// The service ends for good. Every control daemon ends with its clients, also a control daemon of a former service.
     Stop {
         /// An order for each control daemon that the state file has. It counts for a control daemon without a supervisor.
         left: Vec<Order<P>>,
@@ -20,20 +20,17 @@ pub enum CoreEvent<P> {
     Leave,
     /// The act about a control daemon has come back.
     Done {
-        /// Its id.
         id: DaemonId,
         /// The entry of the state file under this id now.
         written: Option<RunningDaemon>,
-        /// True if its process is held, so that its end becomes known.
+        /// True if the service watches the process, so the end becomes known.
         watched: bool,
-        /// The outcome of the act.
         outcome: ActOutcome,
     },
     /// An act about a compute mode has come back.
     ModeDone {
         /// The GPU's UUID.
         gpu: GpuUuid,
-        /// The outcome of the act.
         outcome: ModeOutcome,
     },
     /// The moment that [`crate::Core::due`] named has come.
@@ -58,90 +55,89 @@ pub struct Demand<P> {
 /// The switch `enable_cuda_mps`, and how it came to be off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpsSwitch {
-    /// It is: a control daemon that is not wanted any more ends once it has no client.
+    /// The switch is on: a control daemon that is not wanted any more ends once it has no client.
     On,
-    /// It was off when the service started. Whatever the service finds ends once it has no client: no administrator has just
-    /// said that somebody's work is to end.
+    /// The switch was off when the service started. Control daemons that the service finds end once they have no client: no
+    /// administrator has just asked to end GPU work.
     OffAtStart,
-    /// An administrator has just turned it off: control daemons end with their clients.
+    /// An administrator has just turned the switch off: control daemons end with their clients.
     TurnedOff,
 }
 
 /// The order for one control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order<P> {
-    /// Its id. No two orders have the same.
+    /// Each order has another id.
     pub id: DaemonId,
-    /// Its GPUs. No two orders have one in common, unless both take turns on it.
+    /// Two orders have a GPU in common only if both take turns on the GPU.
     pub gpus: Vec<GpuUuid>,
-    /// True if it sets the compute modes of its GPUs.
+    /// True if the control daemon sets the compute modes of its GPUs.
     pub sets_modes: bool,
-    /// The rest, which no decision here depends on, but for whether it is the same as before.
+    /// The rest of the order. Decisions here only depend on a change of the rest.
     pub payload: P,
 }
 
 /// A control daemon of ours that runs, or has run, as the state file has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunningDaemon {
-    /// Its process.
     pub process: ProcessId,
-    /// The GPUs that it was started with.
+    /// The GPUs that the control daemon was started with.
     pub gpus: Vec<GpuUuid>,
 }
 
 /// The outcome of an act about a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActOutcome {
-    /// It is done: taken over or found gone, started, left.
+    /// The act has succeeded. After a takeover the process may have ended.
     Done,
-    /// It served until it was ended since it has to be another one, or has no client and is not wanted.
+    /// The service has ended the control daemon, for a change of the order or as unused.
     Ended,
-    /// It has to be told its order again.
+    /// The control daemon needs its order again.
     Again,
-    /// It did not work.
+    /// The act has failed.
     Failed(WhyFailed),
-    /// Who uses it, as [`crate::DaemonAct::Judge`] has asked.
+    /// The use of the control daemon, the answer to [`crate::DaemonAct::Judge`].
     Used(RunUse),
-    /// It was to be ended, and lives.
+    /// The control daemon outlives every attempt to end it.
     Lives,
     /// The act was broken off, as [`crate::Act::Interrupt`] has asked.
     Interrupted,
 }
 
-/// Why an act did not work.
+/// The reason why an act has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WhyFailed {
     /// The process has ended.
     Gone,
-    /// It does not do what it should, or something outside is in the way.
+    /// The control daemon does not work as it should, or a fault outside of it prevents that.
     Ill,
-    /// Something beside it is not ready yet, and soon will be. Another one would wait for it, too.
+    /// Something outside of the control daemon is not ready yet, and soon will be. A new control daemon would wait too.
     NotYet,
-    /// It answers in words that are not known. Another one would answer the same.
+    /// The service does not understand the control daemon's answers. A new control daemon would answer the same.
     NotUnderstood,
 }
 
-/// Who uses a control daemon that does not serve as it should.
+/// The use of a control daemon that does not work as it should.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunUse {
-    /// It has ended meanwhile.
+    /// The control daemon has ended meanwhile.
     Gone,
     /// No program.
     Idle,
-    /// No client, and programs without MPS keep its server out: without it the next of them would slip in too.
+    /// No client. Programs without MPS keep the server from starting; without the control daemon more of them would get in.
     KeptOut,
-    /// It has clients, or the service can't find out.
+    /// The control daemon has clients, or the service can't ask.
     Clients,
 }
 
 /// The outcome of an act about a compute mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModeOutcome {
-    /// It is set to the service's mode, or stays as it is for a reason that was logged.
+    /// The GPU has the service's compute mode, or keeps another for a reason that was logged.
     Taken,
-    /// It is as it was before the service changed it, or others have changed it since.
+    /// The GPU has the compute mode of before, or a mode that others have set since.
     PutBack,
-    /// It can't be put back now.
+    /// The compute mode can't be restored now.
     Stays,
 }
 

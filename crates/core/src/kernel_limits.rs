@@ -2,8 +2,8 @@
 //!
 //! The limit of a control group on a GPU is the memory of its slices there, with the slices of the control groups inside it:
 //! their memory counts as its own, and no client is to be refused memory that a slice has. Everything is looked at again after
-//! [`CHECK`], since others can change a limit, and a refusal may pass. A limit that is new is looked at after [`SOON`] too: hooks
-//! of the same container may run after the hook that binds it.
+//! [`CHECK`], since others can change a limit, and a refusal may pass. A limit that is new is looked at after [`SOON`] too:
+//! hooks of the same container may run after the hook that binds it.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -15,7 +15,7 @@ use crate::bindings::{Binding, Bindings, ControlGroup};
 /// The time from one look at a limit to the next.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
 
-/// The time from a limit that is new, or that somebody else has just changed, to the next look at it.
+/// The time from a limit that is new, or that others have just changed, to the next look at it.
 pub const SOON: CoreTime = CoreTime::from_secs(5);
 
 /// A control group on a GPU.
@@ -55,8 +55,8 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     limits
 }
 
-/// The same limits of the control groups at these paths, and of those around them: the limits that are others once these control
-/// groups are bound, too.
+/// The same limits of the control groups at these paths, and of those around them: the limits that are others once these
+/// control groups are bound, too.
 pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
     paths: &[&str],
     bindings: &Bindings<S>,
@@ -105,9 +105,9 @@ pub fn limited_to<S: Ord, G: Ord + Clone>(
 /// A limit that the kernel is to hold, or to hold no more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitGoal {
-    /// This many MiB.
+    /// Hold this limit, in MiB.
     Hold(u64),
-    /// None, if it holds one of these, in MiB. Another limit is somebody else's.
+    /// Remove the limit if it is one of these, in MiB. Any other limit was set by others.
     Lift(BTreeSet<u64>),
 }
 
@@ -116,11 +116,11 @@ pub enum LimitGoal {
 pub enum LimitOutcome {
     /// The goal is reached, as the driver says.
     Reached,
-    /// It is reached, and this other limit, in words, was there before.
+    /// The goal is reached. The kernel held another limit before, which these words describe.
     Replaced(String),
     /// The driver knows no such limits.
     NotOffered,
-    /// It is not reached, for this reason.
+    /// The goal is not reached, for this reason.
     Refused(String),
 }
 
@@ -145,9 +145,9 @@ impl<G> Default for KernelLimits<G> {
 }
 
 impl<G: Ord + Clone> KernelLimits<G> {
-    /// Takes these for its goals. A limit that is no goal any more is lifted. A refused limit is tried again, since a change of
-    /// the goals often comes with the end of the reason, but not when a goal is new beside the others: a host may have thousands.
-    /// Returns whether any but such new ones has changed.
+    /// Sets the goals. A limit that is no goal any more is lifted. A refused limit is tried again, since a change of the goals
+    /// often comes with the end of the reason, but not when a goal is new beside the others: a host may have thousands. Returns
+    /// whether any but such new ones has changed.
     pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) -> bool {
         let mut known = self.0.iter().peekable();
         let mut is_new = |goal: &(&LimitedGroup<G>, &LimitGoal)| {
@@ -182,8 +182,8 @@ impl<G: Ord + Clone> KernelLimits<G> {
         self.0.values().map(|pursued| pursued.due).min()
     }
 
-    /// Takes note of the end of an act. Whether somebody should hear of it: of a refusal that is not the last one for this goal,
-    /// and of another limit in the place of a limit that the kernel held.
+    /// Records the end of an act. Returns true if the outcome is worth a message: a refusal other than the last one for this
+    /// goal, or another limit in the place of a limit that the kernel held.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup<G>,
@@ -230,7 +230,7 @@ impl<G: Ord + Clone> KernelLimits<G> {
 }
 
 impl Pursued {
-    /// Its outcome, if it is a limit to hold.
+    /// The outcome, if the goal is to hold a limit.
     fn shown(&self) -> Option<&LimitOutcome> {
         self.outcome.as_ref().filter(|_| matches!(self.goal, LimitGoal::Hold(_)))
     }

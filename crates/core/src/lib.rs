@@ -13,7 +13,7 @@
 //! | `terms/` | the vocabulary: the names of devices and control daemons, a process, a GPU in the hands of a control daemon |
 //! | `event.rs` | everything that happens |
 //! | `act.rs` | everything that is to be done |
-//! | `permit.rs` | why somebody may be ended, and nothing else ends anybody |
+//! | `permit.rs` | the reasons for which work may be ended, and the only way to end it |
 //! | `core.rs` | the whole host: orders, and who has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
 //! | `access.rs` | who may have a slice now |
@@ -23,7 +23,7 @@
 //! | `serve/` | serving: limits, servers, faults, the regular look |
 //! | `tenants/` | the end of clients' work on request and for a budget |
 //! | `register/` | who the clients are, with which slices |
-//! | `rate_limit.rs` | how often something is told |
+//! | `rate_limit.rs` | how often a message is repeated |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
 //! | `driver.rs` | the driver in force, after looks at the host that succeed and fail |

@@ -39,13 +39,13 @@ pub fn next_pause(pause: Duration) -> Duration {
 /// The aim of a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
-    /// It serves its order.
+    /// The control daemon serves its order.
     Serve,
-    /// It ends once it has no client.
+    /// The control daemon ends once it has no client.
     Retire,
-    /// It ends now, with its clients.
+    /// The control daemon ends now, with its clients.
     Stop(Permit),
-    /// It stays as it is, with its clients: the next service takes it over.
+    /// The control daemon stays, with its clients: the next service takes it over.
     Leave,
 }
 
@@ -54,20 +54,20 @@ pub enum Goal {
 enum Phase {
     /// The next act follows from the goal.
     Open,
-    /// This act comes next.
+    /// The act that comes next.
     Then(DaemonAct),
-    /// This act is under way since this moment.
+    /// The act that is under way, and its beginning.
     Busy { act: DaemonAct, since: CoreTime, interrupted: bool },
     /// After a failure nothing is done before this moment, unless something changes.
     Resting { until: CoreTime },
 }
 
-/// The order and the GPUs that an act was told.
+/// The order and the GPUs of an act.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     revision: u64,
     held: HeldGpus,
-    /// The GPUs that were left to it. The order may have others by now.
+    /// The GPUs that the control daemon was given. The order may have others by now.
     gpus: Vec<GpuUuid>,
     sets_modes: bool,
 }
@@ -91,18 +91,18 @@ pub(crate) enum Next {
 pub(crate) struct Lifecycle<P> {
     order: Order<P>,
     goal: Goal,
-    /// It grows with each change of order or goal.
+    /// Counts the changes of order and goal.
     revision: u64,
-    /// The order and the GPUs that the last act was told.
+    /// The order and the GPUs of the last act.
     told: Option<Told>,
-    /// Its entry in the state file.
+    /// The control daemon's entry in the state file.
     written: Option<RunningDaemon>,
-    /// Its process is held, so that its end becomes known.
+    /// True if the service watches the process, so the end becomes known.
     watched: bool,
-    /// It has run under this order's id before. A new one waits until all of its GPUs are free: it would have to restart for
-    /// a GPU that it began without, and clients of its other GPUs could keep it from that for ever.
+    /// True if a control daemon has run under this id before. A new one waits until all of its GPUs are free: it would have to
+    /// restart for a GPU that it began without, and clients of its other GPUs could keep it from that for ever.
     has_run: bool,
-    /// It was to be ended, and can't be.
+    /// True if every attempt to end the control daemon has failed.
     given_up: bool,
     phase: Phase,
     pause: Duration,
@@ -136,19 +136,19 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs that it has, and the GPUs of its order that no other control daemon has. Some come twice.
+    /// The GPUs that the control daemon has, and the GPUs of its order that no other control daemon has. Some come twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
-        // A GPU that it runs with is its own, even if the state file still has a dead one with it.
+        // A GPU of the running control daemon is its own, even if the state file lists an ended control daemon with that GPU.
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
-    /// True if nothing was done for it yet, and nothing runs.
+    /// True if no act was begun for the control daemon, and no process runs.
     pub(crate) fn is_pending(&self) -> bool {
         self.told.is_none() && self.written.is_none()
     }
 
-    /// Gives it another goal. The same again changes nothing.
+    /// Sets the goal. The same goal again changes nothing.
     pub(crate) fn pursue(&mut self, goal: Goal, order: Option<Order<P>>) {
         let order = order.filter(|order| *order != self.order);
         if self.goal == goal && order.is_none() {
@@ -161,14 +161,14 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.pause = Duration::ZERO;
     }
 
-    /// True if it has this GPU, or is being started with it.
+    /// True if the control daemon has this GPU, or is being started with it.
     fn has(&self, gpu: &str) -> bool {
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
         self.written.iter().any(|run| run.gpus.iter().any(|one| one == gpu))
             || starts && self.told.iter().any(|told| told.has(gpu))
     }
 
-    /// True if it keeps this GPU from another control daemon of that tenure.
+    /// True if this control daemon excludes another control daemon of that tenure from the GPU.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
         // Most control daemons of a large host take turns, so their GPUs need not be compared.
         self.order.id.tenure().keeps_from(other) && self.has(gpu)
@@ -182,7 +182,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         (self.order.sets_modes && self.has(gpu)) || (sets && still_sets())
     }
 
-    /// True if order or goal have changed since the last act was told.
+    /// True if order or goal have changed since the last act began.
     fn is_stale(&self) -> bool {
         self.told.as_ref().is_none_or(|told| told.revision != self.revision)
     }
@@ -213,7 +213,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
             Phase::Then(act) => *act,
             Phase::Open | Phase::Resting { .. } => {
-                // It may wait for something from now on, and not for a moment that has passed.
+                // The control daemon may wait for GPUs from now on, and no more for a moment that has passed.
                 self.phase = Phase::Open;
                 match self.choose(held)? {
                     Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
@@ -237,7 +237,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         Some(Next::Act(act))
     }
 
-    /// The step that follows from the goal. None: it waits for GPUs that others have.
+    /// The step that follows from the goal. None: the control daemon waits for GPUs that others have.
     fn choose(&self, held: &HeldGpus) -> Option<Next> {
         let is_left = self.written.is_some() && !self.given_up;
         Some(Next::Act(match self.goal {
@@ -251,7 +251,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }))
     }
 
-    /// Takes note of what came of the act that was under way.
+    /// Records the outcome of the act that was under way.
     pub(crate) fn done(
         &mut self,
         written: Option<RunningDaemon>,
@@ -261,7 +261,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     ) {
         let Phase::Busy { act, since, .. } = self.phase else { return };
         let is_gone = (act, outcome, watched) == (DaemonAct::TakeOver, ActOutcome::Done, false);
-        // The state file may still have it: it can't be written while its disk is full.
+        // The state file may still list the control daemon: the file can't be written while its disk is full.
         (self.written, self.watched, self.phase) = (written.filter(|_| !is_gone), watched, Phase::Open);
         self.has_run |= watched;
         let is_stale = self.is_stale();
@@ -269,7 +269,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             // The new order is tried at once.
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
-            // Nothing more can be done: the next service finds it in the state file.
+            // The next service finds the control daemon in the state file.
             (Goal::Stop(permit), ActOutcome::Lives) if permit.cause() == Cause::Stop => {
                 (self.watched, self.given_up) = (false, true);
             }

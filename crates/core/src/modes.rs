@@ -73,7 +73,7 @@ impl Modes {
     }
 
     /// The GPUs with a mode that is to be put back now: no control daemon of ours keeps it, as `is_used` says, and the
-    /// configuration does not name them. Earlier, everybody would get in, with no limit.
+    /// configuration does not name them. Earlier, any program would get in, with no limit.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()

@@ -14,31 +14,19 @@ pub enum Meaning {
     /// The line appears in normal operation too, for example whenever a client comes or goes.
     Noise,
     /// A server is being started for a user.
-    ServerStarting {
-        /// Its PID.
-        server: u32,
-        /// The user.
-        uid: u32,
-    },
+    ServerStarting { server: u32, uid: u32 },
     /// A server takes clients.
     ServerReady(u32),
     /// A server has ended.
-    ServerExited {
-        /// Its PID.
-        server: u32,
-        /// Its exit status.
-        status: i32,
-    },
+    ServerExited { server: u32, status: i32 },
     /// The server that wrote the line limits its clients to this active thread percentage.
     ThreadPercentage {
-        /// Its PID.
         server: u32,
         /// Tenths of a percent: `25.0` is 250.
         tenths: u32,
     },
     /// The server that wrote the line limits its clients to this much memory of one GPU.
     MemoryLimit {
-        /// Its PID.
         server: u32,
         /// The number of the GPU among the GPUs of the control daemon.
         ordinal: usize,
@@ -47,21 +35,16 @@ pub enum Meaning {
     },
     /// A client met a fatal GPU error. It did not necessarily cause the error, which hits every client on that GPU.
     Fault {
-        /// Its server's PID.
+        /// The server's PID.
         server: u32,
-        /// Its PID.
         client: u32,
     },
     /// A server ends every client on the GPUs with the error, and starts over.
-    FaultHandling {
-        /// Its PID.
-        server: u32,
-    },
+    FaultHandling { server: u32 },
     /// A client is torn down because of a fault.
     TornDown {
-        /// Its server's PID.
+        /// The server's PID.
         server: u32,
-        /// Its PID.
         client: u32,
         /// The number of the GPU among the GPUs of the control daemon.
         ordinal: usize,
@@ -69,12 +52,7 @@ pub enum Meaning {
     /// A client process has ended.
     ClientLeft(u32),
     /// A client waits, most often until the server of another user is idle.
-    ClientPending {
-        /// Its PID.
-        client: u32,
-        /// Its user.
-        uid: u32,
-    },
+    ClientPending { client: u32, uid: u32 },
     /// The control daemon assigns a client to a server.
     ClientAdmitted(u32),
     /// A client was turned away, since the server has as many clients as it can hold.
@@ -103,13 +81,13 @@ impl Meaning {
 /// The status of a server, as its control daemon says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerStatus {
-    /// It is about to come.
+    /// The server starts.
     Initializing,
-    /// It takes clients.
+    /// The server takes clients.
     Active,
     /// The server met a fatal GPU error. It takes no client until the present clients are gone.
     Fault,
-    /// It has ended.
+    /// The server has ended.
     Gone,
     /// The control daemon does not know the command.
     Unsupported,
@@ -126,9 +104,9 @@ pub struct Client {
     /// The number that distinguishes the client's connections: a process that starts over gets another number. None if
     /// it is not known.
     pub id: Option<u64>,
-    /// Its server's PID.
+    /// The server's PID.
     pub server: u32,
-    /// The beginning of its GPU's UUID. Empty if it is not known.
+    /// The beginning of the GPU's UUID. Empty if the GPU is not known.
     pub gpu_prefix: String,
 }
 
@@ -146,7 +124,7 @@ pub struct Limits {
     pub thread_percentage: u8,
     /// The memory limit of each GPU in MiB, by its ordinal.
     pub memory_mib: BTreeMap<usize, u64>,
-    /// The ordinals of the GPUs that enforce theirs; servers write of no others.
+    /// The ordinals of the GPUs that enforce limits; the servers' logs name no others.
     pub enforced: BTreeSet<usize>,
 }
 

@@ -1,28 +1,28 @@
-//! Who may be ended, and why. Whatever ends a control daemon, a server or a client takes a permit, and only this crate makes
-//! one: who looks for its makers has found every reason for which work is ended.
+//! Permission to end GPU work. Every function that ends a control daemon, a server or a client takes a permit, and only this
+//! crate makes permits: the functions that make one show every reason for which work is ended.
 
 use core::fmt;
 
-/// The leave to end somebody.
+/// The permission to end a control daemon, a server or a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permit {
     cause: Cause,
 }
 
-/// Why somebody is ended.
+/// The reason for which work is ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
     /// An administrator stops the service for good.
     Stop,
     /// An administrator disables MPS.
     Disabled,
-    /// An administrator has a change made that waits for clients to end, with them.
+    /// An administrator forces a change that otherwise waits for clients.
     Forced,
-    /// It has no client, so no work is lost.
+    /// There is no client, so no work is lost.
     Unused,
     /// A server has met a fatal GPU error. Its clients have lost their work, and do not let the server go.
     Fault,
-    /// Its owner or root has asked for this client's end.
+    /// The owner of the client, or root, has asked for its end.
     Asked,
     /// The client is one of the newest of a slice that is over its budget.
     OverBudget,
@@ -33,7 +33,7 @@ impl Permit {
         Self { cause }
     }
 
-    /// For somebody with so many clients. None: it has some, or that is not known.
+    /// For a control daemon or server with this number of clients. None: it has clients, or the number is unknown.
     pub fn unused(clients: Option<usize>) -> Option<Self> {
         (clients == Some(0)).then(|| Self::new(Cause::Unused))
     }
@@ -43,12 +43,12 @@ impl Permit {
         if is_forced { Some(Self::new(Cause::Forced)) } else { Self::unused(clients) }
     }
 
-    /// For a client that was named to the service, by somebody who may.
+    /// For a client that an entitled caller has named to the service.
     pub(crate) fn asked_for() -> Self {
         Self::new(Cause::Asked)
     }
 
-    /// Why somebody is ended.
+    /// The reason for which work is ended.
     pub fn cause(self) -> Cause {
         self.cause
     }
@@ -58,7 +58,7 @@ impl Permit {
 impl fmt::Display for Permit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.cause {
-            Cause::Unused => "it has no client, so nobody loses work",
+            Cause::Unused => "it has no client, so no work is lost",
             _ => "any client that it still has loses its work",
         })
     }

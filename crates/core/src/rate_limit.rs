@@ -1,4 +1,4 @@
-//! How often something is told. Tenants decide how often it happens, and all services share the journal of the host.
+//! The rate of messages. Tenants cause the events, and all services share the journal of the host.
 
 use core::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::CoreTime;
 pub struct Rate {
     /// The most at a time.
     pub most: u32,
-    /// So many more after each period.
+    /// The number of further messages after each period.
     pub more: u32,
     /// The period.
     pub period: Duration,
@@ -26,7 +26,7 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    /// Nothing was told yet.
+    /// No message was sent yet.
     pub fn new(rate: Rate) -> Self {
         Self { rate, left: rate.most, since: CoreTime::ZERO, suppressed: 0 }
     }
@@ -45,13 +45,13 @@ impl RateLimit {
         taken
     }
 
-    /// The number of things that were not told since this was asked last, if there are any.
+    /// The number of suppressed messages since the last call, if there are any.
     pub fn suppressed(&mut self) -> Option<usize> {
         let suppressed = core::mem::take(&mut self.suppressed);
         (suppressed > 0).then_some(suppressed)
     }
 
-    /// The same once something may be told again.
+    /// The same once a message may be sent again.
     pub fn suppressed_before(&mut self, now: CoreTime) -> Option<usize> {
         self.refill(now);
         if self.left > 0 { self.suppressed() } else { None }

@@ -608,8 +608,8 @@ const DEFECTS: &[Defect] = &[
     (
         "a request is carried out that nobody waits for any more",
         "serve/requests.rs",
-        "        if !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        self.end",
-        "        if !PUT_BACK && !self.shell.is_awaited() {\n            return Err(\"nobody waits for the answer any more\".to_owned());\n        }\n        self.end",
+        "        if !self.shell.is_awaited() {\n            return Err(\"the caller no longer waits for the answer\".to_owned());\n        }\n        self.end",
+        "        if !PUT_BACK && !self.shell.is_awaited() {\n            return Err(\"the caller no longer waits for the answer\".to_owned());\n        }\n        self.end",
         "given-up-is-not-done",
     ),
     (

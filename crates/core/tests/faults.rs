@@ -82,7 +82,7 @@ fn only_a_count_of_nobody_is_nobody() {
         assert_eq!(cause(Permit::for_a_change(true, clients)), Some(Cause::Forced));
         assert_eq!(Permit::for_a_change(false, clients), Permit::unused(clients));
     }
-    assert!(Permit::unused(Some(0)).is_some_and(|permit| permit.to_string().contains("nobody loses work")));
+    assert!(Permit::unused(Some(0)).is_some_and(|permit| permit.to_string().contains("no work is lost")));
     let forced = Permit::for_a_change(true, None);
     assert!(forced.is_some_and(|permit| permit.to_string().contains("loses its work")));
 }

@@ -28,8 +28,8 @@ pub(crate) enum RefusedAllocation {
     NoUuid { device: String },
 }
 
-/// The slices behind the names that a container shall get. `offered` is what the kubelet was told, and `now` all slices by the
-/// service's word of this moment.
+/// The slices behind the names that a container shall get. `offered` are the slices that the kubelet knows, and `now` all
+/// slices by the service's word of this moment.
 pub(crate) fn slices_for(
     resource: &str,
     names: &[String],
@@ -87,7 +87,7 @@ pub(crate) fn by_cdi_of_gpus(
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
-    // They are for NVIDIA's runtime, which would add the GPUs a second time.
+    // The removed variables are for NVIDIA's runtime, which would add the GPUs a second time.
     settings.environment.retain(|name, _| !gives_gpus(name));
     Ok(ContainerSettings { cdi_devices, ..settings })
 }

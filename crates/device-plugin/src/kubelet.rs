@@ -69,7 +69,7 @@ impl Kubelet {
         self.plugins().join("kubelet.sock")
     }
 
-    /// Its socket for registrations, if it is there.
+    /// The kubelet's socket for registrations, if the socket is there.
     pub(crate) fn socket(&self) -> Option<SocketFile> {
         SocketFile::at(&self.own_socket())
     }

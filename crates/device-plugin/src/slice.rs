@@ -35,7 +35,7 @@ pub(crate) struct NodeSlice {
 }
 
 impl NodeSlice {
-    /// Somebody of whom the kubelet knows nothing has it.
+    /// True if the slice has an owner that the kubelet does not know.
     pub(crate) fn has_stranger(&self) -> bool {
         !self.bound_to.is_empty() && !self.has_pod
     }

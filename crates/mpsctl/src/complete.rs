@@ -15,7 +15,7 @@ use mps_core::register::SHORT_ID;
 /// The first argument of the process that answers. The words of the command line follow, the last one up to the cursor.
 const ASK: &str = "complete-words";
 
-/// The time that the service has: somebody waits at a keyboard.
+/// The time that the service has: a user waits at a keyboard.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// If the arguments (the first one is the program's name) ask for it, writes the words that fit, one a line, each with its
@@ -61,7 +61,7 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
             let gpu = (device.base_addr.clone(), format!("{model}, the GPU"));
             if with_gpus && !words.contains(&gpu) {
                 words.push(gpu);
-                // Too long to be offered to somebody who wants a short name.
+                // A UUID is too long to be offered before a user has begun it.
                 let uuid = device.device_path.clone().filter(|_| begun.to_string_lossy().starts_with("GPU-"));
                 words.extend(uuid.map(|uuid| (uuid, format!("{model}, the GPU"))));
             }

@@ -163,7 +163,7 @@ enum Command {
         --free takes one slice that is served, not drained, without another owner and not full, and says on standard error which. Among \
         slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
         of the configuration. The clients of this moment count, and a command is a client only once it has started \
-        CUDA: so each slice that the service has chosen for somebody in the last minute counts as one with one client more. \
+        CUDA: so each slice that the service has chosen in the last minute counts as one with one client more. \
         It can't know of a command that takes longer to start CUDA, or of a slice that was named and is not used yet.\n\n\
         --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
         stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
@@ -291,7 +291,7 @@ enum Command {
     #[command(
         after_help = "The first process has the environment of the slice. The second process has the same \
         environment without the limits, and so gets the limits that the control daemon itself enforces, even if \
-        somebody else has changed them. SMs may differ by one pair, since GPUs hand out pairs. Memory may differ by \
+        another program has changed them. SMs may differ by one pair, since GPUs hand out pairs. Memory may differ by \
         the part that a context takes (128 MiB and 6 MiB for each SM at most). GPUs before Volta enforce no limits, \
         so nothing is compared there.\n\n\
         For a moment each process allocates as much memory as the slice promises. If other programs hold more than \

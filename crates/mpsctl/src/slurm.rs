@@ -1,8 +1,8 @@
 //! Slurm's view of the slices: `yunion-mpsctl slurm`, and the slices that Slurm has given to a job.
 //!
-//! Slurm numbers the lines of gres.conf, and tells a job the numbers of its lines and nothing else. So the lines that we
-//! print have the slice's name in a comment, and the file of these lines stays on the host: a number means the slice that
-//! it meant when Slurm read the same lines, whatever has been configured since.
+//! Slurm numbers the lines of gres.conf, and gives a job the numbers of its lines and nothing else. So the lines that we print
+//! have the slice's name in a comment, and the file of these lines stays on the host: a number means the slice that it meant
+//! when Slurm read the same lines, whatever has been configured since.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -92,7 +92,7 @@ const JOB: &str = "job_";
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SlurmJob {
     pub(super) control_group: String,
-    /// Its name for people.
+    /// The job's name for people.
     pub(super) label: String,
     /// The names of its slices.
     pub(super) slices: Vec<String>,

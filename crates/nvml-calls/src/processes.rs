@@ -46,9 +46,8 @@ impl ProcessList {
 /// A process on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ListedProcess {
-    /// Its PID.
     pub pid: u32,
-    /// Its memory in bytes, if NVML knows it.
+    /// The process's memory in bytes, if NVML knows it.
     pub memory: Option<u64>,
 }
 
@@ -57,7 +56,7 @@ pub struct ListedProcess {
 pub enum NotListed {
     /// NVML says so.
     Refused(NvmlError),
-    /// It has written something else than records of processes.
+    /// NVML has written something else than records of processes.
     Unreadable,
 }
 

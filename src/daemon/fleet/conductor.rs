@@ -11,7 +11,8 @@ use crate::message::{Message, Subject};
 use crate::supervisor::{Instructions, SupervisorHandle, Tools, written};
 use common::host::compute_mode::ComputeMode;
 
-/// The core in the hands of everybody who has an event for it. The answers of acts reach it whatever the loop waits for.
+/// The core, shared by all parts of the service that have events for it. The answers of acts reach it whatever the loop waits
+/// for.
 #[derive(Debug, Clone)]
 pub(super) struct Conductor {
     conducted: Arc<Mutex<Conducted>>,

@@ -131,7 +131,7 @@ impl Fleet {
         let statuses = self.ask_those(|goal| goal == Goal::Serve, SupervisorHandle::status);
         let leaving = self.ask_those(|goal| goal != Goal::Serve, SupervisorHandle::status);
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
-        // One without a supervisor is left to the next plan.
+        // A control daemon without a supervisor waits for the next plan.
         let is_put_off =
             |id: &DaemonId| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off);
         Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
@@ -263,7 +263,7 @@ impl Fleet {
     }
 }
 
-/// Answers a request. If its asker gives up, so do we: supervisors carry out no request whose asker has gone.
+/// Answers a request. Supervisors carry out no request whose caller no longer waits.
 async fn answer_unless_given_up(
     mut reply: Reply<()>,
     answered: impl Future<Output = Result<(), RequestError>>,
@@ -296,7 +296,7 @@ fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemo
         memory_limit_mib: 0,
         sizes: BTreeMap::new(),
         limits_enforced: false,
-        // It takes no client of ours.
+        // This GPU takes no client of ours.
         capacity: u32::MAX,
         clients_listed: id.tenure() == Tenure::Alone,
     });

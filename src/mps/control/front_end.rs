@@ -26,7 +26,7 @@ const ANSWER_TIME: Duration = Duration::from_millis(20);
 /// An answer has a few lines per client. More than this is not an answer.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
-/// Its holder asks. The others wait in the order in which they came.
+/// The owner of the lock asks. The others wait in the order in which they came.
 pub(super) type Queue = Mutex<()>;
 
 #[derive(Debug)]
@@ -71,8 +71,8 @@ impl FrontEnd {
             // reason.
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
-        // It writes each line on its own, and each would wake this process. So the pipes are read when it has ended, or
-        // when it takes long, since an answer may be more than they hold.
+        // The front end writes each line on its own, and each would wake this process. So the pipes are read when it has ended,
+        // or when it takes long, since an answer may be more than they hold.
         let _ = timeout(ANSWER_TIME, front_end.wait()).await;
         let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
         let answer = String::from_utf8_lossy(&stdout);

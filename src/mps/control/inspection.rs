@@ -14,8 +14,8 @@ use super::answers::parse_status;
 /// The most characters of a limit that a message shows.
 const SHOWN_CHARACTERS: usize = 40;
 
-/// The servers of which the limits are asked for, or None for the servers to come, each with the memory limits in MiB by
-/// the ordinals of the GPUs. A server tells only of limits that it enforces.
+/// The servers of which the limits are asked for, or None for the servers to come, each with the memory limits in MiB by the
+/// ordinals of the GPUs. A server reports only limits that it enforces.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();
@@ -110,7 +110,7 @@ fn differing<'a>(
         lines.by_ref().take(memory_mib.len()).for_each(drop);
         return Some(found);
     }
-    // It has a point, and a PID has none.
+    // A percentage has a point, and a PID has none.
     let percentage: f64 = said.parse().ok().filter(|_| said.contains('.'))?;
     if let Some(wanted) = wanted.filter(|wanted| (percentage - f64::from(*wanted)).abs() >= 0.05) {
         found.push(format!("active thread percentage {said} instead of {wanted}"));
@@ -177,7 +177,7 @@ mod tests {
             look("Unknown command \"get_server_status\"\n100.0\n939", &[939]),
             Some((vec![939], unknown))
         );
-        // The conversation was cut off, or somebody else answers.
+        // The conversation was cut off, or another program answers.
         for other in ["", "939", "ACTIVE", "ACTIVE\ngarbage", "ACTIVE\n100.0\ngarbage"] {
             assert_eq!(look(other, &[939]), None, "{other:?}");
         }
@@ -200,7 +200,7 @@ mod tests {
         );
         let none = "no device pinned memory limit on some device";
         assert_eq!(found("ACTIVE\n25.0\n35G\n25.0\n939"), [none, none]);
-        // It ends while it is asked, or the driver does not know the command.
+        // The server ends meanwhile, or the driver does not know the command.
         let gone = "Server 939 not found";
         assert_eq!(found(&format!("{gone}\n25.0\n35G\n512M\n{gone}\n{gone}")), ["", ""]);
         assert_eq!(look(&format!("ACTIVE\n25.0\n35G\n512M\n{gone}\n{gone}\n944")).servers, [944]);

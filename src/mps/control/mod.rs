@@ -135,9 +135,8 @@ impl Control {
         })
     }
 
-    /// The servers, each with the PIDs of its clients. One conversation tells all if `expected` are the servers. No tenant
-    /// can influence these answers, unlike that of `ps`, which prints the names of programs as they are, line breaks
-    /// included.
+    /// The servers, each with the PIDs of its clients. One conversation is enough if `expected` are the servers. No tenant can
+    /// influence these answers, unlike that of `ps`, which prints the names of programs as they are, line breaks included.
     pub(crate) async fn client_pids(&self, expected: &[u32]) -> Result<ClientPids, ControlError> {
         let mut servers: BTreeSet<u32> = expected.iter().copied().collect();
         for _ in 0..LISTINGS {

@@ -25,7 +25,7 @@ const LINES_AT_A_TIME: u32 = 256;
 #[derive(Debug)]
 pub(crate) struct Follower {
     path: PathBuf,
-    /// The file is never opened by its path again, since somebody may have put another file there.
+    /// The file is never opened by its path again, since others may have put another file there.
     file: File,
     /// The offset up to which the file has been read.
     read: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Follower {
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
     watch: FileWatch,
-    /// The kernel tells of the next change.
+    /// Wakes at the kernel's report of the next change.
     watched: bool,
 }
 
@@ -100,9 +100,9 @@ impl Follower {
         )
     }
 
-    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and
-    /// truncated, since the processes that write to it can't be told to use another. That happens in steps while its
-    /// lines are waited for. [`Follower::rotated`] reports the end.
+    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and truncated,
+    /// since the processes that write to it can't be made to use another. That happens in steps while its lines are waited for.
+    /// [`Follower::rotated`] reports the end.
     pub(crate) fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
         let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();
@@ -137,7 +137,7 @@ impl Follower {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
         if count == 0 && self.file.metadata()?.len() < self.read {
-            // Somebody else truncated the file and writes it from the beginning.
+            // Another program has truncated the file and writes it from the beginning.
             (self.read, self.lines, self.rotation) = (0, Lines::default(), None);
             count = self.file.read_at(&mut chunk, 0)?;
         }
@@ -194,7 +194,7 @@ impl Follower {
             self.watch.changed().await;
             self.watched = false;
         } else {
-            // It may have changed before: the caller looks again.
+            // The file may have changed before: the caller reads again.
             self.watched = self.watch.add_file(&self.file);
             if !self.watched {
                 tokio::time::sleep(LOOK_PERIOD).await;

@@ -39,7 +39,7 @@ impl Line {
             }
             Meaning::ServerExited { status: 0, .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
-            // A fault is among these: the supervisor tells it once for each GPU, with all that its lines say.
+            // A fault is among these: the supervisor reports it once for each GPU, with all that its lines say.
             _ => Level::INFO,
         }
     }

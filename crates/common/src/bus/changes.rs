@@ -7,8 +7,7 @@ use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
 
-/// Tells that the service publishes something else, that it has come, or that it has gone. Only a
-/// question finds out the change.
+/// Reports that the service has changed its publication, has started, or has ended. Only a question finds out the change.
 #[derive(Debug)]
 pub struct ServiceChanges {
     told: watch::Receiver<()>,

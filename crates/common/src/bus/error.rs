@@ -24,7 +24,7 @@ pub enum RequestError {
     /// The slice takes no new clients.
     Drained(String),
     NotServed(String),
-    /// The slice is bound to somebody else.
+    /// The slice is bound to another owner.
     Taken(String),
     /// Strangers' processes are in the control group, too.
     SharedControlGroup(String),

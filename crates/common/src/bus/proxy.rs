@@ -175,7 +175,7 @@ type TakenAnswer = (Vec<String>, Vec<(String, String)>, Vec<(String, String, boo
 /// The options of `Bind`, `Unbind` and `TakeDevices`.
 type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
 
-/// The slices that somebody asks for.
+/// The slices that a caller asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceWish {
     /// As `list` shows them. A GPU stands for one slice of it.
@@ -190,7 +190,6 @@ pub struct SliceWish {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GroupOf {
     Process(u32),
-    /// Its path.
     Path(String),
 }
 
@@ -233,7 +232,7 @@ trait Control {
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
 
-/// The answer of a call of Control. The bus refuses everybody but root, in words about its own rules.
+/// The answer of a call of Control. The bus refuses all callers but root, in words about its own rules.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
         BusError::Refused(RequestError::AccessDenied(_)) => {
@@ -270,8 +269,7 @@ impl Deref for DaemonProxy {
 }
 
 impl DaemonProxy {
-    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set). Whether the daemon is there shows with the
-    /// first question.
+    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set). A missing daemon shows with the first question.
     pub async fn connect() -> Result<Self, BusError> {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
         let connection = timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
@@ -289,7 +287,7 @@ impl DaemonProxy {
         Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
-    /// Has the clients counted that `devices` and `gpus` then tell of. An older service does not know this, a busy service
+    /// Has the clients counted that `devices` and `gpus` then report. An older service does not know this, a busy service
     /// refuses it, and a service that hangs on a GPU takes too long: the answers are then older, and no less worth showing.
     pub async fn look_at_clients(&self) {
         let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
@@ -305,7 +303,8 @@ impl DaemonProxy {
         for_root(self.control.release_container(id).await)
     }
 
-    /// Ends the GPU work of the clients that may end because of a signal to a container, and returns when that is over. For root.
+    /// Ends the GPU work of the clients that may end because of a signal to a container, and returns when that is over. For
+    /// root.
     pub async fn release_group(&self, stop: &ContainerStop) -> Result<(), BusError> {
         let ContainerStop { pid, container, signal, to_all } = stop;
         let options = OptionValues::from([

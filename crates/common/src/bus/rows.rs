@@ -65,7 +65,7 @@ impl<R: Row> Serialize for Properties<R> {
     }
 }
 
-/// An object that shows a row as its properties. It has no copy of the row: a value is made when somebody asks for it.
+/// An object that shows a row as its properties. It has no copy of the row: a value is made when a client asks for it.
 pub trait Object: Interface + Clone {
     type Row: Row + PartialEq;
 

@@ -32,7 +32,7 @@ pub enum DifferenceKind {
     Devices,
     /// The memory limit of a GPU's slices.
     MemoryLimit,
-    /// Their active thread percentage.
+    /// The slices' active thread percentage.
     ThreadPercentage,
     /// The most clients of one of them.
     MaxClients,
@@ -48,7 +48,7 @@ pub enum Effect {
     Live,
     /// After the clients of a control daemon have ended. Another control daemon then takes its place.
     Waits {
-        /// Their number now; null if they can't be asked.
+        /// The number of clients now; null if it is unknown.
         clients: Option<usize>,
         /// Why it can't be done without another control daemon.
         reason: String,
@@ -57,7 +57,7 @@ pub enum Effect {
     },
     /// At once, and it ends the GPU work of all clients.
     Ends {
-        /// Their number now; null if they can't be asked.
+        /// The number of clients now; null if it is unknown.
         clients: Option<usize>,
     },
     /// Not at all: a reload refuses it.

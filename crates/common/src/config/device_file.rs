@@ -1,9 +1,9 @@
 //! `host_container_device.yml`: the GPUs to serve, and the number of slices of each.
 //!
-//! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An
-//! entry of another type only says that somebody else uses the device, so mistakes in such an entry are ignored. But an
-//! entry that may have been meant as `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is
-//! served, and a typing error must not have that effect.
+//! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An entry of
+//! another type only says that others use the device, so mistakes in such an entry are ignored. But an entry that may have been
+//! meant as `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is served, and a typing error must
+//! not have that effect.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;

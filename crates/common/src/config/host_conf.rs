@@ -99,8 +99,8 @@ const LONGEST_SOCKET: &str = "control_privileged";
 /// The end of the name of the directory that only control daemons use.
 const PRIVATE_SUFFIX: &str = ".private";
 
-/// The log directory by default, where the usual one would be in the pipe directory. NVIDIA's own default may have the log
-/// of a control daemon of somebody else.
+/// The log directory by default, where the usual one would be in the pipe directory. NVIDIA's own default may have the log of a
+/// foreign control daemon.
 pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
@@ -233,7 +233,7 @@ impl Draft {
             let longest = SOCKET_PATH_BYTES.saturating_sub(below + PRIVATE_SUFFIX.len());
             let found = format!(
                 "the path has {} bytes, so there is no room for a private directory beside it, which control daemons have \
-                 from driver 580 on: whoever has the pipe directory and is root of the host, in a container too, can \
+                 from driver 580 on: a program that has the pipe directory and is root of the host, in a container too, can \
                  command them",
                 pipe_directory.as_os_str().len()
             );

@@ -283,7 +283,7 @@ pub enum ThreadPolicy {
     Balanced,
     /// 100.
     Unlimited,
-    /// This many percent, 1 to 100.
+    /// A fixed percentage, 1 to 100.
     Fixed(u8),
 }
 
@@ -315,7 +315,7 @@ pub enum MemoryLimit {
     /// The kernel, where it can. This service watches as well.
     #[default]
     Auto,
-    /// This service watches, and nothing is set in the kernel.
+    /// The service watches the memory; the kernel enforces no limit.
     Watch,
 }
 
@@ -433,9 +433,9 @@ impl Loaded {
         }
     }
 
-    /// The reason why this configuration must not replace a configuration that serves GPUs, although it has no mistake: it would
-    /// end the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Most often such a host.conf is
-    /// being written, or was removed.
+    /// The reason why this configuration must not replace a configuration that serves GPUs, although it has no mistake: it
+    /// would end the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Most often such a
+    /// host.conf is being written, or was removed.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);

@@ -66,8 +66,8 @@ impl Value<'_> {
         }
     }
 
-    /// A whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as
-    /// octal and hardly anybody means that.
+    /// A whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as octal,
+    /// which is hardly ever meant.
     pub(super) fn as_integer(&self) -> Option<i128> {
         match self {
             Self::Integer(value) => Some(*value),

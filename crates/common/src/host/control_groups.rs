@@ -108,7 +108,7 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
     })
 }
 
-/// The use of a control group: gone, empty or with processes.
+/// The use of a control group: removed, empty or with processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
@@ -164,7 +164,8 @@ pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     above.find(|path| path.rsplit('/').next().is_some_and(is_its)).unwrap_or(path)
 }
 
-/// Why a control group has no single owner: everybody's processes are in it, or a user can put any of the user's processes there.
+/// Why a control group has no single owner: processes of all users are in it, or a user can put any of the user's processes
+/// there.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
     let is = |prefix: &str, suffix: &str| {

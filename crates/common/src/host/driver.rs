@@ -19,8 +19,10 @@
 //! | [`is_unknown_command`] | any | any | tried with 535 to 580; 535 does not know `get_server_status` |
 //! | [`VERSION_OPTION`] | 580 | any | tried with 580; 535 to 555 do not know it |
 //! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
-//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports about these drivers; 535.98 went back to the 24 of `nvml.h` |
-//! | memory limits of a control group, which the kernel holds: by the functions of NVML | 615 | not known | the documentation and `nvml.h` of CUDA 13.4 |
+//! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports about these drivers; 535.98 went back to the 24 of
+//! `nvml.h` |
+//! | memory limits of a control group, which the kernel holds: by the functions of NVML | 615 | not known | the documentation
+//! and `nvml.h` of CUDA 13.4 |
 //!
 //! The rest is documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses nothing of this:
 //!
@@ -43,7 +45,7 @@ pub type Capability = Option<(u32, u32)>;
 pub struct Series(u32);
 
 impl Series {
-    /// That of a driver's version.
+    /// The series of a driver's version.
     pub fn parse(version: &str) -> Self {
         Self(version.split('.').next().and_then(|series| series.parse().ok()).unwrap_or(0))
     }

@@ -18,8 +18,8 @@ pub(super) struct Contexts {
 }
 
 impl Contexts {
-    /// True if this process is a client of a server. If the GPU keeps no list of clients, every process beside a server
-    /// counts as a client, since nothing else could tell.
+    /// True if this process is a client of a server. If the GPU keeps no list of clients, every process beside a server counts
+    /// as a client, since the service can't know better.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {
             Some(clients) => clients.contains_key(&pid),

@@ -1,4 +1,4 @@
-//! The identity of a process, as the kernel tells it.
+//! The identity of a process, as the kernel gives it.
 
 use std::io;
 

@@ -20,7 +20,7 @@ pub struct Inventory {
     pub gpus: Vec<Gpu>,
     /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
     pub others: Vec<PciDevice>,
-    /// The CPUs of this host. None if it has more of them than can be told.
+    /// The CPUs of this host. None if the host has more CPUs than the service can publish.
     pub cpus: Option<Cpus>,
 }
 
@@ -29,7 +29,7 @@ impl Inventory {
         Series::parse(self.driver.as_deref().unwrap_or_default())
     }
 
-    /// These CPUs, if the host has others too.
+    /// The CPUs, if the host has others too.
     pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
         (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }

@@ -47,8 +47,8 @@ pub fn roots(process: impl Display) -> io::Result<Vec<Place>> {
     Ok(mounts(&proc::mountinfo(process)?).map(|mount| mount.root).collect())
 }
 
-/// The place of a path by the mount that holds it. Its id tells, and not the list: a later mount can hide an earlier
-/// one at the same point, or above it.
+/// The place of a path by the mount that holds it. The id of the mount decides, and not the list: a later mount can hide an
+/// earlier one at the same point, or above it.
 fn place_in(mountinfo: &[u8], id: u64, path: &Path) -> Option<Place> {
     let MountPoint { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
     let rest = path.strip_prefix(point).ok()?;

@@ -80,7 +80,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // An error means that the asker has gone.
+            // An error means that the asker no longer waits.
             let _ = sender.send((thing, answer));
         })
     }

@@ -16,7 +16,7 @@ use super::variant::json;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The deadline for systemd's answer about a unit. Somebody waits for it.
+/// The deadline for systemd's answer about a unit. A caller waits for the answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The deadline for systemd's answer to everything else, and for the move of a process into its scope. systemd needs
@@ -55,8 +55,7 @@ pub fn runs_host() -> bool {
     sd_notify::booted().unwrap_or(false)
 }
 
-/// True if systemd runs this process as a system service. False if somebody started it by hand, even on a host with
-/// systemd.
+/// True if systemd runs this process as a system service. False for a start by hand, even on a host with systemd.
 pub fn runs_us() -> bool {
     own_service().is_some()
 }
@@ -92,8 +91,8 @@ pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     arrival(pid, &name).await
 }
 
-/// Waits until systemd has moved a process into a unit. systemd's answer only says that the job is queued. The process's control
-/// group shows that the job is done.
+/// Waits until systemd has moved a process into a unit. systemd's answer only says that the job is queued. The process's
+/// control group shows that the job is done.
 async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum FollowUp {
     /// A program has made it, and the GPU is well.
     Application,
-    /// Somebody should look; the GPU is served on.
+    /// An administrator should look at the GPU, which is still served.
     Look,
     /// The GPU needs a reset, or the host a reboot, before it takes another client.
     Reset,
@@ -30,7 +30,7 @@ pub enum RecoveryAction {
 /// A critical error that a GPU has met.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CriticalError {
-    /// Its number, as NVIDIA's catalogue has it.
+    /// The number in NVIDIA's catalogue.
     pub xid: u64,
     /// The driver's word on it. None with older drivers, and of a GPU that does not answer.
     pub action: Option<RecoveryAction>,
@@ -86,7 +86,7 @@ impl CriticalError {
         all.find(|(number, ..)| *number == self.xid).map(|(_, meaning, follow_up)| (meaning, follow_up))
     }
 
-    /// Its consequence. The driver's own word is stronger than the catalogue.
+    /// The consequence of the error. The driver's own word is stronger than the catalogue.
     pub fn follow_up(self) -> FollowUp {
         match (self.action, self.known()) {
             (Some(RecoveryAction::Reset | RecoveryAction::Reboot), _) => Reset,

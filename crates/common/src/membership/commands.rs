@@ -1,5 +1,5 @@
-//! How far a client can command its control daemon. NVIDIA's control daemon goes by the user that the kernel reports, and by
-//! the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
+//! The commands that a client can give its control daemon. NVIDIA's control daemon goes by the user that the kernel reports,
+//! and by the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
 
 use mps_core::register::MayCommand;
 

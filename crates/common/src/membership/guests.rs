@@ -57,11 +57,11 @@ const PAUSE: Duration = Duration::from_millis(25);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GuestRecord {
     pub(super) names: GuestContainer,
-    /// Its devices of this service. The name of a GPU stands for one slice of it.
+    /// The guest's devices of this service. The name of a GPU stands for one slice of the GPU.
     pub(super) devices: Vec<DeviceName>,
 }
 
-/// The records, read when somebody asks for the first container, and valid for one look at processes.
+/// The records, read at the first question about a container, and valid for one look at processes.
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
@@ -176,7 +176,7 @@ enum BadRecord {
     TooLarge,
     /// The files that were read before it have used up the bytes for all.
     NoRoom,
-    /// It may be half-written.
+    /// The record may be half-written.
     NotUnderstood {
         line: usize,
         column: usize,
@@ -297,13 +297,13 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECTORY
 }
 
-/// The agent writes its records as root. A record that anybody else can write is a claim.
+/// The agent writes its records as root. A record that another user can write is a claim.
 fn believed(stat: &Stat) -> Result<(), BadRecord> {
     let is_the_agents = stat.st_uid == geteuid().as_raw() && stat.st_mode & WRITTEN_BY_OTHERS == 0;
     if is_the_agents { Ok(()) } else { Err(BadRecord::NotTheAgents) }
 }
 
-/// Reads until the file is whole. If it can't be read, the reason is told.
+/// Reads until the file is whole. The reason is reported if the file can't be read.
 fn believed_file<T: DeserializeOwned>(
     directory: &Path,
     guest: &OsString,

@@ -1,5 +1,5 @@
-//! Looks at processes that may be clients: the sources that tell whose they are and which slices they have, and how far each
-//! source can be believed. The order of trust between the sources is in the core (`register/evidence.rs`).
+//! Finds the owner and the slices of each process that may be a client. The table has the sources, and how far each source can
+//! be believed. The order of trust between the sources is in the core (`register/evidence.rs`).
 //!
 //! Root binds a control group to slices, and no program leaves its control group without root of the host. So a binding counts
 //! whatever is mounted, and whatever the environment says. And no other process can claim such a slice by its environment.
@@ -140,7 +140,7 @@ pub struct SliceMounts {
     host: Vec<PathBuf>,
     /// The service's user namespace.
     user: Option<PathBuf>,
-    /// The first process of each container, once somebody has asked for one.
+    /// The first process of each container, once a caller has asked for one.
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
@@ -439,7 +439,7 @@ fn named(environment: &[u8]) -> Vec<DeviceName> {
         proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
     for name in value.unwrap_or_default().split(',').take(CLAIMS) {
-        // Anything but a name is left out, since everybody can read the list.
+        // Anything but a name is left out, since every user can read the list.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     slices

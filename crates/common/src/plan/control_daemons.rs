@@ -47,7 +47,7 @@ pub struct ControlDaemonPlan {
 #[derive(Debug, Clone, Copy)]
 pub struct Present<'a> {
     pub pipe_directory: &'a Path,
-    /// Its `CUDA_MPS_PIPE_DIRECTORY`.
+    /// The control daemon's `CUDA_MPS_PIPE_DIRECTORY`.
     pub control_directory: &'a Path,
     pub log_directory: &'a Path,
     pub gpus: &'a [String],
@@ -63,7 +63,7 @@ impl ControlDaemonPlan {
         its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
     }
 
-    /// The GPUs that the control daemon serves as planned only after it has been told more than for `before`.
+    /// The GPUs that the control daemon serves as planned only after a new order beyond that of `before`.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
@@ -231,7 +231,7 @@ fn control_daemon(
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: gpu.places,
-        // Of several control daemons, the one of a client can't be told.
+        // Of several control daemons, the control daemon of a client is unknown.
         clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {

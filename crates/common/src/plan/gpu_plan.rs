@@ -80,8 +80,8 @@ impl GpuPlan {
         self.clients_counted.then(|| self.size(ordinal).max_clients)
     }
 
-    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has places of its own, or
-    /// NVML can't say what the GPU is.
+    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has places of its own,
+    /// or NVML can't say what the GPU is.
     pub fn shared_places(&self) -> Option<u32> {
         (self.isolation == Isolation::Gpu && self.gpu.facts().is_some()).then_some(self.places)
     }
@@ -111,8 +111,8 @@ impl GpuPlan {
     }
 }
 
-/// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that no administrator corrects one only
-/// to meet the next.
+/// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that no administrator corrects one
+/// only to meet the next.
 pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
     match &gpu.nvml {
         Ok(facts) => settings(gpu, facts),
@@ -120,7 +120,7 @@ pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
     }
 }
 
-/// The settings and properties of a GPU that keep it from being served until somebody changes them.
+/// The settings and properties of a GPU that prevent serving it until they are changed.
 fn settings(gpu: &Gpu, facts: &NvmlFacts) -> Vec<NamedProblem> {
     let mut obstacles = Vec::new();
     let address = gpu.pci.address;

@@ -29,7 +29,7 @@ pub fn may_have(
     })
 }
 
-/// Why an administrator has to act before the GPU is given to anybody.
+/// The reason why an administrator has to act before programs may use the GPU.
 fn unusable(gpu: &GpuView) -> Option<String> {
     if gpu.needs_reset {
         return Some(gpu.reason.clone());
@@ -40,8 +40,8 @@ fn unusable(gpu: &GpuView) -> Option<String> {
     (!gpu.plan.servable()).then(|| gpu.plan.unusable().unwrap_or_default())
 }
 
-/// The slices that these names stand for. A GPU stands for the slice of it that the asker has, or else for the first that it may
-/// have.
+/// The slices that these names stand for. A GPU stands for the slice of it that the asker has, or else for the first that it
+/// may have.
 ///
 /// # Errors
 /// The first name that stands for nothing, or for nothing that the asker may have.

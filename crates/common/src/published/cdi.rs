@@ -23,7 +23,7 @@ pub const KIND: &str = "yunion.io/mps";
 /// The seconds after which a runtime gives up on a hook. The hook itself waits 25 s at most for a slice.
 const HOOK_SECONDS: u32 = 30;
 
-/// The service's spec is far smaller; a file of somebody else need not be read.
+/// The service's spec is far smaller; a foreign file need not be read.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
 /// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
@@ -35,9 +35,9 @@ pub fn binding_device(slice: &str) -> String {
     format!("bind-{slice}")
 }
 
-/// The spec of all planned slices. Each has a hook, whose program is yunion-mpsctl: it binds the container's control group to the
-/// slice, waits for a slice that is not served at this moment, and refuses with the reason. An engine that does not find a name
-/// can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
+/// The spec of all planned slices. Each has a hook, whose program is yunion-mpsctl: it binds the container's control group to
+/// the slice, waits for a slice that is not served at this moment, and refuses with the reason. An engine that does not find a
+/// name can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
         snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();
@@ -55,7 +55,7 @@ fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [V
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
     let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
     let hooks = json!([hook(hooks, &bind)]);
-    // The hook refuses a container for a GPU of which NVML tells nothing.
+    // The hook refuses a container for a GPU that NVML does not list.
     let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
         Ok(config) => {
             // A container may have several devices, and a runtime makes one mount of two at the same place.

@@ -26,8 +26,8 @@ const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
-/// The variables from which a hook of NVIDIA's container toolkit sets the limit that the kernel holds for a container, in MiB, the
-/// hard one and the reserved one. An image may have them. The hook of this service sets the memory of the slice there.
+/// The variables from which a hook of NVIDIA's container toolkit sets the limit that the kernel holds for a container, in MiB,
+/// the hard one and the reserved one. An image may have them. The hook of this service sets the memory of the slice there.
 const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
 const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
 
@@ -85,7 +85,8 @@ fn own_place(directory: &Path) -> PathBuf {
     format!("{SLICE_DIRECTORY}-{name}").into()
 }
 
-/// Returns whether a variable gives a container its GPUs. A CDI device of NVIDIA's sets it as well, so that no GPU is given twice.
+/// Returns whether a variable gives a container its GPUs. A CDI device of NVIDIA's sets it as well, so that no GPU is given
+/// twice.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
@@ -238,7 +239,7 @@ pub fn container_config(
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
 }
 
-/// The mounts of a client that connects in the first of these directories. The others tell the service which slices the
+/// The mounts of a client that connects in the first of these directories. By the others the service knows which slices the
 /// container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
@@ -259,7 +260,7 @@ fn pipe_directory_mounts(
         container: directory.to_owned(),
         read_only,
     };
-    // If the root user of a container may write there, it can take the control daemon's sockets away from everybody or
+    // If the root user of a container may write there, it can take the control daemon's sockets away from all users or
     // replace them: `rm -rf /tmp/*` at the start of a container is enough.
     let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;

@@ -15,7 +15,7 @@ pub enum ControlDaemonState {
     Starting,
     /// Serves clients, with its limits confirmed as far as they can be.
     Ready,
-    /// Its server has met a fatal GPU error.
+    /// The server has met a fatal GPU error.
     Faulted,
     /// Died or would not start; tried again after a pause.
     Backoff,
@@ -30,7 +30,7 @@ pub struct ControlDaemonView {
     pub state: ControlDaemonState,
     /// Why; empty when ready.
     pub reason: String,
-    /// Its PID; None when none runs.
+    /// The PID; None when no control daemon runs.
     pub pid: Option<u32>,
     pub servers: Vec<u32>,
     pub pipe_directory: PathBuf,

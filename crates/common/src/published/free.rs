@@ -25,8 +25,8 @@ pub struct Candidate {
 
 /// The slices that are meant: all of the host, or those with one of these names. A name is that of a slice or a GPU, or a part
 /// of a model's name. The slice with the fewest clients comes first. Among several, those on the GPU with the fewest clients
-/// come first, in the order of the configuration. A slice among the `recent` ones, which were just given to somebody, has a
-/// client more each time: a program is a client only once it has started CUDA.
+/// come first, in the order of the configuration. A slice among the `recent` ones, which were just given out, has a client more
+/// each time: a program is a client only once it has started CUDA.
 ///
 /// # Errors
 /// A name stands for nothing, or nothing is known of the GPUs.

@@ -73,7 +73,7 @@ pub struct GpuView {
     pub healthy: bool,
     /// Why not, or what to know though it is; empty when there is nothing to say.
     pub reason: String,
-    /// It needs a reset: its slices are given to no client, and its clients of now compute on.
+    /// True if the GPU needs a reset: its slices are given to no new client, and its present clients compute on.
     pub needs_reset: bool,
     /// As last seen.
     pub compute_mode: Option<ComputeMode>,
@@ -103,7 +103,7 @@ pub struct GpuView {
 /// The bindings of a slice.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BoundSlice {
-    /// Their names, for people: the first ones, and the number of the others.
+    /// The owners' names, for people: the first names, and the number of the others.
     pub by: String,
     /// The paths of the first ones' control groups.
     pub groups: Vec<String>,
@@ -199,7 +199,8 @@ impl GpuView {
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
     }
 
-    /// Who keeps all clients of a slice together to its memory: the kernel, or this service by a watch. None if neither does.
+    /// The enforcement of a slice's memory over all its clients together: by the kernel, or by this service's watch. None if
+    /// there is none.
     pub fn memory_enforced_by(&self, ordinal: u32) -> Option<&'static str> {
         match self.kernel_limits.get(&ordinal) {
             Some(Ok(())) => Some("kernel"),
@@ -234,7 +235,7 @@ impl GpuView {
         (!over.is_empty()).then(|| format!("over budget: {}{more}", over.join(", ")))
     }
 
-    /// The GPU's UUID; empty if NVML does not tell it.
+    /// The GPU's UUID; empty if NVML does not give it.
     pub fn uuid(&self) -> &str {
         self.plan.gpu.uuid().unwrap_or_default()
     }

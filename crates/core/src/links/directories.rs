@@ -19,22 +19,20 @@ pub struct WantedLinks<D> {
     pub pipe: D,
     /// The directory of the directories of slices, if there are any.
     pub slices_in: Option<D>,
-    /// Its slices, by the names of their directories, each with its GPU.
+    /// The slices by the names of their directories, each with its GPU.
     pub slices: BTreeMap<String, GpuUuid>,
-    /// It takes no new client, since it ends as soon as it has none.
+    /// True if the control daemon takes no new client, since it ends as soon as it has none.
     pub retiring: bool,
 }
 
 /// A control daemon that runs, or may run, as far as links depend on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Linked<D> {
-    /// Its pipe directory.
     pub pipe: D,
     /// The pipe directory has a link: the control daemon makes its socket elsewhere.
     pub has_link: bool,
     /// The directory of the directories of slices that lead to it.
     pub slices_in: Option<D>,
-    /// Its GPUs.
     pub gpus: BTreeSet<GpuUuid>,
 }
 
@@ -55,14 +53,14 @@ pub trait Directories<D> {
     /// Its directory can't be used.
     fn find_socket(&mut self) -> Result<Option<SocketId>, Bad>;
 
-    /// Finds the waiting socket, for the links that are made from now on, and makes it if need be. A program that connects there
-    /// waits, since the socket listens and no process accepts.
+    /// Finds the waiting socket, for the links that are made from now on, and makes it if need be. A program that connects
+    /// there waits, since the socket listens and no process accepts.
     ///
     /// # Errors
     /// It can't be made.
     fn find_waiting_socket(&mut self) -> Result<SocketId, Bad>;
 
-    /// Makes the pipe directory lead to the socket that was found. Whether it did not before.
+    /// Makes the pipe directory lead to the socket that was found. Returns false if it already did.
     ///
     /// # Errors
     /// The link can't be made.
@@ -74,7 +72,8 @@ pub trait Directories<D> {
     /// The link can't be removed.
     fn close_pipe(&mut self, pipe: &D, socket: SocketId) -> Result<(), Bad>;
 
-    /// Opens the directory of the directories of slices for the calls below, and makes it if need be. Whether it is there.
+    /// Opens the directory of the directories of slices for the calls below, and makes it if need be. Returns true if it is
+    /// there.
     ///
     /// # Errors
     /// It can't be used.
@@ -83,7 +82,7 @@ pub trait Directories<D> {
     /// The names of directories that slices can have, besides these.
     fn other_slices(&self, names: &BTreeSet<String>) -> BTreeSet<String>;
 
-    /// Makes the directory of a slice lead to the socket that was found. Whether it did not before.
+    /// Makes the directory of a slice lead to the socket that was found. Returns false if it already did.
     ///
     /// # Errors
     /// The link can't be made.

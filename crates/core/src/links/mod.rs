@@ -1,8 +1,8 @@
 //! The ways by which clients find a control daemon: links in its pipe directory and in the directories of slices. Without one
 //! no client comes. A closed slice has none: it is drained, or its GPU needs a reset.
 //!
-//! A program that finds no control daemon runs without MPS. So while one control daemon is to end and the next one is not there,
-//! the ways lead to a waiting socket.
+//! A program that finds no control daemon runs without MPS. So while one control daemon is to end and the next one is not
+//! there, the ways lead to a waiting socket.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -15,13 +15,13 @@ pub use directories::{Bad, ClosedSlices, Directories, Linked, SocketId, WantedLi
 
 use crate::GpuUuid;
 
-/// The most passes over the directories, if somebody changes them meanwhile.
+/// The most passes over the directories, if others change them meanwhile.
 const PASSES: usize = 3;
 
 /// A way to a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// Its pipe directory.
+    /// The way through the pipe directory.
     Pipe,
     /// The directory of a slice, by its name.
     Slice(String),
@@ -39,7 +39,7 @@ pub struct MissingLinks {
 /// The news of the links, for people.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkEvents {
-    /// The directories that led to the control daemon until somebody else changed them, and do again.
+    /// The directories that led to the control daemon until others changed them, and do again.
     pub renewed: BTreeSet<Way>,
     /// The links that can't be taken away.
     pub stuck: BTreeSet<Bad>,
@@ -54,15 +54,15 @@ pub struct Links<D> {
     wanted: Option<WantedLinks<D>>,
     /// The control daemon that runs, or may run.
     running: Option<Linked<D>>,
-    /// Its socket, as last seen.
+    /// The control daemon's socket, as last seen.
     socket: Option<SocketId>,
     /// Where the ways lead.
     end: WayEnd,
     /// The waiting socket, as last seen.
     waiting_socket: Option<SocketId>,
-    /// It has been told the limits of the order, so links may be made. Before, they are only taken away.
+    /// True if the control daemon has the limits of the order, so links may be made. Before, links are only removed.
     may_lead: bool,
-    /// The ways that lead to it, unless somebody else has changed them.
+    /// The ways that lead to it, unless others have changed them.
     lead: BTreeSet<Way>,
     /// The ways have another end than in the last pass over the directories.
     has_turned: bool,
@@ -88,11 +88,11 @@ enum WayEnd {
 /// The aim for the link in a slice's directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LinkTarget {
-    /// It leads to this control daemon.
+    /// The link leads to this control daemon.
     Leads,
-    /// It leads to no control daemon at all: the slice is closed.
+    /// The link leads to no control daemon at all: the slice is closed.
     Closed,
-    /// It does not lead to this control daemon.
+    /// The link does not lead to this control daemon.
     NotHere,
 }
 
@@ -159,7 +159,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
         }
-        // Its limits stay in force while it only retires, or is called back.
+        // The limits stay in force while the control daemon only retires, or is called back.
         let before =
             self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
         self.may_lead &= before.as_ref() == Some(&wanted);
@@ -167,8 +167,8 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
-    /// The control daemon that runs is told the limits of the order with these links: from now on they lead to it. Another
-    /// order may have come meanwhile.
+    /// The running control daemon has the limits of the order with these links: from now on they lead to it. Another order may
+    /// have come meanwhile.
     pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
         self.running = Some(running);
         let is_newest =
@@ -185,7 +185,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     /// The ways lead to the control daemon again, as they did before programs had to wait. They have not led to a control
-    /// daemon that was told no limits yet.
+    /// daemon that has no limits yet.
     pub fn reopen_ways(&mut self) {
         if self.end == WayEnd::WaitingSocket {
             self.end_at(WayEnd::ControlDaemon);
@@ -331,7 +331,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if let Some(slices_in) = slices_in {
             self.apply_to_slices(slices_in, running, is_found, directories, closed, &mut lead);
         } else if let Some(why) = &self.missing.pipe {
-            // Its slices have no other way.
+            // The slices have no other way.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
             let open = all.filter(|slice| closed.closes(slice) == Some(false));
             self.missing.slices = open.map(|slice| (slice.clone(), why.clone())).collect();
@@ -423,7 +423,8 @@ impl<D: Clone + PartialEq> Links<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the directories that may have a link: the names of the order, the names with a link, and others that are there.
+    /// The names of the directories that may have a link: the names of the order, the names with a link, and others that are
+    /// there.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
@@ -514,7 +515,7 @@ mod tests {
         let table = [
             (Some(&serving), LinkTarget::Leads),
             (Some(&retiring), LinkTarget::NotHere),
-            // It has no order: its links stay.
+            // The control daemon has no order: its links stay.
             (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {

@@ -31,7 +31,7 @@ pub struct GuestContainer {
     pub guest: String,
     /// The container.
     pub container: String,
-    /// Empty if the records do not tell it.
+    /// Empty if the records do not have it.
     pub project: String,
 }
 
@@ -40,14 +40,14 @@ pub struct GuestContainer {
 pub struct RecordedContainer {
     /// The path of its control group.
     pub group: String,
-    /// Its name for people.
+    /// The container's name for people.
     pub label: String,
-    /// Its devices on these GPUs: slices, or a GPU where the records do not say which slice.
+    /// The container's slices on these GPUs, or a GPU where the records do not say which slice.
     pub devices: Vec<DeviceName>,
 }
 
 impl RecordedContainer {
-    /// Its slice of this GPU, or the GPU where the records do not say which slice.
+    /// The container's slice of this GPU, or the GPU where the records do not say which slice.
     pub fn device_on(&self, gpu: GpuId) -> Option<DeviceName> {
         let of_gpu = || self.devices.iter().copied().filter(|device| device.gpu() == gpu);
         of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())
@@ -57,7 +57,7 @@ impl RecordedContainer {
 /// The commands that a control daemon takes from a client; in lower case it is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayCommand {
-    /// All commands: it can change everybody's limits and end the control daemon.
+    /// All commands: the client can change all clients' limits and end the control daemon.
     All,
     /// The commands that end the GPU work of others on the same server.
     Neighbours,
@@ -88,13 +88,12 @@ impl FromStr for MayCommand {
 /// chooses the command, and could make it look like another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownClient {
-    /// Its process.
     pub process: ProcessId,
     /// The name of its user, or the id of a user without a name.
     pub user: Option<String>,
     /// None if it is not known.
     pub tenant: Option<Tenant>,
-    /// Its container, by its names on the platform.
+    /// The client's container, by its names on the platform.
     pub guest: Option<GuestContainer>,
     /// The label of the binding of its control group.
     pub label: Option<String>,
@@ -104,7 +103,7 @@ pub struct KnownClient {
     pub recorded: Option<RecordedContainer>,
     /// The slices that it has.
     pub slices: Option<Membership>,
-    /// How far it can command its control daemon.
+    /// The commands that the client can give its control daemon.
     pub may_command: Option<MayCommand>,
     /// The name of its program, 15 characters at most.
     pub command: String,

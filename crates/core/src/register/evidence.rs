@@ -1,7 +1,7 @@
-//! The slices of a process, by the sources that tell them.
+//! The slices of a process, by the sources of that knowledge.
 //!
-//! From strongest to weakest, a slice is known by the binding of the process's control group, by the mounts of its container, by
-//! the platform's records of that container, or by the environment of the process. `common::membership` reads these sources,
+//! From strongest to weakest, a slice is known by the binding of the process's control group, by the mounts of its container,
+//! by the platform's records of that container, or by the environment of the process. `common::membership` reads these sources,
 //! and says how far each can be believed.
 
 use alloc::collections::BTreeSet;
@@ -60,7 +60,7 @@ impl FromStr for KnownBy {
 pub struct Membership {
     /// At least one, each once. In the records and in the environment, the name of a GPU may stand for a slice of it.
     pub slices: Vec<DeviceName>,
-    /// How they are known.
+    /// The source of the slices.
     pub known_by: KnownBy,
 }
 
@@ -100,8 +100,7 @@ impl Membership {
     }
 }
 
-/// All that the sources tell of the slices of a process, but for its environment, which is in its memory: a reader of that can be
-/// held up.
+/// All sources about the slices of a process, but for its environment, which is in its memory: a reader of that can be held up.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Evidence {
     /// By the nearest binding of its control group: root has bound it, or the platform's records were made a binding.
@@ -143,8 +142,9 @@ impl Evidence {
         }
     }
 
-    /// The slices of the process. `claim` is what its environment names, and `is_anothers` says whether a control group has a slice
-    /// in which the process is not. A tenant chooses between the tenant's own slices; no other claim to a slice of others counts.
+    /// The slices of the process. `claim` is what its environment names, and `is_anothers` says whether a control group has a
+    /// slice in which the process is not. A tenant chooses between the tenant's own slices; no other claim to a slice of others
+    /// counts.
     pub fn slices(&self, claim: &[DeviceName], is_anothers: impl Fn(&SliceId) -> bool) -> Option<Membership> {
         match self.certain() {
             None if self.mounted.is_some() => None,

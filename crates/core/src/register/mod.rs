@@ -1,8 +1,8 @@
-//! The register of clients: who they are, of whom, and with which slices. Looks at the host fill it, and all that is shown, told or
-//! ended by the name of a client reads it. So all readers have one answer.
+//! The register of clients: who they are, of whom, and with which slices. Looks at the host fill it, and all that is shown,
+//! told or ended by the name of a client reads it. So all readers have one answer.
 //!
-//! A client is known from its first line in the log on, also after its process has ended: it is named when others have read of its
-//! end, most often later. A process that runs hides a former process with its PID.
+//! A client is known from its first line in the log on, also after its process has ended: it is named when others have read of
+//! its end, most often later. A process that runs hides a former process with its PID.
 //!
 //! | file | its job |
 //! |---|---|
@@ -44,7 +44,7 @@ struct RegisteredClient {
     is_wanted: bool,
     /// A look at it has begun and not ended.
     is_looked_at: bool,
-    /// Its slices may be others than they were, until a look says so.
+    /// True if the client's slices may have changed since they were read.
     may_have_changed: bool,
     /// When the last look ended.
     answered: Option<CoreTime>,
@@ -78,14 +78,14 @@ impl RegisteredClient {
 #[derive(Debug, Clone, Default)]
 pub struct Register {
     clients: BTreeMap<u32, RegisteredClient>,
-    /// The PIDs of the clients that have come and not left, as the logs tell.
+    /// The PIDs of the clients that have come and not left, by the logs.
     at_work: BTreeMap<DaemonId, BTreeSet<u32>>,
 }
 
 impl Register {
-    /// A client has come to a control daemon. `running` is the process that has its PID now, if there is one. Without one it is the
-    /// client that is at work there under this PID, or the client that a look has found before its line was read; if there is none,
-    /// the client is not known.
+    /// A client has come to a control daemon. `running` is the process that has its PID now, if there is one. Without one it is
+    /// the client that is at work there under this PID, or the client that a look has found before its line was read; if there
+    /// is none, the client is not known.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let at_work = self.at_work.entry(daemon.clone()).or_default();
         if at_work.len() >= MOST {
@@ -101,7 +101,7 @@ impl Register {
         self.note_line_of(pid);
     }
 
-    /// A client has left a control daemon. It stays known: its end may not have been told.
+    /// A client has left a control daemon. The client stays known: its end may not have been reported.
     pub fn left(&mut self, daemon: &DaemonId, pid: u32) {
         if let Some(at_work) = self.at_work.get_mut(daemon) {
             at_work.remove(&pid);
@@ -128,7 +128,7 @@ impl Register {
         self.at_work.remove(daemon);
     }
 
-    /// The clients that are at work at a control daemon, as its log tells.
+    /// The clients that are at work at a control daemon, by its log.
     pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         self.at_work.get(daemon).into_iter().flatten().copied().collect()
     }

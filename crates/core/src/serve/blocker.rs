@@ -19,15 +19,15 @@ pub(super) enum Blocker {
     Faulted(Fault),
     /// Another control daemon, with this PID, answers in its directory. A check clears it when ours answers there.
     PlaceTaken(u32),
-    /// Its directory was removed or replaced. A check clears it when the control daemon can be reached.
+    /// The pipe directory was removed or replaced. A check clears this blocker when the control daemon can be reached.
     DirectoryGone(String),
-    /// It has not answered for so many looks that it is ended once it has no clients. A check clears it with an answer.
+    /// The control daemon has missed so many checks that it is ended once it has no clients. An answer clears this blocker.
     Hung { looks: u32, error: String },
-    /// It has not answered for this number of looks in a row. A check clears it with an answer.
+    /// The control daemon has missed this number of checks in a row. An answer clears this blocker.
     Silent { looks: u32, error: String },
     /// Clients of other users can't get to its socket. A check clears it when they can.
     BadDirectory(String),
-    /// Its server has ended, and the next one is to be started later. Revival clears it by starting one.
+    /// The server has ended, and the next one starts later. Revival clears this blocker by starting a server.
     ServerEnded { reason: String, revive_at: CoreTime },
     /// The order needs a control daemon unlike the present one. An order that fits the present one clears it.
     Misfit(String),
@@ -99,11 +99,11 @@ impl Blocker {
 /// The change that a look has brought.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// Nothing that is told.
+    /// No report is due.
     None,
-    /// It has answered until now.
+    /// The first check without an answer.
     FirstMiss,
-    /// It can be told something again: it may have missed something meanwhile.
+    /// The control daemon answers again: it may have missed commands meanwhile.
     AnswersAgain,
 }
 
@@ -156,7 +156,7 @@ impl Blockers {
                 Some(Blocker::Silent { error, .. }),
                 Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
             ) => Some(Blocker::unanswered(looks + 1, error)),
-            // It is ended when it has no clients, whether or not it answers.
+            // The control daemon is ended when it has no clients, with or without an answer.
             (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
@@ -259,26 +259,26 @@ impl Blockers {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {
-    /// It has been made to serve.
+    /// True once the control daemon has its limits and a server.
     pub(super) configured: bool,
-    /// It has the pipe directory of the order.
+    /// True if the control daemon has the pipe directory of the order.
     pub(super) in_place: bool,
     /// Programs that come get to it.
     pub(super) leads: bool,
-    /// It is to end once it has no clients.
+    /// True if the control daemon ends once it has no clients.
     pub(super) retiring: bool,
 }
 
 /// The state of a control daemon that runs, in a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShownAs {
-    /// It is about to restart.
+    /// The control daemon is about to restart.
     Starting,
-    /// It serves clients.
+    /// The control daemon serves clients.
     Ready,
-    /// Its server has met a fatal GPU error.
+    /// The server has met a fatal GPU error.
     Faulted,
-    /// Its server has ended; another is started after a pause.
+    /// The server has ended; another starts after a pause.
     Backoff,
     /// Something outside must change first.
     Waiting,

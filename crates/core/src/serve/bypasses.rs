@@ -68,7 +68,7 @@ mod tests {
         assert_eq!(found.confirm(bypasses(&[2, 3]), later), Some(soon + CONFIRM_AFTER));
         assert_eq!(confirmed(&found), [2]);
         let end = later + Duration::from_secs(30);
-        assert_eq!(found.confirm(bypasses(&[2, 3]), end), None, "nobody is looked for where nobody is new");
+        assert_eq!(found.confirm(bypasses(&[2, 3]), end), None, "no process is sought where none is new");
         assert_eq!(confirmed(&found), [2, 3]);
         assert_eq!(found.confirm(bypasses(&[]), end), None);
         assert_eq!(confirmed(&found), []);

@@ -17,7 +17,7 @@ use crate::terms::ServedGpu;
 /// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
-/// The time between two counts of a full GPU's clients. The log tells of most ends at once.
+/// The time between two counts of a full GPU's clients. The log reports most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
 
 /// A line of the log that says that a client was turned away.
@@ -28,7 +28,8 @@ enum Refusal {
     None,
     /// By a server of this capacity.
     Believed(u32),
-    /// Fewer clients were counted since: some have left, though the log does not say so. It may be anybody's line, too.
+    /// Fewer clients were counted since: some have left, though the log does not say so. Another program may have written the
+    /// line, too.
     Disbelieved,
 }
 
@@ -47,8 +48,8 @@ pub(super) struct Capacity {
 }
 
 impl Capacity {
-    /// Reads a line of the log, which alone tells of the clients on these GPUs if NVML lists none. True if the line
-    /// tells, for the first time, that a client was turned away.
+    /// Reads a line of the log, which alone names the clients on these GPUs if NVML lists none. True if the line reports, for
+    /// the first time, that a client was turned away.
     pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {

@@ -40,7 +40,7 @@ impl<S: Shell> Serving<'_, S> {
                 }
                 if change == Change::AnswersAgain {
                     self.shell.tell(News::Event, "the control daemon answers again".to_owned());
-                    // It may have missed a command meanwhile.
+                    // The control daemon may have missed a command meanwhile.
                     return Ok(Some(Ended::Again));
                 }
                 answer = Some(look);
@@ -117,7 +117,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Keeps the state file up to date, for the next service that takes over. Its log does not matter where another control
     /// daemon is needed anyway.
     pub(super) fn keep_state_file(&mut self) {
-        // The next service does not tell what was read.
+        // The next service does not report the lines that were read.
         self.tell_fault();
         self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
     }
@@ -127,13 +127,13 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// It lives, so its sockets have gone: it can't make them again.
+    /// The control daemon lives, so its sockets were removed: it can't make them again.
     pub(super) fn is_unreachable(&mut self, error: String) {
         self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
         self.show_state();
     }
 
-    /// True if another control daemon answers in our pipe directory. Then nothing must be told to it.
+    /// True if another control daemon answers in our pipe directory. Then no command must be sent to it.
     pub(super) fn place_is_taken(&mut self) -> bool {
         let own = self.shell.pid();
         let other = self.shell.listener().filter(|listener| *listener != own);

@@ -129,7 +129,7 @@ impl<S: Shell> Serving<'_, S> {
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {
-                // A log that can't be written has not told of it.
+                // A log that can't be written has not reported that.
                 self.run.servers.keep(&look.servers);
                 break server;
             }

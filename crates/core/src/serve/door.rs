@@ -1,9 +1,9 @@
-//! The door of a control daemon: the ways by which programs come to it. It is closed before somebody decides by a count of clients,
-//! since a client that comes between the count and the act would lose its work, or keep everybody else out.
+//! The door of a control daemon: the ways by which programs come to it. The door is closed before a decision by a
+//! count of clients, since a client that comes between the count and the act would lose its work, or keep all others out.
 //!
-//! Measured: a program that finds no control daemon runs without MPS, and a program that finds a socket on which no process answers
-//! waits for it. So programs wait while the door is closed, until a server has the GPUs: then compute mode `EXCLUSIVE_PROCESS`
-//! refuses them (error 46). In compute mode `DEFAULT` nothing does.
+//! Measured: a program that finds no control daemon runs without MPS, and a program that finds a socket on which no process
+//! answers waits for it. So programs wait while the door is closed, until a server has the GPUs: then compute mode
+//! `EXCLUSIVE_PROCESS` refuses them (error 46). In compute mode `DEFAULT` nothing does.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -25,14 +25,14 @@ pub(super) const QUIET: Duration = Duration::from_secs(2);
 /// The ways by which programs come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Door {
-    /// They lead to the control daemon.
+    /// The links lead to the control daemon.
     Open,
-    /// They lead to the control daemon again. Programs that came before still wait.
+    /// The links lead to the control daemon again. Programs that came before still wait.
     Opened,
     /// Programs that come wait.
     Closed,
-    /// Programs that come wait, and the control daemon was asked to end: it answers no program any more, unless the question got
-    /// lost.
+    /// Programs that come wait, and the control daemon was asked to end: it answers no program any more, unless the question
+    /// got lost.
     ClosedForGood,
 }
 
@@ -69,15 +69,15 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Clients are led to the control daemon, which was told its limits.
+    /// Clients are led to the control daemon, which has its limits.
     pub(super) fn door_is_open(&mut self) {
         if self.run.door != Door::Open {
             self.run.door = Door::Opened;
         }
     }
 
-    /// Lets programs go that have waited at the closed door, once a server keeps them off the GPUs. Where the next client brings
-    /// the server, no other code does. No way leads to a control daemon that retires, so no program waits for it.
+    /// Lets programs go that have waited at the closed door, once a server keeps them off the GPUs. Where the next client
+    /// brings the server, no other code does. No way leads to a control daemon that retires, so no program waits for it.
     pub(super) async fn let_go(&mut self) {
         if self.run.door != Door::Opened || self.wanted.retiring {
             return;
@@ -87,7 +87,7 @@ impl<S: Shell> Serving<'_, S> {
             if servers.is_empty() {
                 return;
             }
-            // A server may have ended, and the log has not told of it.
+            // A server may have ended without a line in the log yet.
             let look = self.shell.inspect(&servers, None).await;
             if !look.is_ok_and(|look| look.with(&TAKES_LIMITS).next().is_some()) {
                 return;

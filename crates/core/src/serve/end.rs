@@ -1,4 +1,4 @@
-//! Who uses a control daemon, and its end.
+//! The use of a control daemon, and its end.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
@@ -12,23 +12,23 @@ use super::shell::{Failure, Shell};
 use crate::mps::{ClientPids, Inspection, ServerStatus};
 use crate::{Cause, Permit, Tenure};
 
-/// Who uses a control daemon that has failed.
+/// The use of a control daemon that has failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Judged {
-    /// It has ended meanwhile.
+    /// The control daemon has ended meanwhile.
     Ended(Failure),
     /// No program.
     Idle,
     /// No client, and these programs without MPS keep its server out.
     KeptOut(String),
-    /// It has clients, or they are not known, as these words say.
+    /// The control daemon has clients, or its clients are unknown; the words say which.
     Clients(String),
 }
 
 impl<S: Shell> Serving<'_, S> {
     /// Finds out who uses the control daemon, which has failed.
     pub async fn judge(&mut self) -> Judged {
-        // It had been asked to end before, or was killed.
+        // The control daemon had been asked to end before, or was killed.
         if self.shell.ends_now().await {
             return Judged::Ended(self.ended().await);
         }
@@ -125,7 +125,7 @@ impl<S: Shell> Serving<'_, S> {
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if may_end.cause() == Cause::Forced {
-                // Its slices must not be given out meanwhile. A stop shows a state of its own.
+                // The slices must not be given out meanwhile. A stop shows a state of its own.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
@@ -133,7 +133,7 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // A check finds out that the question got lost. Then it is told its order again, and the door is opened.
+        // A check finds out that the question got lost. Then the control daemon gets its order again, and the door is opened.
         let lives = "the control daemon was asked to end, and has not yet";
         self.missed(lives.to_owned());
         self.show_state();
@@ -150,7 +150,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // It hangs, or was told to end with a client that could not be known.
+        // The control daemon hangs, or was told to end while it had a client that the service could not know.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

@@ -28,11 +28,11 @@ pub fn next_look(age: Duration) -> Duration {
 pub(super) struct Fault {
     pub(super) server: u32,
     pub(super) since: CoreTime,
-    /// The number of lines in the log that tell of it. The server may have met another error since.
+    /// The number of lines in the log about the fault. The server may have met another error since.
     pub(super) lines: usize,
     /// The clients that were hit, each behind its GPU's ordinal. A client that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
-    /// The clients of them that were told. The log may name more later.
+    /// The victims that were reported. The log may name more later.
     pub(super) told: BTreeSet<(usize, u32)>,
     pub(super) due: CoreTime,
     /// Why it is not ended though it could be.
@@ -69,13 +69,13 @@ impl Fault {
 /// The next step against a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealStep {
-    /// It is over, unless the log names more clients.
+    /// The fault is over, unless the log names more clients.
     Recovered,
-    /// It is over with the server.
+    /// The fault is over, since the server has ended.
     ServerGone,
     /// Nothing: the clients have their grace.
     Wait,
-    /// See whether anybody who was hit is still there.
+    /// See whether any victim is still there.
     LookForThoseHit,
     /// See whether the server can be ended.
     LookWhoStays,
@@ -105,17 +105,17 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
 /// The fate of a server that is still faulted after the grace of its clients. Each has the clients that stay.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace {
-    /// It may be ended: it holds only clients that have lost their work.
+    /// The server may be ended: all its clients have lost their work.
     End(Permit, BTreeSet<u32>),
-    /// It is left alone: the log has named no client, and on another GPU some of these clients may be well.
+    /// The server lives on: the log has named no client, and on another GPU some of these clients may be well.
     GpuNotKnown(BTreeSet<u32>),
-    /// It is left to this number of other clients, which are well.
+    /// The server lives on for this number of other clients, which are well.
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides on a faulted server with these clients. The log has named the clients that were hit; it names no client if it could not
-/// be written, or if a former service has read that part. A client that it has not named may have come between two errors, even to
-/// the same GPU. Where its control daemon has one GPU and no client is named, the error has hit every client.
+/// Decides on a faulted server with these clients. The log has named the clients that were hit; it names no client if it could
+/// not be written, or if a former service has read that part. A client that it has not named may have come between two errors,
+/// even to the same GPU. Where its control daemon has one GPU and no client is named, the error has hit every client.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

@@ -18,7 +18,7 @@ pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 /// A GPU that answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenGpu {
-    /// It has the service's compute mode.
+    /// True if the GPU has the service's compute mode.
     pub has_our_mode: bool,
     /// The processes on it, or why NVML does not list them.
     pub processes: Result<Vec<GpuProcess>, String>,
@@ -30,9 +30,9 @@ pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 /// News of a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuNews {
-    /// It is as it should be.
+    /// An ordinary event.
     Event,
-    /// Somebody may have to do something.
+    /// An administrator may have to act.
     Warning,
     /// NVML can't reach it.
     Unreachable,
@@ -48,7 +48,7 @@ pub trait GpuShell: Send {
         together: bool,
     ) -> impl Future<Output = Option<SeenGpus>> + Send;
 
-    /// Sets the service's compute mode, the former one written down before. Whether that was needed.
+    /// Sets the service's compute mode, after recording the former one. Returns true if the mode was another.
     fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
 
     /// Shows why a GPU is left out, in words; empty if it is not.
@@ -57,7 +57,7 @@ pub trait GpuShell: Send {
     /// The process that has this PID now. None if there is none.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
-    /// Shows the processes that use a GPU without a server, and tells who has come and who has gone; and whether they keep a
+    /// Shows the processes that use a GPU without a server, and reports those that have come and gone; and whether they keep a
     /// server out.
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
 
@@ -70,7 +70,7 @@ pub trait GpuShell: Send {
 enum LeftOut {
     /// NVML can't reach it, and says this.
     Unreachable(String),
-    /// Its compute mode can't be set, for this reason.
+    /// The compute mode can't be set, for this reason.
     ModeRefused(String),
     /// The control daemon with this id still has it.
     InOtherHands(DaemonId),
@@ -229,7 +229,7 @@ impl GpuReach {
         self.had_our_mode.insert(gpu.clone());
     }
 
-    /// Sets a compute mode again that somebody else has changed on one of these GPUs.
+    /// Sets a compute mode again that others have changed on one of these GPUs.
     pub(super) async fn keep_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpus: &[GpuUuid]) {
         let changed = |gpu: &&GpuUuid| !self.is_left_out(gpu) && !self.with_our_mode.contains(*gpu);
         let changed: Vec<GpuUuid> =

@@ -39,7 +39,7 @@ impl<S: Shell> Serving<'_, S> {
     /// The log, or the server itself, says that it met a fatal GPU error.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
-            // The clients that the former server's fault hit are told all the same.
+            // The victims of the former server's fault are reported first.
             self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
@@ -63,7 +63,7 @@ impl<S: Shell> Serving<'_, S> {
     /// The log says that a client is torn down for it.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // It may be there for a moment, if it came before the service.
+        // A client that came before the service may live for only a moment.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
@@ -109,7 +109,7 @@ impl<S: Shell> Serving<'_, S> {
         match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
             Some(true) => {
-                // It is well a moment after the last of them has gone.
+                // The server recovers a moment after the last of these clients has gone.
                 self.shell.pause(FAULT_PAUSE).await;
                 self.well_again(server).await?;
             }
@@ -131,7 +131,7 @@ impl<S: Shell> Serving<'_, S> {
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // The log may have told of another error: then the server is asked again.
+        // The log may have reported another error: then the server is asked again.
         let present = self.run.blockers.fault();
         let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
         if is_same && !self.place_is_taken() {
@@ -156,7 +156,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Everybody who was hit is told, and the next service is not to tell of it once more.
+    /// All victims are reported, and the next service must not report the fault again.
     fn fault_is_over(&mut self) {
         self.tell_fault();
         self.run.blockers.clear(ClearedBy::Healing);
@@ -164,9 +164,9 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// After the grace: ends the server, if no other client loses work with it. `terminate_client` would be the smaller step, but
-    /// it waits for the client, which is why we are here, and the control daemon does nothing else for anybody meanwhile
-    /// (measured: 32 s, until the client ended).
+    /// After the grace: ends the server, if no other client loses work with it. `terminate_client` would be the smaller step,
+    /// but it waits for the client, which is why we are here, and the control daemon does nothing else meanwhile (measured: 32
+    /// s, until the client ended).
     async fn look_who_stays(&mut self, known: &Fault) -> Result<(), Failure> {
         let server = known.server;
         let listed = self.shell.clients(&[server]).await?.into_iter();
@@ -193,7 +193,7 @@ impl<S: Shell> Serving<'_, S> {
                 self.shell.describe(&stay)
             ),
             AfterGrace::OthersAreWell(stay, others) => format!(
-                "still there: {}; end them, since the server is left to its {} on GPUs that are well",
+                "still there: {}; end them, since the server is left to its {} on healthy GPUs",
                 self.shell.describe(&stay),
                 clients_counted(others)
             ),
@@ -204,10 +204,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Asks for the end of a server with clients that have lost their work, and says whether it was asked for. The server may have
-    /// got over its fault before the door was closed, have other clients now, and even have met the next error, of which the
-    /// log may say nothing. So the last question before is whether it is faulted: a server that is faulted takes no client, and
-    /// none comes to a server that gets over its fault behind the closed door.
+    /// Asks for the end of a server with clients that have lost their work, and says whether it was asked for. The server may
+    /// have got over its fault before the door was closed, have other clients now, and even have met the next error, of which
+    /// the log may say nothing. So the last question before is whether it is faulted: a server that is faulted takes no client,
+    /// and none comes to a server that gets over its fault behind the closed door.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -276,8 +276,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(self.shell.inspect(&[server], None).await?.status(server))
     }
 
-    /// True if a server that says FAULT really met a fatal GPU error, though the log tells of none. A server that was
-    /// killed by a signal says FAULT too, until its control daemon notes its end (H200).
+    /// True if a server that says FAULT really met a fatal GPU error, though the log has none. A server that was killed by a
+    /// signal says FAULT too, until its control daemon notes its end (H200).
     pub(super) async fn still_faulted(&mut self, server: u32) -> Result<bool, Failure> {
         self.shell.pause(FAULT_PAUSE).await;
         Ok(self.server_status(server).await? == ServerStatus::Fault)
@@ -293,7 +293,7 @@ impl<S: Shell> Serving<'_, S> {
         let was_alive = self.run.servers.alive().contains(&server);
         self.run.servers.forget(server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        // Otherwise the log has told of its end, and that was taken note of.
+        // Otherwise the log has reported the end, and that is recorded already.
         if self.run.watched_servers.remove(&server) && was_alive {
             self.run.last_gone = Some(server);
         }
@@ -307,7 +307,7 @@ impl<S: Shell> Serving<'_, S> {
             return;
         }
         self.shell.tell(News::Event, format!("server {server} has ended"));
-        // Its clients have gone with it.
+        // The clients have gone with the server.
         self.run.client_left = true;
         self.miss_server();
         self.compare_servers();
@@ -332,7 +332,7 @@ impl<S: Shell> Serving<'_, S> {
         let words = self.shell.words();
         let reason = match (gone, exit) {
             (Some(server), _) => format!("server {server} has ended{words}"),
-            // The log has told of its end first, or it has ended before anybody could watch it.
+            // The log has reported its end first, or the server has ended before a watch began.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
             (None, None) => format!("its server has ended{words}"),
         };
@@ -346,7 +346,7 @@ impl<S: Shell> Serving<'_, S> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
-        // Otherwise the server would start with defaults that somebody else has changed.
+        // Otherwise the server would start with defaults that others have changed.
         let look = self.shell.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {
@@ -380,7 +380,7 @@ pub fn tried_again(pause: Duration) -> String {
     }
 }
 
-/// So many clients, in words.
+/// A number of clients, in words.
 pub(crate) fn clients_counted(count: usize) -> String {
     if count == 1 { "1 client".to_owned() } else { format!("{count} clients") }
 }

@@ -13,7 +13,7 @@ use crate::mps::{Inspection, Limits, ServerStatus};
 /// The longest time for a server to write its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The statuses in which a server can be told limits.
+/// The statuses in which a server takes limits.
 pub(super) const TAKES_LIMITS: [ServerStatus; 2] = [ServerStatus::Active, ServerStatus::Unsupported];
 
 impl<S: Shell> Serving<'_, S> {
@@ -75,7 +75,7 @@ impl<S: Shell> Serving<'_, S> {
                     let ask_at = self.shell.now() + SERVER_PAUSE;
                     while self.step(ask_at).await? {}
                 }
-                // A former service may have read the lines that tell of it. It gets its limits when it is well again.
+                // A former service may have read the server's lines. The server gets its limits when it has recovered.
                 ServerStatus::Fault if self.still_faulted(server).await? => {
                     self.fault_seen(server);
                     return Ok(());
@@ -85,7 +85,7 @@ impl<S: Shell> Serving<'_, S> {
                 ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
         };
-        // It may have taken long to come.
+        // The server may have taken long to come.
         self.keep_defaults(&look, limits).await?;
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
@@ -112,8 +112,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits until a new server has written its limits. They differ if somebody has changed the defaults before it
-    /// started; then they are set again.
+    /// Waits until a new server has written its limits. They differ if others have changed the defaults before it started; then
+    /// they are set again.
     pub(super) async fn confirm_or_correct(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
         self.shell.tell(
@@ -127,7 +127,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Waits until a server has written its limits: only these are exact. Returns the difference to the order.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        // Its first lines may still answer the order before this one.
+        // The server's first lines may still answer the order before this one.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {

@@ -1,4 +1,4 @@
-//! Serving: one control daemon that runs is told its order, watched, and kept well, with the smallest step that helps.
+//! Serving: the orders, the watch and the repair of a running control daemon, each with the smallest step that helps.
 //!
 //! The decisions are written in the order in which they are made, and each `await` is a question to the outside or an act:
 //! everything that can happen in between is an [`Occurrence`], or the end of the whole.
@@ -85,7 +85,7 @@ pub struct Wanted {
     pub guard_period: Option<Duration>,
     /// The GPUs of the order that other control daemons have.
     pub held: HeldGpus,
-    /// It sets the compute modes of its GPUs.
+    /// True if the control daemon sets the compute modes of its GPUs.
     pub sets_modes: bool,
     /// The time that clients have to end by themselves after a fatal GPU error.
     pub fault_grace: Duration,
@@ -106,9 +106,9 @@ pub struct Known {
     gpus: Vec<GpuUuid>,
     multiuser: bool,
     servers: Servers,
-    /// The servers that are watched: an occurrence tells of their end.
+    /// The servers that are watched: an occurrence reports their end.
     watched_servers: BTreeSet<u32>,
-    /// The watched server that has ended last, before the log told of it.
+    /// The watched server that has ended last, before the log reported that.
     last_gone: Option<u32>,
     check_at: CoreTime,
     /// The time of the next count of the clients, for a control daemon that is to end.
@@ -116,13 +116,13 @@ pub struct Known {
     bypasses_at: Option<CoreTime>,
     /// The GPUs were looked at for its start, which is just over.
     has_just_started: bool,
-    /// It has been made to serve.
+    /// True once the control daemon has its limits and a server.
     configured: bool,
-    /// It has clients, or had some a moment ago.
+    /// True if the control daemon has clients, or had some a moment ago.
     in_use: bool,
     /// A client has left: it may have been the last.
     client_left: bool,
-    /// The last moment at which it had a client, as far as anybody knows.
+    /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
     /// Why its clients were not known when it was to end without any.
@@ -161,7 +161,7 @@ impl Known {
         }
     }
 
-    /// The clients that were hit by the fatal GPU error of this server and were not told yet, by the number of their GPU.
+    /// The clients that were hit by the fatal GPU error of this server and were not reported yet, by the number of their GPU.
     pub fn take_hit(&mut self) -> Option<(u32, BTreeMap<usize, Vec<u32>>)> {
         let fault = self.blockers.fault_mut()?;
         let new = &fault.clients - &fault.told;
@@ -190,7 +190,7 @@ impl Known {
 /// The way in which serving ended, unless it failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// It has to be told its order again.
+    /// The control daemon needs its order again.
     Again,
     /// We have ended it.
     Stopped,
@@ -218,7 +218,7 @@ impl<'s, S: Shell> Serving<'s, S> {
     /// It can't be made to serve, or does not any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
         let served = self.serve_its_order().await;
-        // Its state is that of the failure from now on.
+        // The shown state is the failure's from now on.
         self.run.configured &= served.is_ok();
         served
     }
@@ -228,8 +228,8 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // It lives, so it is watched like a control daemon that loses its directory later: it ends when it has no client,
-            // or by force.
+            // The control daemon lives, so it is watched like a control daemon that loses its directory later: it ends when it
+            // has no client, or by force.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

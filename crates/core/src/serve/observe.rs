@@ -43,7 +43,7 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
-        // Its last lines explain its end. The next one does not wait for the rest.
+        // The last lines of a control daemon explain its end. The next control daemon does not wait for the rest.
         self.read(true).await;
         // A stopped server does not notice that its control daemon has ended, and would keep the GPU from the next one.
         self.continue_if_stopped();
@@ -62,7 +62,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Continues the control daemon and its servers if somebody has stopped them: a stopped process serves no client.
+    /// Continues the control daemon and its servers if a signal has stopped them: a stopped process serves no client.
     pub fn continue_if_stopped(&mut self) {
         self.shell.continue_if_stopped(&self.run.servers.alive());
     }
@@ -79,7 +79,7 @@ impl<S: Shell> Serving<'_, S> {
         match said.meaning {
             Meaning::ServerReady(server) => {
                 self.shell.tell(News::Event, format!("server {server} is ready"));
-                // The process that kept it out has gone.
+                // The process that kept the server out has ended.
                 run.bypasses_at = Some(now);
             }
             Meaning::ServerExited { server, status: 0 } => {

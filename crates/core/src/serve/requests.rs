@@ -42,7 +42,7 @@ impl<S: Shell> Serving<'_, S> {
             return Err(format!("{change}: in the way: {who}"));
         };
         if !self.shell.is_awaited() {
-            return Err("nobody waits for the answer any more".to_owned());
+            return Err("the caller no longer waits for the answer".to_owned());
         }
         self.end(may_end).await.map(|()| true)
     }
@@ -66,7 +66,7 @@ impl<S: Shell> Serving<'_, S> {
         let servers = self.shell.inspect(&[], None).await.map_err(Failure::into_text)?.servers;
         for server in servers.iter().copied() {
             if !self.shell.is_awaited() {
-                return Err("nobody waits for the answer any more".to_owned());
+                return Err("the caller no longer waits for the answer".to_owned());
             }
             self.watch_server(server);
             let ended = self.shell.shut_down_idle_server(server, may_end).await;

@@ -1,4 +1,4 @@
-//! The servers of one control daemon, as their own log lines tell.
+//! The servers of one control daemon, by their own log lines.
 
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -14,10 +14,10 @@ pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 /// The longest time between two questions for its state. Its line in the log says sooner that it is ready.
 pub(super) const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
-/// One server, as far as the log tells.
+/// One server, as far as the log shows.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Server {
-    /// It grows with each new server.
+    /// Counts the servers.
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,

@@ -15,13 +15,13 @@ use crate::{CoreTime, GpuUuid, Permit};
 /// The next thing that happens to a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Occurrence {
-    /// It or a server has written a line to the log.
+    /// The control daemon or a server has written a line to the log.
     Said(Said),
-    /// It has ended.
+    /// The control daemon has ended.
     Ended,
     /// One of its servers has ended.
     ServerEnded(u32),
-    /// Somebody asks for something. A request that has an answer gets it by [`Shell::answer`].
+    /// A request has come. [`Shell::answer`] answers a request that has an answer.
     Asked(Requested),
     /// Nothing has happened until the deadline.
     Nothing,
@@ -30,7 +30,6 @@ pub enum Occurrence {
 /// A line of the log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
-    /// Its meaning.
     pub meaning: Meaning,
     /// False: an earlier service has taken note of it.
     pub is_news: bool,
@@ -53,27 +52,27 @@ pub enum Requested {
 /// Why a control daemon does not serve, or has not answered, in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
-    /// It does not do what it should.
+    /// The control daemon does not work as it should.
     Failed(String),
-    /// Its process has ended, perhaps since it does not know the multi-user option.
+    /// The process has ended, perhaps since it does not know the multi-user option.
     Ended {
         /// How.
         text: String,
-        /// It does not know the multi-user option.
+        /// True if the control daemon does not know the multi-user option.
         refuses_multiuser: bool,
     },
     /// Something outside must change first.
     Waiting(String),
-    /// A control daemon of somebody else has the place, and is left to its clients.
+    /// A foreign control daemon has the place, and serves its clients until they end.
     InUse(String),
     /// Something beside it is not ready: a part of the driver that comes later, or the program of front ends, which an upgrade
     /// replaces. That says nothing of the control daemon itself.
     NotYet(String),
-    /// It has not answered in time, or dropped the question.
+    /// The control daemon has not answered in time, or dropped the question.
     Silent(String),
     /// No process listens in its directory.
     Unreachable(String),
-    /// It answers in words that are not known, as a newer driver's may. Another one would answer the same.
+    /// The service does not understand the answers, which may be a newer driver's. A new control daemon would answer the same.
     NotUnderstood(String),
 }
 
@@ -93,21 +92,21 @@ impl Failure {
     }
 }
 
-/// Something that people are told once.
+/// A message that is reported once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News {
-    /// It is as it should be.
+    /// An ordinary event.
     Event,
-    /// Somebody may have to do something.
+    /// An administrator may have to act.
     Warning,
     /// A server has met a fatal GPU error.
     ServerFault {
-        /// Its PID.
+        /// The server's PID.
         server: u32,
     },
     /// A server has ended by itself.
     ServerFailed {
-        /// Its PID.
+        /// The server's PID.
         server: u32,
     },
 }
@@ -119,7 +118,7 @@ pub enum Showing {
     State {
         /// The state.
         state: Option<ShownState>,
-        /// It ends as soon as it has no client.
+        /// True if the control daemon ends as soon as it has no client.
         ends_when_idle: bool,
     },
     /// The next step waits for clients to end. That may take days.
@@ -147,7 +146,7 @@ pub struct ShownGpu {
     pub memory_limit_mib: Option<u64>,
     /// Why it is not served as planned; empty when it is.
     pub reason: String,
-    /// That all its places are taken, in words; empty while it takes clients.
+    /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,
     /// The number of its clients, if NVML lists none of them and they were counted.
     pub unlisted_clients: Option<u32>,
@@ -187,7 +186,7 @@ pub trait Shell: GpuShell {
     /// Resolves to true if the process has ended, or ends at this moment.
     fn ends_now(&mut self) -> impl Future<Output = bool> + Send;
 
-    /// How the process has ended.
+    /// The exit status in words.
     fn how_it_ended(&self) -> Failure;
 
     /// Asks for all servers, for the statuses of these, and for the limits that differ: of the servers to come, and of these.
@@ -246,16 +245,16 @@ pub trait Shell: GpuShell {
     /// True if it has servers, by its children. None: that is not known.
     fn has_children(&self) -> Option<bool>;
 
-    /// Continues the control daemon and these servers if somebody has stopped them, and says so.
+    /// Continues the control daemon and these servers if they were stopped by a signal, and says so.
     fn continue_if_stopped(&mut self, servers: &[u32]);
 
-    /// Asks it to end as soon as it has no client. Whether it has ended.
+    /// Asks the control daemon to end as soon as it has no client. Returns true if it has ended.
     fn quit_if_idle(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// Asks it to end with its clients. Whether it has ended.
+    /// Asks the control daemon to end with its clients. Returns true if it has ended.
     fn quit(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// Ends it by signals, with its clients. Whether it has ended.
+    /// Ends the control daemon by signals, with its clients. Returns true if it has ended.
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
     /// The clients that NVML lists on the GPUs of the control daemon. Of a GPU that several control daemons serve, these are
@@ -275,13 +274,13 @@ pub trait Shell: GpuShell {
     /// Lets clients of every user get to the socket, and keeps others from commanding it. Returns the reasons why it can't.
     fn let_users_in(&mut self) -> Vec<String>;
 
-    /// Leads clients to the control daemon, which was told its limits.
+    /// Leads clients to the control daemon, which has its limits.
     ///
     /// # Errors
     /// Something is wrong with its own directory.
     fn lead_here(&mut self) -> Result<(), Failure>;
 
-    /// Renews the ways that somebody has taken away or replaced. Returns the reason why it can't.
+    /// Renews the ways that others have removed or replaced. Returns the reason why it can't.
     fn keep_links(&mut self) -> Option<String>;
 
     /// Programs that come from now on wait, instead of getting to the control daemon. A way that is the control daemon's own
@@ -322,13 +321,13 @@ pub trait Shell: GpuShell {
     /// Tells who was hit by a fatal GPU error of this server, on the GPU with this number.
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);
 
-    /// These clients in words.
+    /// Describes clients.
     fn describe(&self, clients: &BTreeSet<u32>) -> String;
 
     /// A client has come.
     fn client_came(&mut self, client: u32);
 
-    /// These clients should be known by more than their PIDs when they are told of.
+    /// Has the service learn the owners of these clients, before a message names them.
     fn remember_clients(&mut self, clients: &BTreeSet<u32>);
 
     /// The control daemon was checked while it had clients.
@@ -337,8 +336,8 @@ pub trait Shell: GpuShell {
     /// Makes sure that the end of a server becomes known.
     fn watch_server(&mut self, server: u32);
 
-    /// True if the asker of the request that was taken last still waits for its answer. A request that no asker waits
-    /// for any more must not be carried out: its asker was told that it has failed.
+    /// True if the asker of the request that was taken last still waits for its answer. A request that no asker waits for any
+    /// more must not be carried out: its caller has the answer that the request failed.
     fn is_awaited(&self) -> bool;
 
     /// Answers the request that was taken last.

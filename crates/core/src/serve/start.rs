@@ -1,5 +1,5 @@
-//! The start of a control daemon: a control daemon in its place makes way if no work is lost, the GPUs get the service's compute
-//! mode, and the process comes up.
+//! The start of a control daemon: a control daemon in its place makes way if no work is lost, the GPUs get the service's
+//! compute mode, and the process comes up.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -14,19 +14,19 @@ use crate::{CoreTime, GpuUuid, Permit};
 /// A directory in which a control daemon can be in the way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StartPlace {
-    /// The one in which ours makes its socket.
+    /// The directory in which our control daemon makes its socket.
     Own,
-    /// The pipe directory, where that is another one: an earlier version of this service, or somebody else, may have started
-    /// one there.
+    /// The pipe directory, where that is another one: an earlier version of this service, or others, may have started one
+    /// there.
     Pipe,
 }
 
 /// A control daemon in the place of ours that is not ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// Its PID, if it is known.
+    /// The PID, if it is known.
     pub pid: Option<u32>,
-    /// Its directory, for people.
+    /// The directory, for people.
     pub directory: String,
     /// The command that ends it, for people.
     pub end_it: String,
@@ -57,7 +57,7 @@ pub trait Starter: Send {
         place: StartPlace,
     ) -> impl Future<Output = Result<Option<Stranger>, Failure>> + Send;
 
-    /// Asks a control daemon that is not ours to end as soon as it has no client. Whether it has ended.
+    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if it has ended.
     fn end_stranger(
         &mut self,
         place: StartPlace,
@@ -65,7 +65,8 @@ pub trait Starter: Send {
         may_end: Permit,
     ) -> impl Future<Output = Result<bool, Failure>> + Send;
 
-    /// Opens the directories of the order. Whether the pipe directory is not the one in which ours makes its socket.
+    /// Opens the directories of the order. Returns true if our control daemon makes its socket in another directory than the
+    /// pipe directory.
     ///
     /// # Errors
     /// One of them can't be used.
@@ -94,15 +95,15 @@ pub trait Starter: Send {
 /// The part of an order that only a start depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WantedUsers {
-    /// It is to serve several users at the same time.
+    /// True if the control daemon serves several users at the same time.
     pub multiuser: bool,
-    /// It may do without where the driver refuses that.
+    /// True if one user at a time will do where the driver refuses several.
     pub is_optional: bool,
     /// The value of `cuda_mps_multiuser` with which it does without.
     pub without: &'static str,
 }
 
-/// Starts a control daemon for the order. Whether it serves several users.
+/// Starts a control daemon for the order. Returns true if the control daemon serves several users.
 ///
 /// # Errors
 /// None runs that listens.

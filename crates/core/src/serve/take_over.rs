@@ -26,7 +26,7 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
-            // It hangs, or can't be reached. It may have clients, so it is watched all the same.
+            // The control daemon hangs, or can't be reached. It may have clients, so the service watches it all the same.
             Err(failure) => {
                 self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
             }

@@ -24,7 +24,7 @@ const KEPT_OF_A_USER: usize = 16;
 #[derive(Debug, Default)]
 pub(super) struct WaitingClients {
     waiting: BTreeMap<u32, WaitingClient>,
-    /// The users that were told of.
+    /// The users that were reported.
     told: BTreeSet<u32>,
     /// The time of the next look.
     pub(super) due: Option<CoreTime>,
@@ -76,7 +76,7 @@ impl WaitingClients {
         long.map(|one| (one.process, one.uid)).collect()
     }
 
-    /// The first client of each user that was not told of yet.
+    /// The first client of each user that was not reported yet.
     fn take_untold(&mut self, waiting: &[(ProcessId, u32)]) -> Vec<(ProcessId, u32)> {
         self.told.retain(|uid| waiting.iter().any(|(_, waits)| waits == uid));
         waiting.iter().filter(|(_, uid)| self.told.insert(*uid)).copied().collect()
@@ -89,7 +89,7 @@ impl<S: Shell> Serving<'_, S> {
         let waiting = &mut self.run.waiting_clients;
         match *meaning {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
-            // The line may be an old one, and the PID somebody else's by now.
+            // The line may be an old one, and the PID another process's by now.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
                 let process = self.shell.process(client);
                 if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {
@@ -100,7 +100,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Finds the clients that still wait, and tells of them once for each user. Users take turns where one is served alone.
+    /// Finds the clients that still wait, and reports them once for each user. Users take turns where one is served alone.
     pub(super) fn tell_waiting(&mut self) {
         let served_alone = self.run.servers.user_served().filter(|_| !self.run.multiuser);
         let (now, shell) = (self.shell.now(), &self.shell);
@@ -166,7 +166,7 @@ mod tests {
         let long = clients.take_long_waiting(NOW + PATIENCE + SECOND, there);
         assert_eq!(long, [(process(1, 10), 7), (process(2, 20), 7)]);
         assert_eq!(clients.due, Some(NOW + PATIENCE + SECOND + PATIENCE));
-        assert_eq!(clients.take_untold(&long), [], "its user is told of");
+        assert_eq!(clients.take_untold(&long), [], "its user was reported");
         let of_others = |pid| there(pid).map(|one| process(pid, one.start_time + 1));
         assert_eq!(clients.take_long_waiting(NOW + 3 * PATIENCE, of_others), [], "the PIDs are others' now");
         assert_eq!(clients.due, None);
@@ -180,11 +180,11 @@ mod tests {
         clients.add(process(1, 10), 7, NOW);
         clients.add(process(2, 20), 7, NOW);
         clients.admitted(1, NOW + SECOND);
-        assert_eq!(clients.due, Some(NOW + PATIENCE), "nobody was told of it");
+        assert_eq!(clients.due, Some(NOW + PATIENCE), "no user was reported");
         clients.admitted(2, NOW + PATIENCE);
         assert_eq!(clients.due, Some(NOW + PATIENCE));
         clients.admitted(3, NOW + 2 * PATIENCE);
-        assert_eq!(clients.due, Some(NOW + PATIENCE), "nobody waited");
+        assert_eq!(clients.due, Some(NOW + PATIENCE), "no client waited");
         assert!(clients.waiting.is_empty());
     }
 }

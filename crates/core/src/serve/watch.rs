@@ -23,7 +23,7 @@ const MISSED_PERIOD: Duration = Duration::from_secs(1);
 /// The time until a check when the log speaks of limits that differ from the order.
 const CHECK_SOON: Duration = Duration::from_millis(100);
 
-/// The time between two counts of the clients while a change waits for their end. The log tells of most ends at once.
+/// The time between two counts of the clients while a change waits for their end. The log reports most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
 /// Something to do for a control daemon that serves. Of two that are due at the same moment, the upper one comes first.
@@ -51,7 +51,7 @@ fn first(check: CoreTime, others: &[(Option<CoreTime>, Task)]) -> (CoreTime, Tas
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Watches the control daemon until it ends or has to be told its order again.
+    /// Watches the control daemon until it ends or needs its order again.
     pub(super) async fn watch(&mut self) -> Result<Ended, Failure> {
         let now = self.shell.now();
         self.run.check_at = if self.run.blockers.is_unreached() { now } else { now + CHECK_PERIOD };
@@ -87,7 +87,7 @@ impl<S: Shell> Serving<'_, S> {
         if ends && core::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
-        // Nothing can be told to it.
+        // The control daemon takes no command.
         let revival = run.blockers.revival().filter(|_| !run.blockers.is_unreached());
         let revival = revival.map(|(at, _)| at);
         let others = [

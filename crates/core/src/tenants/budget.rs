@@ -88,7 +88,8 @@ pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
 /// The permit to end the work of members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may be of several tenants. Then it is not known who is too much: any program can name a slice in its
+/// The reason why the members may be of several tenants. Then it is not known who is too much: any program can name a slice in
+/// its
 /// environment, and a program that is older than the slice's tenant would stay. So no work is ended.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
@@ -120,7 +121,7 @@ pub fn next_victim<T>(
     first.or_else(newest).filter(|member| !member.stays).map(|member| member.process)
 }
 
-/// These parts of a budget that is exceeded, in words that stay the same while the clients change.
+/// Describes the exceeded parts of a budget, in words that stay the same while the clients change.
 pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => format!("its clients hold more than its {} MiB together", budget.memory_mib),
@@ -208,15 +209,15 @@ mod tests {
     #[test]
     fn the_newest_go_and_only_as_many_as_needed() {
         let table: [(&str, &[Member], &[u32]); 9] = [
-            ("nobody", &[], &[]),
+            ("no client", &[], &[]),
             ("it fits exactly", &[member(1, 10, 50), member(2, 20, 50)], &[]),
             ("too much memory", &[member(1, 10, 50), member(2, 20, 51)], &[2]),
             ("the newest is not the last", &[member(1, 20, 50), member(2, 10, 51)], &[1]),
             ("of the same time, the larger PID", &[member(7, 10, 60), member(2, 10, 60)], &[7]),
             ("too many", &[member(1, 1, 1), member(2, 2, 1), member(3, 3, 1), member(4, 4, 1)], &[4, 3]),
             ("one alone is bound by the driver", &[member(1, 1, 101)], &[]),
-            ("the next in place of one that stays", &[member(1, 1, 60), staying(2, 2, 60)], &[1]),
-            ("nobody can go", &[staying(1, 1, 60), staying(2, 2, 60)], &[]),
+            ("the next in place of a client that stays", &[member(1, 1, 60), staying(2, 2, 60)], &[1]),
+            ("no client can go", &[staying(1, 1, 60), staying(2, 2, 60)], &[]),
         ];
         for (name, members, expected) in table {
             assert_eq!(pids(members), expected, "{name}");

@@ -18,7 +18,6 @@ pub type Connections = BTreeSet<Option<u64>>;
 pub struct ListedClient {
     /// When the process was started that had its PID as soon as it was listed. None: it had ended.
     pub started: Option<u64>,
-    /// Its connections.
     pub connections: Connections,
     /// The beginnings of the UUIDs of its GPUs. An empty one stands for a GPU that is not known.
     pub gpus: BTreeSet<String>,
@@ -36,9 +35,9 @@ impl ListedClient {
 pub struct DaemonClients {
     /// The GPUs of the control daemon. None: they are not known, since it is not ours.
     pub gpus: Option<Vec<GpuUuid>>,
-    /// Its clients, by server and PID.
+    /// The clients, by server and PID.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
-    /// Its servers that handled a fatal GPU error, a moment before the list or a moment after it. The list may name no client then.
+    /// The servers that handled a fatal GPU error when the list was made. The list may name no client then.
     pub faulted: BTreeSet<u32>,
     /// Another control daemon has listened in its place, before or after, and may have answered.
     pub place_is_taken: bool,
@@ -49,11 +48,12 @@ pub struct DaemonClients {
 pub struct UnknownClients {
     /// The reason.
     pub why: String,
-    /// It has ended, or has no server, so it has no client.
+    /// True if the control daemon has ended, or has no server, so it has no client.
     pub has_no_server: bool,
 }
 
-/// These connections by server and PID. A client of two GPUs has two lines. `started` says when the process with a PID was started.
+/// Groups connections by server and PID. A client of two GPUs has two lines. `started` gives the start time of the process with
+/// a PID.
 pub fn by_client(
     connections: Vec<Client>,
     started: impl Fn(u32) -> Option<u64>,
@@ -73,9 +73,9 @@ pub fn by_client(
 pub enum TerminateAnswer {
     /// The client's GPU work has ended. The program gets CUDA error 810.
     Done,
-    /// It has no such client.
+    /// The control daemon has no such client.
     NoSuchClient,
-    /// It has no such server.
+    /// The control daemon has no such server.
     NoSuchServer,
 }
 
@@ -143,8 +143,8 @@ pub trait ClientShell: Send {
     /// It stays stopped.
     fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
 
-    /// Ends the GPU work of one client of a server and leaves the server's other clients alone. The control daemon waits for the
-    /// client meanwhile, and everybody waits for the control daemon. So this takes a client that goes on.
+    /// Ends the GPU work of one client of a server and leaves the server's other clients alone. The control daemon waits for
+    /// the client meanwhile, and all callers wait for the control daemon. So this takes a client that goes on.
     ///
     /// # Errors
     /// There is no answer: the client's work may have ended or not.

@@ -9,13 +9,13 @@ use crate::mps::ServerStatus;
 /// The result of the attempt to end a client's GPU work at one server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientEnd {
-    /// Its GPU work has ended. Its connections stay listed until its next call to CUDA, and are of no use any more.
+    /// The client's GPU work has ended. Its connections stay listed until its next call to CUDA, and are of no use any more.
     Done,
-    /// It has just gone, or is just coming.
+    /// The client has just ended, or has just begun.
     NotThere,
-    /// Its server handles a fatal GPU error, and nothing was done.
+    /// The server handles a fatal GPU error, and nothing was done.
     Faulted,
-    /// It can't be continued, for this reason, and nothing was done.
+    /// The stopped client can't be continued, for this reason, and nothing was done.
     StaysStopped(String),
     /// The control daemon does not say how its server is, and nothing was done.
     NotAsked(String),
@@ -26,7 +26,7 @@ pub enum ClientEnd {
 /// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again as
 /// often as it stops before the answer comes. A client is never killed, since that would be a fault for its neighbours. At a
 /// server that handles a fatal GPU error nothing is done: the control daemon would wait for the client, and does nothing else
-/// for anybody meanwhile (measured: 32 s, until the client ended).
+/// meanwhile (measured: 32 s, until the client ended).
 pub async fn end_client<S: ClientShell>(
     shell: &mut S,
     control: &S::Control,

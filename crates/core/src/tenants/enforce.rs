@@ -17,8 +17,8 @@ use crate::{CoreTime, Permit};
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The time for which a list of clients and a look at them are believed. The end of a client can take half a minute, and clients
-/// leave meanwhile.
+/// The time for which a list of clients and a look at them are believed. The end of a client can take half a minute, and
+/// clients leave meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
 /// Carries out what an [`Enforcer`] asks.
@@ -75,15 +75,15 @@ impl<H> Default for Enforcer<H> {
 enum End {
     /// The next one can be looked at.
     Came(VictimState),
-    /// It has just gone.
+    /// The client has just ended.
     Gone,
     /// No other client may be touched either, for this reason. The client may have lost its work with this attempt if so.
     BreaksOff { reason: String, is_in_doubt: bool },
 }
 
 impl<H: Clone> Enforcer<H> {
-    /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` gives the slices as
-    /// they were found last: looks go on meanwhile.
+    /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` gives the slices
+    /// as they were found last: looks go on meanwhile.
     pub async fn enforce<S: MemberShell<Held = H>, T>(
         &mut self,
         shell: &mut S,
@@ -109,9 +109,9 @@ impl<H: Clone> Enforcer<H> {
         Enforced { victims, broken_off: None }
     }
 
-    /// The next client to end, with its slice. A member that was ended before counts as gone while it has no new connection, and
-    /// so does a process without any connection, and a process whose PID another process has by now. The next newest goes in
-    /// place of a process that can't be ended.
+    /// The next client to end, with its slice. A member that was ended before counts as gone while it has no new connection,
+    /// and so does a process without any connection, and a process whose PID another process has by now. The next newest goes
+    /// in place of a process that can't be ended.
     fn next<S: MemberShell<Held = H>, T>(
         &self,
         shell: &S,

@@ -1,15 +1,15 @@
-//! The end of tenants' GPU work: of one client, of all clients that somebody names, and of clients that are too much for their
+//! The end of tenants' GPU work: of one client, of all clients that a caller names, and of clients that are too much for their
 //! slice's budget.
 //!
 //! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. This is a fault, and a fault
-//! hits every client on that GPU. `terminate_client` ends the kernel first, so nothing here sends a signal that ends anybody.
+//! hits every client on that GPU. `terminate_client` ends the kernel first, so nothing here sends a signal that ends a process.
 //!
 //! | file | its job |
 //! |---|---|
 //! | `client_shell.rs` | everything that the end of one client's work asks of the outside |
 //! | `end_client.rs` | the end of one client's work |
 //! | `budget.rs` | the budget of a slice, and the client that ends next for it |
-//! | `watch.rs` | the watch over the budgets of a GPU's slices: what is told, and who may be ended when |
+//! | `watch.rs` | the watch over the budgets of a GPU's slices: the reports, and the clients that may be ended at a moment |
 //! | `spared.rs` | the clients that no budget ends |
 //! | `overuse.rs` | how long overuse is shown |
 //! | `enforce.rs` | the end of clients for a budget |

@@ -60,7 +60,7 @@ mod tests {
         spared.observe(&[old, process(1, 3)], |_| true);
         assert!(!spared.has(old) && !spared.has(process(1, 3)));
         spared.spare_all();
-        assert!(!spared.has(new), "nobody has been found yet");
+        assert!(!spared.has(new), "no client has been found yet");
         spared.observe(&[new, old], |_| true);
         assert!(spared.has(new) && spared.has(old));
     }

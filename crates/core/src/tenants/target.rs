@@ -13,11 +13,10 @@ use crate::terms::SliceId;
 /// The processes with GPU work that is to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
-    /// This process.
+    /// The process with this PID.
     Process(u32),
-    /// This process, if it is this user's.
+    /// The process with this PID, if it belongs to this user.
     ProcessOf {
-        /// Its PID.
         pid: u32,
         /// The user.
         user: u32,

@@ -247,7 +247,7 @@ impl<T: TerminationShell> Termination<T> {
                 let found =
                     MeantClient { control, gpus, server, pid, connections: client.connections, held, why };
                 if !self.has_ended(shell, &found) {
-                    // It is named from now on if the time is up.
+                    // The client is named from now on if the time is up.
                     let owner = shell.owner(pid, found.why.slices.clone()).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left
@@ -260,8 +260,8 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Makes sure that one container is meant. A user can give a control group of his own the name of a container, so the host's
-    /// containers come first.
+    /// Makes sure that one container is meant. A user can give a control group of his own the name of a container, so the
+    /// host's containers come first.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
         let is_the_hosts = |one: &MeantClient<T>| one.why.containers.iter().any(|one| one.is_the_hosts);
@@ -314,7 +314,7 @@ impl<T: TerminationShell> Termination<T> {
                 self.is_left(key, WhyLeft::StaysStopped(why));
                 return None;
             }
-            // The next look tells.
+            // The next look decides.
             ClientEnd::NotThere => {
                 self.is_left(key, WhyLeft::AtWork);
                 return None;
@@ -334,7 +334,7 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // One connection can't be told from another without their numbers.
+        // Connections can't be distinguished without their numbers.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None
@@ -374,8 +374,8 @@ fn has_one_gpu(gpus: Option<&[GpuUuid]>) -> bool {
     gpus.is_some_and(|gpus| gpus.len() == 1)
 }
 
-/// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list no client. Returns the reason why clients
-/// may be missing nevertheless.
+/// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list no client. Returns the reason why
+/// clients may be missing nevertheless.
 async fn add_clients_of_nvml<T: TerminationShell>(
     shell: &mut T,
     daemon: &mut DaemonClients,

@@ -12,11 +12,11 @@ const NAMED: usize = 32;
 /// Why a client has work left, as far as that is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WhyLeft {
-    /// It was not asked yet, or has just come.
+    /// The service has not ended the client yet, or the client has just come.
     AtWork,
-    /// It can't be continued, for this reason.
+    /// The stopped client can't be continued, for this reason.
     StaysStopped(String),
-    /// Its server handles a fatal GPU error, and has several GPUs: the client may be at work on a healthy one.
+    /// The server handles a fatal GPU error, and has several GPUs: the client may be at work on a healthy GPU.
     Faulted {
         /// The PID of its server.
         server: u32,
@@ -28,7 +28,6 @@ pub enum WhyLeft {
 /// A client with work left, or perhaps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftClient<O> {
-    /// Its PID.
     pub pid: u32,
     /// As people know it.
     pub owner: O,
@@ -44,7 +43,7 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
             WhyLeft::StaysStopped(why) => write!(f, "{owner} (it can't be continued: {why})"),
             WhyLeft::Faulted { server } => write!(
                 f,
-                "{owner} (its server {server} handles a fatal GPU error, and it may be at work on a GPU that is well)"
+                "{owner} (its server {server} handles a fatal GPU error, and it may be at work on a healthy GPU)"
             ),
             WhyLeft::MayHaveEnded => {
                 write!(f, "{owner} (its work may have ended or not: there is no answer)")
@@ -67,14 +66,12 @@ pub enum TerminationError<O> {
     NoSuchClient(u32),
     /// The process is no client of any control daemon here, or another user's.
     NotTheirs {
-        /// Its PID.
         pid: u32,
         /// The user who has asked.
         user: u32,
     },
     /// A process can't be looked at, so it may be wanted or not. The work of the others was ended.
     Unreadable {
-        /// Its PID.
         pid: u32,
         /// Why.
         why: String,

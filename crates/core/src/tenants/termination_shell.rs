@@ -13,7 +13,7 @@ use crate::terms::SliceId;
 /// The slices that a process is known to have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownSlices {
-    /// Their names.
+    /// The names of the slices.
     pub slices: Vec<SliceId>,
     /// No program in its container can change them, so it has no others. Otherwise its environment names them, which it can
     /// write as it likes.
@@ -23,13 +23,12 @@ pub struct KnownSlices {
 /// A container around a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct EnclosingContainer {
-    /// Its id.
     pub id: String,
     /// True if the host's own runtime has made it.
     pub is_the_hosts: bool,
 }
 
-/// Something that people are told of a request.
+/// A message about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestNews {
     /// The work of a client has ended.

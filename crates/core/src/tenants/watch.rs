@@ -1,4 +1,4 @@
-//! The watch over the budgets of a GPU's slices. A look at the clients goes in; out come the use to show, the news to tell, the
+//! The watch over the budgets of a GPU's slices. A look at the clients goes in; out come the use to show, the reports, the
 //! clients that may be ended, and the time of the next look.
 
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -20,8 +20,8 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 /// The least time between two looks: clients that come together share one.
 const SHARE: Duration = Duration::from_millis(250);
 
-/// The same, and the time to the next look after a client has come, while clients of some slice start over and over after they were
-/// ended.
+/// The same, and the time to the next look after a client has come, while clients of some slice start over and over after they
+/// were ended.
 const QUICK: Duration = Duration::from_millis(100);
 
 /// The longest pause between two attempts to end clients of which none could be ended.
@@ -32,7 +32,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 pub struct SliceBudgets {
     /// The budgets of its slices, by their ordinals.
     pub budgets: Vec<Budget>,
-    /// True if work ends for overuse. Otherwise it is told alone.
+    /// True if work ends for overuse. Otherwise overuse is only reported.
     pub terminate: bool,
 }
 
@@ -53,11 +53,10 @@ impl SliceBudgets {
 pub struct OverBudget<T> {
     /// When it was looked at.
     pub as_of: CoreTime,
-    /// Its ordinal.
+    /// The ordinal of the slice.
     pub slice: u32,
-    /// Its budget.
     pub budget: Budget,
-    /// Its clients.
+    /// The clients.
     pub members: Vec<Member<T>>,
     /// The leave to end work of members.
     pub may_end: Permit,
@@ -77,11 +76,12 @@ pub struct Victim {
 /// The state of a client after the attempt to end it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum VictimState {
-    /// It has no work any more.
+    /// The client has no GPU work any more.
     Ended,
-    /// It could not be ended, for this reason. It is left alone for a while.
+    /// The service could not end the client, for this reason, and tries again after a while.
     Stays(String),
-    /// It may have lost its work: the answer got lost, for this reason. It is tried again, and no other member of its slice before.
+    /// The client may have lost its work: the answer got lost, for this reason. The service tries this client again before any
+    /// other member of the slice.
     Unknown(String),
 }
 
@@ -90,7 +90,7 @@ pub enum VictimState {
 pub struct Look<T> {
     /// The use of each slice, and the words about its overuse. The words are empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
-    /// The news of slices, to be told.
+    /// The reports about slices.
     pub news: Vec<OveruseNews>,
     /// The slices of which clients may be ended.
     pub over: Vec<OverBudget<T>>,
@@ -107,7 +107,7 @@ pub struct OveruseNews {
     pub slice: u32,
     /// The exceeded parts of its budget, each in one word. None: it is within its budget again.
     pub reasons: Vec<&'static str>,
-    /// Its clients.
+    /// The clients.
     pub clients: Vec<ProcessId>,
     /// In which way it is over, in words.
     words: String,
@@ -124,7 +124,7 @@ impl OveruseNews {
         }
         let words = &self.words;
         let memory = self.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
-        let spared = self.spared.as_ref().map(|why| format!("; nobody's work is ended: {why}"));
+        let spared = self.spared.as_ref().map(|why| format!("; no work is ended: {why}"));
         let spared = spared.unwrap_or_default();
         format!("{device} is over its budget: {words}; {memory}in use by {clients}{spared}")
     }
@@ -140,11 +140,11 @@ pub struct AttemptNews {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum AttemptResult {
-    /// These have lost their work, and so many before that were not told.
+    /// The clients that have lost their work, and the number of earlier clients that no message has named.
     Ended(Vec<ProcessId>, Option<usize>),
-    /// This one could not be ended.
+    /// The client that could not be ended, and the reason.
     Stays(ProcessId, String),
-    /// This one may have lost its work.
+    /// The client that may have lost its work, and the reason.
     Unknown(ProcessId, String),
 }
 
@@ -229,7 +229,7 @@ impl BudgetWatch {
         }
     }
 
-    /// These are the budgets from now on.
+    /// Sets the budgets of a GPU.
     pub fn pursue(&mut self, gpu: SliceBudgets) {
         if gpu.is_stricter_than(&self.gpu) {
             self.spared.spare_all();
@@ -252,7 +252,7 @@ impl BudgetWatch {
         if self.start_over(now) { QUICK } else { SHARE }
     }
 
-    /// The time to the next look after a client has come, and between two attempts that end somebody.
+    /// The time to the next look after a client has come, and between two attempts that end work.
     fn period(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { PERIOD }
     }
@@ -269,8 +269,8 @@ impl BudgetWatch {
         (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
     }
 
-    /// Says what follows from a look. `found` are all clients on the GPU; a client without a known slice is no member. `runs` says
-    /// whether a process that was found before may still be there.
+    /// Says what follows from a look. `found` are all clients on the GPU; a client without a known slice is no member. `runs`
+    /// says whether a process that was found before may still be there.
     pub fn decide<T: PartialEq>(
         &mut self,
         found: &[ProcessId],
@@ -447,7 +447,7 @@ mod tests {
         assert_eq!(watch.has_attempted(Some(Vec::new()), 3 * SECOND), []);
         assert!(
             !is_cut_back(&look(&mut watch, &members, 4 * SECOND)),
-            "nobody was ended, and it is too early"
+            "no client was ended, and it is too early"
         );
         watch.client_has_come(4 * SECOND);
         assert!(!is_cut_back(&look(&mut watch, &members, 4 * SECOND)), "it may be about to end");
@@ -475,7 +475,7 @@ mod tests {
             let mut watch = watch(gpu(terminate));
             let over =
                 look(&mut watch, &[member(1, 60), Member { tenant: Some(8), ..member(2, 60) }], SECOND);
-            let reason = "; nobody's work is ended: processes 1 and 2 are of several users or containers";
+            let reason = "; no work is ended: processes 1 and 2 are of several users or containers";
             assert_eq!(texts(&over).concat().ends_with(reason), terminate);
             assert!(!is_cut_back(&over));
         }
@@ -495,7 +495,7 @@ mod tests {
         watch.pursue(gpu(true));
         assert!(
             is_cut_back(&look(&mut watch, &of(60), SECOND)),
-            "a reload that changes nothing spares nobody"
+            "a reload that changes nothing spares no client"
         );
         assert_eq!(watch.has_attempted(None, SECOND), []);
         watch.client_has_come(SECOND);
@@ -562,8 +562,9 @@ mod tests {
         assert!(text.ends_with("of 9; before, also of 2 clients that are not named"), "{text}");
     }
 
-    /// A tenant who starts over after each end has more than the slice until the next look. So from the third end in a minute on, a
-    /// newcomer is looked at with the others of a tenth of a second and ended at once, and a minute later it is as before.
+    /// A tenant who starts over after each end has more than the slice until the next look. So from the third end in a minute
+    /// on, a newcomer is looked at with the others of a tenth of a second and ended at once, and a minute later it is as
+    /// before.
     #[test]
     fn who_starts_over_and_over_is_looked_at_with_each_newcomer() {
         let mut watch = watch(gpu(true));

@@ -17,9 +17,8 @@ pub type GpuUuid = String;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ProcessId {
-    /// Its PID.
     pub pid: u32,
-    /// Its start time in clock ticks since boot (field 22 of /proc/PID/stat).
+    /// The start time in clock ticks since boot (field 22 of /proc/PID/stat).
     pub start_time: u64,
 }
 
@@ -33,7 +32,7 @@ impl ProcessId {
 /// A process on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuProcess {
-    /// Its PID on the host.
+    /// The PID on the host.
     pub pid: u32,
     /// The GPU memory that it holds, in MiB. None if the driver does not report it.
     pub memory_mib: Option<u64>,

@@ -22,12 +22,12 @@ const DIGITS: usize = 3;
 pub struct GpuId(pub PciAddress);
 
 impl GpuId {
-    /// Its slice with this ordinal.
+    /// The GPU's slice with this ordinal.
     pub fn slice(self, ordinal: u32) -> SliceId {
         SliceId { gpu: self, ordinal }
     }
 
-    /// Its slices, if it has so many.
+    /// The first slices of the GPU.
     pub fn slices(self, number: u32) -> impl Iterator<Item = SliceId> {
         (0..number).map(move |ordinal| self.slice(ordinal))
     }
@@ -50,9 +50,8 @@ impl FromStr for GpuId {
 /// A slice as the service publishes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SliceId {
-    /// Its GPU.
     pub gpu: GpuId,
-    /// Its number on the GPU, from 0 on.
+    /// The slice's number on the GPU, from 0 on.
     pub ordinal: u32,
 }
 
@@ -107,7 +106,7 @@ impl DeviceName {
         }
     }
 
-    /// Its GPU, or itself.
+    /// The GPU of the slice, or the GPU itself.
     pub fn gpu(self) -> GpuId {
         match self {
             Self::Gpu(gpu) => gpu,
@@ -165,11 +164,11 @@ impl From<DeviceName> for String {
     serde(into = "String", from = "String")
 )]
 pub enum DaemonId {
-    /// It serves this slice alone.
+    /// The control daemon of one slice.
     Slice(SliceId),
-    /// It serves all slices of this GPU.
+    /// The control daemon of all slices of a GPU.
     Gpu(GpuUuid),
-    /// It serves all GPUs that have no control daemon of their own.
+    /// The control daemon of all GPUs that have no control daemon of their own.
     Shared,
 }
 
@@ -211,8 +210,8 @@ impl fmt::Display for DaemonId {
 }
 
 impl From<&str> for DaemonId {
-    /// Reads an id. Each text is one, so that no control daemon in the state file is lost: a text that is nothing else counts as
-    /// the UUID of a GPU.
+    /// Reads an id. Each text is one, so that no control daemon in the state file is lost: a text that is nothing else counts
+    /// as the UUID of a GPU.
     fn from(text: &str) -> Self {
         match text.parse() {
             _ if text == SHARED => Self::Shared,

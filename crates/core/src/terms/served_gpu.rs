@@ -8,10 +8,10 @@ use super::{GpuId, GpuUuid, SliceId};
 /// The size of a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SliceSize {
-    /// Its memory: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if the memory of
-    /// the GPU is not known.
+    /// The memory of the slice: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if the
+    /// memory of the GPU is not known.
     pub memory_mib: u64,
-    /// Its active thread percentage, 1 to 100.
+    /// The active thread percentage, 1 to 100.
     pub thread_percentage: u8,
     /// The most clients.
     pub max_clients: u32,
@@ -31,7 +31,6 @@ impl SliceSize {
 /// A GPU of a control daemon. Its position is its ordinal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
-    /// Its UUID.
     pub uuid: GpuUuid,
     /// None if the plan does not know it any more.
     pub id: Option<GpuId>,
@@ -43,12 +42,12 @@ pub struct ServedGpu {
     pub limits_enforced: bool,
     /// The number of clients that it can hold at once.
     pub capacity: u32,
-    /// True if NVML tells the clients of this control daemon. If not, only the control daemon knows them.
+    /// True if NVML lists the clients of this control daemon. If not, only the control daemon knows them.
     pub clients_listed: bool,
 }
 
 impl ServedGpu {
-    /// Its name, for people.
+    /// The GPU's name, for people.
     pub fn name(&self) -> String {
         self.id.map_or_else(|| self.uuid.clone(), |id| id.to_string())
     }

@@ -113,7 +113,7 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     let Some(ToBind { devices, group, label, waits_for_owner }) = wanted(arguments)? else { return Ok(()) };
     let wish = SliceWish { names: devices, free: false, share: arguments.share };
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
-    // Somebody's container or job is to start, and a service that is just restarted is no reason against it.
+    // A container or job is about to start, and must not fail since the service restarts at this moment.
     let waits = arguments.hook.oci || arguments.slurm;
     let will_be_free =
         |error: &BusError| waits_for_owner && matches!(error, BusError::Refused(RequestError::Taken(_)));
@@ -133,8 +133,8 @@ struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
     label: String,
-    /// The kubelet has given the devices to this container, and gives a device to one pod at a time. So an owner of a device is a
-    /// container of a pod that was deleted by force, and ends soon.
+    /// The kubelet has given the devices to this container, and gives a device to one pod at a time. So an owner of a device is
+    /// a container of a pod that was deleted by force, and ends soon.
     waits_for_owner: bool,
 }
 

@@ -214,7 +214,7 @@ async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
 }
 
 fn still_there(look: &Result<Option<RemainingClients>, BusError>) -> String {
-    let unknown = "The service does not know now which clients are still there";
+    let unknown = "The service does not know the remaining clients now";
     match look {
         Err(error) => format!("{unknown}: {}.", printable(&error.to_string())),
         Ok(None) => format!("{unknown}: the service is starting."),

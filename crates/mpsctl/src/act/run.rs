@@ -117,9 +117,10 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     }
 }
 
-/// Sees to it, if that can be, that this process of root is alone in its control group, and says whether it is. Then the control
-/// group can be bound to slices, and the command's own words do not count. A command of a session, or of a terminal of a desktop, gets a scope. A command of a unit with
-/// other processes stays there, since systemd ends it with the unit, and so does one of Slurm, which ends its jobs likewise.
+/// Sees to it, if that can be, that this process of root is alone in its control group, and says whether it is. Then the
+/// control group can be bound to slices, and the command's own words do not count. A command of a session, or of a terminal of
+/// a desktop, gets a scope. A command of a unit with other processes stays there, since systemd ends it with the unit, and so
+/// does one of Slurm, which ends its jobs likewise.
 async fn takes_control_group(command: &[OsString]) -> bool {
     if !geteuid().is_root() || !systemd::runs_host() {
         return false;
@@ -214,7 +215,7 @@ impl ProcessGroup {
         let _ = kill_process(self.0, signal);
     }
 
-    /// Stops with the command, as job control has it, until somebody continues us. SIGTSTP would do nothing: job control
+    /// Stops with the command, as job control has it, until this process is continued. SIGTSTP would do nothing: job control
     /// protects process groups that no shell looks after.
     fn suspend(self) {
         self.send(Signal::STOP);

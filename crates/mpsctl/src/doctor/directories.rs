@@ -40,7 +40,7 @@ fn refused(facts: &Facts) -> Outcome {
         Ok(false) if in_use(facts, &directory) => Some(error(
             "directory-missing",
             directory.display(),
-            "it does not exist, though the service runs: somebody has removed it",
+            "it does not exist, though the service runs: another program has removed it",
             "yunion-mpsctl apply restarts the control daemon once it has no clients",
         )),
         Ok(_) => None,

@@ -61,7 +61,7 @@ pub(super) struct Arguments {
 enum Severity {
     /// Something is not served, or not as it is published.
     Error,
-    /// It works now, but will fail or surprise somebody.
+    /// The host works now, but will fail or surprise its users.
     Warning,
     /// Worth knowing.
     Info,
@@ -80,12 +80,12 @@ impl Severity {
 /// Something that a check has found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Finding {
-    /// Its name, which never changes.
+    /// The finding's name, which never changes.
     name: &'static str,
     severity: Severity,
     /// The file, the GPU or the process.
     subject: String,
-    /// Its remedy is the command to type, or the line to write.
+    /// The remedy is the command to type, or the line to write.
     #[serde(flatten)]
     problem: Problem,
 }

@@ -25,7 +25,7 @@ fn foreign(facts: &Facts) -> Outcome {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
-            // Its directory is not on the host, and its programs can't be trusted.
+            // The control daemon's directory is not on the host, and its programs can't be trusted.
             Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
             // A process can put anything in its environment, and root will type this line.
             Some(path) => format!(

@@ -171,7 +171,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     };
     for directory in needed {
         let covered = protected.iter().any(|path| directory.starts_with(path));
-        // These stay writable under strict too.
+        // These directories stay writable under strict too.
         let apart = ["/dev", "/proc", "/sys"].iter().any(|path| directory.starts_with(path));
         if covered && !apart && !granted.iter().any(|path| directory.starts_with(path)) {
             findings.push(error(

@@ -109,7 +109,7 @@ pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
         let names = |text: &str| names.into_iter().flatten().any(|name| text.contains(name));
         errors().any(|error| names(&error.subject) || names(&error.problem.found))
     };
-    // It becomes another state within a minute.
+    // The state starting changes within a minute.
     let is_starting = |gpu: &&Listed<Gpu>| {
         let mut daemons = published.control_daemons.iter();
         daemons.any(|one| one.id == gpu.control_daemon && one.state == ControlDaemonState::Starting)
@@ -226,7 +226,7 @@ fn devices(facts: &Facts) -> Outcome {
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
     };
     let nameless = list(&|client| client.device.is_none());
-    // A program on the host has no other way than its environment, unless somebody binds it.
+    // A program on the host has no other way than its environment, unless its control group is bound.
     let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
     let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();

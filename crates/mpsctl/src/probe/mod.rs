@@ -102,7 +102,7 @@ async fn named<'a>(
     let slice = slice.map(|(_, slice)| slice.as_str()).unwrap_or_default();
     let meant = devices.iter().filter(|device| device.addr == slice || device.base_addr == slice);
     let device = first_slices(meant).into_iter().next();
-    device.ok_or_else(|| Error::Failed(format!("device {slice} has gone")))
+    device.ok_or_else(|| Error::Failed(format!("slice {slice} no longer exists")))
 }
 
 /// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client

@@ -165,13 +165,13 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
                 slice it ends the programs of its slice alone. Then the slices take turns: 8 processes of ResNet-50 on 4 slices \
                 do 1.6 times the work of 8 without MPS, instead of 4 times. Programs without MPS get in, and are told.";
     writeln!(out, "{}", prose(said))?;
-    questions.no_or_yes("Shall a fault stay in its slice?", out)
+    questions.no_or_yes("Should a fault stay in its slice?", out)
 }
 
 /// Asks if CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
 /// too, so it is off there by default.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
-    let question = "Shall every CUDA program of this host find its way to a slice by itself? Otherwise only programs that are \
+    let question = "Should every CUDA program of this host use a slice automatically? Otherwise only programs that are \
                     started with a slice find it.";
     let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
     let said = format!(

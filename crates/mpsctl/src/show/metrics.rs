@@ -40,7 +40,7 @@ pub(crate) struct Arguments {
 pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
-        // It may have ended while it was asked: the bus answers on its behalf then.
+        // The service may have ended meanwhile: then the bus answers in its place.
         Err(BusError::Refused(_) | BusError::Other { .. })
             if matches!(daemon.service().await, Err(BusError::NotRunning)) =>
         {

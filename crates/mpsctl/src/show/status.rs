@@ -24,7 +24,7 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// How often the answers are asked for, if the service changes between two of them.
+/// The number of attempts at consistent answers, if the service changes between two of them.
 const ATTEMPTS: usize = 3;
 
 /// The time that a list of clients may take.

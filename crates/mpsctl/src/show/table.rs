@@ -71,7 +71,7 @@ pub(crate) struct Head {
     pub(crate) expendable: u8,
 }
 
-/// How well it is with what a text is about, for its colour.
+/// The state that a text describes, for its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tone {
     Well,
@@ -286,7 +286,7 @@ fn is_unknown(text: &str) -> bool {
     text.is_empty() || text == UNKNOWN
 }
 
-/// They are the theme's own colours, which its owner can read.
+/// The colours are the terminal theme's own, which its user can read.
 fn colour_of(tone: Tone) -> Color {
     match tone {
         Tone::Well => Color::DarkGreen,
@@ -297,7 +297,7 @@ fn colour_of(tone: Tone) -> Color {
 
 /// A value that a table can show.
 pub(crate) trait Shown {
-    /// Its text; `-` if it is not known, or an empty list.
+    /// The text of the value; `-` for an unknown value or an empty list.
     fn shown(&self) -> String;
 }
 

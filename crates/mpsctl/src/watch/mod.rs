@@ -16,10 +16,10 @@ pub(super) mod is_ready;
 pub(super) mod status;
 pub(super) mod top;
 
-/// The time between two looks if the service tells of no change.
+/// The time between two looks if the service reports no change.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// The time between two looks while the service tells of one change after the other.
+/// The time between two looks while the service reports one change after the other.
 const SHORTEST: Duration = Duration::from_millis(250);
 
 /// The service, for looks at it again and again. It may come and go, and so may the bus.
@@ -61,7 +61,7 @@ async fn in_time<T, E: From<BusError>>(answer: impl Future<Output = Result<T, E>
     timeout(SIGN_OF_LIFE, answer).await.unwrap_or_else(|_| Err(BusError::Silent.into()))
 }
 
-/// Why there is no answer now, for somebody who sees the next answer as soon as there is one.
+/// The reason why there is no answer now, for a reader who sees the next answer as soon as there is one.
 fn describe(error: &BusError) -> String {
     match error {
         BusError::NotRunning => "yunion-mps-daemon is not running; waiting for it".to_owned(),

@@ -75,7 +75,7 @@ fn print_change(answer: &Result<String, String>, last: &mut String, out: &mut dy
     Ok(())
 }
 
-/// The text with a first line that tells the time.
+/// The text with a first line that has the time.
 fn lines(text: &str, rows: usize) -> Vec<String> {
     let now = time::local(SystemTime::now());
     let mut lines = vec![format!("yunion-mpsctl status at {now}; Ctrl-C ends"), String::new()];

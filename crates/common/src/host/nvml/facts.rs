@@ -1,4 +1,4 @@
-//! The facts about a GPU that NVML tells.
+//! The facts of NVML about a GPU.
 
 use nvml_calls::processes::{NotListed, ProcessList};
 use nvml_wrapper::Device;
@@ -39,7 +39,7 @@ pub struct GpuState {
 }
 
 impl NvmlFacts {
-    /// Asks for them. An error if the whole GPU is gone.
+    /// Asks NVML for the facts. An error if the whole GPU is lost.
     pub(super) fn read(device: &Device<'_>, index: u32, process_record: usize) -> Result<Self, Problem> {
         let uuid = device.uuid().map_err(|error| match error {
             error if is_gone(&error) => words(&error),
@@ -66,7 +66,7 @@ pub(super) fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> 
     Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
 }
 
-/// The value, or None if only this value can't be read. An error if the whole GPU is gone.
+/// The value, or None if only this value can't be read. An error if the whole GPU is lost.
 fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Problem> {
     match value {
         Ok(value) => Ok(Some(value)),

@@ -1,4 +1,4 @@
-//! The memory limits of control groups: set and read back, and lifted unless somebody else has set them.
+//! The memory limits of control groups: set and read back, and lifted unless others have set them.
 
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};

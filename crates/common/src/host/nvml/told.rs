@@ -1,4 +1,4 @@
-//! All that NVML tells of the GPUs of a host, each asked about by itself.
+//! All facts of NVML about the GPUs of a host, each fact asked for by itself.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub struct GpuQuestions {
     unlisted: ParallelQuestions<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
-/// All that NVML tells of the GPUs.
+/// All facts of NVML about the GPUs.
 pub(crate) struct ToldByNvml {
     /// The driver's version.
     pub(crate) version: String,

@@ -80,7 +80,7 @@ fn style(tone: Tone) -> Style {
     }
 }
 
-/// So many rows or columns.
+/// A fixed number of rows or columns.
 fn length(cells: usize) -> Constraint {
     Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
@@ -155,7 +155,7 @@ fn tone(service: &Service) -> Tone {
 
 fn bottom(width: usize, state: &TopState) -> Line<'static> {
     if let Some((_, question)) = &state.question {
-        // Its end is the part to answer.
+        // The end of the question is the part to answer.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
