@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
 use tokio::net::UnixListener;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 use tokio_stream::wrappers::{UnixListenerStream, WatchStream};
 use tokio_stream::{Stream, StreamExt};
@@ -90,7 +90,6 @@ pub(crate) struct Resource {
     path: PathBuf,
     file: SocketFile,
     offered: watch::Sender<Vec<Offered>>,
-    _stop: oneshot::Sender<()>,
     pub(crate) registration: Registration,
 }
 
@@ -116,7 +115,7 @@ impl Resource {
         let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket went at once"))?;
         let (sender, receiver) = watch::channel(offered);
         let answers = Arc::new(ResourceAnswers { name: name.to_owned(), manner, offered: receiver });
-        let (stop, stopped) = oneshot::channel::<()>();
+        let mut until_dropped = sender.subscribe();
         let answer = service_fn(move |request| {
             let answers = answers.clone();
             async move { Ok::<_, Infallible>(answer(answers, request).await) }
@@ -128,21 +127,13 @@ impl Resource {
                 .serve_with_incoming_shutdown(
                     answer,
                     with_pauses(UnixListenerStream::new(listener)),
-                    async {
-                        let _ = stopped.await;
-                    },
+                    async { while until_dropped.changed().await.is_ok() {} },
                 );
             if let Err(error) = server.await {
                 tracing::error!("a resource is no longer served: {error}");
             }
         });
-        Ok(Self {
-            path: path.to_owned(),
-            file,
-            offered: sender,
-            _stop: stop,
-            registration: Registration::Missing,
-        })
+        Ok(Self { path: path.to_owned(), file, offered: sender, registration: Registration::Missing })
     }
 
     /// The socket that was made.
@@ -157,8 +148,8 @@ impl Resource {
 
     /// True if a kubelet listens to the list of devices.
     pub(crate) fn has_listener(&self) -> bool {
-        // One receiver is our own.
-        self.offered.receiver_count() > 1
+        // Two receivers are our own: the answers have one, and the server ends by the other.
+        self.offered.receiver_count() > 2
     }
 
     /// Tells the kubelet of the devices, if they are others than before.
