@@ -26,9 +26,7 @@ impl Daemon {
     fn close(&mut self, gpu: GpuId, error: &CriticalError) {
         let written = self.state_file.lock().remember_reset(gpu, &error.to_string());
         if let Err(error) = written {
-            tracing::warn!(
-                "the state file can't be written, which would say that GPU {gpu} needs a reset: {error}"
-            );
+            tracing::warn!("GPU {gpu} needs a reset, and the state file can't be written to say so: {error}");
         }
         if let Err(stuck) = self.fleet.link() {
             tracing::warn!("programs still get to GPU {gpu}, which needs a reset: {stuck}");
@@ -43,7 +41,7 @@ impl Daemon {
         }
         if let Err(error) = self.state_file.lock().forget_resets() {
             tracing::warn!(
-                "the state file can't be written, which would say that GPUs need no reset any more: {error}"
+                "GPUs need no reset any more, and the state file can't be written to say so: {error}"
             );
             return false;
         }

@@ -1,4 +1,4 @@
-//! Carries out what the core says about one control daemon: from a plan to a process that serves it, and back.
+//! Carries out the core's decisions about one control daemon: starts the process that serves a plan, and ends it.
 //!
 //! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` when something else must happen
 //! first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless an administrator has

@@ -1,5 +1,6 @@
 //! Functions of NVML that nvml-wrapper does not have yet, or calls with too little room for their answers. They are looked up by
-//! their names in the library that it has loaded. This crate has the only unsafe code of the service.
+//! their names in the library that nvml-wrapper has loaded. This crate has the only unsafe
+//! code of the service.
 
 #![allow(unsafe_code, reason = "the functions of a library in C")]
 

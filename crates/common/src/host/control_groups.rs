@@ -15,7 +15,7 @@ use super::proc;
 /// The mount of the one hierarchy, or of all hierarchies.
 const MOUNT: &str = "/sys/fs/cgroup";
 
-/// A file that is only at the top of the one hierarchy.
+/// A file of the version 2 of control groups alone, which has one hierarchy.
 const ONE_HIERARCHY: &str = "/sys/fs/cgroup/cgroup.controllers";
 
 /// The most control groups that are looked at below one, to see whether any has a process.

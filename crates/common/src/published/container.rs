@@ -260,8 +260,8 @@ fn pipe_directory_mounts(
         container: directory.to_owned(),
         read_only,
     };
-    // If the root user of a container may write there, it can take the control daemon's sockets away from all users or
-    // replace them: `rm -rf /tmp/*` at the start of a container is enough.
+    // The root user of a container that may write to the pipe directory can remove or replace the control daemon's sockets
+    // for all users: `rm -rf /tmp/*` at the start of a container is enough.
     let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));

@@ -180,7 +180,7 @@ impl Register {
         self.clients.values().any(|entry| entry.is_wanted && !entry.is_looked_at)
     }
 
-    /// The processes that a look is for, which begins now. [`Register::answer`] follows for each.
+    /// Begins a look, and returns its processes. The caller gives the answer about each by [`Register::answer`].
     pub fn begin_look(&mut self) -> Vec<ProcessId> {
         let due = self.clients.values_mut().filter(|entry| entry.is_wanted && !entry.is_looked_at);
         due.map(|entry| {
@@ -224,7 +224,7 @@ impl Register {
         self.clients.get(&pid).map(|entry| &entry.client)
     }
 
-    /// Returns whether some look at this process has found out everything.
+    /// True if a look at this process has found its slices, and everything else that the register keeps.
     pub fn has_found(&self, process: ProcessId) -> bool {
         let entry = self.clients.get(&process.pid).filter(|entry| entry.client.process == process);
         entry.is_some_and(|entry| entry.is_found)

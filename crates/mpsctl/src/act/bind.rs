@@ -128,7 +128,7 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// The slices for a control group, and its name for people.
+/// The slices to which a control group is to be bound, and the label of the binding.
 struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
