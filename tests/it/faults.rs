@@ -374,10 +374,7 @@ fn a_fault_spares_clients_on_other_gpus() {
     let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
     let before = server(&host.json(&["status"]).unwrap());
     let status = host.wait_for_status("left to its clients", |status| {
-        control_daemon(status)["reason"]
-            .as_str()
-            .unwrap()
-            .contains("left to its 1 client on GPUs that are well")
+        control_daemon(status)["reason"].as_str().unwrap().contains("left to its 1 client on healthy GPUs")
     });
     assert_eq!(server(&status), before);
     assert!(alive(elsewhere.id()));

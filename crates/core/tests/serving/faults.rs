@@ -175,7 +175,7 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
 fn a_server_is_left_to_clients_that_are_well() {
     let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);
-    let why = "still there: 1; end them, since the server is left to its 1 client on GPUs that are well";
+    let why = "still there: 1; end them, since the server is left to its 1 client on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // The last one of them ends, and its GPU was not hit.
@@ -188,7 +188,7 @@ fn a_server_is_left_to_clients_that_are_well() {
 fn a_client_that_came_between_two_errors_is_well() {
     let mut story = faulted(&[(1, "A"), (2, "A")], &[1]);
     story.served(60_000);
-    assert!(story.shown().contains("left to its 1 client on GPUs that are well"), "{}", story.shown());
+    assert!(story.shown().contains("left to its 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
 }
 
@@ -215,7 +215,7 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.nvml.insert("B".to_owned(), Ok([2].into()));
     story.served(60_000);
-    assert!(story.shown().contains("left to its 1 client on GPUs that are well"), "{}", story.shown());
+    assert!(story.shown().contains("left to its 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // NVML can't say who is on the GPU that was not hit.
     let mut story = faulted(&[(1, "A")], &[1]);
