@@ -32,7 +32,7 @@ fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
     let mut host = story.host();
     host.server_comes(SERVER);
     for (pid, process) in processes {
-        host.client(*pid, SERVER, "A");
+        host.client(*pid, SERVER, "0a:00.0");
         let tenant = host.tenant(*pid);
         tenant.slice_known_by = SliceKnownBy::Nothing;
         if let Some((slice, known_by)) = process.slice {
@@ -50,7 +50,7 @@ fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
 }
 
 fn host(processes: &[(u32, Process)]) -> Story {
-    host_of(&["A"], processes)
+    host_of(&["0a:00.0"], processes)
 }
 
 fn contained(containers: &[(&'static str, bool)]) -> Process {
@@ -93,14 +93,14 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
     let known_by = |by, slice| Process { slice: Some((slice, by)), ..Process::default() };
     let (claims, mounted) = (SliceKnownBy::Environment, SliceKnownBy::Mount);
     let processes = [
-        (1, known_by(mounted, slice_of("A", 1))),
-        (2, known_by(mounted, slice_of("A", 2))),
+        (1, known_by(mounted, slice_of("0a:00.0", 1))),
+        (2, known_by(mounted, slice_of("0a:00.0", 2))),
         (3, Process::default()),
-        (4, known_by(claims, slice_of("B", 1))),
-        (5, known_by(mounted, slice_of("B", 1))),
+        (4, known_by(claims, slice_of("0b:00.0", 1))),
+        (5, known_by(mounted, slice_of("0b:00.0", 1))),
     ];
     let there = host(&processes);
-    let (had_work, answer) = ask(&there, Target::Slices(vec![slice_of("A", 1)]));
+    let (had_work, answer) = ask(&there, Target::Slices(vec![slice_of("0a:00.0", 1)]));
     assert_eq!(had_work, ["PID 1 0a:00.0-1"]);
     let unplaced =
         TerminationError::Unplaced(vec!["PID 3 (program)".to_owned(), "PID 4 (program)".to_owned()]);
@@ -112,7 +112,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         "one that is just ending has no environment any more"
     );
     // It may be a client on another GPU.
-    assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("B", 2)])), (Vec::new(), Ok(())));
+    assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("0b:00.0", 2)])), (Vec::new(), Ok(())));
 }
 
 #[test]
@@ -155,18 +155,18 @@ fn a_fault_that_comes_behind_the_list_has_ended_the_work_on_the_only_gpu() {
         there.host().at(20_000, |host| host.server_recovers(SERVER));
         there
     };
-    let there = faulted(&["A"]);
+    let there = faulted(&["0a:00.0"]);
     assert_eq!(ask(&there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
     assert_eq!(there.calls("end the work"), 0);
     assert!(there.host().now < Duration::from_secs(1));
-    let there = faulted(&["A", "B"]);
+    let there = faulted(&["0a:00.0", "0b:00.0"]);
     assert_eq!(ask(&there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
     assert_eq!(there.calls("end the work of 1"), 1, "once the fault is over");
 }
 
 #[test]
 fn nvml_knows_who_is_on_several_gpus_of_a_server_that_handles_a_fault() {
-    let of_two = || host_of(&["A", "B"], &[(1, Process::default())]);
+    let of_two = || host_of(&["0a:00.0", "0b:00.0"], &[(1, Process::default())]);
     let there = of_two();
     assert_eq!(ask(&there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
     assert_eq!(there.calls("clients on GPUs"), 0, "without a fault, the list is complete");
@@ -174,7 +174,7 @@ fn nvml_knows_who_is_on_several_gpus_of_a_server_that_handles_a_fault() {
     let there = of_two();
     faults(&there, 20_000);
     // NVML lists the client a moment later.
-    there.host().stage.nvml.insert("A".to_owned(), Ok([].into()));
+    there.host().stage.nvml.insert("0a:00.0".to_owned(), Ok([].into()));
     there.host().at(10, |host| host.stage.nvml.clear());
     assert_eq!(ask(&there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));
     assert!(there.calls("clients on GPUs") > 1);
