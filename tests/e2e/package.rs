@@ -275,11 +275,11 @@ fn listing(machine: &mut Machine) {
         line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect()
     };
     let rows: Vec<Vec<String>> = table.lines().filter(|line| line.starts_with('|')).map(cells).collect();
-    assert_eq!(rows[0][..3], ["Addr", "Dev_type", "Model"]);
-    let shown: Vec<&str> = rows[1..].iter().map(|row| row[0].as_str()).collect();
+    assert_eq!(rows[0][..3], ["Dev_type", "Model", "Addr"]);
+    let shown: Vec<&str> = rows[1..].iter().map(|row| row[2].as_str()).collect();
     assert_eq!(shown, DEVICES);
     for row in &rows[1..] {
-        assert_eq!(row[1], "NVIDIA_MPS");
+        assert_eq!(row[0], "NVIDIA_MPS");
         assert_eq!(row[5], UUID);
         assert_eq!(row[9], "healthy");
     }
