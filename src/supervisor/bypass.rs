@@ -39,7 +39,7 @@ impl ToldBypasses {
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
     }
 
-    /// The processes that were reported, and whose end was not reported yet.
+    /// The processes whose beginning was reported and whose end was not.
     pub(super) fn newly_gone<'b>(&self, gone: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         gone.into_iter().filter(|bypass| told.remove(&key(bypass))).collect()

@@ -263,7 +263,7 @@ impl Fleet {
     }
 }
 
-/// Answers a request. Supervisors carry out no request whose caller no longer waits.
+/// Answers a request. If the caller stops waiting, the request is dropped, and the supervisors do not carry it out.
 async fn answer_unless_given_up(
     mut reply: Reply<()>,
     answered: impl Future<Output = Result<(), RequestError>>,

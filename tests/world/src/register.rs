@@ -34,7 +34,7 @@ impl Mps {
         if let Meaning::ClientAdmitted(pid) = meaning
             && register.get(*pid).is_none()
         {
-            // It had ended when the line of its coming was read: nothing tells it from a process that had its PID before.
+            // The client had ended before its first line was read. Nothing distinguishes it from an earlier process with its PID.
             self.reader.clients.seen.retain(|process, _| process.pid != *pid);
         }
     }

@@ -35,9 +35,9 @@ pub fn binding_device(slice: &str) -> String {
     format!("bind-{slice}")
 }
 
-/// The spec of all planned slices. Each has a hook, whose program is yunion-mpsctl: it binds the container's control group to
-/// the slice, waits for a slice that is not served at this moment, and refuses with the reason. An engine that does not find a
-/// name can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
+/// The spec of all planned slices. The hook of each slice runs yunion-mpsctl, which binds the container's control group to the
+/// slice. The hook waits for a slice that is not served at this moment, and refuses a slice with the reason. An engine that does
+/// not find a name can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
         snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();

@@ -57,8 +57,7 @@ pub trait GpuShell: Send {
     /// The process that has this PID now. None if there is none.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
-    /// Shows the processes that use a GPU without a server, and reports those that have come and gone; and whether they keep a
-    /// server out.
+    /// Shows the processes that use a GPU without a server, and if they keep a server out. Reports new processes and ended ones.
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
 
     /// Tells people something about a GPU, once.

@@ -109,9 +109,9 @@ impl<H: Clone> Enforcer<H> {
         Enforced { victims, broken_off: None }
     }
 
-    /// The next client to end, with its slice. A member that was ended before counts as gone while it has no new connection,
-    /// and so does a process without any connection, and a process whose PID another process has by now. The next newest goes
-    /// in place of a process that can't be ended.
+    /// The next client to end, with its slice. Three kinds of members are left out: a member that was ended and has no new
+    /// connection, a member without any connection, and a member whose PID belongs to another process now. If a process can't be
+    /// ended, the next newest one is.
     fn next<S: MemberShell<Held = H>, T>(
         &self,
         shell: &S,
