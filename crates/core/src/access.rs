@@ -1,23 +1,23 @@
-//! The answer to one question: may this program have this slice now? Every door that hands out a slice asks it.
+//! Decides if a program may have a slice now. All parts of the service that hand out slices ask here.
 
 use alloc::string::String;
 
 use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
 
-/// A program that is to have slices.
+/// A program that asks for slices.
 #[derive(Debug, Clone, Copy)]
 pub struct Asker<'a> {
     /// The path of its control group. None: it is not known yet.
     pub control_group: Option<&'a str>,
     /// The authority by which the program has the slices. A weaker binding of another control group is no obstacle for a slice
-    /// that is named.
+    /// that the program names.
     pub by: BoundBy,
-    /// Others may have the slices too.
+    /// True if other programs may have the slices too.
     pub shares: bool,
 }
 
 impl Asker<'_> {
-    /// The binding that keeps a slice from the program. `now` is in seconds since the host was started.
+    /// The binding that excludes the program from a slice. `now` is in seconds since the host was started.
     pub fn kept_out_by<'b, S: Ord + Clone>(
         &self,
         slice: &S,
@@ -33,23 +33,23 @@ impl Asker<'_> {
     }
 }
 
-/// A slice as it stands for the program that is to have it.
+/// The state of a slice, seen by the program that asks for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Standing {
     /// The reason why an administrator has to act before programs may use the GPU.
     pub unusable: Option<String>,
     /// True if an administrator has drained the slice.
     pub drained: bool,
-    /// The name of the binding that keeps it from others.
+    /// The name of the binding that excludes other programs from the slice.
     pub taken_by: Option<String>,
-    /// Why a program that begins now is not served with its limits.
+    /// Why a program that is started now would not get its limits.
     pub unserved: Option<String>,
 }
 
 /// The reason why a program may not have a slice, the easiest to overcome first.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Obstacle {
-    /// The slice is not served now. The service works on that, so the asker may wait.
+    /// The slice is not served now. The service removes this obstacle, so the caller may wait.
     Unserved(String),
     /// The slice is bound to another owner, who is named.
     Taken(String),
@@ -66,7 +66,7 @@ impl Obstacle {
     }
 }
 
-/// Says whether a program may have a slice now.
+/// Decides if a program may have a slice now.
 ///
 /// # Errors
 /// The obstacle. Of several obstacles, this is the obstacle that lasts longest.

@@ -7,8 +7,8 @@ use crate::{DaemonId, Goal, GpuUuid, HeldGpus, Order, Permit};
 /// An act that the core orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Act<P> {
-    /// An act about one control daemon. One such act at a time is under way for an id, and comes back as
-    /// [`crate::CoreEvent::Done`]; [`DaemonAct::Rest`] alone does not.
+    /// An act about one control daemon. At most one such act is under way for an id, and it comes back as
+    /// [`crate::CoreEvent::Done`]. Only [`DaemonAct::Rest`] does not come back.
     Daemon {
         id: DaemonId,
         /// The order at this moment.
@@ -19,15 +19,16 @@ pub enum Act<P> {
         held: HeldGpus,
         act: DaemonAct,
     },
-    /// Break off the act that is under way for this id, at once. The act comes back as interrupted, or with its outcome.
+    /// Break off the act that is under way for this id, at once. The act then comes back as interrupted, or with its outcome if
+    /// it was over before.
     Interrupt { id: DaemonId },
     /// The control daemon with this id needs no supervisor any more.
     Release { id: DaemonId },
-    /// Set the compute mode of this GPU to the service's, the former one written down before. It comes back as
+    /// Set the compute mode of this GPU to the service's, after recording the former mode. The act comes back as
     /// [`crate::CoreEvent::ModeDone`].
     TakeMode(GpuUuid),
-    /// Put the compute mode of this GPU back, unless others have changed it since or it was never changed. It comes back as
-    /// [`crate::CoreEvent::ModeDone`].
+    /// Restore the compute mode of this GPU, unless other programs have changed it since, or the service has never changed it.
+    /// The act comes back as [`crate::CoreEvent::ModeDone`].
     PutModeBack(GpuUuid),
 }
 
@@ -36,14 +37,14 @@ pub enum Act<P> {
 pub enum DaemonAct {
     /// Watch the process that the state file has under this id. If the process has ended, the state file forgets it.
     TakeOver,
-    /// Start a control daemon with the GPUs of the order that no other has.
+    /// Start a control daemon with those GPUs of the order that no other control daemon has.
     Start,
     /// Give the control daemon its order, and watch it until it ends, fails, or has to end.
     Serve,
     /// Find out who uses a control daemon that has failed.
     Judge,
-    /// End the control daemon, for the cause of the permit. An unused control daemon to which a client comes meanwhile lives on
-    /// until the client has ended. For any other cause its clients lose their work.
+    /// End the control daemon, for the cause of the permit. If the cause is that the control daemon is unused, and a client comes
+    /// meanwhile, the control daemon lives on until the client has ended. With any other cause the clients lose their work.
     End(Permit),
     /// Show why the control daemon does not serve, and that the service tries again after this time.
     Rest(Duration),

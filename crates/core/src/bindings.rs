@@ -1,13 +1,14 @@
-//! The slices to which control groups are bound, before their programs run or while they do.
+//! Bindings: the slices to which control groups are bound, before their programs run or while they do.
 //!
-//! A process has the slices of the nearest binding: that of its own control group, or else of the first one above. Without
-//! sharing, a slice is one binding's at a time. Bindings of control groups that are inside one another, or in one pod, are one
-//! tenant's, and take nothing from each other.
+//! A process has the slices of the nearest binding: of its own control group, or else of the nearest ancestor that is bound.
+//! Without sharing, a slice belongs to one binding at a time. Control groups inside one another, or in one pod, belong to one
+//! tenant, so their bindings do not exclude each other.
 //!
-//! A binding ends by itself when its control group is gone. The binding of a container of Kubernetes ends with the pod: the
-//! kubelet gives slices to pods, and starts a container again on its slice. An empty control group may get its first process
-//! yet, so its binding ends only after [`FIRST_PROCESS`]. A control group that has had a process gives its slice at once to a
-//! control group that asks for it: a container is started again while the control group of its predecessor is still there.
+//! A binding ends by itself when its control group is removed. The binding of a container of Kubernetes ends with the pod: the
+//! kubelet gives slices to pods, and restarts a container with the slice that it had. A control group without processes may still
+//! get its first one, so its binding ends only after [`FIRST_PROCESS`]. A control group whose processes have all ended loses its
+//! slice as soon as another control group asks for it: a restarted container can come before the control group of its predecessor
+//! is removed.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -16,17 +17,17 @@ use alloc::vec::Vec;
 use core::cmp::Ordering;
 use core::fmt;
 
-/// The seconds in which the first process comes into a control group that is bound before.
+/// The seconds that a new binding waits for the first process of its control group.
 pub const FIRST_PROCESS: u64 = 60;
 
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has 16 GPUs.
 const MOST: usize = 4096;
 
-/// The most bytes of a binding in the state file, which is not read again if it is too large. The longest path of a control
-/// group has room, with the longest label and a hundred slices.
+/// The most bytes of one binding in the state file: a state file that is too large is not read again. This is enough for the
+/// longest path of a control group with the longest label and a hundred slices.
 pub const LARGEST: usize = 6 * 1024;
 
-/// The most bytes of all bindings there.
+/// The most bytes of all bindings in the state file.
 pub const MOST_BYTES: usize = MOST * LARGEST;
 
 /// Root: no other user can choose the names of root's control groups.
@@ -56,7 +57,7 @@ pub enum GroupUse {
 /// The authority of a binding. A later authority is stronger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
-    /// The host agent's records, which name the slice, or a GPU of which the service has chosen a free slice.
+    /// The host agent's records. They name the slice, or a GPU on which the service has chosen a free slice.
     Platform,
     Root,
 }
@@ -76,21 +77,21 @@ pub struct Binding<S> {
     pub was_used: bool,
 }
 
-/// All bindings of the host. A copy shares them, since each change begins with a copy.
+/// All bindings of the host. A copy is cheap, since both share the bindings: each change begins with a copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bindings<S>(Vec<Arc<Binding<S>>>);
 
 /// Why a control group is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotBound<S> {
-    /// A slice is another binding's.
+    /// A slice belongs to another binding.
     Taken {
         /// The slice.
         slice: S,
         /// The name of the binding that has it.
         by: String,
     },
-    /// There are as many bindings as there may be.
+    /// The host has the most bindings that are allowed.
     TooMany,
     /// The state file has no room for the binding.
     TooLarge,
@@ -111,18 +112,18 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
     }
 }
 
-/// Returns whether the name of a control group is believed: root has made it and each one above it. A user who has a control
-/// group, as a unit with Delegate= has its own, makes others in it, and names them as the container of a neighbour is named.
-/// `owners` are their users; None for a group that is not there.
+/// Returns true if the name of a control group can be trusted: root has made this control group and all its ancestors. A user who
+/// owns a control group (a unit with `Delegate=`) can make control groups in it, and name them after another tenant's container.
+/// `owners` are the users who own them; None for a control group that is not there.
 pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
 
 /// The path of the control group of a pod, from the path of a control group in it. None outside the kubelet's control groups.
 ///
-/// One control group of the kubelet contains all pods: `kubepods`, or `kubepods.slice`, whose name begins with that of a root
-/// of its own. It contains the control groups of pods, and one for each of the two lower classes of service, with the pods of
-/// that class.
+/// The kubelet has one control group for all pods: `kubepods` or `kubepods.slice`, where the name may begin with the name of a
+/// configured root. In it are the control groups of pods, and two control groups for the lower classes of service, which contain
+/// the pods of these classes.
 pub fn pod_of(path: &str) -> Option<&str> {
     let is_for_all =
         |name: &str| matches!(name, "kubepods" | "kubepods.slice") || name.ends_with("-kubepods.slice");
@@ -145,17 +146,17 @@ fn is_in(path: &str, above: &str) -> bool {
 }
 
 impl ControlGroup {
-    /// True if a path is that of this control group, or of one below it.
+    /// True if the path is that of this control group or of a descendant.
     pub fn has(&self, path: &str) -> bool {
         is_in(path, &self.path)
     }
 
-    /// True if this control group and the one at a path are inside one another.
+    /// True if this control group is an ancestor or a descendant of the control group at the path.
     fn is_around_or_inside(&self, path: &str) -> bool {
         self.has(path) || is_in(&self.path, path)
     }
 
-    /// Returns whether one tenant has both control groups: one of them contains the other, or one pod has both.
+    /// Returns true if both control groups belong to one tenant: one of them contains the other, or both are in one pod.
     fn is_one_tenants(&self, path: &str) -> bool {
         let pod = pod_of(path);
         self.is_around_or_inside(path) || (pod.is_some() && pod == pod_of(&self.path))
@@ -185,7 +186,8 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if the binding has no owner any more, by `group_use`. `now` is in seconds since the host was started.
+    /// Returns true if the control group's use says that the binding has no owner any more. `now` is in seconds since the host
+    /// was started.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -194,7 +196,7 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if the binding gives way to a control group that asks for its slices, by `group_use`.
+    /// Returns true if the control group's use says that the binding ends as soon as another control group asks for its slices.
     pub fn gives_way(&self, group_use: GroupUse, now: u64) -> bool {
         (group_use == GroupUse::Empty && self.was_used) || self.has_ended(group_use, now)
     }
@@ -213,10 +215,10 @@ impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
 }
 
 impl<S: Ord + Clone> Bindings<S> {
-    /// Binds a control group. If it is bound already by the same, it has these slices too, and a label that is not empty is its
-    /// new one. A stronger binding takes the place of a weaker one, and a weaker one changes nothing. Without sharing, it takes
-    /// its slices from weaker bindings of other control groups too: the records name a container, and root may know better.
-    /// `bytes_of` says how large a binding is in the state file.
+    /// Binds a control group. If it is bound already with the same authority, the slices are added to its binding, and a label
+    /// that is not empty replaces the old one. A binding of stronger authority replaces a weaker one; a weaker one changes
+    /// nothing. Without sharing, the new binding takes its slices away from weaker bindings of other control groups: the records
+    /// name a container, and root may know better. `bytes_of` is the size of a binding in the state file.
     ///
     /// # Errors
     /// Nothing is changed.
@@ -249,7 +251,7 @@ impl<S: Ord + Clone> Bindings<S> {
         for one in self.0.iter_mut().filter(|one| loses(one)) {
             Arc::make_mut(one).slices.retain(|slice| !taken.contains(slice));
         }
-        // Another control group of the same path is gone.
+        // A control group of the same path that is not this one was removed.
         self.0.retain(|one| !one.slices.is_empty() && (one.group.path != path || one.group == binding.group));
         match self.0.iter_mut().find(|one| one.group == binding.group) {
             Some(bound) => *bound = Arc::new(binding),
@@ -258,8 +260,8 @@ impl<S: Ord + Clone> Bindings<S> {
         Ok(())
     }
 
-    /// Ends the bindings that keep such a slice from the control group at a path, and that have no owner any more, and returns
-    /// them. The next container of a pod takes the place of a container that has ended.
+    /// Ends the bindings that exclude the control group at this path from such a slice, and that have no owner any more, and
+    /// returns them: so the next container of a pod gets the slice of a container that has ended.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -278,7 +280,7 @@ impl<S: Ord + Clone> Bindings<S> {
         self.0.extract_if(.., gives_way).collect()
     }
 
-    /// Ends the binding of the control group at this path. None if it has none of its own.
+    /// Ends the binding of the control group at this path. None if this control group has no binding of its own.
     pub fn unbind(&mut self, path: &str) -> Option<Arc<Binding<S>>> {
         let at = self.0.iter().position(|one| one.group.path == path)?;
         Some(self.0.remove(at))
@@ -296,8 +298,8 @@ impl<S: Ord + Clone> Bindings<S> {
         self.0.extract_if(.., has_ended).collect()
     }
 
-    /// The binding that keeps a slice from a program that is to have it by the word of `by`. `path` is the program's control
-    /// group, as far as it is known, and `holds` says whether a binding still has an owner.
+    /// The binding that excludes a program from a slice. `by` is the authority by which the program asks. `path` is the program's
+    /// control group, if it is known, and `holds` says if a binding still has an owner.
     pub fn taken_from(
         &self,
         slice: &S,
@@ -309,7 +311,7 @@ impl<S: Ord + Clone> Bindings<S> {
         self.with(slice).filter(is_anothers).find(|one| one.by >= by && holds(one))
     }
 
-    /// The binding of a process in the control group at this path. `is_there` knows the control groups that exist: a group that
+    /// The binding of a process in the control group at this path. `is_there` says if a control group still exists: a group that
     /// was made again under the same path does not have the binding.
     pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding<S>> {
         let around = self.iter().filter(|one| one.group.has(path) && is_there(&one.group));
@@ -332,7 +334,7 @@ impl<S: Ord + Clone> Bindings<S> {
         self.iter().filter(move |one| one.slices.contains(slice))
     }
 
-    /// The bindings that are new since these, if no other has changed.
+    /// The bindings beyond those in `before`. None if a binding in `before` was changed or has ended.
     pub fn added_to(&self, before: &Self) -> Option<impl Iterator<Item = &Binding<S>>> {
         let (old, new) = self.0.split_at_checked(before.0.len())?;
         let is_same = old.iter().zip(&before.0).all(|(one, other)| Arc::ptr_eq(one, other));

@@ -7,9 +7,10 @@ use crate::GpuUuid;
 /// The GPUs that a configuration names, as far as their UUIDs are known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configured {
-    /// The GPUs that it names for certain.
+    /// The GPUs that the configuration names for certain.
     pub certainly: BTreeSet<GpuUuid>,
-    /// Set while some entry's GPU has no known UUID: the GPUs that are certainly not that GPU. None if all are known.
+    /// The configuration has an entry whose GPU has no known UUID: the GPUs that are certainly not the GPU of that entry. None if
+    /// all UUIDs are known.
     pub others: Option<BTreeSet<GpuUuid>>,
 }
 

@@ -10,21 +10,21 @@ use crate::{
     Permit, RunningDaemon,
 };
 
-/// All that decisions go by.
+/// Everything on which the decisions depend.
 #[derive(Debug, Clone)]
 pub struct Core<P> {
-    /// By id, so that a control daemon never has two. Some are on the way out, and others get their GPUs.
+    /// By id, so that no two control daemons have the same id. Some are about to end, and others wait for GPUs.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
     /// The control daemons of the state file that have no supervisor, dead or alive.
     left: BTreeMap<DaemonId, RunningDaemon>,
     modes: Modes,
-    /// The control daemons stay for the next service, and their GPUs' compute modes with them.
+    /// True once the service ends and leaves the control daemons, and the compute modes of their GPUs, to the next service.
     leaving: bool,
 }
 
 impl<P: Clone + PartialEq> Core<P> {
-    /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs with a
-    /// compute mode that an earlier service has changed.
+    /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs whose compute
+    /// mode an earlier service has changed.
     pub fn new(left: BTreeMap<DaemonId, RunningDaemon>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
@@ -54,29 +54,32 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The next moment when time alone is an event.
+    /// The next moment at which something has to be done though no event comes.
     pub fn due(&self) -> Option<CoreTime> {
         self.lifecycles.values().filter_map(Lifecycle::due).min()
     }
 
     fn pursue(&mut self, demand: Demand<P>) {
         self.modes.pursue(demand.kept, demand.closed);
-        // Clients keep a GPU that goes elsewhere until they are done. Once MPS is turned off, they are not waited for.
+        // Clients may keep a GPU that the plan gives to another control daemon until they end by themselves. Once MPS is turned
+        // off, the service does not wait for them.
         let end = match demand.mps {
             MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire,
             MpsSwitch::TurnedOff => Goal::Stop(Permit::new(Cause::Disabled)),
         };
         let wanted: BTreeSet<&DaemonId> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
-            // A supervisor that waits for clients goes on with that when MPS is disabled. A supervisor that was about to end
-            // with its clients for it waits for them when MPS is enabled again: their end is not asked for any more.
+            // A control daemon that waits for the end of its clients goes on waiting when MPS is disabled. If MPS is enabled
+            // again while a control daemon is about to end together with its clients, it waits for the clients instead: no
+            // administrator asks for their end any more.
             if demand.mps == MpsSwitch::On || one.goal() == Goal::Serve {
                 one.pursue(end, None);
             }
         }
         for order in demand.orders {
             match self.lifecycles.get_mut(&order.id) {
-                // If it is leaving, it is called back: a change that is taken back must not wait for clients.
+                // A control daemon that is about to end serves again: an administrator who takes a change back must not have to
+                // wait for clients.
                 Some(one) => one.pursue(Goal::Serve, Some(order)),
                 None => self.look_after(order, Goal::Serve),
             }
@@ -154,7 +157,7 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The GPUs of the order with this id that other control daemons keep from it, each with the id of that one.
+    /// The GPUs of the order with this id that other control daemons have, each with the id of that other control daemon.
     pub fn held(&self, id: &DaemonId) -> HeldGpus {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
         let holder = |gpu: &GpuUuid| {
@@ -184,14 +187,14 @@ impl<P: Clone + PartialEq> Core<P> {
         self.lifecycles.values().filter(|one| one.is_pending()).map(Lifecycle::order)
     }
 
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
+    /// The GPUs that a control daemon should serve and another one still has, each with the id of that other one.
     pub fn kept(&self) -> HeldGpus {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// True if a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs. The
-    /// end of some is put off until their clients have ended, or some trouble is over.
+    /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon has ended, which is about to end
+    /// now. `is_put_off` is true for a control daemon whose end waits for clients, or for the end of a disturbance.
     pub fn is_starting(&self, is_put_off: impl Fn(&DaemonId) -> bool) -> bool {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.into_iter().any(|(id, one)| {
@@ -200,7 +203,7 @@ impl<P: Clone + PartialEq> Core<P> {
         })
     }
 
-    /// True if no control daemon has a supervisor, and no compute mode is being changed: the service that ends can go.
+    /// True if no control daemon has a supervisor, and no compute mode is being changed: a service that is stopped can exit.
     pub fn is_at_rest(&self) -> bool {
         self.lifecycles.is_empty() && self.modes.is_quiet()
     }

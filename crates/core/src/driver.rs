@@ -1,18 +1,18 @@
 //! The driver in force: all questions about GPUs go through this driver.
 
-/// The finding about the driver in a reading of the host. `D` is an open driver.
+/// The result of reading the host, as far as the driver is concerned. `D` is an open driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverNews<D> {
-    /// The driver that has listed its GPUs: the driver in force, or a driver that was opened for this reading, since there was
-    /// none.
+    /// This driver has listed its GPUs. It is the driver in force, or, if there was none, a driver that was opened for this
+    /// reading.
     Listed(D),
-    /// There is no list. That says nothing of the driver in force: one call has failed, or the answer is late.
+    /// There is no list, because one call has failed or the answer is late. The driver in force may still work.
     Failed,
-    /// The driver in force is of no use any more, by its own word.
+    /// The driver in force has said that it does not work any more.
     Unusable,
 }
 
-/// The driver in force. Looks at the host come and go; only a look that knows better replaces it.
+/// The driver in force. It is replaced only by a reading of the host that knows better.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverInForce<D>(Option<D>);
 
@@ -23,7 +23,7 @@ impl<D> Default for DriverInForce<D> {
 }
 
 impl<D> DriverInForce<D> {
-    /// The driver, if there is one. Without a driver, the host should be read again.
+    /// The driver, if there is one. If there is none, the host should be read again.
     pub fn get(&self) -> Option<&D> {
         self.0.as_ref()
     }
@@ -33,7 +33,7 @@ impl<D> DriverInForce<D> {
         match news {
             DriverNews::Listed(driver) if self.0.is_none() => self.0 = Some(driver),
             DriverNews::Listed(_) | DriverNews::Failed => return false,
-            // NVML counts who has it open: only after the last one has closed it does the next open a new one.
+            // NVML counts its users: a new driver is opened only after the last user has closed the old one.
             DriverNews::Unusable => return self.0.take().is_some(),
         }
         true

@@ -1,4 +1,4 @@
-//! Everything that happens, as far as decisions depend on it.
+//! All events on which decisions depend.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
@@ -9,11 +9,12 @@ use crate::{Configured, DaemonId, GpuUuid};
 /// Something that has happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CoreEvent<P> {
-    /// A plan is to be in force from now on.
+    /// A plan has come into force.
     Pursue(Demand<P>),
-    /// The service ends for good. Every control daemon ends with its clients, also a control daemon of a former service.
+    /// The service is stopped for good. Every control daemon ends with its clients, including control daemons that an earlier
+    /// service has started.
     Stop {
-        /// An order for each control daemon that the state file has. It counts for a control daemon without a supervisor.
+        /// An order for each control daemon in the state file. The order is used if the control daemon has no supervisor.
         left: Vec<Order<P>>,
     },
     /// The service ends, and the next one takes the control daemons over.
@@ -23,7 +24,7 @@ pub enum CoreEvent<P> {
         id: DaemonId,
         /// The entry of the state file under this id now.
         written: Option<RunningDaemon>,
-        /// True if the service watches the process, so the end becomes known.
+        /// True if the service watches the process, and so learns of its end.
         watched: bool,
         outcome: ActOutcome,
     },
@@ -40,25 +41,26 @@ pub enum CoreEvent<P> {
 /// All that a plan asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demand<P> {
-    /// The control daemons that shall run.
+    /// The control daemons that should run.
     pub orders: Vec<Order<P>>,
-    /// An order for each other control daemon that the state file has. It counts for a control daemon without a supervisor.
+    /// An order for each other control daemon in the state file. The order is used if the control daemon has no supervisor.
     pub left: Vec<Order<P>>,
     /// The state of the switch `enable_cuda_mps`.
     pub mps: MpsSwitch,
-    /// The GPUs that keep the service's compute mode, served at the moment or not. None, if compute modes are not ours to set.
+    /// The GPUs that keep the service's compute mode, even if they are not served at the moment. None if the service does not set
+    /// compute modes.
     pub kept: Configured,
-    /// GPUs in use by programs without MPS: their compute mode is set, so that no more of them come.
+    /// GPUs that programs without MPS use. Their compute mode is set all the same, so that no further programs without MPS come.
     pub closed: Vec<GpuUuid>,
 }
 
 /// The switch `enable_cuda_mps`, and how it came to be off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpsSwitch {
-    /// The switch is on: a control daemon that is not wanted any more ends once it has no client.
+    /// The switch is on: a control daemon that is no longer needed ends once it has no client.
     On,
-    /// The switch was off when the service started. Control daemons that the service finds end once they have no client: no
-    /// administrator has just asked to end GPU work.
+    /// The switch was off when the service started. A control daemon that runs already ends once it has no client, since no
+    /// administrator has just asked for the end of GPU work.
     OffAtStart,
     /// An administrator has just turned the switch off: control daemons end with their clients.
     TurnedOff,
@@ -67,17 +69,17 @@ pub enum MpsSwitch {
 /// The order for one control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order<P> {
-    /// Each order has another id.
+    /// No two orders have the same id.
     pub id: DaemonId,
-    /// Two orders have a GPU in common only if both take turns on the GPU.
+    /// Two orders share a GPU only if the tenure of both is [`crate::Tenure::InTurns`].
     pub gpus: Vec<GpuUuid>,
     /// True if the control daemon sets the compute modes of its GPUs.
     pub sets_modes: bool,
-    /// The rest of the order. Decisions here only depend on a change of the rest.
+    /// The rest of the order. The core only compares it.
     pub payload: P,
 }
 
-/// A control daemon of ours that runs, or has run, as the state file has it.
+/// The entry in the state file for a control daemon that the service has started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunningDaemon {
     pub process: ProcessId,
@@ -100,7 +102,7 @@ pub enum ActOutcome {
     Used(RunUse),
     /// The control daemon outlives every attempt to end it.
     Lives,
-    /// The act was broken off, as [`crate::Act::Interrupt`] has asked.
+    /// The act was broken off by [`crate::Act::Interrupt`].
     Interrupted,
 }
 
@@ -109,7 +111,7 @@ pub enum ActOutcome {
 pub enum WhyFailed {
     /// The process has ended.
     Gone,
-    /// The control daemon does not work as it should, or a fault outside of it prevents that.
+    /// The control daemon does not work properly, or a fault outside of it prevents that.
     Ill,
     /// Something outside of the control daemon is not ready yet, and soon will be. A new control daemon would wait too.
     NotYet,
@@ -117,14 +119,15 @@ pub enum WhyFailed {
     NotUnderstood,
 }
 
-/// The use of a control daemon that does not work as it should.
+/// The use of a control daemon that does not work properly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunUse {
     /// The control daemon has ended meanwhile.
     Gone,
     /// No program.
     Idle,
-    /// No client. Programs without MPS keep the server from starting; without the control daemon more of them would get in.
+    /// No client, but programs without MPS prevent the start of a server. If the control daemon ended, more such programs could
+    /// start.
     KeptOut,
     /// The control daemon has clients, or the service can't ask.
     Clients,
@@ -133,13 +136,13 @@ pub enum RunUse {
 /// The outcome of an act about a compute mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModeOutcome {
-    /// The GPU has the service's compute mode, or keeps another for a reason that was logged.
+    /// The GPU has the service's compute mode, or keeps another one for a reason that was logged.
     Taken,
-    /// The GPU has the compute mode of before, or a mode that others have set since.
+    /// The GPU has its former compute mode, or a mode that another program has set since.
     PutBack,
     /// The compute mode can't be restored now.
     Stays,
 }
 
-/// The GPUs of an order that other control daemons have, each with the id of that one.
+/// The GPUs of an order that other control daemons have, each with the id of that other control daemon.
 pub type HeldGpus = BTreeMap<GpuUuid, DaemonId>;

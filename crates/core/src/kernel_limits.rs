@@ -1,9 +1,9 @@
-//! The memory limits that the kernel holds for control groups that are bound to slices.
+//! The memory limits that the kernel enforces for control groups that are bound to slices.
 //!
-//! The limit of a control group on a GPU is the memory of its slices there, with the slices of the control groups inside it:
-//! their memory counts as its own, and no client is to be refused memory that a slice has. Everything is looked at again after
-//! [`CHECK`], since others can change a limit, and a refusal may pass. A limit that is new is looked at after [`SOON`] too:
-//! hooks of the same container may run after the hook that binds it.
+//! The limit of a control group on a GPU is the memory of its own slices there and of the slices of its descendants. The kernel
+//! counts the memory of descendants too, and a client must get all memory that its slice has. Every limit is checked after
+//! [`CHECK`], since other programs can change a limit, and the reason for a refusal may end. A new limit is checked after
+//! [`SOON`] too: other hooks of the container may run after the hook that binds it, and change the limit.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -12,13 +12,13 @@ use alloc::vec::Vec;
 use crate::CoreTime;
 use crate::bindings::{Binding, Bindings, ControlGroup};
 
-/// The time from one look at a limit to the next.
+/// The time between two checks of a limit.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
 
-/// The time from a limit that is new, or that others have just changed, to the next look at it.
+/// The time until the next check of a limit that is new, or that another program has just changed.
 pub const SOON: CoreTime = CoreTime::from_secs(5);
 
-/// A control group on a GPU.
+/// A control group, and a GPU on which it has a limit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LimitedGroup<G> {
     /// The GPU.
@@ -32,7 +32,7 @@ pub struct LimitedGroup<G> {
 pub struct GroupLimit<S> {
     /// In MiB.
     pub mib: u64,
-    /// The slices that it is the memory of.
+    /// The slices whose memory makes up the limit.
     pub slices: BTreeSet<S>,
 }
 
@@ -47,7 +47,7 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     let by_path: BTreeMap<&str, _> = bindings.iter().map(|one| (one.group.path.as_str(), one)).collect();
     let mut limits = GroupLimits::new();
     for one in bindings.iter() {
-        // In the order of text a 0 follows the slash.
+        // In the order of bytes, `0` comes directly after the slash.
         let (first, end) = (alloc::format!("{}/", one.group.path), alloc::format!("{}0", one.group.path));
         let inside = by_path.range(first.as_str()..end.as_str()).map(|(_, inside)| *inside);
         limits.extend(limits_of(one, inside.chain([one]), &memory_of));
@@ -55,8 +55,7 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     limits
 }
 
-/// The same limits of the control groups at these paths, and of those around them: the limits that are others once these
-/// control groups are bound, too.
+/// The limits that binding the control groups at these paths can change: those of these control groups and of their ancestors.
 pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
     paths: &[&str],
     bindings: &Bindings<S>,
@@ -70,7 +69,7 @@ pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
     around.flat_map(with_inside).collect()
 }
 
-/// The limits of a control group, for its own slices and the slices of the control groups inside it.
+/// The limits of a control group, for its own slices and the slices of its descendants.
 fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
     one: &Binding<S>,
     inside: impl Iterator<Item = &'b Binding<S>>,
@@ -89,8 +88,8 @@ fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
     limits
 }
 
-/// The control group with a limit on this GPU that is the memory of this slice, for all who have the slice. None if two
-/// bindings have it, or the limit is that of several slices.
+/// The control group whose limit on this GPU is exactly the memory of this slice, and applies to all programs with this slice.
+/// None if two bindings have the slice, or if the limit covers several slices.
 pub fn limited_to<S: Ord, G: Ord + Clone>(
     slice: &S,
     gpu: &G,
@@ -102,37 +101,37 @@ pub fn limited_to<S: Ord, G: Ord + Clone>(
     limits.get(&place).filter(|limit| limit.slices.len() == 1).map(|_| place)
 }
 
-/// A limit that the kernel is to hold, or to hold no more.
+/// A goal for one limit: the kernel should enforce it, or should not any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitGoal {
-    /// Hold this limit, in MiB.
+    /// Set this limit, in MiB.
     Hold(u64),
-    /// Remove the limit if it is one of these, in MiB. Any other limit was set by others.
+    /// Remove the limit if it has one of these values, in MiB. A limit with any other value was set by another program.
     Lift(BTreeSet<u64>),
 }
 
 /// The end of an act about a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitOutcome {
-    /// The goal is reached, as the driver says.
+    /// The driver says that the goal is reached.
     Reached,
-    /// The goal is reached. The kernel held another limit before, which these words describe.
+    /// The goal is reached. Before, the kernel had another limit, which the text describes.
     Replaced(String),
-    /// The driver knows no such limits.
+    /// The driver does not offer such limits.
     NotOffered,
     /// The goal is not reached, for this reason.
     Refused(String),
 }
 
-/// All limits that the kernel is to hold, and the limits that it is to hold no more.
+/// The goals for all limits: those to enforce, and those to remove.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelLimits<G>(BTreeMap<LimitedGroup<G>, Pursued>);
 
-/// A goal and the way to it.
+/// A goal, and what was done for it so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pursued {
     goal: LimitGoal,
-    /// The limits that the kernel may hold for the service, in MiB: an answer can get lost behind the act.
+    /// The limits, in MiB, that the kernel may have from the service: the kernel may set a limit though its answer gets lost.
     ours: BTreeSet<u64>,
     outcome: Option<LimitOutcome>,
     due: CoreTime,
@@ -145,9 +144,9 @@ impl<G> Default for KernelLimits<G> {
 }
 
 impl<G: Ord + Clone> KernelLimits<G> {
-    /// Sets the goals. A limit that is no goal any more is lifted. A refused limit is tried again, since a change of the goals
-    /// often comes with the end of the reason, but not when a goal is new beside the others: a host may have thousands. Returns
-    /// whether any but such new ones has changed.
+    /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often ends
+    /// the reason for the refusal. New goals alone do not cause that: a host may have thousands of limits. Returns true unless
+    /// the only change is that goals were added.
     pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) -> bool {
         let mut known = self.0.iter().peekable();
         let mut is_new = |goal: &(&LimitedGroup<G>, &LimitGoal)| {
@@ -171,7 +170,7 @@ impl<G: Ord + Clone> KernelLimits<G> {
         has_changed
     }
 
-    /// The next act, if one is due.
+    /// The next act, if it is due.
     pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup<G>, LimitGoal)> {
         let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
         Some((place.clone(), pursued.goal.clone()))
@@ -182,8 +181,8 @@ impl<G: Ord + Clone> KernelLimits<G> {
         self.0.values().map(|pursued| pursued.due).min()
     }
 
-    /// Records the end of an act. Returns true if the outcome is worth a message: a refusal other than the last one for this
-    /// goal, or another limit in the place of a limit that the kernel held.
+    /// Records the end of an act. Returns true if the outcome is worth a message: the kernel refused for another reason than the
+    /// last time, or it had another limit than the service's.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup<G>,
@@ -218,26 +217,26 @@ impl<G: Ord + Clone> KernelLimits<G> {
         was_held && was_another
     }
 
-    /// The outcome of the last act for each limit that the kernel is to hold.
+    /// The outcome of the last act for each limit that should be enforced.
     pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup<G>, &LimitOutcome)> {
         self.0.iter().filter_map(|(place, pursued)| Some((place, pursued.shown()?)))
     }
 
-    /// The same for one limit.
+    /// The outcome for one limit.
     pub fn outcome(&self, place: &LimitedGroup<G>) -> Option<&LimitOutcome> {
         self.0.get(place)?.shown()
     }
 }
 
 impl Pursued {
-    /// The outcome, if the goal is to hold a limit.
+    /// The outcome, if the goal is to enforce a limit.
     fn shown(&self) -> Option<&LimitOutcome> {
         self.outcome.as_ref().filter(|_| matches!(self.goal, LimitGoal::Hold(_)))
     }
 }
 
 impl LimitGoal {
-    /// The limits that the kernel may hold for the service, where this is the goal.
+    /// The limits that the kernel may get from the service by this goal.
     fn mib(&self) -> BTreeSet<u64> {
         match self {
             Self::Hold(mib) => [*mib].into(),

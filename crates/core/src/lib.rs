@@ -1,32 +1,32 @@
-//! The decisions of the service, without input and output: which control daemon is taken over, started, served, ended or
-//! left, who has which GPU, and which compute modes are put back.
+//! The decisions of the service, without input and output: which control daemon is taken over, started, served, ended or left to
+//! the next service; which control daemon has which GPU; and which compute modes are restored.
 //!
-//! Something happens ([`CoreEvent`]), and [`Core::on`] answers with what is to be done ([`Act`]). The shell that carries the
-//! acts out decides nothing, and each act comes back as an event. [`Core::due`] is the next moment when time alone is an event.
-//! There is one core for the whole host, so that a decision about one control daemon sees the others.
+//! Each event ([`CoreEvent`]) goes to [`Core::on`], which answers with acts ([`Act`]). The shell carries the acts out and decides
+//! nothing; the result of each act is another event. [`Core::due`] is the next moment at which something has to be done though no
+//! event comes. One core decides for the whole host, so that a decision about one control daemon takes the others into account.
 //!
-//! The crate has no standard library: files, processes, sockets, threads and clocks can't be named here. So histories of
-//! hundreds of events are tried by the ten thousand (`tests/histories.rs`), in a world that lives in memory.
+//! The crate does not use the standard library, so it can't name files, processes, sockets, threads and clocks. Therefore tests
+//! can try ten thousand histories of hundreds of events (`tests/histories.rs`) in a world that exists only in memory.
 //!
 //! | file | its job |
 //! |---|---|
-//! | `terms/` | the vocabulary: the names of devices and control daemons, a process, a GPU in the hands of a control daemon |
+//! | `terms/` | the vocabulary: the names of devices and control daemons, a process, a GPU of a control daemon |
 //! | `event.rs` | everything that happens |
 //! | `act.rs` | everything that is to be done |
-//! | `permit.rs` | the reasons for which work may be ended, and the only way to end it |
-//! | `core.rs` | the whole host: orders, and who has which GPU |
+//! | `permit.rs` | the reasons for which GPU work may be ended, and the permits without which nothing is ended |
+//! | `core.rs` | the whole host: the orders, and which control daemon has which GPU |
 //! | `lifecycle.rs` | one control daemon, from its order to its end |
 //! | `access.rs` | who may have a slice now |
 //! | `bindings.rs` | the slices to which control groups are bound |
 //! | `kernel_limits.rs` | the memory limits that the kernel holds for bound control groups |
-//! | `links/` | the links by which clients find a control daemon |
-//! | `serve/` | serving: limits, servers, faults, the regular look |
+//! | `links/` | the links through which clients find a control daemon |
+//! | `serve/` | serving: limits, servers, faults, the health check |
 //! | `tenants/` | the end of clients' work on request and for a budget |
 //! | `register/` | who the clients are, with which slices |
 //! | `rate_limit.rs` | how often a message is repeated |
 //! | `mps.rs` | the words of control daemons |
 //! | `modes.rs` | the compute modes that are put back |
-//! | `driver.rs` | the driver in force, after looks at the host that succeed and fail |
+//! | `driver.rs` | the driver in force, and how readings of the host change it |
 //! | `configured.rs` | the GPUs that a configuration names |
 
 #![no_std]
@@ -65,5 +65,5 @@ pub use permit::{Cause, Permit};
 pub use rate_limit::{Rate, RateLimit};
 pub use terms::{DaemonId, GpuUuid, Tenure};
 
-/// A moment, as the time since a moment that never changes. It does not go back.
+/// A moment, as the time since a fixed moment. It never goes backwards.
 pub type CoreTime = ::core::time::Duration;

@@ -9,26 +9,26 @@ use crate::{
     WhyFailed,
 };
 
-/// The pauses after failures: none after the first failure, then this one, which doubles up to the last.
+/// The pause after the second failure in a row. After the first there is none. The pause doubles up to [`LAST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause after a failure. A container that is restarted meanwhile waits 25 s for its slice, and its engine tries no
-/// more.
+/// The longest pause after a failure. A container that is restarted meanwhile waits at most 25 s for its slice; then the engine
+/// gives up.
 const LAST_PAUSE: Duration = Duration::from_secs(20);
 
-/// The longest pause while programs without MPS keep the server out. They may end at any moment.
+/// The longest pause while programs without MPS prevent the start of a server. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
-/// The longest pause while something beside a control daemon is not ready yet.
+/// The longest pause while something other than the control daemon is not ready yet.
 const SOON: Duration = Duration::from_secs(3);
 
-/// Returns whether programs wait for the next control daemon during a pause after a failure. After several failures in a row it
-/// is not known when it comes.
+/// Returns true if programs wait for the next control daemon during this pause after a failure. After several failures in a row
+/// it is unknown when the next one comes.
 pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE
 }
 
-/// After so long in health, the pauses begin with the first one again.
+/// After a control daemon has worked for this time, the pauses are short again.
 pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
 /// The pause after the next failure.
@@ -41,9 +41,9 @@ pub fn next_pause(pause: Duration) -> Duration {
 pub enum Goal {
     /// The control daemon serves its order.
     Serve,
-    /// The control daemon ends once it has no client.
+    /// The control daemon ends once its last client has ended.
     Retire,
-    /// The control daemon ends now, with its clients.
+    /// The control daemon ends now, together with its clients.
     Stop(Permit),
     /// The control daemon stays, with its clients: the next service takes it over.
     Leave,
@@ -56,9 +56,9 @@ enum Phase {
     Open,
     /// The act that comes next.
     Then(DaemonAct),
-    /// The act that is under way, and its beginning.
+    /// This act is under way, since this time.
     Busy { act: DaemonAct, since: CoreTime, interrupted: bool },
-    /// After a failure nothing is done before this moment, unless something changes.
+    /// The pause after a failure. It ends at this moment, or when the order or the goal changes.
     Resting { until: CoreTime },
 }
 
@@ -67,7 +67,7 @@ enum Phase {
 struct Told {
     revision: u64,
     held: HeldGpus,
-    /// The GPUs that the control daemon was given. The order may have others by now.
+    /// The GPUs that the control daemon was given. A later order may name other GPUs.
     gpus: Vec<GpuUuid>,
     sets_modes: bool,
 }
@@ -78,7 +78,7 @@ impl Told {
     }
 }
 
-/// The next thing for a control daemon.
+/// The next step for a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     Act(DaemonAct),
@@ -86,7 +86,7 @@ pub(crate) enum Next {
     Release,
 }
 
-/// One control daemon: its order, and what is known of it.
+/// One control daemon: its order, and all that the core knows about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Lifecycle<P> {
     order: Order<P>,
@@ -97,10 +97,10 @@ pub(crate) struct Lifecycle<P> {
     told: Option<Told>,
     /// The control daemon's entry in the state file.
     written: Option<RunningDaemon>,
-    /// True if the service watches the process, so the end becomes known.
+    /// True if the service watches the process, and so learns of its end.
     watched: bool,
-    /// True if a control daemon has run under this id before. A new one waits until all of its GPUs are free: it would have to
-    /// restart for a GPU that it began without, and clients of its other GPUs could keep it from that for ever.
+    /// True if a control daemon has run under this id before. Then the next one waits until all of its GPUs are free. It could
+    /// get a missing GPU only by a restart, and clients on its other GPUs could prevent that for ever.
     has_run: bool,
     /// True if every attempt to end the control daemon has failed.
     given_up: bool,
@@ -136,7 +136,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.written.as_ref()
     }
 
-    /// The GPUs that the control daemon has, and the GPUs of its order that no other control daemon has. Some come twice.
+    /// The GPUs that the control daemon has, and the GPUs of its order that no other control daemon has. A GPU may appear twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
         // A GPU of the running control daemon is its own, even if the state file lists an ended control daemon with that GPU.
@@ -148,7 +148,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.told.is_none() && self.written.is_none()
     }
 
-    /// Sets the goal. The same goal again changes nothing.
+    /// Sets the goal. Setting the same goal again changes nothing.
     pub(crate) fn pursue(&mut self, goal: Goal, order: Option<Order<P>>) {
         let order = order.filter(|order| *order != self.order);
         if self.goal == goal && order.is_none() {
@@ -168,26 +168,26 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             || starts && self.told.iter().any(|told| told.has(gpu))
     }
 
-    /// True if this control daemon excludes another control daemon of that tenure from the GPU.
+    /// True if a control daemon of the tenure `other` can't have the GPU because of this one.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
-        // Most control daemons of a large host take turns, so their GPUs need not be compared.
+        // The tenure is compared first: most control daemons of a large host take turns, and then their GPUs do not matter.
         self.order.id.tenure().keeps_from(other) && self.has(gpu)
     }
 
-    /// True if the compute mode of this GPU is kept for it: by its order, or by the order of before, which the act under way
-    /// still goes by.
+    /// True if the compute mode of this GPU must stay for this control daemon: its order names the GPU, or the order before, with
+    /// which the act under way still works.
     pub(crate) fn keeps_mode(&self, gpu: &str) -> bool {
         let sets = matches!(self.phase, Phase::Busy { act: DaemonAct::Start | DaemonAct::Serve, .. });
         let still_sets = || self.told.as_ref().is_some_and(|told| told.sets_modes && told.has(gpu));
         (self.order.sets_modes && self.has(gpu)) || (sets && still_sets())
     }
 
-    /// True if order or goal have changed since the last act began.
+    /// True if the order or the goal has changed since the last act began.
     fn is_stale(&self) -> bool {
         self.told.as_ref().is_none_or(|told| told.revision != self.revision)
     }
 
-    /// The moment from which on something is to be done for it.
+    /// The moment of the next step.
     pub(crate) fn due(&self) -> Option<CoreTime> {
         match self.phase {
             Phase::Resting { until } => Some(until),
@@ -195,8 +195,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }
     }
 
-    /// The next thing for it, where other control daemons have the held GPUs. No act that may set a compute mode comes
-    /// while `modes_change`: both would believe that the other's mode is the one of before.
+    /// The next step, given the GPUs that other control daemons have. While a compute mode is being changed (`modes_change`), no
+    /// act that may set a compute mode is returned: each of the two would record the mode of the other as the former one.
     pub(crate) fn next(&mut self, held: &HeldGpus, modes_change: bool, now: CoreTime) -> Option<Next> {
         let has_other_order = self.is_stale();
         let has_other_gpus = self.told.as_ref().is_none_or(|told| told.held != *held);
@@ -213,7 +213,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
             Phase::Then(act) => *act,
             Phase::Open | Phase::Resting { .. } => {
-                // The control daemon may wait for GPUs from now on, and no more for a moment that has passed.
+                // The moment in the phase has passed, and [`Self::due`] must not return it again. The control daemon may now wait
+                // for GPUs.
                 self.phase = Phase::Open;
                 match self.choose(held)? {
                     Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
@@ -237,7 +238,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         Some(Next::Act(act))
     }
 
-    /// The step that follows from the goal. None: the control daemon waits for GPUs that others have.
+    /// The step that follows from the goal. None: the control daemon waits for GPUs that other control daemons have.
     fn choose(&self, held: &HeldGpus) -> Option<Next> {
         let is_left = self.written.is_some() && !self.given_up;
         Some(Next::Act(match self.goal {
@@ -261,7 +262,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     ) {
         let Phase::Busy { act, since, .. } = self.phase else { return };
         let is_gone = (act, outcome, watched) == (DaemonAct::TakeOver, ActOutcome::Done, false);
-        // The state file may still list the control daemon: the file can't be written while its disk is full.
+        // The state file may still list the control daemon: the file can't be written while the disk is full.
         (self.written, self.watched, self.phase) = (written.filter(|_| !is_gone), watched, Phase::Open);
         self.has_run |= watched;
         let is_stale = self.is_stale();

@@ -1,22 +1,21 @@
-//! The compute modes that the service has changed: kept while a GPU is ours, put back afterwards, and only then.
+//! The compute modes that the service has changed. They stay while the service needs a GPU, and are restored afterwards.
 
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;
 
 use crate::{Configured, GpuUuid, ModeOutcome};
 
-/// The state of compute modes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Modes {
-    /// The GPUs that keep our mode, served or not.
+    /// The GPUs that keep the service's compute mode, even if they are not served.
     kept: Configured,
-    /// The GPUs with a mode that may have to be put back.
+    /// The GPUs whose mode may have to be restored.
     touched: BTreeSet<GpuUuid>,
-    /// The GPUs with a mode that is just being set or put back.
+    /// The GPUs whose mode is being set or restored at this moment.
     under_way: BTreeSet<GpuUuid>,
-    /// The GPUs with a mode that could not be put back. It is tried again with the next plan.
+    /// The GPUs whose mode could not be restored. The next plan tries again.
     stuck: BTreeSet<GpuUuid>,
-    /// The GPUs with a mode that is to be set, though they are not served.
+    /// The GPUs whose mode should be set though they are not served.
     to_close: BTreeSet<GpuUuid>,
 }
 
@@ -31,19 +30,19 @@ impl Modes {
         }
     }
 
-    /// Goes by a new plan, and tries again whatever could not be put back.
+    /// Takes the GPUs of a new plan, and tries again to restore the modes that could not be restored.
     pub(crate) fn pursue(&mut self, kept: Configured, closed: Vec<GpuUuid>) {
         self.kept = kept;
         self.to_close = closed.into_iter().collect();
         self.stuck.clear();
     }
 
-    /// Keeps no mode any longer than a control daemon of ours has the GPU.
+    /// From now on a GPU keeps the service's mode only while a control daemon has it.
     pub(crate) fn give_up(&mut self) {
         self.pursue(Configured::default(), Vec::new());
     }
 
-    /// The modes of these GPUs are set for a control daemon.
+    /// The modes of these GPUs may be set, for a control daemon.
     pub(crate) fn may_be_set(&mut self, gpus: impl Iterator<Item = GpuUuid>) {
         self.touched.extend(gpus);
     }
@@ -63,7 +62,7 @@ impl Modes {
         }
     }
 
-    /// True if no other task may set the mode of this GPU at this moment.
+    /// True while the mode of this GPU is being changed, so no other task may set it.
     pub(crate) fn is_under_way(&self, gpu: &GpuUuid) -> bool {
         self.under_way.contains(gpu)
     }
@@ -72,14 +71,14 @@ impl Modes {
         self.under_way.is_empty()
     }
 
-    /// The GPUs with a mode that is to be put back now: no control daemon of ours keeps it, as `is_used` says, and the
-    /// configuration does not name them. Earlier, any program would get in, with no limit.
+    /// The GPUs whose mode should be restored now: no control daemon needs them (`is_used`), and the configuration does not name
+    /// them. If a mode were restored earlier, programs without limits could use the GPU.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()
     }
 
-    /// The GPUs with a mode that is to be set now, though they are not served.
+    /// The GPUs whose mode should be set now though they are not served.
     pub(crate) fn to_take(&self) -> Vec<GpuUuid> {
         self.to_close.difference(&self.under_way).cloned().collect()
     }

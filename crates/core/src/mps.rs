@@ -1,4 +1,4 @@
-//! The words of control daemons: their answers, and the meanings of the lines in their logs.
+//! The answers of control daemons, and the meanings of the lines in their logs.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -9,7 +9,7 @@ use alloc::vec::Vec;
 pub enum Meaning {
     /// The line changes nothing that the service knows.
     Ordinary,
-    /// The line speaks of a failure that has no other meaning here.
+    /// The line reports a failure that has no variant of its own.
     Trouble,
     /// The line appears in normal operation too, for example whenever a client comes or goes.
     Noise,
@@ -39,9 +39,9 @@ pub enum Meaning {
         server: u32,
         client: u32,
     },
-    /// A server ends every client on the GPUs with the error, and starts over.
+    /// A server ends every client on the GPUs with the error, and then recovers.
     FaultHandling { server: u32 },
-    /// A client is torn down because of a fault.
+    /// A client loses its work because of a fault.
     TornDown {
         /// The server's PID.
         server: u32,
@@ -65,7 +65,7 @@ pub enum Meaning {
 }
 
 impl Meaning {
-    /// True if the line is about which servers exist or which limits they apply.
+    /// True if the line is about the existence of servers or about their limits.
     pub fn is_of_servers(&self) -> bool {
         matches!(
             self,
@@ -78,7 +78,7 @@ impl Meaning {
     }
 }
 
-/// The status of a server, as its control daemon says it.
+/// The status of a server, as its control daemon reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerStatus {
     /// The server starts.
@@ -96,13 +96,13 @@ pub enum ServerStatus {
 /// Servers, each with the PIDs of its clients.
 pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
 
-/// A connection of a client.
+/// A connection of a client to a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
     /// The client's PID on the host.
     pub pid: u32,
-    /// The number that distinguishes the client's connections: a process that starts over gets another number. None if
-    /// it is not known.
+    /// The number that distinguishes the client's connections: a process that connects again gets another number. None if it is
+    /// not known.
     pub id: Option<u64>,
     /// The server's PID.
     pub server: u32,
@@ -122,7 +122,7 @@ impl Client {
 pub struct Limits {
     /// The active thread percentage.
     pub thread_percentage: u8,
-    /// The memory limit of each GPU in MiB, by its ordinal.
+    /// The memory limit of each GPU in MiB, by the GPU's ordinal.
     pub memory_mib: BTreeMap<usize, u64>,
     /// The ordinals of the GPUs that enforce limits; the servers' logs name no others.
     pub enforced: BTreeSet<usize>,
@@ -135,12 +135,14 @@ pub struct Inspection {
     pub servers: Vec<u32>,
     /// The statuses of the servers that were asked about.
     pub statuses: BTreeMap<u32, ServerStatus>,
-    /// The limits that differ, in words: of the servers to come behind None, and of each server that was asked about.
+    /// The limits that differ from those asked about, in words: None stands for servers that are started later, the other keys
+    /// are the servers that were asked about.
     pub differences: BTreeMap<Option<u32>, String>,
 }
 
 impl Inspection {
-    /// The status of a server that was asked about. A control daemon that can't say how a server is says whether it is there.
+    /// The status of a server that was asked about. Some control daemons can't report statuses; then the status only says if the
+    /// server is there.
     pub fn status(&self, server: u32) -> ServerStatus {
         match self.statuses.get(&server) {
             Some(ServerStatus::Unsupported) if !self.servers.contains(&server) => ServerStatus::Gone,

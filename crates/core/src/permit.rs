@@ -1,9 +1,9 @@
-//! Permission to end GPU work. Every function that ends a control daemon, a server or a client takes a permit, and only this
-//! crate makes permits: the functions that make one show every reason for which work is ended.
+//! Permits to end GPU work. Every function that ends a control daemon, a server or a client takes a permit, and only this crate
+//! makes permits. So the functions below show every reason for which work is ended.
 
 use core::fmt;
 
-/// The permission to end a control daemon, a server or a client.
+/// The permit to end a control daemon, a server or a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permit {
     cause: Cause,
@@ -20,11 +20,11 @@ pub enum Cause {
     Forced,
     /// There is no client, so no work is lost.
     Unused,
-    /// A server has met a fatal GPU error. Its clients have lost their work, and do not let the server go.
+    /// A server has met a fatal GPU error. Its clients have lost their work, and the server can't recover before they have ended.
     Fault,
-    /// The owner of the client, or root, has asked for its end.
+    /// The owner of the client, or root, has asked for the client's end.
     Asked,
-    /// The client is one of the newest of a slice that is over its budget.
+    /// The client is one of the newest clients of a slice that is over its budget.
     OverBudget,
 }
 
@@ -33,17 +33,18 @@ impl Permit {
         Self { cause }
     }
 
-    /// For a control daemon or server with this number of clients. None: it has clients, or the number is unknown.
+    /// The permit for a control daemon or a server with this number of clients, which must be 0. `clients` is None if the number
+    /// is unknown.
     pub fn unused(clients: Option<usize>) -> Option<Self> {
         (clients == Some(0)).then(|| Self::new(Cause::Unused))
     }
 
-    /// For a change that waits for clients to end, where there are so many, or the number is not known.
+    /// The permit for a change that otherwise waits for the end of clients. `clients` is None if the number is unknown.
     pub fn for_a_change(is_forced: bool, clients: Option<usize>) -> Option<Self> {
         if is_forced { Some(Self::new(Cause::Forced)) } else { Self::unused(clients) }
     }
 
-    /// For a client that an entitled caller has named to the service.
+    /// The permit for a client that a caller with the right to do so has named.
     pub(crate) fn asked_for() -> Self {
         Self::new(Cause::Asked)
     }

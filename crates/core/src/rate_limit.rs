@@ -1,26 +1,26 @@
-//! The rate of messages. Tenants cause the events, and all services share the journal of the host.
+//! Limits the rate of messages. Tenants can cause any number of events, and all services of the host share the journal.
 
 use core::time::Duration;
 
 use crate::CoreTime;
 
-/// At most `most` at a time, and `more` after each period.
+/// `most` messages at once, and `more` further messages in each period.
 #[derive(Debug, Clone, Copy)]
 pub struct Rate {
-    /// The most at a time.
+    /// The most messages at once.
     pub most: u32,
-    /// The number of further messages after each period.
+    /// The number of further messages in each period.
     pub more: u32,
     /// The period.
     pub period: Duration,
 }
 
-/// The message that may be sent now, and the number of those that were held back.
+/// The number of messages that may be written now, and the number of suppressed ones.
 #[derive(Debug, Clone)]
 pub struct RateLimit {
     rate: Rate,
     left: u32,
-    /// The beginning of the present period. It has no meaning while none is missing.
+    /// The beginning of the present period. It has no meaning while the full number may be written.
     since: CoreTime,
     suppressed: usize,
 }
@@ -31,7 +31,7 @@ impl RateLimit {
         Self { rate, left: rate.most, since: CoreTime::ZERO, suppressed: 0 }
     }
 
-    /// True if there may be one more message now, about `count` things. Otherwise these are counted.
+    /// True if one more message, about `count` things, may be written now. Otherwise the things are counted as suppressed.
     pub fn take(&mut self, count: usize, now: CoreTime) -> bool {
         self.refill(now);
         if self.left == self.rate.most {
@@ -45,13 +45,13 @@ impl RateLimit {
         taken
     }
 
-    /// The number of suppressed messages since the last call, if there are any.
+    /// The number of things that were suppressed since the last call, if there are any.
     pub fn suppressed(&mut self) -> Option<usize> {
         let suppressed = core::mem::take(&mut self.suppressed);
         (suppressed > 0).then_some(suppressed)
     }
 
-    /// The same once a message may be sent again.
+    /// The same, but None while no message may be written.
     pub fn suppressed_before(&mut self, now: CoreTime) -> Option<usize> {
         self.refill(now);
         if self.left > 0 { self.suppressed() } else { None }
@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(rate_limit.suppressed(), Some(2 * (360 - 39)));
         let now = start + 359 * PERIOD / 10;
         assert_eq!(rate_limit.next(now), start + 36 * PERIOD);
-        // After a quiet while, there are as many messages as at first.
+        // After a quiet time, the full number of messages may be written again.
         let quiet = start + 1000 * PERIOD;
         assert_eq!(rate_limit.next(quiet), quiet);
         assert_eq!((0..10).filter(|_| rate_limit.take(1, quiet)).count(), 4);

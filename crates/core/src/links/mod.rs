@@ -1,8 +1,8 @@
-//! The ways by which clients find a control daemon: links in its pipe directory and in the directories of slices. Without one
-//! no client comes. A closed slice has none: it is drained, or its GPU needs a reset.
+//! The links through which clients find a control daemon, in its pipe directory and in the directories of slices. Clients reach a
+//! control daemon only through a link. A closed slice has no link: it is drained, or its GPU needs a reset.
 //!
-//! A program that finds no control daemon runs without MPS. So while one control daemon is to end and the next one is not
-//! there, the ways lead to a waiting socket.
+//! A program that finds no control daemon runs without MPS. So from the moment when one control daemon is about to end until the
+//! next one runs, the links point to a waiting socket.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -15,19 +15,19 @@ pub use directories::{Bad, ClosedSlices, Directories, Linked, SocketId, WantedLi
 
 use crate::GpuUuid;
 
-/// The most passes over the directories, if others change them meanwhile.
+/// How often [`Links::apply`] goes over the directories, if other programs change them meanwhile.
 const PASSES: usize = 3;
 
-/// A way to a control daemon.
+/// A place where clients find a link to a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
-    /// The way through the pipe directory.
+    /// The pipe directory.
     Pipe,
     /// The directory of a slice, by its name.
     Slice(String),
 }
 
-/// The ways that an order wants and that lead nowhere, each with the reason. A closed slice is not here.
+/// The ways of an order that have no link, each with the reason. Closed slices are not among them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MissingLinks {
     /// The slices, by the names of their directories.
@@ -36,16 +36,16 @@ pub struct MissingLinks {
     pub pipe: Option<String>,
 }
 
-/// The news of the links, for people.
+/// The events about links, for the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkEvents {
-    /// The directories that led to the control daemon until others changed them, and do again.
+    /// The directories in which other programs had changed the link, and the service has renewed it.
     pub renewed: BTreeSet<Way>,
-    /// The links that can't be taken away.
+    /// The links that can't be removed.
     pub stuck: BTreeSet<Bad>,
 }
 
-/// The links to one control daemon: where they shall be, and where they are.
+/// The links to one control daemon: where they should be, and where they are.
 // Each flag is a fact of its own.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
@@ -54,63 +54,63 @@ pub struct Links<D> {
     wanted: Option<WantedLinks<D>>,
     /// The control daemon that runs, or may run.
     running: Option<Linked<D>>,
-    /// The control daemon's socket, as last seen.
+    /// The control daemon's socket when it was last looked up.
     socket: Option<SocketId>,
-    /// Where the ways lead.
+    /// The socket to which the links point.
     end: WayEnd,
-    /// The waiting socket, as last seen.
+    /// The waiting socket when it was last looked up.
     waiting_socket: Option<SocketId>,
-    /// True if the control daemon has the limits of the order, so links may be made. Before, links are only removed.
+    /// True once the control daemon has the limits of the order, so links may be made. Before that, links are only removed.
     may_lead: bool,
-    /// The ways that lead to it, unless others have changed them.
+    /// The ways with a link to the control daemon, unless other programs have changed them since.
     lead: BTreeSet<Way>,
-    /// The ways have another end than in the last pass over the directories.
+    /// True if the links point to another socket than in the last pass over the directories.
     has_turned: bool,
-    /// A link was made in this pass over the directories.
+    /// True if a link was made in this pass over the directories.
     made: bool,
-    /// Nothing is kept from people any more: the service ends, or has no use for the directories.
+    /// True once other users may change the directories: the service ends, or does not use the directories any more.
     released: bool,
     missing: MissingLinks,
     events: LinkEvents,
 }
 
-/// The end of all ways that are open.
+/// The socket to which the links of all open ways point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WayEnd {
     /// The control daemon.
     ControlDaemon,
-    /// The waiting socket: programs that come wait, while the control daemon is to end.
+    /// The waiting socket, until the control daemon has ended: new programs wait.
     WaitingSocket,
-    /// The waiting socket, where no control daemon runs: programs wait for the next one.
+    /// The waiting socket, after the control daemon has ended: new programs wait for the next control daemon.
     UntilTheNext,
 }
 
 /// The aim for the link in a slice's directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LinkTarget {
-    /// The link leads to this control daemon.
+    /// The link points to this control daemon.
     Leads,
-    /// The link leads to no control daemon at all: the slice is closed.
+    /// The slice is closed: its directory has no link to any control daemon.
     Closed,
-    /// The link does not lead to this control daemon.
+    /// The directory has no link to this control daemon. A link to another one stays.
     NotHere,
 }
 
 impl<D: Clone + PartialEq> WantedLinks<D> {
-    /// True if the directory of this name shall lead to a control daemon with these GPUs. A GPU that another one still has is
-    /// not among them, and its slices stay with that one.
+    /// True if the slice with a directory of this name belongs to a control daemon with these GPUs. A GPU that another control
+    /// daemon still has is not among them, and the slices of that GPU stay with the other control daemon.
     fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
         !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
     }
 
-    /// The directory of the directories of slices, for this control daemon. An order with another pipe directory needs
-    /// another control daemon, and this one keeps its directories until then.
+    /// The directory that contains the slices' directories, for this control daemon. If an order names another pipe directory, it
+    /// needs another control daemon, and until then this one keeps its directories.
     fn slices_in(&self, running: &Linked<D>) -> Option<D> {
         if running.pipe == self.pipe { self.slices_in.clone() } else { running.slices_in.clone() }
     }
 }
 
-/// The aim for the link in the directory of this name, where a control daemon has these GPUs.
+/// The aim for the link in the directory of this name. The control daemon has these GPUs.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
@@ -124,7 +124,7 @@ fn target<D: Clone + PartialEq>(
     }
 }
 
-/// True if a pipe directory with a link leads to the control daemon: as long as one of its slices takes clients.
+/// True if the pipe directory should have a link to the control daemon: at least one of its slices takes clients.
 fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) -> bool {
     match wanted {
         Some(wanted) => {
@@ -135,8 +135,8 @@ fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) ->
 }
 
 impl<D: Clone + PartialEq> Links<D> {
-    /// The links to the control daemon of an order, which may run already. Without an order they stay as they are, but for
-    /// closed slices.
+    /// The links to the control daemon of an order. The control daemon may run already. Without an order the links stay as they
+    /// are, except that the links of closed slices are removed.
     pub fn new(wanted: Option<WantedLinks<D>>, running: Option<Linked<D>>) -> Self {
         Self {
             wanted,
@@ -154,12 +154,13 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Follows another order, or that the control daemon shall retire. False: it is the same as before.
+    /// Takes another order. The control daemon may be about to end by this order. Returns false if it is the same order as
+    /// before.
     pub fn pursue(&mut self, wanted: WantedLinks<D>) -> bool {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
         }
-        // The limits stay in force while the control daemon only retires, or is called back.
+        // The control daemon keeps its limits if only `retiring` differs.
         let before =
             self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
         self.may_lead &= before.as_ref() == Some(&wanted);
@@ -167,8 +168,8 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
-    /// The running control daemon has the limits of the order with these links: from now on they lead to it. Another order may
-    /// have come meanwhile.
+    /// The running control daemon has the limits of the order `told`: from now on links point to it. A newer order may have come
+    /// meanwhile.
     pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
         self.running = Some(running);
         let is_newest =
@@ -177,15 +178,15 @@ impl<D: Clone + PartialEq> Links<D> {
         self.end_at(WayEnd::ControlDaemon);
     }
 
-    /// Programs that come from now on wait. Where they wait for the next control daemon, they go on with that.
+    /// From now on new programs wait. If they already wait for the next control daemon, this changes nothing.
     pub fn keep_waiting(&mut self) {
         if self.end == WayEnd::ControlDaemon {
             self.end_at(WayEnd::WaitingSocket);
         }
     }
 
-    /// The ways lead to the control daemon again, as they did before programs had to wait. They have not led to a control
-    /// daemon that has no limits yet.
+    /// The links point to the control daemon again, as before [`Self::keep_waiting`]. This does nothing for a control daemon that
+    /// has no limits yet.
     pub fn reopen_ways(&mut self) {
         if self.end == WayEnd::WaitingSocket {
             self.end_at(WayEnd::ControlDaemon);
@@ -199,15 +200,15 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Programs do not wait for the next control daemon any more. The ways stay as they are.
+    /// New programs do not wait for the next control daemon any more. The links stay as they are.
     pub fn let_go(&mut self) {
         if self.end == WayEnd::UntilTheNext {
             (self.running, self.end) = (None, WayEnd::ControlDaemon);
         }
     }
 
-    /// No control daemon runs. Programs wait for the next one of the same order, which makes another socket and has the same
-    /// directories; others are given back.
+    /// No control daemon runs. Programs wait for the next one of the same order, which makes a new socket and uses the same
+    /// directories. All other directories are released.
     pub fn end(&mut self, directories: &mut impl Directories<D>) {
         let has_places_of_order = match (&self.running, &self.wanted) {
             (Some(running), Some(wanted)) => {
@@ -228,13 +229,13 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Lets people change and remove the directories from now on.
+    /// Lets other users change and remove the directories from now on.
     pub fn release_for_good(&mut self, directories: &mut impl Directories<D>) {
         self.released = true;
         self.release(directories);
     }
 
-    /// Lets people change and remove the directories.
+    /// Lets other users change and remove the directories.
     pub fn release(&self, directories: &mut impl Directories<D>) {
         let names = self.names_of_order();
         let of_running = self.running.iter().map(|running| (&running.pipe, &running.slices_in));
@@ -246,22 +247,22 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The ways that lead nowhere, after the last [`Links::apply`].
+    /// The ways without a link after the last [`Links::apply`].
     pub fn missing(&self) -> &MissingLinks {
         &self.missing
     }
 
-    /// The links that could not be taken away by the last [`Links::apply`].
+    /// The links that the last [`Links::apply`] could not remove.
     pub fn stuck(&self) -> &BTreeSet<Bad> {
         &self.events.stuck
     }
 
-    /// The news for people, once.
+    /// The events since the last call.
     pub fn take_events(&mut self) -> LinkEvents {
         core::mem::take(&mut self.events)
     }
 
-    /// The directory of the directories of slices that lead to the control daemon.
+    /// The directory that contains the directories of the slices whose links point to the control daemon.
     pub fn slices_in(&self) -> Option<D> {
         let running = self.running.as_ref()?;
         match &self.wanted {
@@ -270,7 +271,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// True if no other user shall be able to change the directories.
+    /// True if other users must not change the directories.
     fn keeps(&self) -> bool {
         self.may_lead && !self.released && self.wanted.as_ref().is_some_and(|wanted| !wanted.retiring)
     }
@@ -279,7 +280,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
-    /// Makes and takes away links. The last pass changes nothing: the links were there when no other user could change them.
+    /// Makes and removes links until a pass over the directories changes nothing: then all links were there after other users had
+    /// lost the right to change the directories.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.
@@ -331,7 +333,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if let Some(slices_in) = slices_in {
             self.apply_to_slices(slices_in, running, is_found, directories, closed, &mut lead);
         } else if let Some(why) = &self.missing.pipe {
-            // The slices have no other way.
+            // Without their common directory, no slice can have a link.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
             let open = all.filter(|slice| closed.closes(slice) == Some(false));
             self.missing.slices = open.map(|slice| (slice.clone(), why.clone())).collect();
@@ -402,29 +404,27 @@ impl<D: Clone + PartialEq> Links<D> {
             }
         }
         if is_there && self.keeps() {
-            // The owners of the other slices keep their directories.
+            // The directories of the other slices are protected by the supervisors of those slices.
             directories.keep_slices(&self.names_of_order());
         }
     }
 
-    /// Returns whether links are made for all open ways.
+    /// Returns true if each open way should have a link.
     fn makes_all(&self) -> bool {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Returns whether the link for a way is made: also for a way that has led to the control daemon, whatever order has come
-    /// since.
+    /// Returns true if this way should have a link. A way that had a link already keeps it when a later order comes.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }
 
-    /// The sockets with links that are ours.
+    /// The sockets to which links of this control daemon may point.
     fn sockets(&self) -> impl Iterator<Item = SocketId> + use<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the directories that may have a link: the names of the order, the names with a link, and others that are
-    /// there.
+    /// The names of the directories that may have a link: those of the order, those with a link, and those that exist besides.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
@@ -437,8 +437,9 @@ impl<D: Clone + PartialEq> Links<D> {
         names
     }
 
-    /// Takes note of the attempt to lead this way here; without one, a way that led here still does. The error has the reason,
-    /// or none: it leads nowhere yet. `lead` gets the ways that lead to the control daemon, or will again.
+    /// Records the result of an attempt to make this link, `led`. Without an attempt, a link that existed still does. The error
+    /// is the reason why there is no link, or None if there is none yet. The ways with a link to the control daemon, now or again
+    /// later, go into `lead`.
     fn way(
         &mut self,
         way: Way,
@@ -464,7 +465,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &mut impl Directories<D>) {
-        // Whichever control daemon the link of a drained slice leads to, it goes.
+        // The link of a closed slice is removed, no matter to which control daemon it points.
         let closed = match target {
             LinkTarget::Closed => directories.close_slice(name, None),
             _ => self.sockets().try_for_each(|socket| directories.close_slice(name, Some(socket))),

@@ -1,5 +1,5 @@
-//! The blockers of a control daemon that runs: each keeps it from serving its order. Each says who clears it and
-//! which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
+//! The blockers of a running control daemon: each prevents it from serving its order. Each says which part of the code clears it
+//! and which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
 
 use alloc::format;
 use alloc::string::String;
@@ -9,15 +9,17 @@ use core::mem;
 use super::fault::Fault;
 use crate::CoreTime;
 
-/// After so many looks in a row without an answer, a control daemon counts as hung.
+/// After this number of checks in a row without an answer, a control daemon counts as hung.
 const MISSES: u32 = 5;
 
-/// Something that keeps a control daemon that runs from serving its order. [`Blocker::cleared_by`] says who clears it.
+/// Something that prevents a running control daemon from serving its order. [`Blocker::cleared_by`] says which part of the code
+/// clears it.
 #[derive(Debug)]
 pub(super) enum Blocker {
     /// A server met a fatal GPU error. Healing clears it when the server has recovered or has ended.
     Faulted(Fault),
-    /// Another control daemon, with this PID, answers in its directory. A check clears it when ours answers there.
+    /// Another control daemon, with this PID, answers in the directory of the service's control daemon. A check clears this
+    /// blocker when the service's control daemon answers there again.
     PlaceTaken(u32),
     /// The pipe directory was removed or replaced. A check clears this blocker when the control daemon can be reached.
     DirectoryGone(String),
@@ -25,29 +27,30 @@ pub(super) enum Blocker {
     Hung { looks: u32, error: String },
     /// The control daemon has missed this number of checks in a row. An answer clears this blocker.
     Silent { looks: u32, error: String },
-    /// Clients of other users can't get to its socket. A check clears it when they can.
+    /// Clients of other users can't reach the socket. A check clears this blocker when they can.
     BadDirectory(String),
     /// The server has ended, and the next one starts later. Revival clears this blocker by starting a server.
     ServerEnded { reason: String, revive_at: CoreTime },
-    /// The order needs a control daemon unlike the present one. An order that fits the present one clears it.
+    /// The order needs a control daemon that differs from the running one. An order that the running one can serve clears this
+    /// blocker.
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. Each clears its own and leaves the others alone. The gravest comes first.
+/// The part of the code that clears a blocker. No other part clears it. The gravest comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
-    /// The look at who answers, the first part of each check.
+    /// The first part of each check: which process answers.
     Look,
-    /// The look at the directories, the second part of each check.
+    /// The second part of each check: the directories.
     Access,
     Revival,
-    /// The order, compared with what runs.
+    /// The comparison of the order with the running control daemon.
     Order,
 }
 
 impl Blocker {
-    /// The result of a look without an answer.
+    /// The blocker after a check without an answer.
     pub(super) fn no_answer(error: String) -> Self {
         Self::unanswered(1, error)
     }
@@ -56,7 +59,7 @@ impl Blocker {
         if looks < MISSES { Self::Silent { looks, error } } else { Self::Hung { looks, error } }
     }
 
-    /// The part of the code that clears it. No other part does.
+    /// The part of the code that clears this blocker.
     pub(super) fn cleared_by(&self) -> ClearedBy {
         match self {
             Self::Faulted(_) => ClearedBy::Healing,
@@ -69,7 +72,7 @@ impl Blocker {
         }
     }
 
-    /// True if the control daemon is ended for it as soon as it has no client.
+    /// True if this blocker ends the control daemon as soon as the control daemon has no client.
     fn ends_when_idle(&self) -> bool {
         match self {
             Self::PlaceTaken(_)
@@ -96,7 +99,7 @@ impl Blocker {
     }
 }
 
-/// The change that a look has brought.
+/// The change that a check has brought.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Change {
     /// No report is due.
@@ -107,7 +110,7 @@ pub(super) enum Change {
     AnswersAgain,
 }
 
-/// All that blocks a control daemon at present, the gravest first: one of each kind, and each directory that is bad.
+/// The blockers of a control daemon at present, the gravest first: at most one of each kind, but one for each bad directory.
 #[derive(Debug, Default)]
 pub(super) struct Blockers(Vec<Blocker>);
 
@@ -125,7 +128,7 @@ impl Blockers {
         self.0.insert(place, blocker);
     }
 
-    /// To be called by the part of the code that clears them.
+    /// Only the part of the code that clears these blockers calls this.
     pub(super) fn clear(&mut self, by: ClearedBy) {
         self.0.retain(|one| one.cleared_by() != by);
     }
@@ -143,7 +146,8 @@ impl Blockers {
         self.all_cleared_by(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
     }
 
-    /// Records who answers in its place: a blocker, or None if the control daemon does, as it should.
+    /// Records which process answers in the control daemon's directory. `look` is None if it is the control daemon, as it should
+    /// be.
     pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
         let before = self.0.extract_if(.., |one| one.cleared_by() == ClearedBy::Look).next();
         let change = match (&look, &before) {
@@ -156,7 +160,7 @@ impl Blockers {
                 Some(Blocker::Silent { error, .. }),
                 Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
             ) => Some(Blocker::unanswered(looks + 1, error)),
-            // The control daemon is ended when it has no clients, with or without an answer.
+            // This blocker ends the control daemon once it has no client. A missing answer changes nothing about that.
             (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
@@ -166,17 +170,18 @@ impl Blockers {
         change
     }
 
-    /// True if the last check has found something.
+    /// True if the last check has found a blocker.
     pub(super) fn has_failed_check(&self) -> bool {
         self.is_unreached() || self.has(ClearedBy::Access)
     }
 
-    /// True if it does not answer.
+    /// True if the control daemon does not answer.
     pub(super) fn is_silent(&self) -> bool {
         self.0.iter().any(|one| matches!(one, Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
-    /// True if commands can't reach it: the last look has found another control daemon there, or no answer.
+    /// True if commands can't reach the control daemon: the last check has found another control daemon in its directory, or got
+    /// no answer.
     pub(super) fn is_unreached(&self) -> bool {
         self.has(ClearedBy::Look)
     }
@@ -195,7 +200,7 @@ impl Blockers {
         })
     }
 
-    /// When the next server is to be started, and why.
+    /// The time at which the next server should be started, and why the last one has ended.
     pub(super) fn revival(&self) -> Option<(CoreTime, &str)> {
         self.0.iter().find_map(|one| match one {
             Blocker::ServerEnded { reason, revive_at } => Some((*revive_at, reason.as_str())),
@@ -208,13 +213,13 @@ impl Blockers {
         self.0.iter().any(Blocker::ends_when_idle)
     }
 
-    /// The reason to end it as soon as it has no client.
+    /// The reason why the control daemon ends as soon as it has no client.
     pub(super) fn why_it_ends(&self) -> Option<String> {
         let blocker = self.0.iter().rev().find(|blocker| blocker.ends_when_idle())?;
         Some(self.describe(blocker.cleared_by()))
     }
 
-    /// The state that is shown of a control daemon that runs. None leaves the state from before.
+    /// The state to show for a running control daemon. None: the state before stays.
     pub(super) fn shown(&self, progress: Progress) -> Option<ShownState> {
         let Progress { configured, in_place, leads, retiring } = progress;
         let ended = if retiring { "ended" } else { "restarted" };
@@ -241,7 +246,7 @@ impl Blockers {
                 (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
-        // With a misfit, clients are served, and the look for clients is still to come.
+        // With a misfit, clients are served until a check finds that there are none.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
         if configured && !leads && !retiring && (misfit || gravest.is_none()) {
@@ -254,7 +259,7 @@ impl Blockers {
     }
 }
 
-/// The way to its order that a control daemon has behind it.
+/// How far a control daemon has come in serving its order.
 // Each flag is a fact of its own.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
@@ -263,7 +268,7 @@ pub(super) struct Progress {
     pub(super) configured: bool,
     /// True if the control daemon has the pipe directory of the order.
     pub(super) in_place: bool,
-    /// Programs that come get to it.
+    /// True if new programs reach the control daemon.
     pub(super) leads: bool,
     /// True if the control daemon ends once it has no clients.
     pub(super) retiring: bool,
@@ -291,9 +296,9 @@ pub struct ShownState {
     pub state: ShownAs,
     /// True if a client that comes now is served as planned.
     pub serving: bool,
-    /// True if it stays in this state for now.
+    /// True if the control daemon stays in this state until something happens.
     pub settled: bool,
-    /// Why it is in this state, in words; empty if it is ready.
+    /// Why the control daemon is in this state, in words; empty if it is ready.
     pub reason: String,
 }
 
@@ -394,7 +399,7 @@ mod tests {
         assert!(!all.has(ClearedBy::Access) && all.has(ClearedBy::Order));
     }
 
-    /// The directory of a control daemon may be bad while it hangs: it must still be known that nothing can be told to it.
+    /// A hung control daemon may have a bad directory too. Then it must still be known that no command reaches it.
     #[test]
     fn a_bad_directory_hides_no_silence() {
         let mut blockers = all_of([bad_directory()]);

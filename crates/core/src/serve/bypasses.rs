@@ -6,17 +6,17 @@ use core::time::Duration;
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid};
 
-/// The least time between the two looks that confirm a bypass. NVML and the control daemon don't learn of a client's
-/// start and end in the same moment, and NVML lists a process until the driver has taken its memory back.
+/// The least time between the two looks that confirm a bypass. NVML and the control daemon do not learn of a client's start and
+/// end at the same moment, and NVML lists a process until the driver has taken its memory back.
 pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
-/// The bypasses of the last look, each with the time when it was first seen, and whether it was seen twice since. They outlive
-/// control daemons.
+/// The processes of the last look. For each: when it was first seen, and if a second look has confirmed it. They are remembered
+/// when the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Bypasses(BTreeMap<(GpuUuid, ProcessId), (CoreTime, bool)>);
 
 impl Bypasses {
-    /// Records the bypasses that were found, and returns when the next look may confirm one.
+    /// Records the processes that a look has found, and returns the moment from which the next look can confirm one.
     pub(super) fn confirm(
         &mut self,
         found: BTreeSet<(GpuUuid, ProcessId)>,
@@ -33,7 +33,7 @@ impl Bypasses {
         unconfirmed.map(|(since, _)| *since + CONFIRM_AFTER).min()
     }
 
-    /// The bypasses of a GPU that were seen twice.
+    /// The processes on a GPU that two looks have found.
     pub(super) fn confirmed(&self, gpu: &str) -> BTreeSet<ProcessId> {
         let confirmed = self.0.iter().filter(|((on, _), (_, confirmed))| on == gpu && *confirmed);
         confirmed.map(|((_, process), _)| *process).collect()
@@ -62,7 +62,7 @@ mod tests {
         let soon = start + CONFIRM_AFTER / 2;
         let later = start + CONFIRM_AFTER;
         assert_eq!(found.confirm(bypasses(&[1, 2]), start), Some(later));
-        // One is gone again at once; the other is still too new, and a third one comes.
+        // One process has ended at once, a second one is still too new, and a third one comes.
         assert_eq!(found.confirm(bypasses(&[2, 3]), soon), Some(later));
         assert_eq!(confirmed(&found), []);
         assert_eq!(found.confirm(bypasses(&[2, 3]), later), Some(soon + CONFIRM_AFTER));

@@ -1,5 +1,4 @@
-//! Counts the clients on each GPU. A GPU without a free place serves all its clients, and nothing is wrong with it; only its
-//! next client gets CUDA error 46.
+//! Counts the clients on each GPU. A full GPU still serves its clients; only a further client gets CUDA error 46.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -14,22 +13,22 @@ use crate::CoreTime;
 use crate::mps::{Client, Meaning};
 use crate::terms::ServedGpu;
 
-/// The time from a client's end to the count of the others. The control daemon still lists the client for a moment.
+/// The time from a client's end to the next count. For a moment the control daemon still lists the client that has ended.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The time between two counts of a full GPU's clients. The log reports most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// A line of the log that says that a client was turned away.
+/// The last line of the log that reports a refused client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Refusal {
-    /// There was none since a client has left.
+    /// No client was refused since the last client has left.
     #[default]
     None,
-    /// By a server of this capacity.
+    /// A server with this capacity has refused a client.
     Believed(u32),
-    /// Fewer clients were counted since: some have left, though the log does not say so. Another program may have written the
-    /// line, too.
+    /// The line does not count any more, since fewer clients were counted later: clients have left without a line in the log, or
+    /// another program had written the line.
     Disbelieved,
 }
 
@@ -37,19 +36,19 @@ enum Refusal {
 #[derive(Debug, Default)]
 pub(super) struct Capacity {
     refusal: Refusal,
-    /// The clients of the last count since the refusal.
+    /// The number of clients at the last count since the refusal.
     counted: usize,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
-    /// The number of processes that are clients, on each GPU on which NVML lists none, by UUID.
+    /// The number of client processes, on each GPU for which NVML lists no clients, by UUID.
     unlisted: BTreeMap<String, u32>,
-    /// When the clients are to be counted next.
+    /// When the clients should be counted next.
     pub(super) due: Option<CoreTime>,
 }
 
 impl Capacity {
-    /// Reads a line of the log, which alone names the clients on these GPUs if NVML lists none. True if the line reports, for
-    /// the first time, that a client was turned away.
+    /// Takes a line of the log into account. If NVML lists no clients, only the log tells that a client has come. Returns true if
+    /// the line reports a refused client for the first time.
     pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
@@ -62,7 +61,7 @@ impl Capacity {
                 self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
-            // A server that ends takes its clients along, and the log does not say that they have left.
+            // When a server ends, its clients end too, and no line of the log says that they have left.
             Meaning::ClientLeft(_) | Meaning::ServerExited { .. } => {
                 self.some_left(gpus, now);
                 false
@@ -84,7 +83,7 @@ impl Capacity {
         self.due = Some(self.due.map_or(at, |before| before.min(at)));
     }
 
-    /// Has the clients counted if the driver knows of as many as a GPU can hold, or knows of none at all.
+    /// Requests a count if NVML lists as many clients as a GPU can hold, or lists none at all.
     pub(super) fn suspect(&mut self, gpus: &[ServedGpu], there: &ProcessesOnGpus, now: CoreTime) {
         let many = |gpu: &ServedGpu| {
             let there = there.get(&gpu.uuid).into_iter().flatten();
@@ -95,26 +94,26 @@ impl Capacity {
         }
     }
 
-    /// Why a GPU takes no more clients, in words; empty if it takes some.
+    /// Why a GPU takes no more clients, in words; empty while the GPU takes clients.
     pub(super) fn full(&self, uuid: &str) -> String {
         let describe =
             |most: &u32| format!("full: all {most} places are taken; the next client gets CUDA error 46");
         self.full.get(uuid).map(describe).unwrap_or_default()
     }
 
-    /// The number of clients of a GPU on which NVML lists none, once they were counted.
+    /// The number of clients on a GPU for which NVML lists none, once the clients were counted.
     pub(super) fn unlisted(&self, uuid: &str) -> Option<u32> {
         self.unlisted.get(uuid).copied()
     }
 
-    /// Counts these clients, and returns the GPUs that have become full (true) or are full no more (false).
+    /// Counts these clients, and returns the GPUs that have become full (true) and those that are not full any more (false).
     fn count(&mut self, gpus: &[ServedGpu], clients: &[Client], now: CoreTime) -> Vec<(ServedGpu, bool)> {
         let has_refused = self.refusal != Refusal::None;
         if has_refused && (clients.is_empty() || clients.len() < self.counted) {
             self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
-        // The line does not say on which GPU; with one alone there is no doubt, however clients are counted.
+        // The line does not name the GPU. If the control daemon has only one GPU, there is no doubt.
         let refused_at = match self.refusal {
             Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
             _ => None,
@@ -143,17 +142,17 @@ impl Capacity {
         changed
     }
 
-    /// Clients are counted soon again while some GPU is shown as full.
+    /// The next count is soon while some GPU is shown as full.
     fn wait(&mut self, now: CoreTime) {
         self.due = (!self.full.is_empty()).then(|| now + PERIOD);
     }
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Counts the clients on each GPU. A control daemon that can't say them is the health check's business, unless it says
-    /// nothing at all.
+    /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check deals with
+    /// that.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
-        // Even if no answer comes.
+        // Also if no answer comes.
         self.run.capacity.wait(self.shell.now());
         let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,

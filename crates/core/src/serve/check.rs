@@ -40,7 +40,7 @@ impl<S: Shell> Serving<'_, S> {
                 }
                 if change == Change::AnswersAgain {
                     self.shell.tell(News::Event, "the control daemon answers again".to_owned());
-                    // The control daemon may have missed a command meanwhile.
+                    // The control daemon may have missed a command while it did not answer.
                     return Ok(Some(Ended::Again));
                 }
                 answer = Some(look);
@@ -65,7 +65,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.run.capacity.suspect(&self.wanted.gpus, &there, self.shell.now());
         self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
-        // After a fatal error, a server's clients are not reliably listed.
+        // After a fatal error, the list of a server's clients is not reliable.
         if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
             self.find_bypasses(there).await;
         }
@@ -77,7 +77,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(None)
     }
 
-    /// Reads the GPUs: a GPU that does not answer must not delay the end of the control daemon.
+    /// Reads the GPUs. A GPU that does not answer must not delay the end of the control daemon.
     pub(super) async fn read_gpus(&mut self) -> Result<ProcessesOnGpus, Failure> {
         match self.reach.look(&mut self.shell, &self.wanted).await {
             Some(there) => Ok(there),
@@ -85,9 +85,9 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Looks for bypasses on the GPUs of the control daemon alone: a GPU that it goes without may be another's, with servers
-    /// and clients of its own. The control daemon is asked only if there are processes besides the known servers. If it does
-    /// not name its clients, the last result is kept.
+    /// Looks for bypasses on the GPUs of the control daemon. A GPU that is left out does not count: another control daemon may
+    /// have it, with servers and clients of its own. The control daemon is asked only if there are processes besides the known
+    /// servers. If it does not list its clients, the last result stays.
     pub(super) async fn find_bypasses(&mut self, mut there: ProcessesOnGpus) {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
         let mut servers: BTreeSet<u32> = self.run.servers.alive().into_iter().collect();
@@ -95,13 +95,13 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.remember_clients(&clients);
         self.run.bypasses_at = None;
         if there.values().flatten().any(|process| !servers.contains(&process.pid)) {
-            // After NVML: a client is the control daemon's before it is the GPU's.
+            // NVML is asked first: a client is known to the control daemon before it appears on the GPU.
             let Ok(all) = self.list_clients().await else {
                 self.run.bypasses_at = self.wanted.guard_period.map(|period| self.shell.now() + period);
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
-            // After a fatal error, a server's clients are not reliably listed.
+            // After a fatal error, the list of a server's clients is not reliable.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
@@ -114,10 +114,10 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = due.into_iter().chain(guard).min();
     }
 
-    /// Keeps the state file up to date, for the next service that takes over. Its log does not matter where another control
-    /// daemon is needed anyway.
+    /// Updates the state file for the next service, which takes the control daemon over. If the order needs another control
+    /// daemon anyway, a log that can't be written does not matter.
     pub(super) fn keep_state_file(&mut self) {
-        // The next service does not report the lines that were read.
+        // The next service does not report lines that this service has read.
         self.tell_fault();
         self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
     }
@@ -127,13 +127,14 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// The control daemon lives, so its sockets were removed: it can't make them again.
+    /// The control daemon lives, but its sockets were removed, and it can't make them again.
     pub(super) fn is_unreachable(&mut self, error: String) {
         self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
         self.show_state();
     }
 
-    /// True if another control daemon answers in our pipe directory. Then no command must be sent to it.
+    /// True if another control daemon answers in the directory of this one. Then no command must be sent: the other control
+    /// daemon would get it.
     pub(super) fn place_is_taken(&mut self) -> bool {
         let own = self.shell.pid();
         let other = self.shell.listener().filter(|listener| *listener != own);
@@ -143,14 +144,14 @@ impl<S: Shell> Serving<'_, S> {
         other.is_some()
     }
 
-    /// Makes sure that clients of every user can get to the socket.
+    /// Makes sure that clients of every user can reach the socket.
     pub(super) fn let_users_in(&mut self) {
         for bad in self.shell.let_users_in() {
             self.run.blockers.put(Blocker::BadDirectory(bad));
         }
     }
 
-    /// Compares the limits that the servers have written with the order. True if they differ.
+    /// Compares the limits that the servers have written with the order. Returns true if they differ.
     pub(super) fn compare_servers(&mut self) -> bool {
         let run = &*self.run;
         let limits = run.limits(&self.wanted);

@@ -1,4 +1,4 @@
-//! Makes a control daemon that runs serve its order: sets its limits and starts its server.
+//! Makes a running control daemon serve its order: sets its limits and starts its server.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -12,17 +12,17 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
 use super::shell::{Failure, News, Shell, Showing};
 use crate::mps::Limits;
 
-/// The longest time for a new control daemon to listen. Measured: 20 ms.
+/// The longest time until a new control daemon listens. Measured: 20 ms.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest time between two looks at whether it listens.
+/// The longest pause between two checks if it listens.
 const LISTEN_PAUSE: Duration = Duration::from_millis(5);
 
 impl<S: Shell> Serving<'_, S> {
     /// Waits until the control daemon listens.
     ///
     /// # Errors
-    /// It has ended, or does not listen for a long time.
+    /// The control daemon has ended, or does not listen within the time.
     pub async fn listens(&mut self) -> Result<(), Failure> {
         let deadline = self.shell.now() + LISTEN_TIMEOUT;
         while self.shell.is_nobody() {
@@ -37,13 +37,13 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Makes the control daemon that runs serve the order, as far as it can without ending a client.
+    /// Makes the running control daemon serve the order, as far as that is possible without ending a client.
     pub(super) async fn configure(&mut self) -> Result<(), Failure> {
         if self.run.blockers.is_unreached() {
             self.show_state();
             return Ok(());
         }
-        // A stopped control daemon would answer nothing.
+        // A control daemon that is stopped by a signal would not answer.
         self.continue_if_stopped();
         self.find_misfit();
         if self.place_is_taken() {
@@ -52,13 +52,13 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.let_users_in();
         if self.wanted.retiring {
-            // Clients that come until it ends get the same limits as the clients before.
+            // Until the control daemon ends, further clients get the same limits as its present ones.
             self.show_state();
             return Ok(());
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // Another one has come in between. The limits may have gone to it.
+        // Another control daemon has taken the directory meanwhile. It may have got the limits.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());
@@ -66,7 +66,7 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.passed("limits", "limits are confirmed");
         self.shell.show(Showing::InForce { thread_percentage: limits.thread_percentage });
         self.run.configured = true;
-        // The first look finds programs that slipped in before.
+        // The first look finds programs that have started on a GPU before the control daemon.
         self.run.bypasses_at = Some(self.shell.now());
         self.compare_servers();
         self.keep_state_file();
@@ -79,8 +79,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults, leads clients here, and gives each server its limits: a server that runs, a server that is about to
-    /// come, and a server that is started ahead of the first client.
+    /// Sets the defaults, makes the links for clients, and sets the limits of each server: of a running one, of one that is about
+    /// to start, and of one that is started ahead of the first client.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
         let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();
@@ -91,7 +91,7 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.set_limits(None, limits).await?
         };
         self.shell.passed("defaults", "defaults are set");
-        // As early as can be: a program that finds no control daemon runs without MPS, and can keep the server out.
+        // As early as possible: a program that finds no control daemon runs without MPS, and can prevent the start of a server.
         self.shell.lead_here()?;
         self.door_is_open();
         self.shell.passed("linked", "the pipe directory and the directories of slices lead here");
@@ -125,11 +125,11 @@ impl<S: Shell> Serving<'_, S> {
             while ready.is_empty() && self.step(ask_at).await? {
                 ready = self.run.servers.ready();
             }
-            // A log that can't be written says nothing, and a tenant may have written this line.
+            // A log that can't be written does not name ready servers, and a tenant may have written a line that names one.
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {
-                // A log that can't be written has not reported that.
+                // If the log can't be written, it has not reported servers that have ended.
                 self.run.servers.keep(&look.servers);
                 break server;
             }
@@ -151,7 +151,7 @@ impl<S: Shell> Serving<'_, S> {
             }
         };
         self.watch_server(server);
-        // The list is ahead of the log by a moment.
+        // The control daemon lists a server a moment before the log names it.
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
         while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
         self.confirm_or_correct(server, limits).await
@@ -162,7 +162,7 @@ impl<S: Shell> Serving<'_, S> {
         Failure::Failed(format!("no server is ready after {seconds} s{}", self.shell.words()))
     }
 
-    /// Finds out whether the control daemon that runs can serve the order.
+    /// Finds out if the running control daemon can serve the order.
     pub(super) fn find_misfit(&mut self) {
         let misfit = if self.wanted.retiring {
             Some("it is not needed any more".to_owned())

@@ -1,9 +1,10 @@
-//! The door of a control daemon: the ways by which programs come to it. The door is closed before a decision by a
-//! count of clients, since a client that comes between the count and the act would lose its work, or keep all others out.
+//! The door of a control daemon: the links through which programs reach it. The service closes the door before a decision that
+//! depends on the number of clients. Otherwise a client could come between the count and the act, and would lose its work or
+//! delay the act.
 //!
-//! Measured: a program that finds no control daemon runs without MPS, and a program that finds a socket on which no process
-//! answers waits for it. So programs wait while the door is closed, until a server has the GPUs: then compute mode
-//! `EXCLUSIVE_PROCESS` refuses them (error 46). In compute mode `DEFAULT` nothing does.
+//! Measured: a program that finds no control daemon runs without MPS; a program that finds a socket on which no process answers
+//! waits. So programs wait while the door is closed. They are released once a server has the GPUs: in compute mode
+//! `EXCLUSIVE_PROCESS` the driver then refuses them (error 46). In compute mode `DEFAULT` nothing refuses them.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -14,33 +15,33 @@ use super::Serving;
 use super::limits::TAKES_LIMITS;
 use super::shell::Shell;
 
-/// The time that a program which has just come gets to be listed as a client. Measured: its connection is admitted in
+/// The time in which a program that has just connected appears as a client. Measured: its connection is admitted within
 /// milliseconds.
 const SETTLING: Duration = Duration::from_millis(250);
 
-/// The time without a client after which a control daemon counts as idle, where its end at once was not asked for. Between two
-/// programs of a script lie some milliseconds.
+/// The time without a client after which a control daemon counts as idle, unless an administrator has asked for its end at once.
+/// A script that runs one program after the other leaves gaps of some milliseconds.
 pub(super) const QUIET: Duration = Duration::from_secs(2);
 
-/// The ways by which programs come.
+/// The state of the links through which programs come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Door {
-    /// The links lead to the control daemon.
+    /// The links point to the control daemon.
     Open,
-    /// The links lead to the control daemon again. Programs that came before still wait.
+    /// The links point to the control daemon again. Programs that came while the door was closed still wait.
     Opened,
-    /// Programs that come wait.
+    /// New programs wait.
     Closed,
-    /// Programs that come wait, and the control daemon was asked to end: it answers no program any more, unless the question
-    /// got lost.
+    /// New programs wait, and the control daemon was asked to end. It does not answer programs any more, unless the request got
+    /// lost.
     ClosedForGood,
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Closes the door, and gives programs that have just come through it the time to become known as clients.
+    /// Closes the door, and waits until programs that have just connected appear as clients.
     ///
     /// # Errors
-    /// The door stays open, since it can't be closed, or a client has come.
+    /// The door stays open: it can't be closed, or a client has come.
     pub(super) async fn close_door(&mut self) -> Result<(), String> {
         let begun = self.shell.now();
         if let Err(why) = self.shell.keep_waiting()
@@ -69,15 +70,16 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Clients are led to the control daemon, which has its limits.
+    /// The links point to the control daemon, which has its limits.
     pub(super) fn door_is_open(&mut self) {
         if self.run.door != Door::Open {
             self.run.door = Door::Opened;
         }
     }
 
-    /// Lets programs go that have waited at the closed door, once a server keeps them off the GPUs. Where the next client
-    /// brings the server, no other code does. No way leads to a control daemon that retires, so no program waits for it.
+    /// Releases the programs that have waited at the closed door, once a server prevents them from using the GPUs without MPS. If
+    /// a server starts only with its first client, they are released at once. A control daemon that retires has no link, so no
+    /// program waits for it.
     pub(super) async fn let_go(&mut self) {
         if self.run.door != Door::Opened || self.wanted.retiring {
             return;
@@ -87,7 +89,7 @@ impl<S: Shell> Serving<'_, S> {
             if servers.is_empty() {
                 return;
             }
-            // A server may have ended without a line in the log yet.
+            // A server may have ended though the log does not say so yet.
             let look = self.shell.inspect(&servers, None).await;
             if !look.is_ok_and(|look| look.with(&TAKES_LIMITS).next().is_some()) {
                 return;

@@ -1,4 +1,4 @@
-//! The use of a control daemon, and its end.
+//! Finds out who uses a control daemon, and ends it.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
@@ -19,21 +19,21 @@ pub enum Judged {
     Ended(Failure),
     /// No program.
     Idle,
-    /// No client, and these programs without MPS keep its server out.
+    /// No client, but these programs without MPS prevent the start of its server.
     KeptOut(String),
-    /// The control daemon has clients, or its clients are unknown; the words say which.
+    /// The control daemon has clients, or its clients are unknown; the text says which.
     Clients(String),
 }
 
 impl<S: Shell> Serving<'_, S> {
     /// Finds out who uses the control daemon, which has failed.
     pub async fn judge(&mut self) -> Judged {
-        // The control daemon had been asked to end before, or was killed.
+        // The control daemon was asked to end before, or was killed.
         if self.shell.ends_now().await {
             return Judged::Ended(self.ended().await);
         }
         match self.in_use().await {
-            // No program keeps a server out where others may come in.
+            // In compute mode `DEFAULT` no program can prevent the start of a server.
             Ok(0) if self.wanted.id.tenure() == Tenure::InTurns => Judged::Idle,
             Ok(0) => {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
@@ -44,15 +44,15 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients of the control daemon, or why it is not known. If the control daemon does not answer, or
-    /// another one answers in its place, or it has lost its clients for a fault and may not list the others, its processes
-    /// are looked at: clients work in its servers, which are its children. Then NVML is asked.
+    /// The number of clients of the control daemon, or why it is not known. The control daemon is asked first. Its list is not
+    /// used if it does not answer, if another control daemon answers in its place, or after a fault. Then its processes are
+    /// looked at: clients need servers, which are its children. Last, NVML is asked.
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
             Ok(0) if self.is_any_server_faulted().await => {
                 "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
             }
-            // The count is the last that is asked: a client may have come.
+            // It is asked again after the question about faults: a client may have come meanwhile.
             Ok(0) => return self.count_its_clients().await,
             Ok(clients) => return Ok(clients),
             Err(why) => why,
@@ -80,7 +80,8 @@ impl<S: Shell> Serving<'_, S> {
         clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
     }
 
-    /// The clients of the control daemon. Another control daemon in its place, at whatever moment, lists its own.
+    /// The clients of the control daemon. If another control daemon has taken its place, before or during the question, the
+    /// answer is that one's and is not used.
     pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
         let elsewhere = "it does not listen in its pipe directory any more";
         if !self.listens_in_place() {
@@ -90,7 +91,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.listens_in_place() { clients } else { Err(Failure::Failed(elsewhere.to_owned())) }
     }
 
-    /// True if a server handles a fatal GPU error, by the log, or by its control daemon: the log may not be written.
+    /// True if a server handles a fatal GPU error, as the log or the control daemon says: the log may not be writable.
     pub(super) async fn is_any_server_faulted(&mut self) -> bool {
         self.read_on().await;
         if self.run.blockers.fault().is_some() {
@@ -110,22 +111,22 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.listener() == Some(self.shell.pid())
     }
 
-    /// Ends the control daemon. Its clients, which the caller has named, end with it, unless it is unused: then it stays if a
-    /// client has come since the clients were counted.
+    /// Ends the control daemon. Its clients, which the caller has reported, end with it. With a permit for an unused control
+    /// daemon, the control daemon stays if a client has come since the count.
     ///
     /// # Errors
-    /// It has not ended.
+    /// The control daemon has not ended.
     pub async fn end(&mut self, may_end: Permit) -> Result<(), String> {
         self.continue_if_stopped();
         let has_ended = if may_end.cause() == Cause::Unused {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // No client counts for it, so a way that stays open changes nothing.
+            // Here the end does not depend on clients, so a link that can't be removed does not matter.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if may_end.cause() == Cause::Forced {
-                // The slices must not be given out meanwhile. A stop shows a state of its own.
+                // The slices must not be handed out meanwhile. During a stop of the service the shown state is another one.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
@@ -133,14 +134,14 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // A check finds out that the question got lost. Then the control daemon gets its order again, and the door is opened.
+        // If the request got lost, a check finds out. Then the control daemon gets its order again, and the door is opened.
         let lives = "the control daemon was asked to end, and has not yet";
         self.missed(lives.to_owned());
         self.show_state();
         Err(lives.to_owned())
     }
 
-    /// Asks the control daemon to end behind the closed door, and says whether it has ended.
+    /// Asks the control daemon to end while the door is closed. Returns true if it has ended.
     async fn end_unused(&mut self) -> Result<bool, String> {
         let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
             self.open_door();
@@ -150,7 +151,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // The control daemon hangs, or was told to end while it had a client that the service could not know.
+        // The control daemon hangs, or was asked to end while it had a client of which the service could not know.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

@@ -1,5 +1,5 @@
-//! A fatal GPU error of a server: when it is over, and who may be ended for it. It hits every client on the GPU, and no
-//! other: a server holds the clients of all GPUs of its control daemon.
+//! A fatal GPU error of a server: when it is over, and who may be ended for it. The error hits every client on its GPU, and no
+//! client on another GPU. A server has the clients of all GPUs of its control daemon.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -9,33 +9,33 @@ use core::time::Duration;
 use crate::mps::ServerStatus;
 use crate::{Cause, CoreTime, Permit};
 
-/// The time between two looks at a faulted server. Measured: it is well 0.2 s after its last client has gone.
+/// The time between two looks at a faulted server. Measured: the server has recovered 0.2 s after its last client has ended.
 pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
 
 /// The longest time between two looks.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The time that the log gets to name the clients that were hit. It names them within a second, one after the other.
+/// The time in which the log should name the clients that were hit. The log names them within a second, one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The time until the next look at a fault that is so old.
+/// The pause before the next look at a fault of this age.
 pub fn next_look(age: Duration) -> Duration {
     FAULT_PAUSE.max(age / 10).min(LONGEST_PAUSE)
 }
 
-/// A fatal GPU error that a server has not got over yet.
+/// A fatal GPU error from which a server has not recovered yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Fault {
     pub(super) server: u32,
     pub(super) since: CoreTime,
-    /// The number of lines in the log about the fault. The server may have met another error since.
+    /// The number of lines in the log about the fault. If there are more lines later, the server has met another error.
     pub(super) lines: usize,
     /// The clients that were hit, each behind its GPU's ordinal. A client that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
     /// The victims that were reported. The log may name more later.
     pub(super) told: BTreeSet<(usize, u32)>,
     pub(super) due: CoreTime,
-    /// Why it is not ended though it could be.
+    /// Why the server is not ended though its clients had their time.
     pub(super) held_up: Option<String>,
 }
 
@@ -46,12 +46,12 @@ impl Fault {
         Self { server, since: now, lines: 0, clients, told, due, held_up: None }
     }
 
-    /// The clients that were hit, on whichever GPU: a client of two GPUs has lost its work on both.
+    /// The clients that were hit, on any GPU: a client that uses two GPUs has lost its work on both.
     pub(super) fn pids(&self) -> BTreeSet<u32> {
         self.clients.iter().map(|(_, pid)| *pid).collect()
     }
 
-    /// True if this is still what was known of it, and nothing new.
+    /// True if nothing new is known about the fault since `known`.
     pub(super) fn is_same(&self, known: &Self) -> bool {
         (self.server, self.since, self.lines) == (known.server, known.since, known.lines)
             && self.clients == known.clients
@@ -69,19 +69,19 @@ impl Fault {
 /// The next step against a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealStep {
-    /// The fault is over, unless the log names more clients.
+    /// The fault is over. If the log names more clients, they are still reported.
     Recovered,
     /// The fault is over, since the server has ended.
     ServerGone,
-    /// Nothing: the clients have their grace.
+    /// Wait: the clients still have time to end by themselves.
     Wait,
-    /// See whether any victim is still there.
+    /// Find out if any victim still runs.
     LookForThoseHit,
-    /// See whether the server can be ended.
+    /// Find out if the server can be ended.
     LookWhoStays,
 }
 
-/// The next step against a fault that is so old, where clients have so long to end by themselves.
+/// The next step against a fault of this age. `grace` is the time that clients have to end by themselves.
 pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealStep {
     match server {
         ServerStatus::Active => HealStep::Recovered,
@@ -93,8 +93,9 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// True if a fault is over on a driver that can't say so: no client that was hit is left. None: the log may not have named them
-/// yet. Until then the server is not ended: it may be well already, and others at work on it.
+/// True if a fault is over, for a driver whose control daemon does not report that: no client that was hit still runs. None: the
+/// log may not have named the clients yet. Until it has, the server is not ended, since it may have recovered and have other
+/// clients.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;
@@ -102,20 +103,20 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
     Some(!hit.iter().any(|pid| is_left(*pid)))
 }
 
-/// The fate of a server that is still faulted after the grace of its clients. Each has the clients that stay.
+/// The decision about a server that is still faulted after its clients had their time. The sets are the clients that still run.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace {
-    /// The server may be ended: all its clients have lost their work.
+    /// The server may be ended: all of its clients have lost their work.
     End(Permit, BTreeSet<u32>),
-    /// The server lives on: the log has named no client, and on another GPU some of these clients may be well.
+    /// The server stays: the log has named no client, and some of these clients may work on a GPU that was not hit.
     GpuNotKnown(BTreeSet<u32>),
-    /// The server lives on for this number of other clients, which are well.
+    /// The server stays: this number of other clients were not hit.
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides on a faulted server with these clients. The log has named the clients that were hit; it names no client if it could
-/// not be written, or if a former service has read that part. A client that it has not named may have come between two errors,
-/// even to the same GPU. Where its control daemon has one GPU and no client is named, the error has hit every client.
+/// Decides about a faulted server with these clients. `named` are the clients that the log has named. It names none if it could
+/// not be written, or if an earlier service has read that part. A client that it does not name may have come between two errors,
+/// even to the same GPU. If the control daemon has one GPU and no client is named, the error has hit every client.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

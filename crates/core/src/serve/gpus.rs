@@ -1,5 +1,4 @@
-//! The GPUs of an order: which of them a control daemon goes without for now, and their compute modes from its start to its
-//! end.
+//! The GPUs of an order: which of them are left out for now, and their compute modes while the control daemon has them.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -12,46 +11,46 @@ use super::bypasses::Bypasses;
 use crate::terms::{GpuProcess, ProcessId};
 use crate::{CoreTime, DaemonId, GpuUuid, Tenure};
 
-/// The GPUs that were asked about, by UUID, each as NVML shows it, or NVML's reason why it can't.
+/// The GPUs that NVML was asked about, by UUID. An error is NVML's reason.
 pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 
-/// A GPU that answers.
+/// A GPU that NVML can read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenGpu {
     /// True if the GPU has the service's compute mode.
     pub has_our_mode: bool,
-    /// The processes on it, or why NVML does not list them.
+    /// The processes on the GPU, or why NVML does not list them.
     pub processes: Result<Vec<GpuProcess>, String>,
 }
 
 /// The processes on each GPU by the last list of them, by UUID.
 pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 
-/// News of a GPU.
+/// The kind of a message about a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GpuNews {
     /// An ordinary event.
     Event,
     /// An administrator may have to act.
     Warning,
-    /// NVML can't reach it.
+    /// NVML can't reach the GPU.
     Unreachable,
 }
 
-/// Everything that is asked of GPUs.
+/// The questions and acts about GPUs that the core needs.
 pub trait GpuShell: Send {
-    /// Asks NVML for each of these GPUs: all on one thread if none of them is known to hang. None: the control daemon that runs
-    /// has ended meanwhile.
+    /// Asks NVML about each of these GPUs: all on one thread, unless one of them is known to hang. None: the running control
+    /// daemon has ended meanwhile.
     fn read_gpus(
         &mut self,
         gpus: &[GpuUuid],
         together: bool,
     ) -> impl Future<Output = Option<SeenGpus>> + Send;
 
-    /// Sets the service's compute mode, after recording the former one. Returns true if the mode was another.
+    /// Sets the service's compute mode, after recording the former one. Returns true if the GPU had another mode.
     fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
 
-    /// Shows why a GPU is left out, in words; empty if it is not.
+    /// Shows why a GPU is left out, in words; empty for a GPU that is not left out.
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
 
     /// The process that has this PID now. None if there is none.
@@ -60,18 +59,18 @@ pub trait GpuShell: Send {
     /// Shows the processes that use a GPU without a server, and if they keep a server out. Reports new processes and ended ones.
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
 
-    /// Tells people something about a GPU, once.
+    /// Writes a message about a GPU, once.
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String);
 }
 
-/// Why a control daemon goes without a GPU of its order.
+/// Why a GPU of an order is left out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum LeftOut {
-    /// NVML can't reach it, and says this.
+    /// NVML can't reach the GPU, for this reason.
     Unreachable(String),
     /// The compute mode can't be set, for this reason.
     ModeRefused(String),
-    /// The control daemon with this id still has it.
+    /// The control daemon with this id still has the GPU.
     InOtherHands(DaemonId),
 }
 
@@ -88,22 +87,23 @@ impl LeftOut {
     }
 }
 
-/// The GPUs that a control daemon goes without, as of the last look. It outlives control daemons.
+/// The GPUs of an order that are left out since the last look. This stays when the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuReach {
     left_out: BTreeMap<GpuUuid, LeftOut>,
     /// The GPUs with the service's compute mode.
     with_our_mode: BTreeSet<GpuUuid>,
-    /// The GPUs that have had it since the service sets it: where they have another one, others have changed it.
+    /// The GPUs on which the service has set its compute mode and found it later. If such a GPU has another mode, another program
+    /// has changed it.
     had_our_mode: BTreeSet<GpuUuid>,
     processes: ProcessesOnGpus,
-    /// The GPUs without a list at the last look: the list of before counts.
+    /// The GPUs whose processes NVML did not list at the last look: the list before it counts.
     unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
 
 impl GpuReach {
-    /// True if a control daemon goes without this GPU.
+    /// True if this GPU is left out.
     pub fn is_left_out(&self, gpu: &str) -> bool {
         self.left_out.contains_key(gpu)
     }
@@ -126,15 +126,15 @@ impl GpuReach {
         format!("none of its GPUs can be served{why}")
     }
 
-    /// Looks at each GPU of the order, and leaves out or takes in again. The other GPUs stay served. Returns the
-    /// processes on each GPU. None: the control daemon has ended meanwhile.
+    /// Looks at each GPU of the order. Leaves out a GPU, or takes it in again; the other GPUs stay served. Returns the processes
+    /// on each GPU. None: the control daemon has ended meanwhile.
     pub(super) async fn look(
         &mut self,
         shell: &mut impl GpuShell,
         wanted: &Wanted,
     ) -> Option<ProcessesOnGpus> {
         let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        // The order may have had others.
+        // The order before may have named other GPUs.
         self.left_out.retain(|gpu, _| gpus.contains(gpu));
         self.with_our_mode.retain(|gpu| gpus.contains(gpu));
         self.had_our_mode.retain(|gpu| wanted.sets_modes && gpus.contains(gpu));
@@ -165,7 +165,7 @@ impl GpuReach {
         Some(self.processes.clone())
     }
 
-    /// Leaves a GPU out for this reason, or without one takes it in again.
+    /// Leaves a GPU out for this reason, or takes it in again if there is no reason.
     fn leave_out(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpu: &GpuUuid, why: Option<LeftOut>) {
         shell.show_left_out(gpu, why.as_ref().map(LeftOut::describe).unwrap_or_default());
         let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
@@ -209,7 +209,7 @@ impl GpuReach {
         }
     }
 
-    /// Sets the compute mode of a GPU, if that is ours to do.
+    /// Sets the compute mode of a GPU, if the service sets compute modes.
     async fn take_mode(
         &mut self,
         shell: &mut impl GpuShell,
@@ -228,7 +228,7 @@ impl GpuReach {
         self.had_our_mode.insert(gpu.clone());
     }
 
-    /// Sets a compute mode again that others have changed on one of these GPUs.
+    /// Sets the compute mode again where another program has changed it.
     pub(super) async fn keep_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpus: &[GpuUuid]) {
         let changed = |gpu: &&GpuUuid| !self.is_left_out(gpu) && !self.with_our_mode.contains(*gpu);
         let changed: Vec<GpuUuid> =
@@ -253,8 +253,8 @@ impl GpuReach {
         }
     }
 
-    /// Looks for bypasses among these processes, where these are servers and clients. On a GPU without a list the last result
-    /// is kept. Returns when the next look may confirm one.
+    /// Looks for bypasses among these processes, given the servers and clients. On a GPU whose processes are not listed, the last
+    /// result stays. Returns the moment from which the next look can confirm a bypass.
     pub(super) fn find_bypasses(
         &mut self,
         shell: &mut impl GpuShell,
@@ -278,7 +278,7 @@ impl GpuReach {
             let confirmed = self.bypasses.confirmed(&gpu.uuid);
             let mut here = there.get(&gpu.uuid).into_iter().flatten();
             let server_is_there = here.any(|process| servers.contains(&process.pid));
-            // Where control daemons take turns, no program keeps a server out.
+            // In compute mode `DEFAULT` no program can prevent the start of a server.
             let server_is_kept_out = wanted.id.tenure() == Tenure::Alone
                 && !confirmed.is_empty()
                 && !server_is_there

@@ -1,5 +1,4 @@
-//! Mends a server that met a fatal GPU error, and replaces a server that has ended: always with the smallest step that
-//! helps.
+//! Repairs a server that met a fatal GPU error, and replaces a server that has ended, with the smallest step that is enough.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
@@ -15,7 +14,7 @@ use crate::mps::ServerStatus;
 use crate::terms::ProcessId;
 use crate::{CoreTime, HEALTHY_AGAIN, Permit, next_pause};
 
-/// The pause between a server's end and the start of the next one, ahead of the first client.
+/// The pause between a server's end and the start of the next one ahead of the first client.
 #[derive(Debug)]
 pub(super) struct Revival {
     pause: Duration,
@@ -27,7 +26,7 @@ impl Revival {
         Self { pause: Duration::ZERO, last_success: now }
     }
 
-    /// The time for the next server. The pause after that is longer.
+    /// Returns the time at which the next server starts, and makes the next pause longer.
     fn next(&mut self, now: CoreTime) -> CoreTime {
         let revive_at = now + self.pause;
         self.pause = next_pause(self.pause);
@@ -36,10 +35,10 @@ impl Revival {
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// The log, or the server itself, says that it met a fatal GPU error.
+    /// The log, or the status of the server, reports a fatal GPU error of the server.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
-            // The victims of the former server's fault are reported first.
+            // First the victims of the fault of the server before are reported.
             self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
@@ -48,7 +47,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The log says that it met a fatal GPU error, perhaps another than the error that is known.
+    /// The log reports a fatal GPU error of the server, perhaps another error than the known one.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {
@@ -60,10 +59,10 @@ impl<S: Shell> Serving<'_, S> {
         self.run.blockers.fault_mut()
     }
 
-    /// The log says that a client is torn down for it.
+    /// The log reports that a client loses its work because of the fault.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // A client that came before the service may live for only a moment.
+        // A client that is older than this service may run for only another moment.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
@@ -80,7 +79,7 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            // Another one has answered, which knows nothing of the server.
+            // Another control daemon has answered, which does not know the server.
             HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
@@ -92,10 +91,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// A control daemon of driver 535 can't say how its server is.
+    /// A control daemon of driver 535 can't report the status of its server.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
         let clients = self.shell.clients(&[server]).await?;
-        // Another one has listed its own.
+        // Another control daemon has listed its own clients.
         if self.place_is_taken() {
             return Ok(());
         }
@@ -109,7 +108,7 @@ impl<S: Shell> Serving<'_, S> {
         match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
             Some(true) => {
-                // The server recovers a moment after the last of these clients has gone.
+                // The server recovers a moment after the last of these clients has ended.
                 self.shell.pause(FAULT_PAUSE).await;
                 self.well_again(server).await?;
             }
@@ -125,13 +124,13 @@ impl<S: Shell> Serving<'_, S> {
 
     async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
         let known = self.run.blockers.fault().cloned();
-        // The order may have changed while it took no limits.
+        // While the server took no limits, the order may have changed.
         if self.run.configured && !self.wanted.retiring {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // The log may have reported another error: then the server is asked again.
+        // The log may have reported another error meanwhile: then the status of the server is asked again.
         let present = self.run.blockers.fault();
         let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
         if is_same && !self.place_is_taken() {
@@ -141,14 +140,13 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// The GPUs that the log has named. It names none if it could not be written, or if a former service has read that
-    /// part.
+    /// The GPUs that the log has named. It names none if it could not be written, or if an earlier service has read that part.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let hit = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
         hit.filter_map(|(ordinal, _)| self.run.gpus.get(*ordinal)).cloned().collect()
     }
 
-    /// Tells which clients were hit, each once.
+    /// Reports the clients that were hit, each once.
     pub(super) fn tell_fault(&mut self) {
         let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
@@ -164,9 +162,9 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// After the grace: ends the server, if no other client loses work with it. `terminate_client` would be the smaller step,
-    /// but it waits for the client, which is why we are here, and the control daemon does nothing else meanwhile (measured: 32
-    /// s, until the client ended).
+    /// The clients have had their time: ends the server, unless another client would lose work. The smaller step would be
+    /// `terminate_client`, but it waits for the client, and this client does not end; meanwhile the control daemon does nothing
+    /// else (measured: 32 s, until the client ended).
     async fn look_who_stays(&mut self, known: &Fault) -> Result<(), Failure> {
         let server = known.server;
         let listed = self.shell.clients(&[server]).await?.into_iter();
@@ -204,10 +202,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Asks for the end of a server with clients that have lost their work, and says whether it was asked for. The server may
-    /// have got over its fault before the door was closed, have other clients now, and even have met the next error, of which
-    /// the log may say nothing. So the last question before is whether it is faulted: a server that is faulted takes no client,
-    /// and none comes to a server that gets over its fault behind the closed door.
+    /// Asks for the end of a server whose clients have lost their work. Returns true if the end was asked for. Before the door
+    /// was closed, the server may have recovered, got other clients, and met a further error, which the log may not report. So
+    /// the status of the server is asked last: a faulted server takes no client, and a server that recovers behind the closed
+    /// door gets none.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -220,7 +218,7 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The control daemon answers again, so programs reach the server by a way that could not be closed before.
+        // The control daemon answers again, so programs can reach the server through a link that could not be removed before.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }
@@ -239,14 +237,14 @@ impl<S: Shell> Serving<'_, S> {
         Ok(true)
     }
 
-    /// The processes that have these PIDs now.
+    /// The processes with these PIDs now.
     fn processes(&self, pids: &BTreeSet<u32>) -> BTreeSet<ProcessId> {
         pids.iter().filter_map(|pid| self.shell.process(*pid)).collect()
     }
 
-    /// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list no client. The error is NVML's
-    /// about a GPU with clients that are not known then: a GPU that was not hit, or any if the control daemon lists no client.
-    /// While a client that was hit is there, the server has not recovered, and so it has taken no healthy client.
+    /// Adds the clients that NVML lists: after a fatal GPU error, the control daemon may list no client. Returns NVML's error if
+    /// it may hide a client that was not hit: an error about a GPU that was not hit, or about any GPU if the control daemon lists
+    /// no client. While a client that was hit still runs, the server has not recovered, and so has not taken other clients.
     async fn add_clients_of_nvml(
         &mut self,
         named: &BTreeSet<u32>,
@@ -264,7 +262,7 @@ impl<S: Shell> Serving<'_, S> {
         unknown
     }
 
-    /// Makes sure that the server's end becomes known.
+    /// Watches the server, so that its end becomes known.
     pub(super) fn watch_server(&mut self, server: u32) {
         if self.run.watched_servers.insert(server) {
             self.shell.watch_server(server);
@@ -276,8 +274,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(self.shell.inspect(&[server], None).await?.status(server))
     }
 
-    /// True if a server that says FAULT really met a fatal GPU error, though the log has none. A server that was killed by a
-    /// signal says FAULT too, until its control daemon notes its end (H200).
+    /// True if a server with the status FAULT really met a fatal GPU error, though the log does not say so. A server that was
+    /// killed by a signal has this status too, until its control daemon notices its end (H200).
     pub(super) async fn still_faulted(&mut self, server: u32) -> Result<bool, Failure> {
         self.shell.pause(FAULT_PAUSE).await;
         Ok(self.server_status(server).await? == ServerStatus::Fault)
@@ -293,7 +291,7 @@ impl<S: Shell> Serving<'_, S> {
         let was_alive = self.run.servers.alive().contains(&server);
         self.run.servers.forget(server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        // Otherwise the log has reported the end, and that is recorded already.
+        // Otherwise the log has reported the end, which is recorded already.
         if self.run.watched_servers.remove(&server) && was_alive {
             self.run.last_gone = Some(server);
         }
@@ -307,15 +305,15 @@ impl<S: Shell> Serving<'_, S> {
             return;
         }
         self.shell.tell(News::Event, format!("server {server} has ended"));
-        // The clients have gone with the server.
+        // The clients have ended with the server.
         self.run.client_left = true;
         self.miss_server();
         self.compare_servers();
         self.show_state();
     }
 
-    /// In multi-user mode a server runs ahead of its first client. Whenever none does, the next one is to be started. Whether
-    /// that is news.
+    /// In multi-user mode a server runs ahead of its first client. If none runs, this schedules the start of the next one, and
+    /// returns true if that is new.
     pub(super) fn miss_server(&mut self) -> bool {
         let run = &mut *self.run;
         let is_wanted = run.configured && run.multiuser && self.wanted.prewarm && !self.wanted.retiring;
@@ -332,7 +330,7 @@ impl<S: Shell> Serving<'_, S> {
         let words = self.shell.words();
         let reason = match (gone, exit) {
             (Some(server), _) => format!("server {server} has ended{words}"),
-            // The log has reported its end first, or the server has ended before a watch began.
+            // The log has reported the end first, or the server has ended before the service watched it.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
             (None, None) => format!("its server has ended{words}"),
         };
@@ -346,7 +344,7 @@ impl<S: Shell> Serving<'_, S> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
-        // Otherwise the server would start with defaults that others have changed.
+        // Another program may have changed the defaults with which the server would start.
         let look = self.shell.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {
@@ -371,7 +369,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 }
 
-/// A pause as the end of a sentence.
+/// The time of the next attempt, as the end of a sentence.
 pub fn tried_again(pause: Duration) -> String {
     if pause.is_zero() {
         "retrying at once".to_owned()

@@ -1,5 +1,5 @@
-//! Sets the limits of the order and keeps them in force. A container that runs as the host's root and has the whole
-//! pipe directory can change them as well as we can.
+//! Sets the limits of the order and keeps them in force. A container that runs as the host's root and can use the whole pipe
+//! directory can change them just as the service can.
 
 use alloc::format;
 use alloc::string::String;
@@ -10,19 +10,19 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
 use super::shell::{Failure, News, Shell};
 use crate::mps::{Inspection, Limits, ServerStatus};
 
-/// The longest time for a server to write its limits to the log. Measured: below 1 ms.
+/// The longest time until a server has written its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The statuses in which a server takes limits.
 pub(super) const TAKES_LIMITS: [ServerStatus; 2] = [ServerStatus::Active, ServerStatus::Unsupported];
 
 impl<S: Shell> Serving<'_, S> {
-    /// The limits that the order has for the GPUs of the control daemon that runs.
+    /// The limits that the order has for the GPUs of the running control daemon.
     pub(super) fn limits(&self) -> Limits {
         self.run.limits(&self.wanted)
     }
 
-    /// The control daemon, its servers, and the limits that differ. A server that heals is left alone.
+    /// The control daemon, its servers, and the limits that differ. A faulted server is not asked.
     pub(super) async fn inspect(&mut self) -> Result<Inspection, Failure> {
         let healing = self.run.blockers.fault().map(|fault| fault.server);
         let mut servers = self.run.servers.alive();
@@ -31,7 +31,7 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.inspect(&servers, Some(&limits)).await
     }
 
-    /// Sets the limits again that others have changed.
+    /// Sets the limits again that another program has changed.
     pub(super) async fn keep_limits(&mut self, look: &Inspection) -> Result<(), Failure> {
         if self.wanted.retiring || !self.run.configured {
             return Ok(());
@@ -49,7 +49,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// The same for the limits of servers to come alone.
+    /// The same for the defaults alone, which servers get that are started later.
     pub(super) async fn keep_defaults(&mut self, look: &Inspection, limits: &Limits) -> Result<(), Failure> {
         if let Some(found) = look.differences.get(&None) {
             self.shell.tell(
@@ -61,8 +61,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Gives a running server the limits for its next clients. Its present clients keep their limits. A server that
-    /// is about to come has the defaults of the moment when it was started, so it is waited for.
+    /// Sets the limits of a running server for its next clients. Its present clients keep their limits. A server that is just
+    /// starting has the defaults of the moment when it was started, so this waits for it.
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let deadline = self.shell.now() + SERVER_TIMEOUT;
         let look = loop {
@@ -75,7 +75,7 @@ impl<S: Shell> Serving<'_, S> {
                     let ask_at = self.shell.now() + SERVER_PAUSE;
                     while self.step(ask_at).await? {}
                 }
-                // A former service may have read the server's lines. The server gets its limits when it has recovered.
+                // An earlier service may have read the server's lines. The server gets its limits when it has recovered.
                 ServerStatus::Fault if self.still_faulted(server).await? => {
                     self.fault_seen(server);
                     return Ok(());
@@ -85,7 +85,7 @@ impl<S: Shell> Serving<'_, S> {
                 ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
         };
-        // The server may have taken long to come.
+        // The server may have taken long to start.
         self.keep_defaults(&look, limits).await?;
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
@@ -95,8 +95,8 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// The limits in force that differ from the order. The log is exact, but does not tell of a percentage that is
-    /// changed while the server runs.
+    /// The limits in force that differ from the order. The log is exact, but does not report a percentage that is changed while
+    /// the server runs.
     fn difference(&self, look: &Inspection, server: u32, limits: &Limits) -> Option<String> {
         let written = self.run.servers.get(server).and_then(|known| known.differs_from(limits));
         written.or_else(|| look.differences.get(&Some(server)).cloned())
@@ -112,8 +112,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits until a new server has written its limits. They differ if others have changed the defaults before it started; then
-    /// they are set again.
+    /// Waits until a new server has written its limits. If another program has changed the defaults before the server started,
+    /// the limits differ, and are set again.
     pub(super) async fn confirm_or_correct(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
         self.shell.tell(
@@ -124,14 +124,14 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// Waits until a server has written its limits: only these are exact. Returns the difference to the order.
+    /// Waits until a server has written its limits to the log, since only these are exact. Returns the difference to the order.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        // The server's first lines may still answer the order before this one.
+        // The server's first lines may still report the limits of the order before.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // The disk may be full. The settings are read back, to the GiB.
+            // The disk may be full. Then the settings are read from the control daemon, which reports them to the GiB.
             self.shell.set_limits(Some(server), limits).await?;
             self.shell.tell(
                 News::Warning,

@@ -1,25 +1,25 @@
-//! Serving: the orders, the watch and the repair of a running control daemon, each with the smallest step that helps.
+//! Serving: the configuration, the watch and the repair of a running control daemon, each with the smallest step that is enough.
 //!
-//! The decisions are written in the order in which they are made, and each `await` is a question to the outside or an act:
-//! everything that can happen in between is an [`Occurrence`], or the end of the whole.
+//! The decisions are written in the order in which they are made. Each `await` is a question to the outside or an act. Everything
+//! that can happen during an `await` is an [`Occurrence`], or the control daemon ends and serving ends with it.
 //!
 //! | file | its job |
 //! |---|---|
-//! | `shell.rs` | everything that is asked of the outside |
-//! | `start.rs` | the start of the process, and who makes way for it |
-//! | `gpus.rs` | the GPUs that it goes without, and compute modes |
+//! | `shell.rs` | all questions and acts |
+//! | `start.rs` | the start of the process, after another control daemon in its place has ended |
+//! | `gpus.rs` | the GPUs that are left out, and compute modes |
 //! | `take_over.rs` | the take-over of a control daemon that runs |
 //! | `bypasses.rs` | processes that use the GPUs without its servers |
-//! | `configure.rs` | the way to the order: limits, links, the first server |
-//! | `watch.rs` | waits for the next thing to happen or to do |
-//! | `check.rs` | the regular look |
-//! | `limits.rs` | limits, set and kept |
+//! | `configure.rs` | puts the order in force: limits, links, the first server |
+//! | `watch.rs` | waits for the next event or the next task |
+//! | `check.rs` | the health check |
+//! | `limits.rs` | sets the limits and keeps them in force |
 //! | `heal.rs`, `fault.rs` | a server that met a fatal GPU error, and a server that has ended |
 //! | `requests.rs` | the requests of administrators |
-//! | `end.rs` | its end, and who uses it |
-//! | `door.rs` | the ways by which programs come to it, open or closed |
-//! | `blocker.rs` | everything that keeps it from serving, and the state that is shown |
-//! | `servers.rs`, `capacity.rs` | the servers, and the places on GPUs |
+//! | `end.rs` | who uses the control daemon, and its end |
+//! | `door.rs` | the links through which programs come, open or closed |
+//! | `blocker.rs` | everything that prevents it from serving, and the state that is shown |
+//! | `servers.rs`, `capacity.rs` | the servers, and the number of clients that GPUs still take |
 //! | `waiting_clients.rs` | clients that wait for a server |
 
 mod blocker;
@@ -67,7 +67,7 @@ use heal::Revival;
 use servers::Servers;
 use waiting_clients::WaitingClients;
 
-/// The order for a control daemon that runs, as far as serving depends on it.
+/// The order for a running control daemon: the part on which serving depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// The id of the control daemon.
@@ -76,12 +76,12 @@ pub struct Wanted {
     pub gpus: Vec<ServedGpu>,
     /// The active thread percentage.
     pub thread_percentage: u8,
-    /// A server runs ahead of its first client.
+    /// True if a server should run ahead of its first client.
     pub prewarm: bool,
-    /// Only its clients still need it.
+    /// True if the control daemon is needed only by its present clients.
     pub retiring: bool,
-    /// The time between two looks for programs without MPS, if it looks for them for all that take turns on its GPUs:
-    /// nothing keeps these programs out.
+    /// The time between two looks for programs without MPS. Set for one of the control daemons that take turns on its GPUs, which
+    /// looks for all of them: no compute mode refuses such programs.
     pub guard_period: Option<Duration>,
     /// The GPUs of the order that other control daemons have.
     pub held: HeldGpus,
@@ -92,13 +92,13 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// The name of a GPU, for people: its UUID, if it is none of the order.
+    /// The name of a GPU, for people. The UUID for a GPU that is not in the order.
     fn name_of(&self, gpu: &str) -> String {
         self.gpus.iter().find(|wanted| wanted.uuid == gpu).map_or_else(|| gpu.into(), ServedGpu::name)
     }
 }
 
-/// Everything that is learnt of a control daemon while it runs.
+/// All that the service learns about a control daemon while it runs.
 // Each flag is a fact of its own: none of them excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
@@ -106,37 +106,37 @@ pub struct Known {
     gpus: Vec<GpuUuid>,
     multiuser: bool,
     servers: Servers,
-    /// The servers that are watched: an occurrence reports their end.
+    /// The servers whose end is reported by an occurrence.
     watched_servers: BTreeSet<u32>,
-    /// The watched server that has ended last, before the log reported that.
+    /// The last of these servers that has ended, if the log has not reported the end yet.
     last_gone: Option<u32>,
     check_at: CoreTime,
-    /// The time of the next count of the clients, for a control daemon that is to end.
+    /// The time of the next count of the clients, for a control daemon that should end.
     count_at: CoreTime,
     bypasses_at: Option<CoreTime>,
-    /// The GPUs were looked at for its start, which is just over.
+    /// True if the control daemon has just been started, and the GPUs were read for that.
     has_just_started: bool,
     /// True once the control daemon has its limits and a server.
     configured: bool,
     /// True if the control daemon has clients, or had some a moment ago.
     in_use: bool,
-    /// A client has left: it may have been the last.
+    /// A client has left, and may have been the last one.
     client_left: bool,
     /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
-    /// Why its clients were not known when it was to end without any.
+    /// Why it was unknown if the control daemon had clients, when it should have ended without any.
     clients_unknown: Option<String>,
-    /// All that keeps it from serving the order.
+    /// All that prevents the control daemon from serving the order.
     blockers: Blockers,
-    /// When its next server may come, if this one ends.
+    /// The pause before the next server, if this one ends.
     revival: Revival,
     capacity: Capacity,
     waiting_clients: WaitingClients,
 }
 
 impl Known {
-    /// A control daemon that has these GPUs, at this moment.
+    /// A control daemon that has just begun to run with these GPUs, or was just taken over.
     pub fn new(gpus: Vec<GpuUuid>, multiuser: bool, has_just_started: bool, now: CoreTime) -> Self {
         Self {
             gpus,
@@ -161,7 +161,7 @@ impl Known {
         }
     }
 
-    /// The clients that were hit by the fatal GPU error of this server and were not reported yet, by the number of their GPU.
+    /// The clients that were hit by a fatal GPU error of this server and were not reported yet, by the GPU's ordinal.
     pub fn take_hit(&mut self) -> Option<(u32, BTreeMap<usize, Vec<u32>>)> {
         let fault = self.blockers.fault_mut()?;
         let new = &fault.clients - &fault.told;
@@ -187,16 +187,16 @@ impl Known {
     }
 }
 
-/// The way in which serving ended, unless it failed.
+/// How serving ended, unless it failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
     /// The control daemon needs its order again.
     Again,
-    /// We have ended it.
+    /// The service has ended the control daemon.
     Stopped,
 }
 
-/// A control daemon that runs, its order, and the outside.
+/// A running control daemon, its order, and the shell.
 #[derive(Debug)]
 pub struct Serving<'s, S> {
     /// Carries out everything.
@@ -207,18 +207,18 @@ pub struct Serving<'s, S> {
 }
 
 impl<'s, S: Shell> Serving<'s, S> {
-    /// All that it takes to serve.
+    /// `run` and `reach` outlive this value: serving can begin again with them.
     pub fn new(shell: S, run: &'s mut Known, reach: &'s mut GpuReach, wanted: Wanted) -> Self {
         Self { shell, run, reach, wanted }
     }
 
-    /// Gives the control daemon its order, and watches it until something else has to be done.
+    /// Puts the order in force, and watches the control daemon until it ends or needs its order again.
     ///
     /// # Errors
-    /// It can't be made to serve, or does not any more.
+    /// The control daemon can't be made to serve, or does not serve any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
         let served = self.serve_its_order().await;
-        // The shown state is the failure's from now on.
+        // From now on the failure decides which state is shown.
         self.run.configured &= served.is_ok();
         served
     }
@@ -228,7 +228,7 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // The control daemon lives, so it is watched like a control daemon that loses its directory later: it ends when it
+            // The control daemon lives, so the service watches it, like one whose directory was removed later: it ends when it
             // has no client, or by force.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,

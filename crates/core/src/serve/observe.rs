@@ -1,4 +1,4 @@
-//! Takes note of what happens to the control daemon and is written to its log.
+//! Records what happens to the control daemon, and the lines of its log.
 
 use alloc::format;
 use core::time::Duration;
@@ -9,7 +9,7 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 
 impl<S: Shell> Serving<'_, S> {
-    /// Waits for what happens next, until `deadline`.
+    /// Waits for the next event, at most until `deadline`.
     pub(super) async fn next(
         &mut self,
         deadline: CoreTime,
@@ -22,7 +22,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(occurrence)
     }
 
-    /// Lets time pass, and watches the log and the process meanwhile. False once `deadline` is reached.
+    /// Waits for the next event in the log or of the process, and records it. Returns false once `deadline` is reached.
     pub(super) async fn step(&mut self, deadline: CoreTime) -> Result<bool, Failure> {
         match self.next(deadline, false).await? {
             Occurrence::ServerEnded(server) => {
@@ -35,7 +35,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits until something happens, `duration` at most, and says when that is.
+    /// Waits for the next event, at most for `duration`, and returns the moment at which the wait ended.
     pub(super) async fn wait(&mut self, duration: Duration) -> Result<CoreTime, Failure> {
         self.step(self.shell.now() + duration).await?;
         Ok(self.shell.now())
@@ -43,14 +43,14 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
-        // The last lines of a control daemon explain its end. The next control daemon does not wait for the rest.
+        // The last lines of the log explain the end. The start of the next control daemon does not wait for older lines.
         self.read(true).await;
-        // A stopped server does not notice that its control daemon has ended, and would keep the GPU from the next one.
+        // A server that is stopped by a signal does not notice that its control daemon has ended, and would still occupy the GPU.
         self.continue_if_stopped();
         self.shell.how_it_ended()
     }
 
-    /// Reads all that stands in the log at this moment.
+    /// Reads the log up to its present end.
     pub async fn read_on(&mut self) {
         self.read(false).await;
     }
@@ -79,7 +79,7 @@ impl<S: Shell> Serving<'_, S> {
         match said.meaning {
             Meaning::ServerReady(server) => {
                 self.shell.tell(News::Event, format!("server {server} is ready"));
-                // The process that kept the server out has ended.
+                // The process that prevented the start of a server may have ended.
                 run.bypasses_at = Some(now);
             }
             Meaning::ServerExited { server, status: 0 } => {

@@ -1,4 +1,4 @@
-//! The servers of one control daemon, by their own log lines.
+//! The servers of one control daemon, as the lines in the log describe them.
 
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -8,16 +8,16 @@ use core::time::Duration;
 
 use crate::mps::{Limits, Meaning};
 
-/// The longest time for a server to be ready. Measured: 0.15 s for one GPU. It opens one GPU after the other.
+/// The longest time until a new server is ready. Measured: 0.15 s for one GPU. A server opens its GPUs one after the other.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The longest time between two questions for its state. Its line in the log says sooner that it is ready.
+/// The longest pause between two questions about its status. Usually a line in the log says sooner that the server is ready.
 pub(super) const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 /// One server, as far as the log shows.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Server {
-    /// Counts the servers.
+    /// The place in the order of starts.
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
@@ -31,11 +31,11 @@ pub(super) struct Server {
 #[derive(Debug, Default)]
 pub(super) struct Servers {
     known: BTreeMap<u32, Server>,
-    /// The number of servers that have come.
+    /// The number of servers that were started.
     came: u64,
 }
 
-/// The most servers that are remembered, with the ones that have ended.
+/// The most servers to remember, including those that have ended.
 const KEPT: usize = 8;
 
 impl Servers {
@@ -43,7 +43,7 @@ impl Servers {
         self.known.get(&pid)
     }
 
-    /// The server with this PID. If it was not known, it is the newest.
+    /// The server with this PID. A PID that was not known is the newest server's.
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
@@ -80,7 +80,7 @@ impl Servers {
         self.in_order().into_iter().rev().find_map(|(pid, server)| Some((pid, server.exit_status?)))
     }
 
-    /// Forgets all servers but these.
+    /// Forgets all servers that are not in `alive`.
     pub(super) fn keep(&mut self, alive: &[u32]) {
         self.known.retain(|pid, _| alive.contains(pid));
         for pid in alive {
@@ -96,11 +96,11 @@ impl Servers {
         self.known.remove(&pid);
     }
 
-    /// Forgets the limits that a server wrote, before it is given others.
+    /// Forgets the limits that a server has written, before it gets other ones.
     pub(super) fn expect_limits(&mut self, pid: u32) {
         let server = self.entry(pid);
         server.memory_bytes.clear();
-        // The answer to the setting of a live percentage is its proof; the log stays silent.
+        // If a percentage is set while the server runs, the log does not report it: then the answer alone confirms it.
         server.thread_tenths = None;
     }
 
@@ -131,12 +131,12 @@ impl Servers {
 }
 
 impl Server {
-    /// True if it has written all of its limits.
+    /// True if the server has written all of its limits.
     pub(super) fn has_written(&self, limits: &Limits) -> bool {
         self.thread_tenths.is_some() && limits.enforced.iter().all(|gpu| self.memory_bytes.contains_key(gpu))
     }
 
-    /// The first limit in force that differs.
+    /// The first limit in force that differs from these.
     pub(super) fn differs_from(&self, limits: &Limits) -> Option<String> {
         let percentage = limits.thread_percentage;
         if let Some(tenths) = self.thread_tenths.filter(|tenths| *tenths != u32::from(percentage) * 10) {

@@ -1,5 +1,5 @@
-//! Everything that serving asks of the outside, and the outside asks of it. The service carries it out with processes, files
-//! and NVML; the tests' world carries it out in memory.
+//! All questions and acts that serving needs, and the events and requests that come to it. The service carries them out with
+//! processes, files and NVML, the tests' world in memory.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -12,7 +12,7 @@ use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The next thing that happens to a control daemon.
+/// The next event of a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Occurrence {
     /// The control daemon or a server has written a line to the log.
@@ -31,53 +31,54 @@ pub enum Occurrence {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
     pub meaning: Meaning,
-    /// False: an earlier service has taken note of it.
+    /// False if an earlier service has read the line already.
     pub is_news: bool,
 }
 
 /// A request about a control daemon that serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
-    /// Make a change that waits for clients to end: now if `force`, or if there are none. It has an answer.
+    /// Make a change that waits for the end of clients: now if `force` is set, or if there are none. The caller gets an answer.
     Apply {
-        /// With its clients.
+        /// True if the change also ends clients.
         force: bool,
     },
     /// Check now.
     Check,
-    /// End the server and start another, if it has no clients. It has an answer.
+    /// End the server and start a new one, if the server has no clients. The caller gets an answer.
     RestartServer,
 }
 
 /// Why a control daemon does not serve, or has not answered, in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
-    /// The control daemon does not work as it should.
+    /// The control daemon does not work properly.
     Failed(String),
-    /// The process has ended, perhaps since it does not know the multi-user option.
+    /// The process has ended. The cause may be that it does not know the multi-user option.
     Ended {
-        /// How.
+        /// How it has ended.
         text: String,
         /// True if the control daemon does not know the multi-user option.
         refuses_multiuser: bool,
     },
     /// Something outside must change first.
     Waiting(String),
-    /// A foreign control daemon has the place, and serves its clients until they end.
+    /// A control daemon that the service has not started is in its place, and has clients. It stays until they have ended.
     InUse(String),
-    /// Something beside it is not ready: a part of the driver that comes later, or the program of front ends, which an upgrade
-    /// replaces. That says nothing of the control daemon itself.
+    /// Something else is not ready: a part of the driver that is loaded later, or the front end's program while an upgrade
+    /// replaces it. The control daemon itself may work.
     NotYet(String),
-    /// The control daemon has not answered in time, or dropped the question.
+    /// The control daemon has not answered in time, or has closed the connection without an answer.
     Silent(String),
     /// No process listens in its directory.
     Unreachable(String),
-    /// The service does not understand the answers, which may be a newer driver's. A new control daemon would answer the same.
+    /// The service does not understand the answers, which may be those of a newer driver. A new control daemon would answer the
+    /// same.
     NotUnderstood(String),
 }
 
 impl Failure {
-    /// The words.
+    /// The reason.
     pub fn into_text(self) -> String {
         match self {
             Self::Failed(text)
@@ -92,7 +93,7 @@ impl Failure {
     }
 }
 
-/// A message that is reported once.
+/// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News {
     /// An ordinary event.
@@ -114,14 +115,14 @@ pub enum News {
 /// Something that is published until it changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Showing {
-    /// The state of the control daemon. None: it stays as it is.
+    /// The state of the control daemon. None: the shown state stays.
     State {
         /// The state.
         state: Option<ShownState>,
         /// True if the control daemon ends as soon as it has no client.
         ends_when_idle: bool,
     },
-    /// The next step waits for clients to end. That may take days.
+    /// The next step waits for the end of clients, which may take days.
     PutOff,
     /// The active thread percentage that is in force.
     InForce {
@@ -144,76 +145,77 @@ pub enum Showing {
 pub struct ShownGpu {
     /// The memory limit in MiB that a running server has in force.
     pub memory_limit_mib: Option<u64>,
-    /// Why it is not served as planned; empty when it is.
+    /// Why the GPU is not served as planned; empty if it is.
     pub reason: String,
     /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,
-    /// The number of its clients, if NVML lists none of them and they were counted.
+    /// The number of its clients, if NVML does not list them and the control daemon was asked.
     pub unlisted_clients: Option<u32>,
 }
 
-/// The clients on each GPU by UUID, as NVML lists them, or why it does not.
+/// The clients on each GPU by UUID, as NVML lists them, or the reason why NVML does not list them.
 pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
 
-/// Carries out all that is decided about one control daemon that runs. Each call comes back: it has a deadline of its own.
+/// Carries out all decisions about one running control daemon. Each call returns: it has its own deadline.
 pub trait Shell: GpuShell {
     /// The present moment.
     fn now(&self) -> CoreTime;
 
-    /// Waits for the next thing that happens, until a moment. Requests wait unless they are taken here. An error: the log
-    /// can't be read.
+    /// Waits for the next event, at most until a moment. Requests come only through this call. An error: the log can't be read.
     fn next(
         &mut self,
         until: CoreTime,
         takes_requests: bool,
     ) -> impl Future<Output = Result<Occurrence, Failure>> + Send;
 
-    /// Lets time pass, and looks at nothing.
+    /// Waits, and ignores all events.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The end of the log at this moment; if wanted, all but its last lines are passed over. None: it is not known.
+    /// The present end of the log. With `skips`, all but the last lines before it are skipped. None: it is not known.
     fn end_of_log(&mut self, skips: bool) -> Option<u64>;
 
-    /// The next line before this place in the log. One at a time: an act that is broken off loses no line.
+    /// The next line before this place in the log. Each call returns one line, so that no line is lost when an act is broken off.
     fn line_before(&mut self, end: u64) -> impl Future<Output = Option<Said>> + Send;
 
-    /// The last words of the log, as the end of a sentence.
+    /// The last lines of the log, as the end of a sentence.
     fn words(&self) -> String;
 
-    /// The reason why its servers wait, by the last words of the log, if that comes by itself.
+    /// Why servers do not start yet, by the last lines of the log, if the reason will pass without an administrator.
     fn not_ready_yet(&self) -> Option<String>;
 
-    /// Resolves to true if the process has ended, or ends at this moment.
+    /// Returns true if the process has ended, or ends within a moment.
     fn ends_now(&mut self) -> impl Future<Output = bool> + Send;
 
-    /// The exit status in words.
+    /// The failure with the exit status in words.
     fn how_it_ended(&self) -> Failure;
 
-    /// Asks for all servers, for the statuses of these, and for the limits that differ: of the servers to come, and of these.
-    /// A server that has ended has no limits.
+    /// Asks for all servers, for the statuses of `servers`, and for the limits that differ, of these and of servers that are
+    /// started later. A server that has ended has no limits.
     fn inspect(
         &mut self,
         servers: &[u32],
         limits: Option<&Limits>,
     ) -> impl Future<Output = Result<Inspection, Failure>> + Send;
 
-    /// Sets the limits of a server's clients to come, or without `server` of servers to come. Returns the servers.
+    /// Sets the limits of a server's next clients. Without `server`, sets the defaults of servers that are started later. Returns
+    /// the servers.
     fn set_limits(
         &mut self,
         server: Option<u32>,
         limits: &Limits,
     ) -> impl Future<Output = Result<Vec<u32>, Failure>> + Send;
 
-    /// Sets the limits of servers to come, and starts the server of root. That one is not among the servers that it returns.
+    /// Sets the defaults of servers that are started later, and starts the server of root. The returned servers do not include
+    /// this one.
     fn set_limits_and_start(
         &mut self,
         limits: &Limits,
     ) -> impl Future<Output = Result<Vec<u32>, Failure>> + Send;
 
-    /// Starts the server of root, unless it is there.
+    /// Starts the server of root, unless it runs.
     fn start_server(&mut self) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The clients of each server. `expected` are the servers as far as they are known.
+    /// The clients of each server. `expected` are the known servers.
     fn client_pids(&mut self, expected: &[u32]) -> impl Future<Output = Result<ClientPids, Failure>> + Send;
 
     /// The connections of all clients.
@@ -236,16 +238,16 @@ pub trait Shell: GpuShell {
     /// The PID of the control daemon.
     fn pid(&self) -> u32;
 
-    /// The process that listens in its directory.
+    /// The process that listens in the directory of the control daemon.
     fn listener(&self) -> Option<u32>;
 
-    /// True if certainly no process listens there.
+    /// True if it is certain that no process listens there.
     fn is_nobody(&self) -> bool;
 
-    /// True if it has servers, by its children. None: that is not known.
+    /// True if the control daemon has child processes, which are its servers. None: that is not known.
     fn has_children(&self) -> Option<bool>;
 
-    /// Continues the control daemon and these servers if they were stopped by a signal, and says so.
+    /// Continues the control daemon and these servers if a signal has stopped them, and writes a message about it.
     fn continue_if_stopped(&mut self, servers: &[u32]);
 
     /// Asks the control daemon to end as soon as it has no client. Returns true if it has ended.
@@ -257,9 +259,9 @@ pub trait Shell: GpuShell {
     /// Ends the control daemon by signals, with its clients. Returns true if it has ended.
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
-    /// The clients that NVML lists on the GPUs of the control daemon. Of a GPU that several control daemons serve, these are
-    /// the clients among `ours`: NVML does not say which client is of which control daemon. It is an error where others
-    /// alone are there, since these may be ours.
+    /// The clients that NVML lists on the GPUs of the control daemon. If several control daemons serve a GPU, NVML does not say
+    /// which client belongs to which of them. Then the result has only those clients that are in `ours`, and is an error if there
+    /// are only others.
     fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> impl Future<Output = ClientsOnGpus> + Send;
 
     /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
@@ -271,33 +273,34 @@ pub trait Shell: GpuShell {
     /// The command of a process, for people; empty if it has ended.
     fn command(&self, pid: u32) -> String;
 
-    /// Lets clients of every user get to the socket, and keeps others from commanding it. Returns the reasons why it can't.
+    /// Gives clients of every user access to the socket, and lets only root command the control daemon. Returns the reasons why
+    /// that fails.
     fn let_users_in(&mut self) -> Vec<String>;
 
-    /// Leads clients to the control daemon, which has its limits.
+    /// Makes the links point to the control daemon, which has its limits.
     ///
     /// # Errors
-    /// Something is wrong with its own directory.
+    /// The control daemon's own directory can't be used.
     fn lead_here(&mut self) -> Result<(), Failure>;
 
-    /// Renews the ways that others have removed or replaced. Returns the reason why it can't.
+    /// Renews the links that other programs have removed or replaced. Returns the reason why that fails.
     fn keep_links(&mut self) -> Option<String>;
 
-    /// Programs that come from now on wait, instead of getting to the control daemon. A way that is the control daemon's own
-    /// pipe directory stays open.
+    /// Makes the links point to the waiting socket, so that new programs wait. If the control daemon has its socket in the pipe
+    /// directory itself, this way stays open.
     ///
     /// # Errors
-    /// These ways still lead to the control daemon.
+    /// These links still point to the control daemon.
     fn keep_waiting(&mut self) -> Result<(), String>;
 
-    /// Leads clients to the control daemon again, by the ways that have led there before.
+    /// Makes the links point to the control daemon again.
     fn reopen_ways(&mut self);
 
-    /// Lets the programs go that have waited. Each begins without MPS, unless a server keeps it off the GPU.
+    /// Releases the programs that have waited. Each starts without MPS, unless a server prevents it from using the GPU.
     fn let_go(&mut self);
 
-    /// Keeps the state file, and all that is shown of the process, up to date. A log that can't be written is reported if that
-    /// matters: the control daemon stays.
+    /// Updates the state file and all that is shown about the process. A log that can't be written is reported only if the
+    /// control daemon stays.
     fn keep_state_file(&mut self, stays: bool);
 
     /// Begins the log again if it has become too long.
@@ -306,40 +309,40 @@ pub trait Shell: GpuShell {
     /// True if the control daemon has the pipe directory of the order.
     fn is_in_place(&self) -> bool;
 
-    /// Why the order needs another control daemon than the running one. A GPU that is left out is passed over.
+    /// Why the order needs another control daemon than the running one. A GPU that is left out is no reason.
     fn misfit(&self, reach: &GpuReach) -> Option<String>;
 
-    /// A step of the way to the order is behind it.
+    /// A step towards serving the order is done.
     fn passed(&self, step: &'static str, text: &str);
 
-    /// Tells people something, once.
+    /// Writes a message, once.
     fn tell(&mut self, news: News, text: String);
 
     /// Publishes something.
     fn show(&mut self, shown: Showing);
 
-    /// Tells who was hit by a fatal GPU error of this server, on the GPU with this number.
+    /// Reports the clients that were hit by a fatal GPU error of this server, on the GPU with this ordinal.
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);
 
     /// Describes clients.
     fn describe(&self, clients: &BTreeSet<u32>) -> String;
 
-    /// A client has come.
+    /// A new client has connected.
     fn client_came(&mut self, client: u32);
 
-    /// Has the service learn the owners of these clients, before a message names them.
+    /// Has the service find out the owners of these clients, before a message names the clients.
     fn remember_clients(&mut self, clients: &BTreeSet<u32>);
 
     /// The control daemon was checked while it had clients.
     fn checked_in_use(&mut self);
 
-    /// Makes sure that the end of a server becomes known.
+    /// Watches a server, so that its end becomes known.
     fn watch_server(&mut self, server: u32);
 
-    /// True if the asker of the request that was taken last still waits for its answer. A request that no asker waits for any
-    /// more must not be carried out: its caller has the answer that the request failed.
+    /// True if the caller of the last request still waits for its answer. Otherwise the caller already has the answer that the
+    /// request failed, so the request must not be carried out.
     fn is_awaited(&self) -> bool;
 
-    /// Answers the request that was taken last.
+    /// Answers the last request.
     fn answer(&mut self, answer: Result<(), String>);
 }

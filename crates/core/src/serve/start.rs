@@ -1,5 +1,5 @@
-//! The start of a control daemon: a control daemon in its place makes way if no work is lost, the GPUs get the service's
-//! compute mode, and the process comes up.
+//! The start of a control daemon. Another control daemon in its place ends if no work is lost, the GPUs get the service's compute
+//! mode, and then the process is started.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -11,17 +11,17 @@ use super::heal::clients_counted;
 use super::shell::Failure;
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// A directory in which a control daemon can be in the way.
+/// A directory in which another control daemon may listen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StartPlace {
     /// The directory in which our control daemon makes its socket.
     Own,
-    /// The pipe directory, where that is another one: an earlier version of this service, or others, may have started one
-    /// there.
+    /// The pipe directory, if it is another one. An earlier version of this service, or another program, may have started a
+    /// control daemon there.
     Pipe,
 }
 
-/// A control daemon in the place of ours that is not ours.
+/// A control daemon in one of these directories that the service has not started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
     /// The PID, if it is known.
@@ -34,7 +34,7 @@ pub struct Stranger {
     pub clients: Result<usize, String>,
 }
 
-/// Carries out a start. Each call comes back: it has a deadline of its own.
+/// Carries out a start. Each call returns: it has its own deadline.
 pub trait Starter: Send {
     /// Asks GPUs.
     type Gpus: GpuShell;
@@ -48,10 +48,10 @@ pub trait Starter: Send {
     /// Finds the program of control daemons.
     ///
     /// # Errors
-    /// It is not there.
+    /// The program does not exist.
     fn find_program(&mut self) -> Result<(), Failure>;
 
-    /// The control daemon that listens in this place. None: no process does. An error: a front end can't be run.
+    /// The control daemon that listens in this directory. None: no process listens there. An error: the front end can't be run.
     fn stranger(
         &mut self,
         place: StartPlace,
@@ -69,10 +69,10 @@ pub trait Starter: Send {
     /// pipe directory.
     ///
     /// # Errors
-    /// One of them can't be used.
+    /// A directory can't be used.
     fn open_directories(&mut self) -> Result<bool, Failure>;
 
-    /// Starts the process with these GPUs, after it was written down.
+    /// Starts the process with these GPUs, after recording it in the state file.
     fn spawn(
         &mut self,
         gpus: &[GpuUuid],
@@ -82,13 +82,13 @@ pub trait Starter: Send {
     /// Waits until the process listens.
     fn comes_up(&mut self, reach: &mut GpuReach) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Takes note that the process has ended.
+    /// Records that the process has ended.
     fn has_ended(&mut self);
 
-    /// A step of the start is behind it.
+    /// A step of the start is done.
     fn passed(&self, step: &'static str, text: &str);
 
-    /// Tells people something, once.
+    /// Writes a message, once.
     fn tell(&mut self, text: String);
 }
 
@@ -97,16 +97,16 @@ pub trait Starter: Send {
 pub struct WantedUsers {
     /// True if the control daemon serves several users at the same time.
     pub multiuser: bool,
-    /// True if one user at a time will do where the driver refuses several.
+    /// True if a control daemon for one user at a time is enough for a driver that refuses several users.
     pub is_optional: bool,
-    /// The value of `cuda_mps_multiuser` with which it does without.
+    /// The value of `cuda_mps_multiuser` that asks for one user at a time.
     pub without: &'static str,
 }
 
 /// Starts a control daemon for the order. Returns true if the control daemon serves several users.
 ///
 /// # Errors
-/// None runs that listens.
+/// No control daemon listens.
 pub async fn start(
     shell: &mut impl Starter,
     reach: &mut GpuReach,
@@ -120,7 +120,7 @@ pub async fn start(
     }
     let mut there = reach.look(shell.gpus(), wanted).await.unwrap_or_default();
     there.retain(|gpu, _| !reach.is_left_out(gpu));
-    // Without a control daemon, processes that NVML lists as clients are no bypasses.
+    // As there is no control daemon, the processes that NVML lists as clients do not count as bypasses.
     let (clients, now) = (clients_among(&there), shell.now());
     reach.find_bypasses(shell.gpus(), wanted, &there, (&BTreeSet::new(), &clients), now);
     reach.take_modes(shell.gpus(), wanted).await;
@@ -148,8 +148,8 @@ pub async fn start(
     Ok(multiuser)
 }
 
-/// Makes sure that no other control daemon listens in this place. If it has no clients it is replaced, no matter who started
-/// it. If it has clients it is left to them.
+/// Makes sure that no other control daemon listens in this directory. One without clients is ended, no matter who started it. One
+/// with clients stays.
 async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Failure> {
     let Some(Stranger { pid, directory, end_it, clients }) = shell.stranger(place).await? else {
         return Ok(());

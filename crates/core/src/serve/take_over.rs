@@ -1,4 +1,4 @@
-//! The take-over of a control daemon that an earlier service has started.
+//! Takes over a control daemon that an earlier service has started.
 
 use alloc::format;
 
@@ -7,10 +7,10 @@ use super::blocker::Blocker;
 use super::shell::{Failure, News, Shell};
 
 impl<S: Shell> Serving<'_, S> {
-    /// Finds out whether the control daemon, which lives and is held, can be served on. False: it has ended meanwhile.
+    /// Finds out if the service can go on serving with the control daemon, which lives. Returns false if it has ended meanwhile.
     ///
     /// # Errors
-    /// Another one has taken its directory.
+    /// Another control daemon has taken its directory.
     pub async fn take_over(&mut self) -> Result<bool, Failure> {
         self.continue_if_stopped();
         let answers = match self.listens().await {
@@ -26,7 +26,7 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
-            // The control daemon hangs, or can't be reached. It may have clients, so the service watches it all the same.
+            // The control daemon hangs, or can't be reached. It may have clients, so the service watches it.
             Err(failure) => {
                 self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
             }

@@ -1,5 +1,5 @@
-//! Finds clients that wait for a server. Without multi-user mode the users of a control daemon take turns, and a client
-//! that waits for its turn says nothing.
+//! Finds clients that wait for a server. Without multi-user mode the users of a control daemon take turns, and a client that
+//! waits for its turn gets no message.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -12,11 +12,11 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
 
-/// The time after which a waiting client is reported, and the time between two looks. Measured: the first client waits
-/// 0.15 s for its server to start.
+/// The time after which a waiting client is reported, and the pause between two looks. Measured: the first client waits 0.15 s
+/// for its server to start.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most clients that are remembered, in all and of one user. A user can start any number of clients.
+/// The most clients that are remembered: of all users together, and of one user. A user can start any number of clients.
 const KEPT: usize = 64;
 const KEPT_OF_A_USER: usize = 16;
 
@@ -24,7 +24,7 @@ const KEPT_OF_A_USER: usize = 16;
 #[derive(Debug, Default)]
 pub(super) struct WaitingClients {
     waiting: BTreeMap<u32, WaitingClient>,
-    /// The users that were reported.
+    /// The users who were reported.
     told: BTreeSet<u32>,
     /// The time of the next look.
     pub(super) due: Option<CoreTime>,
@@ -55,7 +55,7 @@ impl WaitingClients {
     }
 
     fn admitted(&mut self, client: u32, now: CoreTime) {
-        // A client that was shown is taken back at once.
+        // A client that is shown as waiting has been admitted, so it is removed at once.
         if self.waiting.remove(&client).is_some_and(|one| one.is_long_waiting(now)) {
             self.due = Some(now);
         }
@@ -76,7 +76,7 @@ impl WaitingClients {
         long.map(|one| (one.process, one.uid)).collect()
     }
 
-    /// The first client of each user that was not reported yet.
+    /// The first client of each user who was not reported yet.
     fn take_untold(&mut self, waiting: &[(ProcessId, u32)]) -> Vec<(ProcessId, u32)> {
         self.told.retain(|uid| waiting.iter().any(|(_, waits)| waits == uid));
         waiting.iter().filter(|(_, uid)| self.told.insert(*uid)).copied().collect()
@@ -89,7 +89,7 @@ impl<S: Shell> Serving<'_, S> {
         let waiting = &mut self.run.waiting_clients;
         match *meaning {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
-            // The line may be an old one, and the PID another process's by now.
+            // The line may be old, and its PID may belong to another process now.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
                 let process = self.shell.process(client);
                 if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {
@@ -100,7 +100,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Finds the clients that still wait, and reports them once for each user. Users take turns where one is served alone.
+    /// Finds the clients that still wait, and reports one of each user. Users take turns if the control daemon serves one user at
+    /// a time.
     pub(super) fn tell_waiting(&mut self) {
         let served_alone = self.run.servers.user_served().filter(|_| !self.run.multiuser);
         let (now, shell) = (self.shell.now(), &self.shell);

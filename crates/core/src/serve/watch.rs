@@ -1,4 +1,4 @@
-//! Watches a control daemon that serves: waits for the next thing to happen or to do.
+//! Watches a control daemon that serves: waits for the next event or the next task.
 
 use alloc::format;
 use alloc::string::String;
@@ -12,21 +12,21 @@ use super::{Ended, Serving};
 use crate::mps::Meaning;
 use crate::{CoreTime, Permit};
 
-/// The time between two health checks, without clients and with them. If a control daemon hangs, its next client hangs
-/// too.
+/// The time between two health checks, without clients and with clients. If a control daemon hangs, its next client hangs too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
 const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 
 /// The time between two checks of a control daemon that does not answer.
 const MISSED_PERIOD: Duration = Duration::from_secs(1);
 
-/// The time until a check when the log speaks of limits that differ from the order.
+/// The time until a check after the log has reported limits that differ from the order.
 const CHECK_SOON: Duration = Duration::from_millis(100);
 
 /// The time between two counts of the clients while a change waits for their end. The log reports most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
-/// Something to do for a control daemon that serves. Of two that are due at the same moment, the upper one comes first.
+/// A task for a control daemon that serves. Of two tasks that are due at the same moment, the one that comes first here is done
+/// first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Task {
     Check,
@@ -44,7 +44,7 @@ enum Task {
     EndIfIdle,
 }
 
-/// The task that comes first, and its time. Nothing asks for a task without a time.
+/// The task that is due first, and its time. A task without a time is not due.
 fn first(check: CoreTime, others: &[(Option<CoreTime>, Task)]) -> (CoreTime, Task) {
     let wanted = others.iter().filter_map(|(at, task)| Some(((*at)?, *task)));
     wanted.fold((check, Task::Check), Ord::min)
@@ -69,7 +69,7 @@ impl<S: Shell> Serving<'_, S> {
             match done {
                 Ok(None) => {}
                 Ok(Some(ended)) => return Ok(ended),
-                // One miss. The health check goes on counting.
+                // This counts as one check without an answer. The health check counts further ones.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();
@@ -87,7 +87,7 @@ impl<S: Shell> Serving<'_, S> {
         if ends && core::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
-        // The control daemon takes no command.
+        // No server can be started while commands do not reach the control daemon.
         let revival = run.blockers.revival().filter(|_| !run.blockers.is_unreached());
         let revival = revival.map(|(at, _)| at);
         let others = [
@@ -175,7 +175,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Returns whether clients come to it, though it is to end.
+    /// Returns true if new clients reach the control daemon, though it should end.
     fn takes_clients(&self) -> bool {
         !self.wanted.retiring && !self.run.blockers.is_unreached()
     }
@@ -190,7 +190,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Counts a look that ended without an answer.
+    /// Counts a check that ended without an answer.
     pub(super) fn missed(&mut self, error: String) {
         if self.run.blockers.observe(Some(Blocker::no_answer(error.clone()))) == Change::FirstMiss {
             self.shell.tell(News::Warning, error);

@@ -1,5 +1,5 @@
-//! The budget of a slice: the memory and the number of all its clients together, and who has to end their work if they are
-//! more. The driver limits each process alone.
+//! The budget of a slice: the memory and the number of clients that all its clients may have together, and which of them lose
+//! their work if they exceed it. The driver limits only single processes.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -10,17 +10,17 @@ use crate::serve::clients_counted;
 use crate::terms::ProcessId;
 use crate::{Cause, Permit};
 
-/// All that clients have together.
+/// The use of some clients together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InUse {
     /// The number of the clients, each a process.
     pub clients: u32,
-    /// The memory that they hold, in MiB. None if the driver does not report it for one of them.
+    /// The memory that they hold, in MiB. None if the driver does not report the memory of one of them.
     pub memory_mib: Option<u64>,
 }
 
 impl InUse {
-    /// Of clients that hold this memory each.
+    /// The use of clients with this memory each.
     pub fn sum(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
         let nothing = Self { clients: 0, memory_mib: Some(0) };
         clients.into_iter().fold(nothing, |all, memory_mib| Self {
@@ -49,7 +49,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// The word in the signal on D-Bus.
+    /// The word for it in the signal on D-Bus.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -58,39 +58,39 @@ impl Part {
     }
 }
 
-/// A client of a slice. `T` says for whom it works.
+/// A client of a slice. `T` is the tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member<T> {
     /// The process.
     pub process: ProcessId,
-    /// None if the driver does not report it.
+    /// The memory that the client holds. None if the driver does not report it.
     pub memory_mib: Option<u64>,
-    /// Only its environment says that it has the slice.
+    /// True if only the environment of the client says that it has the slice.
     pub only_claims: bool,
-    /// None if it is not known.
+    /// The tenant for whom the client works. None if not known.
     pub tenant: Option<T>,
     /// True if its work must not be ended, or can't be.
     pub stays: bool,
 }
 
-/// All that these members have together.
+/// The use of these members together.
 pub fn in_use<'m, T: 'm>(members: impl IntoIterator<Item = &'m Member<T>>) -> InUse {
     InUse::sum(members.into_iter().map(|member| member.memory_mib))
 }
 
-/// The parts of the budget that the clients are more than. Memory that is not known is never too much.
+/// The parts of the budget that this use exceeds. Unknown memory never exceeds a budget.
 pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
     let memory = all.memory_mib.is_some_and(|memory| memory > budget.memory_mib);
     let parts = [(Part::Memory, memory), (Part::Clients, all.clients > budget.max_clients)];
     parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
 }
 
-/// The permit to end the work of members of a slice that is over its budget.
+/// A permit to end the work of members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may be of several tenants. Then it is not known who is too much: any program can name a slice in
-/// its
-/// environment, and a program that is older than the slice's tenant would stay. So no work is ended.
+/// The reason why the members may belong to several tenants. Then it is not known which of them exceeds the budget: any program
+/// can name a slice in its environment, and a foreign program may be older than the clients of the slice's tenant. So no work is
+/// ended.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
@@ -104,9 +104,9 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
     Err(format!("processes {one} and {two} are of several users or containers"))
 }
 
-/// The member that has to end its work next so that the rest fits. None: it fits, or no member can go. The newest goes first,
-/// but before it a member that may have lost its work already: then no other member does before that is settled. The last
-/// member fits, since the driver binds it by itself.
+/// The member that loses its work next. None if the rest fits, or no member may be ended. The newest member is first, except that
+/// a member which may have lost its work already comes before it: no other member loses work before that is clear. The last
+/// member always fits, since the driver limits it alone.
 pub fn next_victim<T>(
     budget: Budget,
     members: &[Member<T>],
@@ -121,7 +121,7 @@ pub fn next_victim<T>(
     first.or_else(newest).filter(|member| !member.stays).map(|member| member.process)
 }
 
-/// Describes the exceeded parts of a budget, in words that stay the same while the clients change.
+/// Describes the exceeded parts of a budget. The text stays the same while the clients change.
 pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => format!("its clients hold more than its {} MiB together", budget.memory_mib),
@@ -181,7 +181,7 @@ mod tests {
         Member { stays: true, ..member(pid, start_time, memory_mib) }
     }
 
-    /// All who go, one after another.
+    /// All members that lose their work, in this order.
     fn victims(budget: Budget, members: &[Member]) -> Vec<ProcessId> {
         let (mut rest, mut gone) = (members.to_vec(), Vec::new());
         while let Some(next) = next_victim(budget, &rest, |_| false) {
@@ -282,7 +282,7 @@ mod tests {
             if let Some((_, before)) = gone.split_last() {
                 prop_assert!(!fits(&rest_without(before)), "the last one went without need");
             }
-            // A member that stays is older than every member that goes.
+            // A member that keeps its work is older than each member that loses it.
             let age = |member: &Member| (member.process.start_time, member.process.pid);
             for stayed in rest.iter().filter(|member| !member.stays) {
                 prop_assert!(gone.iter().all(|process| age(of(process)) > age(stayed)));

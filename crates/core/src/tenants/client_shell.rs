@@ -1,5 +1,5 @@
-//! Everything that the end of clients' work asks of the outside. The service carries it out with front ends, the kernel and
-//! NVML; the tests' world carries it out in memory.
+//! All questions and acts that are needed to end clients' work. The service carries them out with front ends, the kernel and
+//! NVML, the tests' world in memory.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -16,15 +16,15 @@ pub type Connections = BTreeSet<Option<u64>>;
 /// A client as its control daemon lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ListedClient {
-    /// When the process was started that had its PID as soon as it was listed. None: it had ended.
+    /// The start time of the process that had the PID when the list was read. None if there was none.
     pub started: Option<u64>,
     pub connections: Connections,
-    /// The beginnings of the UUIDs of its GPUs. An empty one stands for a GPU that is not known.
+    /// The beginnings of the UUIDs of its GPUs. An empty text stands for an unknown GPU.
     pub gpus: BTreeSet<String>,
 }
 
 impl ListedClient {
-    /// True if it may use one of these GPUs.
+    /// True if the client may use one of these GPUs.
     pub fn may_be_on(&self, gpus: &[GpuUuid]) -> bool {
         self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
     }
@@ -33,22 +33,22 @@ impl ListedClient {
 /// The clients of a control daemon at one moment.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DaemonClients {
-    /// The GPUs of the control daemon. None: they are not known, since it is not ours.
+    /// The GPUs of the control daemon. None if they are not known, since this service has not started it.
     pub gpus: Option<Vec<GpuUuid>>,
     /// The clients, by server and PID.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
     /// The servers that handled a fatal GPU error when the list was made. The list may name no client then.
     pub faulted: BTreeSet<u32>,
-    /// Another control daemon has listened in its place, before or after, and may have answered.
+    /// True if another control daemon has listened in its directory before or after the question, and may have answered.
     pub place_is_taken: bool,
 }
 
-/// Why a control daemon has not said which clients it has.
+/// Why a control daemon has not listed its clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownClients {
     /// The reason.
     pub why: String,
-    /// True if the control daemon has ended, or has no server, so it has no client.
+    /// True if the control daemon has ended or has no server, so it has no client.
     pub has_no_server: bool,
 }
 
@@ -68,7 +68,7 @@ pub fn by_client(
     clients
 }
 
-/// The answer of a control daemon that was asked to end a client's GPU work.
+/// The answer of a control daemon to a request to end a client's GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TerminateAnswer {
     /// The client's GPU work has ended. The program gets CUDA error 810.
@@ -79,7 +79,8 @@ pub enum TerminateAnswer {
     NoSuchServer,
 }
 
-/// The clients that control daemons have listed, each behind its control daemon, and the first reason why some may be missing.
+/// The clients that control daemons have listed, each with its control daemon, and the first reason why some clients may be
+/// missing.
 pub fn known_clients<C>(
     listed: Vec<(C, Result<DaemonClients, UnknownClients>)>,
 ) -> (Vec<(C, DaemonClients)>, Option<String>) {
@@ -98,15 +99,15 @@ pub fn known_clients<C>(
     (known, missing)
 }
 
-/// Carries out all that the end of clients' work takes. Each call comes back: it has a deadline of its own. Errors are words.
+/// Carries out all that is needed to end clients' work. Each call returns: it has its own deadline. Errors are texts for people.
 pub trait ClientShell: Send {
-    /// The way to a control daemon.
+    /// Reaches a control daemon.
     type Control: Clone + Send + Sync;
 
-    /// A hold on a process: it stays this process, whatever becomes of its PID.
+    /// A handle of a process. It never refers to a later process with the same PID.
     type Held: Clone + Send + Sync;
 
-    /// A process that was continued, and is continued each time that something stops it until this value is dropped.
+    /// A process that was continued. Until this value is dropped, it is continued each time that it is stopped.
     type GoingOn: Send;
 
     /// The present moment.
@@ -115,19 +116,18 @@ pub trait ClientShell: Send {
     /// Waits.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The clients of every control daemon. All are asked at once: a control daemon that hangs must not use up the time of the
-    /// others.
+    /// The clients of every control daemon. All are asked at once: a hung control daemon must not use up the time of the others.
     fn list(
         &mut self,
     ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;
 
-    /// Holds the process that has this PID now. None if there is none.
+    /// Returns a handle of the process that has this PID now. None if there is no process.
     ///
     /// # Errors
-    /// The kernel refuses.
+    /// The kernel does not give the handle.
     fn hold(&mut self, pid: u32) -> Result<Option<Self::Held>, String>;
 
-    /// True if the process lives. A zombie does not.
+    /// True if the process lives. A zombie does not count as living.
     fn is_alive(&self, held: &Self::Held) -> bool;
 
     /// The status of a server.
@@ -137,17 +137,17 @@ pub trait ClientShell: Send {
         server: u32,
     ) -> impl Future<Output = Result<ServerStatus, String>> + Send;
 
-    /// Continues a process if a signal or a control group stops it.
+    /// Continues a process that is stopped by a signal or frozen by a control group.
     ///
     /// # Errors
-    /// It stays stopped.
+    /// The process can't be continued.
     fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
 
-    /// Ends the GPU work of one client of a server and leaves the server's other clients alone. The control daemon waits for
-    /// the client meanwhile, and all callers wait for the control daemon. So this takes a client that goes on.
+    /// Ends the GPU work of one client of a server; the server's other clients go on. The control daemon waits for the client
+    /// meanwhile, and does not answer others. So the client must not be stopped.
     ///
     /// # Errors
-    /// There is no answer: the client's work may have ended or not.
+    /// There is no answer, so the client's work may or may not have ended.
     fn terminate_client(
         &mut self,
         control: &Self::Control,

@@ -1,4 +1,4 @@
-//! The end of one client's GPU work.
+//! Ends one client's GPU work.
 
 use alloc::string::String;
 
@@ -9,7 +9,7 @@ use crate::mps::ServerStatus;
 /// The result of the attempt to end a client's GPU work at one server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientEnd {
-    /// The client's GPU work has ended. Its connections stay listed until its next call to CUDA, and are of no use any more.
+    /// The client's GPU work has ended. Its connections stay listed until its next call to CUDA, but are useless.
     Done,
     /// The client has just ended, or has just begun.
     NotThere,
@@ -17,16 +17,16 @@ pub enum ClientEnd {
     Faulted,
     /// The stopped client can't be continued, for this reason, and nothing was done.
     StaysStopped(String),
-    /// The control daemon does not say how its server is, and nothing was done.
+    /// The control daemon does not say the status of its server, and nothing was done.
     NotAsked(String),
-    /// The answer is missing: its work may have ended or not.
+    /// There is no answer, so the client's work may or may not have ended.
     NotKnown(String),
 }
 
-/// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again as
-/// often as it stops before the answer comes. A client is never killed, since that would be a fault for its neighbours. At a
-/// server that handles a fatal GPU error nothing is done: the control daemon would wait for the client, and does nothing else
-/// meanwhile (measured: 32 s, until the client ended).
+/// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again each
+/// time that it stops before the answer comes. A client is never killed, since that would be a fault for the server's other
+/// clients. If the server handles a fatal GPU error, nothing is done: the control daemon would wait for the client, and meanwhile
+/// do nothing else (measured: 32 s, until the client ended).
 pub async fn end_client<S: ClientShell>(
     shell: &mut S,
     control: &S::Control,
@@ -44,7 +44,7 @@ pub async fn end_client<S: ClientShell>(
         Err(why) if shell.is_alive(held) => return ClientEnd::StaysStopped(why),
         Err(_) => return ClientEnd::NotThere,
     };
-    // A process that has ended may have left its PID to another.
+    // If the process has ended, its PID may belong to another process now.
     if !shell.is_alive(held) {
         return ClientEnd::NotThere;
     }

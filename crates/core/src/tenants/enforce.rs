@@ -13,27 +13,27 @@ use super::watch::{OverBudget, Victim, VictimState};
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit};
 
-/// The first pause after a client could not be ended; it doubles up to the last.
+/// The pause after the first failed attempt to end a client. It doubles up to the longest pause.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The time for which a list of clients and a look at them are believed. The end of a client can take half a minute, and
+/// The time for which a list of clients, and a look at them, are used. Ending one client can take half a minute, and other
 /// clients leave meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
 /// Carries out what an [`Enforcer`] asks.
 pub trait MemberShell: ClientShell {
-    /// The process that is held.
+    /// The process of this handle.
     fn process(&self, held: &Self::Held) -> ProcessId;
 
-    /// True if this process runs, and no other with its PID.
+    /// True if exactly this process runs, and not a later one with its PID.
     fn runs(&self, process: ProcessId) -> bool;
 }
 
 /// The connections of a client at one server.
 struct Connected<C> {
     control: C,
-    /// When the process was started that had its PID then.
+    /// The start time of the process that had the PID then.
     started: Option<u64>,
     server: u32,
     connections: Connections,
@@ -42,26 +42,26 @@ struct Connected<C> {
 /// The clients of all control daemons, by PID.
 type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
 
-/// An attempt that is over.
+/// The result of an attempt.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Enforced {
     /// The clients that were to be ended.
     pub victims: Vec<Victim>,
-    /// Why it was broken off, if it was: after a fault, and with a control daemon that does not answer, no client is touched.
+    /// Why the attempt was stopped early: no client is ended after a fault, or while a control daemon does not answer.
     pub broken_off: Option<String>,
 }
 
-/// Knows the clients that it has ended, or may have, and the clients that could not be ended, so that it tries nothing again
-/// without need. `H` is a hold on a process.
+/// Remembers the clients that were ended, that may have been ended, and that could not be ended, and so repeats no attempt
+/// without need. `H` is a handle of a process.
 #[derive(Debug)]
 pub struct Enforcer<H> {
-    /// The processes without work any more, by PID, with the connections that they had. Each is held, so that no other
-    /// process with its PID is taken for it.
+    /// The processes whose work was ended, by PID, with the connections that they had. The handles distinguish them from later
+    /// processes with the same PID.
     ended: BTreeMap<u32, (H, Connections)>,
-    /// The processes that may have lost their work, in part or wholly, by PID: an answer got lost. They go first as long as
-    /// they live.
+    /// The processes that may have lost their work or a part of it, since an answer is missing, by PID. As long as they live,
+    /// they are ended before others.
     in_doubt: BTreeMap<u32, H>,
-    /// The processes that could not be ended, by PID: when the next attempt may come, and the pause before it.
+    /// The processes that could not be ended, by PID: the time of the next attempt, and the pause before that.
     stubborn: BTreeMap<u32, (ProcessId, CoreTime, Duration)>,
 }
 
@@ -73,17 +73,17 @@ impl<H> Default for Enforcer<H> {
 
 /// The result of the attempt to end one client.
 enum End {
-    /// The next one can be looked at.
+    /// The attempt is over, and the next client can be ended.
     Came(VictimState),
     /// The client has just ended.
     Gone,
-    /// No other client may be touched either, for this reason. The client may have lost its work with this attempt if so.
+    /// No other client may be ended either, for this reason. `is_in_doubt` is true if this client may have lost its work.
     BreaksOff { reason: String, is_in_doubt: bool },
 }
 
 impl<H: Clone> Enforcer<H> {
-    /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` gives the slices
-    /// as they were found last: looks go on meanwhile.
+    /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` returns the slices
+    /// of the latest look, since looks continue during the attempt.
     pub async fn enforce<S: MemberShell<Held = H>, T>(
         &mut self,
         shell: &mut S,
@@ -136,7 +136,7 @@ impl<H: Clone> Enforcer<H> {
         })
     }
 
-    /// The clients of all control daemons that answer. A client that is not listed counts as gone, so fewer are ended.
+    /// The clients of all control daemons that answer. A client that is not listed counts as ended, so at most too few are ended.
     async fn list<S: MemberShell<Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
         let mut connected = AllConnected::new();
         let (known, missing) = known_clients(shell.list().await);
@@ -150,14 +150,14 @@ impl<H: Clone> Enforcer<H> {
         }
         let may_be_there = |pid: &u32| !is_complete || connected.contains_key(pid);
         self.stubborn.retain(|pid, _| may_be_there(pid));
-        // After a fault a control daemon may list no client.
+        // After a fault a control daemon may list no client. So only processes that have ended are forgotten.
         self.ended.retain(|_, (held, _)| shell.is_alive(held));
         self.in_doubt.retain(|_, held| shell.is_alive(held));
         connected
     }
 
-    /// True if a client has no work: it has no connection that it did not have when its work was ended. A client that
-    /// starts over has a new one. Users can forge connections, but they can't remove any.
+    /// True if a client has no work: all its connections are those that it had when its work was ended. A client that starts work
+    /// again has a new connection. Users can forge connections, but can't remove any.
     fn has_ended<S: MemberShell<Held = H>>(
         &self,
         shell: &S,
@@ -197,7 +197,7 @@ impl<H: Clone> Enforcer<H> {
             let came = end_client(shell, control, *server, &held, may_end).await;
             let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
             if has_lost {
-                // Until all of its servers have answered.
+                // This stays until all of its servers have answered.
                 self.in_doubt.insert(pid, held.clone());
             }
             let reason = match came {
@@ -225,7 +225,7 @@ impl<H: Clone> Enforcer<H> {
         End::Came(VictimState::Ended)
     }
 
-    /// Leaves a client alone for a while, and longer each time.
+    /// Makes no further attempt on this client for a while, which is longer each time.
     fn stays(&mut self, now: CoreTime, process: ProcessId, reason: String) -> VictimState {
         let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));

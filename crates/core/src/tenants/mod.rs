@@ -1,22 +1,23 @@
-//! The end of tenants' GPU work: of one client, of all clients that a caller names, and of clients that are too much for their
-//! slice's budget.
+//! Ends tenants' GPU work: the work of one client, of all clients that a caller names, or of clients that exceed the budget of
+//! their slice.
 //!
-//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. This is a fault, and a fault
-//! hits every client on that GPU. `terminate_client` ends the kernel first, so nothing here sends a signal that ends a process.
+//! A signal that ends a client in the middle of a kernel takes the memory away under that kernel. That is a fatal GPU error , and
+//! a fault hits every client on that GPU=>, which hits every client on that GPU, and a fault hits every client on that GPU.
+//! `terminate_client` ends the kernel first, so nothing here sends a signal that ends a process.
 //!
 //! | file | its job |
 //! |---|---|
-//! | `client_shell.rs` | everything that the end of one client's work asks of the outside |
+//! | `client_shell.rs` | all questions and acts that are needed to end one client's work |
 //! | `end_client.rs` | the end of one client's work |
-//! | `budget.rs` | the budget of a slice, and the client that ends next for it |
-//! | `watch.rs` | the watch over the budgets of a GPU's slices: the reports, and the clients that may be ended at a moment |
-//! | `spared.rs` | the clients that no budget ends |
+//! | `budget.rs` | the budget of a slice, and which client loses its work next |
+//! | `watch.rs` | the watch over the budgets of a GPU's slices: the messages, and the clients that may be ended at the moment |
+//! | `spared.rs` | the clients that never lose their work for a budget |
 //! | `overuse.rs` | how long overuse is shown |
-//! | `enforce.rs` | the end of clients for a budget |
-//! | `termination_shell.rs` | everything that a request asks beyond that |
+//! | `enforce.rs` | ends clients for a budget |
+//! | `termination_shell.rs` | all further questions and acts for a request |
 //! | `target.rs` | which clients a request means |
-//! | `stop.rs` | which clients end before the processes of a container get a signal |
-//! | `terminate.rs` | a request: its looks, its pauses, and when it is answered |
+//! | `stop.rs` | which clients lose their work before a container gets a signal |
+//! | `terminate.rs` | a request: its looks, its pauses, and its answer |
 //! | `termination_error.rs` | why clients may have work left, in words |
 
 pub mod budget;

@@ -1,6 +1,6 @@
-//! The rule for a slice that is shown as over its budget. A tenant decides how often the slice goes over its budget and back, and
-//! each change that is shown is a message in the journal and a signal on the bus. So overuse is shown at once, and is no
-//! longer shown only after the slice has fitted for a while; if it comes and goes often, after a longer while.
+//! How long a slice is shown as over its budget. Each change of what is shown is a message in the journal and a signal on the
+//! bus, and a tenant can let a slice go over its budget and back any number of times. So overuse is shown at once, but is shown
+//! for a while after the slice fits again; if it comes and goes often, for longer.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;
@@ -8,18 +8,18 @@ use core::time::Duration;
 use super::budget::Part;
 use crate::{CoreTime, Rate, RateLimit};
 
-/// The time that a slice has to fit before its overuse is no longer shown.
+/// The time for which a slice has to fit before it is no longer shown as over its budget.
 const CALM: Duration = Duration::from_secs(3);
 
-/// The messages of one kind about a slice.
+/// The limit for messages of one kind about a slice.
 pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
 
-/// The attempts within [`MINUTE`] after which a tenant counts as one who starts over and over.
+/// This number of attempts within [`MINUTE`] says that a tenant starts clients again and again.
 const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// The last attempts that have ended work of a slice. A program that starts over after each of them has more than its slice
-/// until the next look, so a slice of such programs is looked at with each newcomer.
+/// The last attempts that have ended work of a slice. A client that is started again after each attempt uses more than the budget
+/// until the next look. So a slice with such clients is looked at as soon as a client comes.
 #[derive(Debug, Default)]
 pub(super) struct Endings([Option<CoreTime>; TIMES]);
 
@@ -31,7 +31,7 @@ impl Endings {
         }
     }
 
-    /// Returns whether its clients start over and over.
+    /// Returns true if the slice's clients are started again and again.
     pub(super) fn are_many(&self, now: CoreTime) -> bool {
         self.0.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }
@@ -40,8 +40,8 @@ impl Endings {
 /// The overuse of a slice, as it is shown.
 #[derive(Debug)]
 pub(super) struct ShownOveruse {
-    /// The parts of the budget that are shown as exceeded. None for a part that is exceeded at this moment; otherwise
-    /// the time since when the slice fits.
+    /// The parts of the budget that are shown as exceeded. None: the part is exceeded at this moment. Otherwise the time since
+    /// which the slice fits again.
     parts: BTreeMap<Part, Option<CoreTime>>,
     rate_limit: RateLimit,
 }
@@ -56,7 +56,7 @@ impl ShownOveruse {
         self.parts.keys().copied().collect()
     }
 
-    /// Records which parts are exceeded now. True if this changes what is shown.
+    /// Records which parts are exceeded now. Returns true if this changes what is shown.
     pub(super) fn observe(&mut self, exceeded: &BTreeSet<Part>, now: CoreTime) -> bool {
         let before = self.parts();
         for (part, fits_since) in &mut self.parts {
@@ -74,7 +74,7 @@ impl ShownOveruse {
         self.parts() != before
     }
 
-    /// When to look again, although nothing may have changed by then: a part is still shown, and the slice fits.
+    /// The time of the next look, although no client may come or go until then: a part is still shown, and the slice fits.
     pub(super) fn next_check(&mut self, now: CoreTime) -> Option<CoreTime> {
         let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;
         Some(calm.max(self.rate_limit.next(now)))

@@ -1,5 +1,5 @@
-//! The clients that are not ended for their slice's budget. No restart of the service and no reload ends the work of clients:
-//! a client that was there before is spared, and only a client that comes later can be too much.
+//! The clients that never lose their work for the budget of their slice. Neither a restart of the service nor a reload ends the
+//! work of clients: the clients that are there at that moment are spared, and only clients that come later can be ended.
 
 use alloc::vec::Vec;
 
@@ -8,7 +8,7 @@ use crate::terms::ProcessId;
 /// The clients of a GPU that are spared.
 #[derive(Debug)]
 pub(super) struct Spared {
-    /// The clients that the next look finds are spared.
+    /// True if the clients that the next look finds are spared.
     spares_next: bool,
     processes: Vec<ProcessId>,
 }
@@ -19,13 +19,13 @@ impl Spared {
         Self { spares_next: true, processes: Vec::new() }
     }
 
-    /// Spares the clients that are there now: they are too much only since something has changed that they know nothing of.
+    /// Spares the clients that are there now: a change of which they do not know has made them exceed the budget.
     pub(super) fn spare_all(&mut self) {
         self.spares_next = true;
     }
 
-    /// Takes note of the clients that a look has found, with a known slice or without. A spared client stays spared until its
-    /// process has gone: the driver may leave out a client for a moment.
+    /// Records the clients that a look has found, with or without a known slice. A client stays spared until its process has
+    /// ended, since the driver may leave out a client for a moment.
     pub(super) fn observe(&mut self, found: &[ProcessId], runs: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|process| runs(*process));
         if core::mem::take(&mut self.spares_next) {
@@ -52,7 +52,7 @@ mod tests {
         let mut spared = Spared::new();
         spared.observe(&[old], |_| true);
         assert!(spared.has(old) && !spared.has(new));
-        // The driver leaves it out for a moment.
+        // The driver leaves out the client for a moment.
         spared.observe(&[new], |_| true);
         assert!(spared.has(old) && !spared.has(new));
         spared.observe(&[], |one| one != old);

@@ -1,4 +1,4 @@
-//! A signal to a container: some clients lose their GPU work before it.
+//! A signal to a container, before which some clients lose their GPU work.
 
 use alloc::string::String;
 
@@ -17,7 +17,7 @@ pub struct Stop {
     pub first: u32,
     /// The number of the signal.
     pub signal: u32,
-    /// Every process of the container gets the signal. Otherwise the first process gets it.
+    /// True if every process of the container gets the signal. Otherwise only the first process gets it.
     pub to_all: bool,
 }
 
@@ -26,7 +26,7 @@ pub struct Stop {
 pub enum Reception {
     /// The process has a handler, or waits for the signal while it is blocked.
     Handled,
-    /// The process ignores it. The first process of a PID namespace ignores every signal without a handler.
+    /// The process ignores the signal. The first process of a PID namespace ignores every signal for which it has no handler.
     Ignored,
     /// The process ends.
     Fatal,
@@ -37,14 +37,14 @@ pub enum Reception {
 pub(super) enum SignalEffect {
     /// Every program ends, whatever it does.
     EndsAll,
-    /// A program can end in its own way.
+    /// Each program can decide how it ends.
     AsksToEnd,
     /// No program ends.
     Harmless,
 }
 
 impl Stop {
-    /// Returns whether a control group is the container's, or one below it.
+    /// Returns true if a control group is the container's, or a descendant of it.
     pub fn has(&self, group: &str) -> bool {
         group.strip_prefix(self.group.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
@@ -58,8 +58,8 @@ impl Stop {
         }
     }
 
-    /// Returns whether a program may end because of a signal that asks programs to end. The container's first process gets the
-    /// signal: the first process passes the signal on, or ends and takes all others with it. None: the process has ended.
+    /// Returns true if a program may end because of a signal that asks programs to end. The container's first process gets the
+    /// signal. It either passes the signal on, or ends, and then all other processes end too. None: the process has ended.
     pub(super) fn ends(program: Option<Reception>, first: Option<Reception>) -> bool {
         program == Some(Reception::Fatal) && first != Some(Reception::Ignored)
     }

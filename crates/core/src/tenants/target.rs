@@ -10,7 +10,7 @@ use super::termination_shell::{EnclosingContainer, KnownSlices, TerminationShell
 
 use crate::terms::SliceId;
 
-/// The processes with GPU work that is to end.
+/// The clients whose GPU work a request ends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
     /// The process with this PID.
@@ -34,16 +34,16 @@ pub enum Target {
 pub(super) enum Meant {
     Yes(Match),
     No,
-    /// Slices are wanted, and it is not known which slice it has.
+    /// The request names slices, and the slice of the process is not known.
     NotKnown,
 }
 
-/// Why a process is meant.
+/// Why a process is among the wanted ones.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Match {
-    /// The wanted containers around it.
+    /// The wanted containers that contain the process.
     pub(super) containers: BTreeSet<EnclosingContainer>,
-    /// The wanted slices that it has.
+    /// The wanted slices that the process has.
     pub(super) slices: Option<Vec<SliceId>>,
 }
 
@@ -53,10 +53,10 @@ impl Meant {
     }
 }
 
-/// The time that clients get to let go. Measured: 50 ms for a program that ends when CUDA gives it an error.
+/// The time in which clients should disconnect. Measured: 50 ms for a program that ends when CUDA returns an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The same before a signal. A container runtime waits for the answer, and sends the signal anyway.
+/// The same before a signal: the container runtime waits for the answer, and then sends the signal in any case.
 const TIMEOUT_BEFORE_A_SIGNAL: Duration = Duration::from_secs(4);
 
 impl Target {
@@ -65,14 +65,14 @@ impl Target {
         if matches!(self, Self::Signalled(_)) { TIMEOUT_BEFORE_A_SIGNAL } else { TIMEOUT }
     }
 
-    /// Decides if a process is meant. Only as much of it is looked at as that takes.
+    /// Decides if the request means a process, and looks only at what that decision needs.
     ///
     /// # Errors
     /// The process can't be looked at.
     pub(super) async fn means<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<Meant, String> {
         match self {
             Self::Process(other) => Ok(Meant::if_so(*other == pid)),
-            // A program that has changed its user acts for others, too.
+            // A program that has changed its user also acts for its former user.
             Self::ProcessOf { pid: other, user } if *other == pid => {
                 let users = shell.users(pid).await?;
                 Ok(Meant::if_so(!users.is_empty() && users.iter().all(|one| one == user)))

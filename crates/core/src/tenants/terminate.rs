@@ -1,4 +1,4 @@
-//! A request to end the GPU work of all clients that it means.
+//! A request to end the GPU work of all clients to which its target applies.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -18,40 +18,39 @@ use crate::{CoreTime, GpuUuid, Permit};
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The time for which a client has to be without a known slice before a release of slices fails for it. A process that is
-/// just ending has no environment any more.
+/// A request for slices fails if a client has no known slice for this time. A process that is just ending has no environment any
+/// more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
-/// A request, and what has become of it so far. The shell can break it off between any two steps:
-/// [`Termination::out_of_time`] is true then.
+/// A request and its results so far. The caller can stop it at each `await`; then [`Termination::out_of_time`] is the answer.
 pub struct Termination<T: TerminationShell> {
     target: Target,
-    /// The processes without work any more, by server and client, with the connections that they had. Each is held, so that no
-    /// other process with its PID is taken for it.
+    /// The processes whose work was ended, by server and client, with the connections that they had. The handles distinguish them
+    /// from later processes with the same PID.
     ended: BTreeMap<(u32, u32), (T::Held, Connections)>,
     had_work: Vec<T::Owner>,
-    /// The clients that were found and have work left, or perhaps, by server and client.
+    /// The clients that were found and still have work, or may have, by server and client.
     left: BTreeMap<(u32, u32), HeldClient<T>>,
     /// Why the last look may have missed clients.
     doubt: Option<String>,
     has_found_any: bool,
-    /// The process with the wanted PID. Another process that gets its PID is not meant.
+    /// The process with the wanted PID. A later process with this PID is not meant.
     named: Option<T::Held>,
-    /// The last look has found no client at work.
+    /// True if the last look has found no client with work.
     is_nobody_left: bool,
-    /// The time since when each look has found clients without a known slice.
+    /// The time since which every look has found clients without a known slice.
     unplaced_since: Option<CoreTime>,
-    /// The wanted container is known to be made by the host's own runtime.
+    /// True if the wanted container was made by the host's own container runtime.
     only_hosts: bool,
 }
 
-/// A client that was found. Its process is held.
+/// A client that was found, with a handle of its process.
 struct HeldClient<T: TerminationShell> {
     held: T::Held,
     client: LeftClient<T::Owner>,
 }
 
-/// A client that is meant, at one of its servers.
+/// A client to which the target applies, at one of its servers.
 struct MeantClient<T: TerminationShell> {
     control: T::Control,
     /// The GPUs of the control daemon.
@@ -67,18 +66,18 @@ struct MeantClient<T: TerminationShell> {
 enum WhyIncomplete {
     /// A control daemon does not answer.
     Silent(String),
-    /// A process can't be looked at.
+    /// Nothing can be found out about a process.
     Unreadable { pid: u32, why: String },
 }
 
-/// The clients with work at one moment, as far as they concern a request.
+/// The clients with work at one moment, as far as the request needs them.
 struct RequestLook<T: TerminationShell> {
     found: Vec<MeantClient<T>>,
-    /// The PIDs of clients on a GPU of the wanted slices without a known slice.
+    /// The PIDs of clients that use a GPU of the wanted slices and have no known slice.
     unplaced: BTreeSet<u32>,
-    /// The first reason why some may be missing, which does not pass soon.
+    /// The first reason why clients may be missing, if it lasts.
     trouble: Option<WhyIncomplete>,
-    /// The list of clients leaves no client out.
+    /// True if the list of clients is certainly complete.
     is_sure: bool,
 }
 
@@ -99,12 +98,12 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Ends the GPU work of all clients that are meant, and returns when the work is over. A process that waits for something
-    /// else notices at its next call to CUDA, and stays listed as a client until then. From now on no signal to such a process
-    /// can hurt its neighbours.
+    /// Ends the GPU work of all clients to which the target applies, and returns when the work has ended. A process notices that
+    /// at its next call to CUDA, and is listed as a client until then. From now on no signal to such a process can cause a fault
+    /// for other clients.
     ///
     /// # Errors
-    /// Some may have work left.
+    /// Some clients may still have work.
     pub async fn run(&mut self, shell: &mut T) -> Result<(), TerminationError<T::Owner>> {
         if let Target::Process(pid) | Target::ProcessOf { pid, .. } = self.target {
             let held = shell.hold(pid).map_err(|why| TerminationError::Unreadable { pid, why })?;
@@ -122,7 +121,7 @@ impl<T: TerminationShell> Termination<T> {
                 return self.answer();
             }
             let others_are_done = at_work.is_empty();
-            // A process that can't be looked at must not save the others.
+            // An unreadable process must not prevent the end of the others.
             self.end_work(shell, at_work).await?;
             match trouble {
                 None => {}
@@ -139,7 +138,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Why the work of some may go on, if the request is broken off now.
+    /// Why clients may still have work, if the request is stopped now.
     pub fn out_of_time(&self) -> TerminationError<T::Owner> {
         TerminationError::OutOfTime {
             after: self.target.timeout(),
@@ -148,7 +147,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// The clients that had work, as they were before its end.
+    /// The clients that had work, as they were described before its end.
     pub fn had_work(self) -> Vec<T::Owner> {
         self.had_work
     }
@@ -157,7 +156,7 @@ impl<T: TerminationShell> Termination<T> {
         self.left.values().map(|one| one.client.clone()).collect()
     }
 
-    /// The answer once no client has work left.
+    /// The answer when no client has work any more.
     fn answer(&self) -> Result<(), TerminationError<T::Owner>> {
         match self.target {
             Target::Process(pid) if !self.has_found_any => Err(TerminationError::NoSuchClient(pid)),
@@ -168,21 +167,21 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// True if a client's work has been ended: the client still has a connection from that time. A client that has started over
-    /// has only new connections, since the old ones are useless. Other users can forge additional connections, but they can't
+    /// True if a client's work has ended: it still has a connection from the time of its end. A client that has started work
+    /// again has only new connections, since the old ones are useless. Other users can forge further connections, but can't
     /// remove any.
     fn has_ended(&self, shell: &T, found: &MeantClient<T>) -> bool {
         let Some((held, connections)) = self.ended.get(&(found.server, found.pid)) else { return false };
         shell.is_alive(held) && !found.connections.is_disjoint(connections)
     }
 
-    /// The clients that are meant as they are now, and the reason why some may be missing.
+    /// The clients to which the target applies now, and the reason why some may be missing.
     async fn find_clients(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
         let mut look =
             RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
         let (known, missing) = known_clients(shell.list().await);
         shell.begin_look();
-        // Another process may have the PID by now.
+        // Another process may have the PID now.
         self.left.retain(|_, one| shell.is_alive(&one.held));
         look.trouble = missing.map(WhyIncomplete::Silent);
         self.doubt = None;
@@ -209,7 +208,7 @@ impl<T: TerminationShell> Termination<T> {
         Ok(look)
     }
 
-    /// Looks at one client, and takes it up if it is meant.
+    /// Looks at one client, and adds it if the target applies.
     async fn take_up_if_meant(
         &mut self,
         shell: &mut T,
@@ -228,7 +227,7 @@ impl<T: TerminationShell> Termination<T> {
             }
         };
         let meant = self.target.means(shell, pid).await;
-        // If the process has ended, its PID may have been another's while it was looked at.
+        // If the process has ended meanwhile, its PID may have belonged to another process during the look.
         if !shell.is_alive(&held) {
             return;
         }
@@ -247,7 +246,7 @@ impl<T: TerminationShell> Termination<T> {
                 let found =
                     MeantClient { control, gpus, server, pid, connections: client.connections, held, why };
                 if !self.has_ended(shell, &found) {
-                    // The client is named from now on if the time is up.
+                    // From now on an answer after the deadline names the client.
                     let owner = shell.owner(pid, found.why.slices.clone()).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left
@@ -260,8 +259,8 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Makes sure that one container is meant. A user can give a control group of his own the name of a container, so the
-    /// host's containers come first.
+    /// Makes sure that only one container is meant. A user can name a control group like a container, so the containers of the
+    /// host's own runtime come first.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
         let is_the_hosts = |one: &MeantClient<T>| one.why.containers.iter().any(|one| one.is_the_hosts);
@@ -296,11 +295,11 @@ impl<T: TerminationShell> Termination<T> {
         trouble.map_or(Ok(()), |why| Err(TerminationError::Silent { why, left: self.left() }))
     }
 
-    /// Ends the work of one client. Returns the reason if the outcome is not known.
+    /// Ends the work of one client. If the outcome is not known, returns the reason.
     async fn end_one(&mut self, shell: &mut T, one: MeantClient<T>) -> Option<String> {
         let MeantClient { control, gpus, server, pid, mut connections, held, .. } = one;
         let key = (server, pid);
-        // Until the answer is there.
+        // This stays until the answer comes.
         self.is_left(key, WhyLeft::MayHaveEnded);
         match end_client(shell, &control, server, &held, Permit::asked_for()).await {
             ClientEnd::Done => {}
@@ -314,7 +313,7 @@ impl<T: TerminationShell> Termination<T> {
                 self.is_left(key, WhyLeft::StaysStopped(why));
                 return None;
             }
-            // The next look decides.
+            // The next look decides what to do.
             ClientEnd::NotThere => {
                 self.is_left(key, WhyLeft::AtWork);
                 return None;
@@ -334,7 +333,7 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // Connections can't be distinguished without their numbers.
+        // Connections without numbers can't be distinguished.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None
@@ -346,7 +345,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Fails if clients on the wanted GPUs stay without a known slice, though all others are done.
+    /// Fails if only clients without a known slice are left on the wanted GPUs, and that lasts.
     async fn look_at_unplaced(
         &mut self,
         shell: &mut T,
@@ -374,7 +373,7 @@ fn has_one_gpu(gpus: Option<&[GpuUuid]>) -> bool {
     gpus.is_some_and(|gpus| gpus.len() == 1)
 }
 
-/// Adds the clients that NVML knows: after a fatal GPU error, the control daemon may list no client. Returns the reason why
+/// Adds the clients that NVML lists: after a fatal GPU error, the control daemon may list no client. Returns the reason why
 /// clients may be missing nevertheless.
 async fn add_clients_of_nvml<T: TerminationShell>(
     shell: &mut T,

@@ -1,4 +1,4 @@
-//! Why the wanted clients may have GPU work left, in words.
+//! Why the wanted clients may still have GPU work, in words.
 
 use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
@@ -6,32 +6,32 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::time::Duration;
 
-/// The most that are named.
+/// The most clients that a message names.
 const NAMED: usize = 32;
 
-/// Why a client has work left, as far as that is known.
+/// Why a client still has work, as far as that is known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WhyLeft {
     /// The service has not ended the client yet, or the client has just come.
     AtWork,
     /// The stopped client can't be continued, for this reason.
     StaysStopped(String),
-    /// The server handles a fatal GPU error, and has several GPUs: the client may be at work on a healthy GPU.
+    /// The server handles a fatal GPU error, and has several GPUs: the client may work on a healthy GPU.
     Faulted {
         /// The PID of its server.
         server: u32,
     },
-    /// There is no answer: its work may have ended or not.
+    /// There is no answer, so its work may or may not have ended.
     MayHaveEnded,
 }
 
-/// A client with work left, or perhaps.
+/// A client that still has work, or may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftClient<O> {
     pub pid: u32,
-    /// As people know it.
+    /// The client in words.
     pub owner: O,
-    /// Why.
+    /// The reason.
     pub why: WhyLeft,
 }
 
@@ -52,52 +52,52 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
     }
 }
 
-/// Why some wanted processes may have GPU work left. `O` is a client as people know it.
+/// Why some wanted processes may still have GPU work. `O` describes a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TerminationError<O> {
-    /// Several containers have ids that begin so. Nothing was done.
+    /// Several containers have ids with this beginning. No work was ended.
     SeveralContainers {
-        /// The beginning.
+        /// The beginning of the ids.
         id: String,
-        /// The ids.
+        /// The ids of the containers.
         found: Vec<String>,
     },
     /// The process is no client of any control daemon here.
     NoSuchClient(u32),
-    /// The process is no client of any control daemon here, or another user's.
+    /// The process is no client of any control daemon here, or belongs to another user.
     NotTheirs {
         pid: u32,
         /// The user who has asked.
         user: u32,
     },
-    /// A process can't be looked at, so it may be wanted or not. The work of the others was ended.
+    /// Nothing can be found out about a process, which may be a wanted one. The work of the others was ended.
     Unreadable {
         pid: u32,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// Clients on the GPUs of the wanted slices, in words. Their slices are not known, so they may or may not be
-    /// wanted. The work of the others was ended.
+    /// Clients on the GPUs of the wanted slices, in words. Their slices are not known, so they may or may not be wanted. The work
+    /// of the other clients was ended.
     Unplaced(Vec<String>),
-    /// A control daemon did not answer. Work on the other control daemons was ended.
+    /// A control daemon did not answer. The work at the other control daemons was ended.
     Silent {
-        /// Why.
+        /// The reason.
         why: String,
-        /// The clients that were found and have work left, or perhaps.
+        /// The clients that were found and still have work, or may have.
         left: Vec<LeftClient<O>>,
     },
-    /// Time is up. No process was sent a signal that ends it.
+    /// The time is over. No process was killed.
     OutOfTime {
         /// The time that the request had.
         after: Duration,
-        /// The clients that were found and have work left, or perhaps.
+        /// The clients that were found and still have work, or may have.
         left: Vec<LeftClient<O>>,
-        /// Why there may be more.
+        /// Why there may be further clients with work.
         doubt: Option<String>,
     },
 }
 
-/// The first 32 of these by name, and the number of the others.
+/// The first 32 of these texts, and the number of the others.
 pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     let more = all.len().saturating_sub(NAMED);
     let mut names: Vec<String> = all.take(NAMED).collect();

@@ -1,4 +1,4 @@
-//! Everything that a request to end GPU work asks of the outside, beyond the end of one client.
+//! The further questions and acts for a request to end GPU work.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -15,43 +15,43 @@ use crate::terms::SliceId;
 pub struct KnownSlices {
     /// The names of the slices.
     pub slices: Vec<SliceId>,
-    /// No program in its container can change them, so it has no others. Otherwise its environment names them, which it can
-    /// write as it likes.
+    /// True if no program in the process's container can change the slices, so the process has no others. Otherwise the slices
+    /// come from the environment, and the process can write it.
     pub is_certain: bool,
 }
 
-/// A container around a process.
+/// A container that contains a process.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct EnclosingContainer {
     pub id: String,
-    /// True if the host's own runtime has made it.
+    /// True if the host's own container runtime has made the container.
     pub is_the_hosts: bool,
 }
 
-/// A message about a request.
+/// The kind of a message about a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestNews {
     /// The work of a client has ended.
     Ended,
-    /// The answer of the control daemon is missing: the work of a client may have ended or not.
+    /// There is no answer of the control daemon, so the work of a client may or may not have ended.
     MayHaveEnded,
 }
 
-/// Knows processes, and whom they belong to. Each call comes back: it has a deadline of its own. Errors are words.
+/// Knows processes and their owners. Each call returns: it has its own deadline. Errors are texts for people.
 pub trait TerminationShell: ClientShell {
-    /// A client as people know it: its PID, and whom it belongs to.
+    /// Describes a client: its PID and its owner.
     type Owner: Clone + fmt::Display + Send + Sync;
 
     /// Another look at all processes begins.
     fn begin_look(&mut self);
 
-    /// The users of a process: the real one, and each that it acts for.
+    /// The users of a process: its real user, and each user for whom it acts.
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
-    /// The slices that a process is known to have. None: nothing says which.
+    /// The slices that a process is known to have. None: they are not known.
     fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<KnownSlices>, String>> + Send;
 
-    /// The containers around a process, their ids in lower case.
+    /// The containers that contain a process, with ids in lower case.
     fn containers(
         &mut self,
         pid: u32,
@@ -67,7 +67,7 @@ pub trait TerminationShell: ClientShell {
         signal: u32,
     ) -> impl Future<Output = Result<Option<Reception>, String>> + Send;
 
-    /// The words about a process, which is known to have these slices.
+    /// Describes a process, which is known to have these slices.
     fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> impl Future<Output = Self::Owner> + Send;
 
     /// The program that a process runs.
@@ -79,6 +79,6 @@ pub trait TerminationShell: ClientShell {
     /// The clients that NVML lists on these GPUs.
     fn clients_on(&mut self, gpus: &[GpuUuid]) -> impl Future<Output = ClientsOnGpus> + Send;
 
-    /// Tells people once of a client that the request has named.
+    /// Writes a message about a client that the request has named, once.
     fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Self::Owner);
 }

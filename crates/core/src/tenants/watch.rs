@@ -1,5 +1,5 @@
-//! The watch over the budgets of a GPU's slices. A look at the clients goes in; out come the use to show, the reports, the
-//! clients that may be ended, and the time of the next look.
+//! The watch over the budgets of a GPU's slices. From each look at the clients follow the use to show, the messages, the clients
+//! that may be ended, and the time of the next look.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
@@ -13,31 +13,30 @@ use super::spared::Spared;
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit, RateLimit};
 
-/// The time to the next look while some slice has two clients or more, and after a client has come: the driver lists a
-/// client a moment after the control daemon has admitted it.
+/// The time until the next look while some slice has two or more clients, and after a client has come: the driver lists a client
+/// a moment after the control daemon has admitted it.
 pub const PERIOD: Duration = Duration::from_secs(1);
 
-/// The least time between two looks: clients that come together share one.
+/// The shortest time between two looks. Clients that come together are found by one look.
 const SHARE: Duration = Duration::from_millis(250);
 
-/// The same, and the time to the next look after a client has come, while clients of some slice start over and over after they
-/// were ended.
+/// The time that replaces both [`PERIOD`] and [`SHARE`] while ended clients of some slice are started again and again.
 const QUICK: Duration = Duration::from_millis(100);
 
-/// The longest pause between two attempts to end clients of which none could be ended.
+/// The longest pause between attempts of which none could end a client.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The budgets of a GPU's slices, and the answer to more.
+/// The budgets of a GPU's slices, and what follows when they are exceeded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceBudgets {
-    /// The budgets of its slices, by their ordinals.
+    /// The budgets of the slices, by their ordinals.
     pub budgets: Vec<Budget>,
-    /// True if work ends for overuse. Otherwise overuse is only reported.
+    /// True if clients lose their work for overuse. Otherwise overuse is only reported.
     pub terminate: bool,
 }
 
 impl SliceBudgets {
-    /// True if clients that were right before may be too much now.
+    /// True if clients that fitted before may exceed a budget now.
     fn is_stricter_than(&self, before: &Self) -> bool {
         let is_smaller = |(now, before): (&Budget, &Budget)| {
             now.memory_mib < before.memory_mib || now.max_clients < before.max_clients
@@ -51,18 +50,18 @@ impl SliceBudgets {
 /// A slice that is over its budget.
 #[derive(Debug, Clone)]
 pub struct OverBudget<T> {
-    /// When it was looked at.
+    /// The time of the look.
     pub as_of: CoreTime,
     /// The ordinal of the slice.
     pub slice: u32,
     pub budget: Budget,
     /// The clients.
     pub members: Vec<Member<T>>,
-    /// The leave to end work of members.
+    /// The permit to end work of these members.
     pub may_end: Permit,
 }
 
-/// A client that was to be ended.
+/// A client that an attempt was to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Victim {
     /// The ordinal of its slice.
@@ -85,39 +84,39 @@ pub enum VictimState {
     Unknown(String),
 }
 
-/// All that one look says.
+/// All that follows from one look.
 #[derive(Debug)]
 pub struct Look<T> {
-    /// The use of each slice, and the words about its overuse. The words are empty while no overuse is shown.
+    /// The use of each slice, and the text about its overuse. The text is empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
-    /// The reports about slices.
+    /// The messages about slices.
     pub news: Vec<OveruseNews>,
     /// The slices of which clients may be ended.
     pub over: Vec<OverBudget<T>>,
-    /// An attempt to end clients of them begins now, and [`BudgetWatch::has_attempted`] follows.
+    /// True if an attempt to end clients of these slices begins now. [`BudgetWatch::has_attempted`] must follow.
     pub begins_attempt: bool,
-    /// When to look again without being asked.
+    /// The time of the next look, if nothing causes an earlier one.
     pub due: Option<CoreTime>,
 }
 
-/// A slice has gone over its budget, is over it in another way, or is within it again.
+/// A slice has exceeded its budget, exceeds other parts of it than before, or fits again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OveruseNews {
     /// The ordinal of the slice.
     pub slice: u32,
-    /// The exceeded parts of its budget, each in one word. None: it is within its budget again.
+    /// The exceeded parts of the budget, each as one word. None: the slice fits again.
     pub reasons: Vec<&'static str>,
     /// The clients.
     pub clients: Vec<ProcessId>,
-    /// In which way it is over, in words.
+    /// Which parts are exceeded, as a text.
     words: String,
     memory_mib: Option<u64>,
-    /// Why no work is ended, where that is wanted.
+    /// Why no work is ended, if the configuration asks for that.
     spared: Option<String>,
 }
 
 impl OveruseNews {
-    /// The words for people, with the name of the slice and of its clients.
+    /// The message, with the names of the slice and of its clients.
     pub fn text(&self, device: &str, clients: &str) -> String {
         if self.reasons.is_empty() {
             return format!("{device} is within its budget again");
@@ -130,7 +129,7 @@ impl OveruseNews {
     }
 }
 
-/// The news of a slice after an attempt to end clients of it.
+/// A message about a slice after an attempt to end clients of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttemptNews {
     /// The ordinal of the slice.
@@ -140,7 +139,7 @@ pub struct AttemptNews {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum AttemptResult {
-    /// The clients that have lost their work, and the number of earlier clients that no message has named.
+    /// The clients that have lost their work, and the number of earlier ones that were left out of messages.
     Ended(Vec<ProcessId>, Option<usize>),
     /// The client that could not be ended, and the reason.
     Stays(ProcessId, String),
@@ -149,7 +148,7 @@ enum AttemptResult {
 }
 
 impl AttemptNews {
-    /// The clients to name, and whether they are counted too.
+    /// The clients that the message names, and true if it counts them too.
     pub fn clients(&self) -> (Vec<ProcessId>, bool) {
         match &self.told {
             AttemptResult::Ended(ended, _) => (ended.clone(), true),
@@ -157,7 +156,7 @@ impl AttemptNews {
         }
     }
 
-    /// The words for people, with the name of the slice, and of [`Self::clients`].
+    /// The message, with the names of the slice and of [`Self::clients`].
     pub fn text(&self, device: &str, clients: &str) -> String {
         match &self.told {
             AttemptResult::Ended(_, suppressed) => {
@@ -176,20 +175,20 @@ impl AttemptNews {
     }
 }
 
-/// When clients may be ended next.
+/// The time of the next attempt.
 #[derive(Debug)]
 struct Attempt {
     at: CoreTime,
-    /// The pause after an attempt that ends no client.
+    /// The pause after the next attempt that ends no client.
     pause: Duration,
     is_under_way: bool,
 }
 
-/// All messages about one slice.
+/// The limits for the messages about one slice.
 #[derive(Debug)]
 struct SliceMessages {
     shown: ShownOveruse,
-    /// The number of messages about ended clients that may be written.
+    /// The limit for messages about ended clients.
     endings: RateLimit,
 }
 
@@ -204,13 +203,13 @@ impl SliceMessages {
 pub struct BudgetWatch {
     gpu: SliceBudgets,
     spared: Spared,
-    /// By the ordinals of the slices. A slice that was never over its budget has none.
+    /// By the ordinals of the slices. Only slices that have exceeded their budget once are here.
     slices: BTreeMap<u32, SliceMessages>,
-    /// By the ordinals of the slices with clients that were ended.
+    /// By the ordinals of the slices whose clients were ended.
     endings: BTreeMap<u32, Endings>,
-    /// A client has come since the last look.
+    /// True if a client has come since the last look.
     has_come: bool,
-    /// Some slice had two clients or more at the last look.
+    /// True if some slice had two or more clients at the last look.
     is_busy: bool,
     attempt: Attempt,
 }
@@ -240,37 +239,37 @@ impl BudgetWatch {
         self.gpu = gpu;
     }
 
-    /// A client has come, as the control daemon says.
+    /// The control daemon has reported a new client.
     pub fn client_has_come(&mut self, now: CoreTime) {
         self.has_come = true;
         self.attempt.at = self.attempt.at.min(now + self.period(now));
         self.attempt.pause = PERIOD;
     }
 
-    /// The least time from one look to the next, for all who ask.
+    /// The shortest time between two looks.
     pub fn share(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { SHARE }
     }
 
-    /// The time to the next look after a client has come, and between two attempts that end work.
+    /// The time until the next look after a client has come, and between two attempts that end work.
     fn period(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { PERIOD }
     }
 
-    /// Returns whether clients of some slice start over and over after they were ended.
+    /// Returns true if ended clients of some slice are started again and again.
     fn start_over(&self, now: CoreTime) -> bool {
         self.endings.values().any(|endings| endings.are_many(now))
     }
 
-    /// The clients could not be looked at. Returns when to look again.
+    /// A look has failed. Returns the time of the next look.
     pub fn is_blind(&mut self, now: CoreTime) -> Option<CoreTime> {
         let is_shown = |told: &SliceMessages| !told.shown.parts().is_empty();
         let has_come = core::mem::take(&mut self.has_come);
         (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
     }
 
-    /// Says what follows from a look. `found` are all clients on the GPU; a client without a known slice is no member. `runs`
-    /// says whether a process that was found before may still be there.
+    /// Decides what follows from a look. `found` are all clients on the GPU. A client without a known slice is a member of no
+    /// slice. `runs` says if a process that an earlier look has found may still exist.
     pub fn decide<T: PartialEq>(
         &mut self,
         found: &[ProcessId],
@@ -317,7 +316,7 @@ impl BudgetWatch {
         Look { uses, news, begins_attempt: self.begins_attempt(&over, now), over, due }
     }
 
-    /// The parts of a slice's budget that are shown as exceeded from now on, and whether these are others than before.
+    /// The parts of a slice's budget that are shown as exceeded from now on, and true if these differ from the ones before.
     fn show(&mut self, slice: u32, exceeded: &BTreeSet<Part>, now: CoreTime) -> (BTreeSet<Part>, bool) {
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
             return (BTreeSet::new(), false);
@@ -327,7 +326,7 @@ impl BudgetWatch {
         (told.shown.parts(), has_changed)
     }
 
-    /// True if clients are to be ended now: it is time, and some may go.
+    /// True if an attempt begins now: its time has come, and some client may be ended.
     fn begins_attempt<T>(&mut self, over: &[OverBudget<T>], now: CoreTime) -> bool {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         let begins = can_go && !self.attempt.is_under_way && now >= self.attempt.at;
@@ -335,8 +334,8 @@ impl BudgetWatch {
         begins
     }
 
-    /// An attempt to end clients is over. Returns its messages. None: it has failed, and the clients that have lost work are
-    /// not known, so all present clients are spared.
+    /// An attempt to end clients is over. Returns its messages. None: the attempt has failed, so the clients that have lost work
+    /// are not known, and all present clients are spared.
     pub fn has_attempted(&mut self, victims: Option<Vec<Victim>>, now: CoreTime) -> Vec<AttemptNews> {
         if victims.is_none() {
             self.spared.spare_all();
@@ -562,9 +561,9 @@ mod tests {
         assert!(text.ends_with("of 9; before, also of 2 clients that are not named"), "{text}");
     }
 
-    /// A tenant who starts over after each end has more than the slice until the next look. So from the third end in a minute
-    /// on, a newcomer is looked at with the others of a tenth of a second and ended at once, and a minute later it is as
-    /// before.
+    /// A tenant who starts clients again after each end uses more than the slice until the next look. So from the third end in a
+    /// minute on, a new client is looked at within a tenth of a second, together with others, and is ended at once. A minute
+    /// later the time is as before.
     #[test]
     fn who_starts_over_and_over_is_looked_at_with_each_newcomer() {
         let mut watch = watch(gpu(true));

@@ -1,4 +1,4 @@
-//! The vocabulary: names, and the values that everything else is said with. It decides nothing.
+//! The vocabulary: names and values that all other modules use. It decides nothing.
 
 mod names;
 mod pci_address;
@@ -23,7 +23,7 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
-    /// The age among processes: a newer one has more.
+    /// Orders processes by age: a newer process has the greater value.
     pub fn age(self) -> (u64, u32) {
         (self.start_time, self.pid)
     }
@@ -40,17 +40,18 @@ pub struct GpuProcess {
     pub via_mps: bool,
 }
 
-/// The terms on which a control daemon has its GPUs.
+/// How a control daemon has its GPUs: alone or in turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tenure {
-    /// No other control daemon of ours has them. In the compute mode `EXCLUSIVE_PROCESS` no other server gets in.
+    /// No other control daemon of the service has the GPUs. The compute mode `EXCLUSIVE_PROCESS` refuses every other server.
     Alone,
-    /// In the compute mode `Default`, others of ours may have them too: the servers take turns on each GPU.
+    /// The compute mode is `DEFAULT`, so other control daemons of the service may have the GPUs too: their servers take turns on
+    /// each GPU.
     InTurns,
 }
 
 impl Tenure {
-    /// True if a control daemon of this tenure keeps its GPU from a control daemon of the other.
+    /// True if a control daemon of the tenure `other` can't have a GPU that a control daemon of this tenure has.
     pub fn keeps_from(self, other: Self) -> bool {
         self == Self::Alone || other == Self::Alone
     }

@@ -1,5 +1,5 @@
-//! The names of GPUs, of their slices and of control daemons: `00:06.0`, `00:06.0-1`, the directory `00_06.0-1`, `shared`. This
-//! file alone makes them and takes them apart.
+//! The names of GPUs, of their slices and of control daemons: `00:06.0`, `00:06.0-1`, the directory `00_06.0-1`, `shared`. No
+//! other file makes or parses them.
 
 use alloc::string::{String, ToString};
 use core::error::Error;
@@ -9,7 +9,7 @@ use core::str::FromStr;
 use super::pci_address::{BadPciAddress, PciAddress};
 use super::{GpuUuid, Tenure};
 
-/// The directory of the directories of slices, in the configured pipe directory.
+/// The directory that contains the slices' directories. It is in the configured pipe directory.
 pub const DIRECTORIES: &str = "slices";
 
 /// The id of the control daemon of all GPUs.
@@ -55,19 +55,19 @@ pub struct SliceId {
     pub ordinal: u32,
 }
 
-/// True if the service gives things in the configured directories this name: the directory of a control daemon of one GPU, of
-/// one slice, or of the directories of slices.
+/// True if the service uses this name in the configured directories: for the directory of a control daemon of one GPU or one
+/// slice, or for the directory that contains the slices' directories.
 pub fn is_of_service(name: &str) -> bool {
     name.starts_with("GPU-") || name == DIRECTORIES || SliceId::with_directory_name(name).is_some()
 }
 
 impl SliceId {
-    /// The name of its directory: its own, without the colons at which `docker --volume` splits.
+    /// The name of its directory: the slice's name, without the colons at which `docker --volume` splits.
     pub fn directory_name(self) -> String {
         self.to_string().replace(':', "_")
     }
 
-    /// The slice with a directory of this name. There may be such a slice no more.
+    /// The slice with a directory of this name. The slice may not exist any more.
     pub fn with_directory_name(name: &str) -> Option<Self> {
         match name.replace('_', ":").parse() {
             Ok(DeviceName::Slice(slice)) if !name.contains(':') => Some(slice),
@@ -75,7 +75,7 @@ impl SliceId {
         }
     }
 
-    /// The ordinal that a text spells. An ordinal has one spelling only, so that a slice has no second name.
+    /// The ordinal that a text means. Each ordinal has only one spelling, so that a slice has only one name.
     pub fn ordinal_in(text: &str) -> Option<u32> {
         text.parse().ok().filter(|ordinal: &u32| text.len() <= DIGITS && ordinal.to_string() == text)
     }
@@ -98,7 +98,7 @@ pub enum DeviceName {
 }
 
 impl DeviceName {
-    /// The part of a name that names the GPU, and the ordinal behind it.
+    /// The part of a name before the ordinal, and the ordinal.
     pub fn parts(name: &str) -> (&str, Option<&str>) {
         match name.split_once('-') {
             Some((gpu, ordinal)) => (gpu, Some(ordinal)),
@@ -124,7 +124,7 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// A text is no name of a device.
+/// The text is no name of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadName;
 
@@ -139,7 +139,7 @@ impl Error for BadName {}
 impl FromStr for DeviceName {
     type Err = BadName;
 
-    /// Reads a name with an address in any spelling.
+    /// Parses a name. The address may have any spelling.
     fn from_str(name: &str) -> Result<Self, BadName> {
         let (address, ordinal) = Self::parts(name);
         let gpu: GpuId = address.parse().map_err(|_| BadName)?;
@@ -181,7 +181,7 @@ impl DaemonId {
         }
     }
 
-    /// The slice that it alone serves. None: it serves all slices of its GPUs.
+    /// The slice, for the control daemon of one slice. None: it serves all slices of its GPUs.
     pub fn only_slice(&self) -> Option<SliceId> {
         match self {
             Self::Slice(slice) => Some(*slice),
@@ -189,7 +189,7 @@ impl DaemonId {
         }
     }
 
-    /// The name of its pipe directory, in the configured one. None: its pipe directory is the configured one.
+    /// The name of its pipe directory in the configured pipe directory. None: it uses the configured pipe directory itself.
     pub fn directory_name(&self) -> Option<String> {
         match self {
             Self::Slice(slice) => Some(slice.directory_name()),
@@ -210,8 +210,8 @@ impl fmt::Display for DaemonId {
 }
 
 impl From<&str> for DaemonId {
-    /// Reads an id. Each text is one, so that no control daemon in the state file is lost: a text that is nothing else counts
-    /// as the UUID of a GPU.
+    /// Parses an id. Each text is an id, so that no control daemon in the state file is lost: a text of no other form counts as
+    /// the UUID of a GPU.
     fn from(text: &str) -> Self {
         match text.parse() {
             _ if text == SHARED => Self::Shared,

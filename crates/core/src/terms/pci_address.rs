@@ -22,8 +22,7 @@ pub struct PciAddress {
 }
 
 impl PciAddress {
-    /// The platform's name: lower case, and without the domain if that is 0000. It never contains `-`. The name of
-    /// a GPU is made of it.
+    /// The platform's spelling: lower case, without the domain 0000. The name of a GPU is this text. It never contains `-`.
     pub fn short(self) -> String {
         if self.domain == 0 {
             format!("{:02x}:{:02x}.{:x}", self.bus, self.device, self.function)
@@ -32,12 +31,11 @@ impl PciAddress {
         }
     }
 
-    /// Finds the address among `all` that is meant by this one, which is written without a domain: the same address in
-    /// domain 0000, or the only address that differs in nothing but the domain. If there is none, it returns the
-    /// address itself.
+    /// Finds the address in `all` that is meant by this one, which is written without a domain: the same address in domain 0000,
+    /// or else the only address that differs in the domain alone. Returns this address if there is none.
     ///
     /// # Errors
-    /// Several addresses differ only in the domain.
+    /// Several addresses differ in the domain alone.
     pub fn in_any_domain(self, all: impl Iterator<Item = Self>) -> Result<Self, Vec<Self>> {
         let same: Vec<Self> = all.filter(|one| Self { domain: self.domain, ..*one } == self).collect();
         match same.as_slice() {
@@ -61,7 +59,7 @@ impl fmt::Display for PciAddress {
     }
 }
 
-/// A text is no PCI address.
+/// The text is no PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadPciAddress;
 

@@ -1,4 +1,4 @@
-//! A GPU in the hands of a control daemon, and the sizes of its slices.
+//! A GPU of a control daemon, and the sizes of its slices.
 
 use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
@@ -8,8 +8,8 @@ use super::{GpuId, GpuUuid, SliceId};
 /// The size of a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SliceSize {
-    /// The memory of the slice: as its entry says, or the GPU's memory divided by the number of slices, in whole MiB. 0 if the
-    /// memory of the GPU is not known.
+    /// The memory of the slice: the memory in its entry, or the GPU's memory divided by the number of slices, in whole MiB. 0 if
+    /// the memory of the GPU is not known.
     pub memory_mib: u64,
     /// The active thread percentage, 1 to 100.
     pub thread_percentage: u8,
@@ -18,7 +18,7 @@ pub struct SliceSize {
 }
 
 impl SliceSize {
-    /// The largest parts of these.
+    /// The largest value of each part.
     pub fn largest<'s>(sizes: impl IntoIterator<Item = &'s Self>) -> Self {
         sizes.into_iter().fold(Self::default(), |largest, size| Self {
             memory_mib: largest.memory_mib.max(size.memory_mib),
@@ -32,15 +32,15 @@ impl SliceSize {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
     pub uuid: GpuUuid,
-    /// None if the plan does not know it any more.
+    /// None if the GPU is not in the plan any more.
     pub id: Option<GpuId>,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
     /// The slices of the GPU that the control daemon serves, by their ordinals.
     pub sizes: BTreeMap<u32, SliceSize>,
-    /// The GPU enforces the limits.
+    /// True if the GPU enforces the limits.
     pub limits_enforced: bool,
-    /// The number of clients that it can hold at once.
+    /// The number of clients that the GPU can have at once.
     pub capacity: u32,
     /// True if NVML lists the clients of this control daemon. If not, only the control daemon knows them.
     pub clients_listed: bool,
