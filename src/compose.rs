@@ -20,41 +20,41 @@ use mps_core::HeldGpus;
 use mps_core::bindings::Binding;
 use mps_core::terms::SliceId;
 
-/// The most bindings of a slice that are named, each with a label that may have hundreds of bytes.
+/// The most bindings of a slice that are named: each may have a label of hundreds of bytes.
 const NAMES: usize = 8;
 
-/// Everything a Snapshot is made from.
+/// Everything from which a Snapshot is made.
 #[derive(Debug)]
 pub(crate) struct Parts<'a> {
     /// The configuration in force.
     pub settings: &'a Settings,
-    /// The driver's version, or why there is none.
+    /// The driver's version, or the reason why there is none.
     pub driver: &'a Result<String, String>,
-    /// The plan in force, or why there is none yet.
+    /// The plan in force, or the reason why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
-    /// The control daemons that are to serve.
+    /// The control daemons that should serve.
     pub statuses: &'a [Status],
-    /// The control daemons on the way out.
+    /// The control daemons that are about to end.
     pub leaving: &'a [Status],
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
+    /// The GPUs that a control daemon should serve and another one still has, each with the id of that other one.
     pub held: &'a HeldGpus,
-    /// True if a control daemon starts as soon as another one, which ends now, has left its GPUs.
+    /// True if a control daemon starts as soon as another one, which is about to end now, has left its GPUs.
     pub starting: bool,
     /// The slices that an administrator has taken out of use for new clients.
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
     pub bindings: &'a Arc<SliceBindings>,
-    /// The GPUs that need a reset, by name, each with the critical error that says so.
+    /// The GPUs that need a reset, by name, each with the critical error that is the reason.
     pub to_reset: &'a BTreeMap<String, String>,
-    /// The slices for which the kernel was to hold the memory of their control groups: whether it does, or why not.
+    /// The slices whose memory limit the kernel should enforce for a control group: Ok if it does, or the reason.
     pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
-    /// The clients of each GPU and of each slice together, by the UUIDs of the GPUs.
+    /// The use of each GPU and of each slice, by the UUIDs of the GPUs.
     pub uses: &'a BTreeMap<String, GpuUse>,
     /// Events that concern no control daemon.
     pub events: &'a Events,
-    /// A standing problem that makes no client's service worse, such as a new configuration that was refused.
+    /// A problem that does not affect clients, such as a new configuration that was refused.
     pub problem: &'a str,
-    /// True if the service is on the way down.
+    /// True if the service is stopping.
     pub stopping: bool,
 }
 
@@ -86,7 +86,7 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     }
 }
 
-/// The Snapshot before anything is known.
+/// The Snapshot before the first look at the host.
 pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     Snapshot {
         reason: "the first pass over the GPUs has not ended".to_owned(),
@@ -103,7 +103,7 @@ fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
     same.map_or_else(|| Arc::new(view), Arc::clone)
 }
 
-/// True if `ListDevices` and `ListGpus` show the same of both. If not, the generation grows.
+/// True if `ListDevices` and `ListGpus` show the same for both. Otherwise the generation grows.
 fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bool {
     let same =
         |(new, old): (&Arc<GpuView>, &Arc<GpuView>)| Arc::ptr_eq(new, old) || listed(new) == listed(old);
@@ -113,7 +113,8 @@ fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bo
     }
 }
 
-/// The part of a GPU that `ListDevices` and `ListGpus` show, without the clients and their memory, which come and go.
+/// The part of a GPU that counts for the generation: what `ListDevices` and `ListGpus` show, without the clients and their
+/// memory, which change often.
 fn listed(gpu: &GpuView) -> GpuView {
     let mut gpu = gpu.clone();
     let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
@@ -121,7 +122,7 @@ fn listed(gpu: &GpuView) -> GpuView {
     gpu.in_use = None;
     gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
     if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
-        // The plan has it as it was when the plan was made. The view has its compute mode as it is now.
+        // The plan has the state at the time of planning. The view has the present compute mode.
         facts.state = GpuState::default();
     }
     gpu
@@ -158,7 +159,7 @@ fn gpu_view(plan: &GpuPlan, parts: &Parts<'_>) -> GpuView {
     }
 }
 
-/// The value that all control daemons of a GPU have confirmed.
+/// The value that all control daemons of a GPU have confirmed. None if they differ.
 fn of_all<T: PartialEq>(
     serving: &[(&Status, &GpuStatus)],
     value: impl Fn(&GpuStatus) -> Option<T>,
@@ -168,8 +169,8 @@ fn of_all<T: PartialEq>(
     values.all(|value| value.as_ref() == Some(&first)).then_some(first)
 }
 
-/// Why a GPU is not served, and why single slices of it are not. Where each slice has a control daemon of its own, a GPU is
-/// served while one of its slices is.
+/// Why a GPU is not served, and why single slices of it are not. If each slice has its own control daemon, a GPU is served as
+/// long as one of its slices is.
 fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
     let to_reset = || parts.to_reset.get(&plan.gpu.id().to_string()).map(|error| needs_reset(plan, error));
     if let Some(reason) = plan.unusable().or_else(to_reset).or_else(|| in_the_way(uuid, parts)) {
@@ -196,13 +197,13 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
             };
             let unserved: BTreeMap<u32, String> = (0..plan.slices()).filter_map(why).collect();
             let is_served = (0..plan.slices()).any(|ordinal| !unserved.contains_key(&ordinal));
-            // The slices have the reasons.
+            // The reasons are those of the slices.
             ((!is_served).then(String::new), unserved)
         }
     }
 }
 
-/// Why a GPU takes no new client before it was reset. Its clients of now compute on.
+/// Why a GPU takes no new client before a reset. Its present clients go on.
 fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     format!(
         "it takes no new client before a reset: {error}; when its clients are done, systemctl stop yunion-mps-daemon, \
@@ -226,19 +227,19 @@ fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<
     }
 }
 
-/// The facts that people should know of a GPU that is served.
+/// Facts about a served GPU that an administrator should know.
 fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
-    // All control daemons of a GPU see the same.
+    // All control daemons of a GPU report the same processes.
     let bypassed = serving.iter().find(|(_, gpu)| !gpu.bypasses.is_empty());
     let bypassed = bypassed.map(|(_, gpu)| used_without_us(gpu));
-    // All its clients are served, so a full GPU is well.
+    // A full GPU is not unhealthy, since all its clients are served.
     let full = serving.iter().map(|(_, gpu)| gpu.full.clone());
     let full = full.filter(|full| !full.is_empty() && plan.isolation == Isolation::Gpu);
     let warnings = plan.warnings.iter().map(|warning| warning.problem.found.clone());
     bypassed.into_iter().chain(full).chain(warnings).collect::<Vec<_>>().join("; ")
 }
 
-/// The slices that are full, where each has a control daemon of its own: their sisters have places.
+/// The slices that are full, if each has its own control daemon: other slices of the GPU may take clients.
 fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u32, String> {
     let full = serving.iter().filter(|(_, gpu)| plan.isolation == Isolation::Slice && !gpu.full.is_empty());
     let full =
@@ -246,7 +247,7 @@ fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u3
     full.collect()
 }
 
-/// All clients of a GPU together. Where NVML lists no clients, only their number is known, from the control daemon.
+/// All clients of a GPU together. If NVML lists no clients, only their number is known, from the control daemon.
 fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &GpuStatus)]) -> Option<InUse> {
     let listed = parts.uses.get(uuid).and_then(|in_use| in_use.all);
     listed.or_else(|| {
@@ -299,12 +300,12 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
     (0..plan.slices()).filter_map(why).collect()
 }
 
-/// Setting limits takes some milliseconds, and nothing is wrong meanwhile.
+/// Setting limits takes some milliseconds, and is no problem meanwhile.
 fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
     served(parts, gpu.uuid()).any(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
 }
 
-/// The first GPU with a slice that is not served, or control daemon with a pipe directory that does not lead to it.
+/// The first GPU with a slice that is not served, or the first control daemon whose pipe directory has no link to it.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe = |status: &Status| {
         Some(format!("clients in the pipe directory: {}", status.missing_links.pipe.as_ref()?))
@@ -313,7 +314,7 @@ fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     set.find_map(|gpu| gpu.unserved()).or_else(|| parts.statuses.iter().find_map(pipe))
 }
 
-/// The control daemons that are to serve a GPU, each with its status of the GPU.
+/// The control daemons that should serve a GPU, each with its status of the GPU.
 fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status, &'a GpuStatus)> {
     parts.statuses.iter().filter_map(move |status| Some((status, status.gpus.get(uuid)?)))
 }
@@ -322,7 +323,7 @@ fn used_without_us(gpu: &GpuStatus) -> String {
     format!("used without our MPS server by {}", bypass::describe(&gpu.bypasses))
 }
 
-/// The first GPU in use by programs without an MPS server of this service.
+/// The first GPU that programs use without an MPS server of this service.
 fn bypassed(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     gpus.iter().find_map(|view| {
         let (_, gpu) = served(parts, view.uuid()).find(|(_, gpu)| !gpu.bypasses.is_empty())?;
@@ -336,12 +337,12 @@ fn said_by(status: &Status) -> String {
         "" => String::new(),
         reason => format!(": {reason}"),
     };
-    // The other states are adjectives.
+    // The names of the other states are adjectives.
     let within = if view.state == ControlDaemonState::Backoff { "in " } else { "" };
     format!("control daemon {} is {within}{}{reason}", view.id, view.state)
 }
 
-/// The control daemon that keeps a GPU from another, which is to serve it, in words.
+/// The control daemon that still has a GPU which another one should serve, in words.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
     let status = all(parts).find(|status| status.view.id == *id)?;
@@ -352,7 +353,7 @@ fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     Some(format!("control daemon {id} still has it: {reason}"))
 }
 
-/// Why the control daemon that is to have a GPU has not begun, in words.
+/// Why the control daemon that should have a GPU has not started, in words.
 fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     let plans = parts.plan.map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     let its_plan = plans.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
@@ -365,7 +366,7 @@ fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     waits.unwrap_or_else(|| "not taken into a control daemon's hands yet".to_owned())
 }
 
-/// The first entry without a GPU, and how many more there are.
+/// The first entry without a GPU, and the number of the others.
 fn missing(parts: &Parts<'_>) -> Option<String> {
     let missing = parts.plan.ok()?.missing.as_slice();
     let first = missing.first()?;
@@ -376,8 +377,7 @@ fn missing(parts: &Parts<'_>) -> Option<String> {
     Some(format!("{}{more}", first.problem))
 }
 
-/// Drained slices don't count: nothing is wrong with a host that an administrator has drained, and its present clients
-/// are served.
+/// Drained slices do not count: a host that an administrator has drained has no problem, and its present clients are served.
 fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     if parts.stopping {
         return (State::Stopping, String::new());
@@ -429,8 +429,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     }
 }
 
-/// Returns true if a GPU that is not served needs no administrator: clients of another control daemon are waited for, or
-/// something that comes late, as planned, or a server gets over a fatal GPU error.
+/// Returns true if a GPU that is not served needs no administrator: the service waits for the clients of another control daemon,
+/// or for something that starts late; or a server recovers from a fatal GPU error.
 fn goes_on_as_planned(parts: &Parts<'_>, uuid: &str) -> bool {
     parts.held.contains_key(uuid) || served(parts, uuid).any(|(status, _)| status.goes_on_as_planned())
 }
@@ -459,7 +459,7 @@ pub(crate) fn status_line(snapshot: &Snapshot) -> String {
         line.push_str("; ");
         line.push_str(&snapshot.reason);
     }
-    // systemd takes a single line.
+    // systemd accepts only one line.
     line.replace('\n', " ")
 }
 

@@ -1,6 +1,6 @@
 //! yunion-mps-daemon serves NVIDIA GPUs through MPS and exposes their slices as virtual devices on D-Bus.
 //!
-//! The way of the data, one direction only:
+//! The way of the data, in one direction only:
 //!
 //! ```text
 //! host.conf, host_local.conf, host_container_device.yml         host: NVML, /sys, pci.ids
@@ -20,19 +20,19 @@
 //! ```
 //!
 //! The way begins in the crate `common`, which has the configuration, the host and the plan, and everything else that
-//! yunion-mpsctl knows too. The crate `mps_core` decides, and can name nothing that acts. The modules stand on floors, and a
-//! module uses only modules below it. `tests/it/structure.rs` holds this rule in all crates, and another one: a
-//! library, or /proc, is named by one module alone.
+//! yunion-mpsctl needs too. The crate `mps_core` decides, and can't name anything that acts. The modules stand on floors, and a
+//! module uses only modules below it. `tests/it/structure.rs` checks this rule in all crates, and a second one: a library, or
+//! /proc, is named in one module alone.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
 //! | 6 | `daemon` | the service: its loop, and the requests that it carries out |
 //! | 5 | `dbus` | shows the Snapshot on the bus and passes requests on; decides nothing |
-//! | 4 | `compose` | makes the Snapshot of what the plan, the supervisors and the tenants know |
+//! | 4 | `compose` | makes the Snapshot from the plan and the state of supervisors and tenants |
 //! | 3 | `tenants` | the clients: the list of them, the end of their GPU work, and the budgets of their slices |
 //! | 2 | `supervisor` | carries out the acts about a control daemon; compute modes, the state file |
-//! | 1 | `mps` | one control daemon: its process, front end, log and links; it alone starts and signals one |
-//! | 1 | `register` | the clients: looks at them, and keeps what is known of them for all others |
+//! | 1 | `mps` | one control daemon: its process, front end, log and links; no other module starts or signals one |
+//! | 1 | `register` | the clients: looks at them, and remembers for all other modules what is known about them |
 //! | 0 | `message` | the messages with an id |
 
 #![forbid(unsafe_code)]
@@ -50,8 +50,7 @@ mod skip;
 mod supervisor;
 mod tenants;
 
-// All that is used from outside the library, so that the compiler finds unused code.
-// The program:
+// The library exports only what is used outside of it, so that the compiler finds unused code. The program:
 pub use daemon::program::main as run_daemon;
-// The tests of the bus:
+// For the tests of the bus:
 pub use dbus::{BusConnection, Reply, Request, WantedBinding};

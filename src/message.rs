@@ -1,5 +1,5 @@
-//! The messages on which an administrator acts. Each kind has an id of its own in the journal, `MESSAGE_ID`, by which
-//! `journalctl -x` finds an explanation (`packaging/journal`) and an alert finds the message.
+//! The messages on which an administrator acts. Each kind has its own `MESSAGE_ID` in the journal. With this id, `journalctl -x`
+//! finds an explanation (`packaging/journal`), and an alert finds the message.
 
 use std::fmt::Display;
 
@@ -7,7 +7,7 @@ use tracing::Level;
 
 use common::published::events::Event;
 
-/// A kind of message. The ids never change: catalogs of other versions and the alerts of administrators name them.
+/// A kind of message. The ids never change, since catalogs of other versions and the alerts of administrators use them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Message {
     /// Every configured GPU is served.
@@ -18,7 +18,7 @@ pub(crate) enum Message {
     ServiceFailed,
     /// A reload was refused.
     ConfigurationRefused,
-    /// A configured GPU can't be served as it is, or is not there.
+    /// A configured GPU can't be served in its present state, or is missing.
     GpuNotServed,
     /// The driver does not list a GPU that is served.
     GpuUnreachable,
@@ -30,23 +30,23 @@ pub(crate) enum Message {
     ClientsHit,
     /// A server has ended, or did not start.
     ServerFailed,
-    /// A control daemon has died, or could not be started. It is tried again.
+    /// A control daemon has died, or could not be started. The service tries again.
     ControlDaemonFailed,
-    /// A control daemon can't be started, or replaced, before something else has ended or changed.
+    /// A control daemon can't be started or replaced before something else has ended or changed.
     ControlDaemonWaits,
     /// A process uses a GPU without MPS.
     Bypass,
     /// A slice is over its budget.
     OverBudget,
-    /// Clients of a slice that was over its budget, and the end of their work.
+    /// Clients have lost their work because their slice was over its budget.
     CutBack,
     /// A stop, a change, or the end of a control daemon ends the work of clients.
     ClientsEnd,
-    /// A compute mode could not be put back.
+    /// A compute mode could not be restored.
     ComputeModeStays,
 }
 
-/// The subject of a message. Each part is a field of the journal.
+/// The subject of a message. Each part is a field in the journal.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Subject<'a> {
     /// The id of the control daemon.
@@ -114,7 +114,7 @@ impl Message {
         }
     }
 
-    /// The event that goes with a message of this kind.
+    /// The event for a message of this kind.
     pub(crate) fn event(self, text: String) -> Event {
         let fault = matches!(
             self,
@@ -127,7 +127,7 @@ impl Message {
         Event { fault, ..Event::now(text) }
     }
 
-    /// Logs a line about one of the clients that a message names, so that it is found by the client's PID.
+    /// Logs a line about one of the clients in a message, so that the client can be found by its PID.
     pub(crate) fn log_client(about: Subject<'_>, client: u32, text: impl Display) {
         tracing::info!(
             mps_control = about.control,
@@ -140,7 +140,7 @@ impl Message {
 
     /// Logs a message of this kind.
     pub(crate) fn log(self, about: Subject<'_>, text: impl Display) {
-        // The level of a tracing macro is a constant.
+        // A macro, since the level of a tracing macro must be a constant.
         macro_rules! event {
             ($level:ident) => {
                 tracing::event!(
@@ -188,7 +188,7 @@ mod tests {
         Message::ComputeModeStays,
     ];
 
-    /// As `tracing_journald` translates levels.
+    /// The priorities to which `tracing_journald` translates levels.
     #[test]
     fn the_page_has_each_kind_with_its_priority() {
         let page = include_str!("../docs/journal.md");

@@ -1,4 +1,4 @@
-//! Control groups that root binds to slices, before their programs run or while they do.
+//! Binds control groups to slices for root, before their programs run or while they do.
 
 use std::io;
 use std::sync::Arc;
@@ -21,12 +21,12 @@ use common::published::container::{ChosenSlice, ContainerError};
 use common::published::free;
 use common::published::snapshot::{Named, Snapshot};
 
-/// The time between two looks at the control groups that are bound.
+/// The time between two checks of the control groups that are bound.
 const LOOK_PERIOD: Duration = Duration::from_secs(5);
 
 impl Daemon {
-    /// Binds a control group. At the answer, which names its slices, the binding is written down and published, and the kernel
-    /// holds the memory limit if it does at all: a program may start at the answer.
+    /// Binds a control group. The answer has the names of its slices. It comes when the binding is saved and published, and the
+    /// kernel enforces the memory limit if it can: a program may start right after the answer.
     pub(super) fn bind(&mut self, wanted: &WantedBinding, reply: Reply<Vec<String>>) {
         let bound = self.bound(wanted);
         let tried = self.limit_keeper.tried();
@@ -42,8 +42,8 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // No binding keeps a slice from a sharer. A slice may have thousands of bindings then, and each binding that is
-                // asked whether it has ended is a look at the kernel's files.
+                // If the slices are shared, no binding excludes this one. A shared slice may have thousands of bindings, and
+                // checking if one has ended reads files of the kernel.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
                     names.iter().filter_map(|name| Some(snapshot.find(name)?.id())).collect()
@@ -67,9 +67,9 @@ impl Daemon {
         Ok(names)
     }
 
-    /// Binds a container to its slice in the host agent's records, or to the lowest slice that is free of the GPU that they
-    /// name. That slice stays the container's while its control group lives, over restarts of the service too: no other
-    /// container knows which slice it was.
+    /// Binds a container to its slice in the host agent's records, or to the first free slice of the GPU in the records. The
+    /// container keeps that slice while its control group exists, even over restarts of the service: no record says which slice
+    /// it got.
     pub(super) fn bind_recorded(&mut self, container: RecordedContainer, device: DeviceName) {
         if let Err(error) = self.bound_recorded(container, device) {
             tracing::debug!("a container of the platform is not bound to {device}: {error}");
@@ -88,9 +88,9 @@ impl Daemon {
         let slice = {
             let snapshot = self.snapshot.borrow();
             match snapshot.find(&device.to_string()) {
-                // The control group has the slice already, drained or not.
+                // The control group has the slice already. It does not matter if the slice is drained.
                 Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
-                // Any slice of the GPU that is free will do.
+                // Any free slice of the GPU.
                 _ => {
                     let asker =
                         Asker { control_group: Some(&group.path), by: BoundBy::Platform, shares: false };
@@ -110,7 +110,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Ends the binding of a control group. The processes in it go on.
+    /// Ends the binding of a control group. The processes in the control group go on.
     pub(super) fn unbind(&mut self, group: &GroupOf, reply: Reply<()>) {
         let _ = reply.send(self.unbound(group));
     }
@@ -124,8 +124,8 @@ impl Daemon {
         }
     }
 
-    /// Drops the bindings that have no owner any more. The kernel reports no process that leaves a control group, so this is
-    /// done again and again while there are bindings.
+    /// Removes the bindings that have no owner any more. The kernel does not report when a process leaves a control group, so
+    /// this is repeated while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = SliceBindings::clone(&before);
@@ -135,7 +135,7 @@ impl Daemon {
             return;
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            // The next reading of the host drops these bindings again. Their control groups have no process.
+            // The next service that reads the file removes these bindings again: their control groups have no process.
             tracing::warn!("the end of bindings can't be saved: {error}");
             return;
         }
@@ -159,7 +159,7 @@ impl Daemon {
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
         if let Ok(plan) = self.plan.clone() {
             self.keep_kernel_limits_since(&before, &plan);
-            // A client may have come before it was bound.
+            // A client may be older than the binding.
             self.keep_budgets(&plan);
         }
         tracing::debug!("{change}");
@@ -173,7 +173,7 @@ fn now() -> u64 {
     proc::uptime().unwrap_or_default().as_secs()
 }
 
-/// Ends the bindings that keep one of these from a control group and have no owner any more.
+/// Ends the bindings that exclude a control group from one of these slices and have no owner any more.
 fn make_way(
     bindings: &mut SliceBindings,
     group: &ControlGroup,

@@ -1,4 +1,4 @@
-//! The limits of slices: which are watched over, and the messages about them.
+//! The limits of slices: the watch over budgets, the kernel's memory limits, and their messages.
 
 use super::requests::Finished;
 use super::{Daemon, FAULTS};
@@ -8,21 +8,21 @@ use crate::tenants::budgets::{GpuBudget, LoopEvent};
 use common::plan::Plan;
 
 impl Daemon {
-    /// Watches over the slices of this plan, and has the kernel hold the memory limits of bound control groups.
+    /// Watches the budgets of the slices in this plan, and has the kernel enforce the memory limits of bound control groups.
     pub(super) fn keep_limits(&mut self, plan: &Plan) {
         self.keep_kernel_limits(plan);
         self.keep_budgets(plan);
     }
 
-    /// Watches over the slices of this plan.
+    /// Watches the budgets of the slices in this plan.
     pub(super) fn keep_budgets(&mut self, plan: &Plan) {
-        // A client may have another slice now.
+        // A client may belong to another slice now.
         self.fleet.clients().pursue(self.fleet.slices());
         let on_overuse = self.settings.on_overuse;
         self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse)));
     }
 
-    /// Looks at the clients of all GPUs. At the answer the numbers are published.
+    /// Looks at the clients of all GPUs. The answer comes when the numbers are published.
     pub(super) fn look_at_clients(&mut self, reply: Reply<()>) {
         let looked = self.budgets.look_now();
         self.requests.beside.spawn(async move {
@@ -31,7 +31,7 @@ impl Daemon {
         });
     }
 
-    /// Tells an event, or answers it.
+    /// Reports an event of the watches, or answers a question of theirs.
     pub(super) fn handle(&mut self, event: LoopEvent) {
         match event {
             LoopEvent::CriticalError(uuid, error) => self.met(&uuid, error),
@@ -41,9 +41,9 @@ impl Daemon {
             LoopEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),
             LoopEvent::OverUse(slice, signal, text) => {
                 self.tell_of_slice(Message::OverBudget, &slice, text);
-                // A listener finds it published.
+                // The new state is published before the signal, so that its receivers find it.
                 self.settle();
-                // Half of the places are for faults.
+                // Half of the queue is reserved for faults.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
                     tracing::debug!("the bus gets no signal of the overuse of {slice}");
                 }

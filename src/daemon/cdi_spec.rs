@@ -1,4 +1,4 @@
-//! Keeps the CDI spec beside the Snapshot: the one file that the service writes for container engines.
+//! Updates the CDI spec when the Snapshot changes. It is the only file that the service writes for container engines.
 
 use std::path::{Path, PathBuf};
 
@@ -8,13 +8,13 @@ use common::problem::Problem;
 use common::published::cdi;
 use common::published::snapshot::Snapshot;
 
-/// The spec, and the last trouble with it.
+/// The spec, and the last problem with it.
 #[derive(Debug)]
 pub(super) struct CdiSpec {
     state_file: SharedStateFile,
-    /// The program of the hooks, or why there is none.
+    /// The program of the hooks, or the reason why there is none.
     hooks: Result<PathBuf, Problem>,
-    /// Why the spec is not as it should be; empty if it is.
+    /// The problem with the spec; empty if there is none.
     pub(super) problem: String,
 }
 
@@ -23,7 +23,7 @@ impl CdiSpec {
         Self { state_file, hooks: beside_this_program(), problem: String::new() }
     }
 
-    /// Makes the spec have the slices that are planned. Returns the message about the spec, if there is one.
+    /// Writes the spec with the planned slices. Returns a message about the spec, if there is one.
     pub(super) fn keep(
         &mut self,
         snapshot: &Snapshot,
@@ -51,8 +51,8 @@ impl CdiSpec {
         directory: Option<&Path>,
         ending: Option<Ending>,
     ) -> Result<(), Problem> {
-        // The spec outlives this service: an engine that starts a container before the next service starts finds the slice, and
-        // its hook waits. The plan is not known yet, or is not looked for any more.
+        // The spec stays while no service runs: an engine that starts a container before the next service finds the slice, and
+        // its hook waits. Here the plan is not known yet, or the service is stopping.
         if ending.is_some() || (snapshot.enabled && snapshot.gpus.is_none()) {
             return Ok(());
         }
@@ -79,7 +79,7 @@ impl CdiSpec {
     }
 }
 
-/// Where yunion-mpsctl is. Both programs are in one package.
+/// The path of yunion-mpsctl. One package has both programs, so it is in the same directory.
 fn beside_this_program() -> Result<PathBuf, Problem> {
     let own = std::env::current_exe().map_err(|error| format!("the path of this program: {error}"))?;
     let program = own.with_file_name("yunion-mpsctl");
@@ -91,7 +91,7 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
     }
 }
 
-/// If it can't be written down, the next service does not find a spec in a directory that it does not know.
+/// If this can't be saved, the next service will not find the spec, in case its directory is not configured any more.
 fn remember(state_file: &mut StateFile, file: Option<PathBuf>) {
     if let Err(error) = state_file.remember_cdi_spec(file) {
         tracing::debug!("the place of the CDI spec can't be saved: {error}");

@@ -1,4 +1,4 @@
-//! Critical errors of GPUs: they are reported, and a GPU that needs a reset takes no client until it has had one.
+//! Critical errors of GPUs: they are reported, and a GPU that needs a reset takes no clients until it was reset.
 
 use mps_core::terms::GpuId;
 
@@ -22,7 +22,7 @@ impl Daemon {
         self.fleet.met_xid(uuid, error.xid);
     }
 
-    /// Takes a GPU out of use for new clients, until it has had a reset.
+    /// Takes a GPU out of use for new clients until it was reset.
     fn close(&mut self, gpu: GpuId, error: &CriticalError) {
         let written = self.state_file.lock().remember_reset(gpu, &error.to_string());
         if let Err(error) = written {
@@ -33,7 +33,7 @@ impl Daemon {
         }
     }
 
-    /// The GPUs take clients again, by the word of an administrator. Returns whether any has needed a reset.
+    /// The GPUs take clients again, since an administrator says that they work. Returns true if one of them needed a reset.
     pub(super) fn forget_resets(&mut self) -> bool {
         let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
         if names.is_empty() {

@@ -1,4 +1,4 @@
-//! Slices and GPUs that an administrator takes out of use for new clients, and gives back.
+//! Drains slices and GPUs for an administrator, and puts them into use again.
 
 use mps_core::terms::{DeviceName, SliceId};
 
@@ -10,7 +10,8 @@ use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes the named slices and GPUs out of use, or all if none is named. Their links are removed before the answer.
+    /// Takes the named slices and GPUs out of use for new clients, or everything without names. Their links are removed before
+    /// the answer.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());
@@ -21,8 +22,8 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Gives back what the caller names; everything if nothing is named. At the answer its links are there if its control
-    /// daemon serves.
+    /// Puts the named slices and GPUs into use again, or everything without names. If its control daemon serves, a slice has its
+    /// link before the answer.
     pub(super) fn undrain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let named = {
@@ -37,8 +38,8 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Writes the change down, changes the links and publishes it. A slice is drained in the state file before its link goes,
-    /// and has its link before it is published as served.
+    /// Saves the change, changes the links and publishes the new state. When a slice is drained, the state file is written before
+    /// the link is removed; when it is put into use again, the link is made before the slice is published as served.
     fn change_links(&mut self, drained: Drained, event: String) -> Result<(), RequestError> {
         let changed = *self.state_file.lock().drained() != drained;
         if changed && let Err(error) = self.state_file.lock().set_drained(drained) {
@@ -54,7 +55,7 @@ impl Daemon {
     }
 }
 
-/// The published names of what a caller names. A name that only `drained` has was published once.
+/// The published names for the names of the caller. A name that only `drained` has was published before.
 fn published(
     snapshot: &Snapshot,
     asked: &[String],
@@ -73,7 +74,7 @@ fn published(
     asked.iter().map(name).collect()
 }
 
-/// The error about the first slice of these names that has no link, though its GPU is served.
+/// The error about the first of these slices that has no link, although its GPU is served.
 fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestError> {
     let is_named = |slice: SliceId| {
         let all = [DeviceName::Slice(slice), DeviceName::Gpu(slice.gpu)];

@@ -1,4 +1,4 @@
-//! Tells of the problems and warnings of a configuration and of a plan.
+//! Reports the problems and warnings of a configuration and of a plan.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use common::config::{self, Loaded, Sources};
 use common::plan::{self, GpuPlan, Plan, PlanError};
 use common::problem::LocatedProblem;
 
-/// Says why the service does not start.
+/// Writes the message that explains why the service does not start.
 pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> Exit {
     for problem in problems {
         last_words(&problem.to_string());
@@ -17,7 +17,7 @@ pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> Exit {
     Exit::BadConfiguration
 }
 
-/// Reads the configuration. The findings in a wrong configuration are logged.
+/// Reads the configuration, and logs the problems of a wrong one.
 pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
     config::load(sources).map_err(|refused| {
         refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
@@ -39,7 +39,7 @@ pub(super) fn say_findings(loaded: &Loaded) {
     }
 }
 
-/// Logs whatever of a plan `before` does not have: a later look finds the same again.
+/// Logs the findings of a plan that the plan `before` does not have: later looks at the host find the same again.
 pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     let known = |gpu: &GpuPlan| {
         let known = before?.gpus.iter().find(|known| known.gpu.id() == gpu.gpu.id())?;

@@ -1,4 +1,4 @@
-//! The decision to grant a new configuration, by the plan that follows from it. Nothing is asked and nothing is done here.
+//! Decides, from its plan, if a new configuration is accepted. It asks nothing and changes nothing.
 
 use super::findings::{join, why};
 use common::bus::error::RequestError;
@@ -6,10 +6,11 @@ use common::config::Settings;
 use common::plan::{Missing, Plan, PlanError};
 use common::problem::LocatedProblem;
 
-/// The plan of a new configuration that is granted, or the reason why there is none yet.
+/// The plan of a new configuration that is accepted, or the reason why there is none yet.
 ///
 /// # Errors
-/// Why the configuration is refused: it is wrong, it has a slip, or it would take the plan away that is in force.
+/// The configuration is refused: it is wrong, it probably has a typing error, or it would end the plan that is in force by
+/// mistake.
 pub(super) fn grant(
     planned: Result<Plan, PlanError>,
     in_force: &Settings,
@@ -28,8 +29,8 @@ pub(super) fn grant(
     }
 }
 
-/// The entries without a GPU that the configuration in force does not have: the answer to a reload names them. A GPU that has
-/// failed since is no slip, and is no reason to refuse another change.
+/// The entries without a GPU that are new in this configuration: the answer to a reload names them. A GPU that has failed since
+/// the last reload is no typing error, and no reason to refuse another change.
 fn slips(missing: &[Missing], in_force: &Settings) -> Vec<LocatedProblem> {
     let ours = || in_force.devices.iter().filter(|entry| entry.mps.is_some());
     let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));

@@ -1,4 +1,4 @@
-//! The look at the host: which GPUs there are, and what NVML says of them.
+//! Looks at the host: which GPUs there are, and what NVML reports about them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,43 +16,43 @@ use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
 use common::problem::Problem;
 
-/// The time that NVML gets to list a GPU that is served, and the pause between two looks: one error is no reason to end a
-/// control daemon that has this GPU.
+/// How long looks are repeated until NVML lists a GPU that is served: one error is no reason to end the control daemon of this
+/// GPU.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// The time that a program without MPS that has only just come to a GPU gets to end. After that its GPU is left out, and the
-/// others are served without it. Such a program most often ends soon: it was started while no control daemon ran. If a control
-/// daemon starts without this GPU, it has to start again for it, after the last client of the other GPUs has ended. If it
-/// starts with this GPU, it serves the GPU as soon as the program ends. Meanwhile no other program gets in, since a program
-/// that finds a control daemon connects to it.
+/// The time in which a program without MPS that has just started on a GPU should end. After that its GPU is left out, and the
+/// others are served. Such a program usually ends soon: it was started while no control daemon ran. If a control daemon starts
+/// without this GPU, it has to be restarted for it later, after the last client on its other GPUs has ended. If it starts with
+/// this GPU, it serves the GPU as soon as the program ends. Meanwhile no further program without MPS starts, since a program that
+/// finds a control daemon connects to it.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
-/// The longest wait for a look. It must stay well below the watchdog's time.
+/// The longest wait for a look. It must be much shorter than the watchdog's time.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The first and the last pause after NVML has failed to report critical errors. The pause doubles.
+/// The first and the longest pause after NVML has failed to report critical errors. The pause doubles.
 const FIRST_XID_PAUSE: Duration = Duration::from_secs(1);
 const LAST_XID_PAUSE: Duration = Duration::from_secs(60);
 
-/// Looks at the host. A look gets the driver in force and returns what it has found; it changes nothing by itself.
+/// Looks at the host. A look uses the driver in force and returns its findings; it changes nothing else.
 #[derive(Debug)]
 pub(super) struct HostLook {
     sysroot: PathBuf,
     in_force: DriverInForce<Arc<Driver>>,
-    /// The same, for all callers.
+    /// The driver in force, for other parts of the service.
     driver: watch::Sender<Option<Arc<Driver>>>,
-    /// Asks the driver in force. None while a look does.
+    /// The questions to the driver in force. None while a look uses them.
     nvml: Option<GpuQuestions>,
-    /// A look that has no answer yet. It goes on, for the next who waits: an answer that is thrown away would close a driver
+    /// A look without an answer yet. It goes on, and the next caller gets its answer: dropping the answer would close a driver
     /// that has just woken all GPUs.
     under_way: Option<LookUnderWay>,
-    /// The answer to a look that no caller has waited for.
+    /// The answer to a look for which no caller waited any more.
     late: Option<Looked>,
-    /// The version of the driver in force, or why there is none.
+    /// The version of the driver in force, or the reason why there is none.
     pub(super) driver_version: Result<String, String>,
     events: mpsc::Sender<LoopEvent>,
-    /// When a program without MPS that has just come to a GPU does not count as new any more.
+    /// The moment at which the last program without MPS does not count as just started any more.
     pub(super) newcomers_until: Option<Instant>,
 }
 
@@ -62,7 +62,7 @@ struct LookUnderWay {
     answer: JoinHandle<Looked>,
 }
 
-/// All that a look has found.
+/// The findings of a look.
 #[derive(Debug)]
 struct Looked {
     news: DriverNews<Arc<Driver>>,
@@ -70,7 +70,7 @@ struct Looked {
     inventory: Inventory,
 }
 
-/// Looks at the host through this driver, or through a new one.
+/// Looks at the host with this driver, or opens a driver.
 fn look(sysroot: &Path, nvml: Option<GpuQuestions>) -> Looked {
     let open = || Driver::open(sysroot).map(|driver| GpuQuestions::new(Arc::new(driver)));
     let mut nvml = nvml.map_or_else(open, Ok);
@@ -106,7 +106,7 @@ impl HostLook {
         self.in_force.get().is_some()
     }
 
-    /// The time since NVML was asked, in words, if it has not answered the last look.
+    /// A problem with the time since NVML was asked, if the last look has no answer.
     pub(super) fn unanswered(&self) -> Option<Problem> {
         let seconds = self.under_way.as_ref()?.begun.elapsed().as_secs();
         Some(Problem::new(
@@ -116,14 +116,14 @@ impl HostLook {
         ))
     }
 
-    /// Resolves when a look is answered that no caller waits for any more.
+    /// Returns when a look has an answer for which no caller waits any more.
     pub(super) async fn answered_late(&mut self) {
         let Some(look) = &mut self.under_way else { return std::future::pending().await };
         self.late = (&mut look.answer).await.ok();
         self.under_way = None;
     }
 
-    /// Looks until NVML lists all GPUs in `served`, or has failed to for a while.
+    /// Repeats looks until NVML lists all GPUs in `served`, or has not done so for some time.
     pub(super) async fn look_for(&mut self, served: &[String]) -> Inventory {
         let deadline = Instant::now() + PATIENCE;
         let mut inventory = self.read().await;
@@ -139,7 +139,7 @@ impl HostLook {
         inventory
     }
 
-    /// Looks once, and once more where that has shown that the driver in force is of no use any more.
+    /// Looks once, and a second time if the first look shows that the driver in force does not work any more.
     pub(super) async fn read(&mut self) -> Inventory {
         loop {
             let Some(Looked { news, nvml, mut inventory }) = self.looked().await else {
@@ -166,7 +166,7 @@ impl HostLook {
         }
     }
 
-    /// The answer to the look that is under way, or to a new one. None if there is none in time.
+    /// The answer to the running look, or to a new one. None if there is none in time.
     async fn looked(&mut self) -> Option<Looked> {
         if let Some(late) = self.late.take() {
             return Some(late);
@@ -176,7 +176,7 @@ impl HostLook {
             none => none.insert({
                 let (sysroot, driver) = (self.sysroot.clone(), self.in_force.get().cloned());
                 let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
-                // Off the loop's thread: a GPU that is about to fall off the bus can hold a question.
+                // Not on the loop's thread: a GPU that is falling off the bus can block a question.
                 let answer = tokio::task::spawn_blocking(move || look(&sysroot, nvml));
                 LookUnderWay { begun: Instant::now(), answer }
             }),
@@ -186,8 +186,9 @@ impl HostLook {
         answered.ok()
     }
 
-    /// Has critical errors reported as they happen. Waiting for them blocks, so it has a thread of its own, which ends after
-    /// the driver or the service has: a wait that fails is begun again, since one bad GPU must not silence the others.
+    /// Has critical errors reported as they happen. Waiting for them blocks, so it has a separate thread, which ends after the
+    /// driver was closed or the service is ending. A wait that fails is begun again, since one bad GPU must not hide the errors
+    /// of others.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.events.clone();
         let current = self.driver.subscribe();
@@ -229,7 +230,8 @@ fn not_listed(inventory: &Inventory, served: &[String]) -> Option<String> {
     served.iter().find(|uuid| !told(uuid)).cloned()
 }
 
-/// Removes newcomers from the inventory. Gives the time until the first of them has had its time.
+/// Removes programs that have just started from the inventory. Returns the time until the first of them does not count as just
+/// started any more.
 fn pass_over(inventory: &mut Inventory) -> Option<Duration> {
     let up = proc::uptime()?;
     let mut first: Option<Duration> = None;

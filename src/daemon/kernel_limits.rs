@@ -1,5 +1,5 @@
-//! The memory limits that the kernel holds for control groups that are bound to slices: which they are, and what is published
-//! of them.
+//! The memory limits that the kernel should enforce for control groups that are bound to slices: which they are, and what is
+//! published about them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use mps_core::kernel_limits::{GroupLimits, LimitGoal, LimitOutcome, limited_to, 
 use mps_core::terms::SliceId;
 
 impl Daemon {
-    /// Has the kernel hold what follows from this plan and the bindings.
+    /// Has the kernel enforce the limits that follow from this plan and the bindings.
     pub(super) fn keep_kernel_limits(&self, plan: &Plan) {
         let wanted = match self.ending {
-            // The service takes back its changes to the host.
+            // The service removes its changes to the host.
             Some(Ending::ForGood) => GroupLimits::new(),
             _ => group_limits(plan, self.state_file.lock().bindings()),
         };
         self.limit_keeper.pursue(self.goals(wanted));
     }
 
-    /// The same after a change of the bindings. A host may have thousands of them, and a new binding costs no more than its own
-    /// limits.
+    /// The same after a change of the bindings. A host may have thousands of bindings, and for a new one only its own limits are
+    /// computed.
     pub(super) fn keep_kernel_limits_since(&self, before: &SliceBindings, plan: &Plan) {
         let bindings = Arc::clone(self.state_file.lock().bindings());
         match bindings.added_to(before) {
@@ -42,7 +42,7 @@ impl Daemon {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
         match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
-            // A service that has ended may have set them.
+            // An earlier service may have set limits.
             MemoryLimit::Watch if self.limit_keeper.is_new() => {
                 goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
             }
@@ -50,7 +50,7 @@ impl Daemon {
         }
     }
 
-    /// Lifts them before the service ends for good.
+    /// Removes the limits before the service ends for good.
     pub(super) async fn lift_kernel_limits(&self) {
         self.keep_kernel_limits(&Plan::default());
         self.limit_keeper.tried().await;
@@ -69,7 +69,7 @@ fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
     is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
 }
 
-/// The slices of one control group each for which the kernel was to hold the memory: whether it does, or why not.
+/// The slices whose memory limit the kernel should enforce for a single control group: Ok if it does, or the reason.
 pub(super) fn kernel_limits(
     plan: &Plan,
     bindings: &SliceBindings,

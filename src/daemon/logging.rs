@@ -1,4 +1,4 @@
-//! Messages go to the journal with their fields if standard error is the journal, and are plain lines otherwise.
+//! The log: messages go to the journal with their fields if standard error is the journal. Otherwise they are plain lines.
 
 use std::fmt;
 use std::io::Write;
@@ -23,7 +23,7 @@ pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
 impl Level {
     /// From now on, messages below this level are dropped.
     pub(crate) fn set(&self, level: LogLevel) {
-        // This call fails only once the subscriber has ended, with the program.
+        // This call fails only after the subscriber was dropped, at the end of the program.
         let _ = self.0.reload(filter(level));
     }
 }
@@ -37,7 +37,7 @@ fn filter(level: LogLevel) -> LevelFilter {
     }
 }
 
-/// Sets logging up, once, at the default level.
+/// Sets up logging, once, with the default level.
 pub(super) fn init() -> Level {
     let (level, handle) = reload::Layer::new(filter(LogLevel::default()));
     let registry = Registry::default().with(level);
@@ -54,8 +54,8 @@ pub(super) fn init() -> Level {
     Level(handle)
 }
 
-/// Says why the program ends, right before the end. This message goes to the journal by way of standard error, which knows
-/// its unit. For a message with fields the journal looks up the process, which is gone by then.
+/// Writes why the program ends, right before its end. This message goes to the journal through standard error, for which the
+/// journal knows the unit. For a message with fields the journal would look up the process, which has ended by then.
 pub(super) fn last_words(reason: &str) {
     if standard_error::is_journal() {
         for line in reason.lines() {
@@ -87,7 +87,7 @@ impl<'writer> FormatFields<'writer> for OneLine {
     }
 }
 
-/// Leaves out the id of a message, which says nothing to a reader of plain lines.
+/// Leaves out the id of a message, which has no use in plain lines.
 struct SkipId<'v>(&'v mut dyn Visit);
 
 impl Visit for SkipId<'_> {

@@ -1,5 +1,5 @@
-//! The loop: signals, requests from the bus, the supervisors' news, the regular look at the host, the watchdog. It
-//! decides on the plan and publishes the state.
+//! The main loop: signals, requests from the bus, news from the supervisors, the regular look at the host, and the watchdog. It
+//! makes the plan and publishes the state.
 
 mod bindings;
 mod budgets;
@@ -57,19 +57,19 @@ use requests::Requests;
 use service_manager::ServiceManager;
 use signals::{Signals, Wish};
 
-/// The pause between two looks at the host while there is no plan, most often because there is no driver.
+/// The pause between two looks at the host while there is no plan, usually because there is no driver.
 const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 
-/// The first and the last pause between two looks at the host while some GPU can't be served. The pause doubles: most
-/// troubles that pass do so soon.
+/// The first and the longest pause between two looks at the host while some GPU can't be served. The pause doubles, since most
+/// temporary problems end soon.
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// The most faults, and the most overuses, that wait to be reported, for example while there is no bus. More are only in the
-/// log.
+/// The most faults, and the most reports of overuse, that wait until they can be signalled, for example while there is no bus.
+/// Further ones are only in the log.
 const FAULTS: usize = 64;
 
-/// The most requests that wait. The next caller waits for a place.
+/// The most requests in the queue. A further caller waits.
 const REQUESTS: usize = 16;
 
 #[derive(Debug, Clone)]
@@ -83,7 +83,7 @@ pub(crate) struct Options {
 pub(crate) enum Exit {
     /// The service was asked to end, and everything is stopped.
     Stopped,
-    /// The configuration is wrong; the problems have been logged.
+    /// The configuration is wrong. The problems were logged.
     BadConfiguration,
     /// The service was asked to end, but not for good: the service manager should start it again.
     Interrupted,
@@ -93,7 +93,7 @@ pub(crate) enum Exit {
 
 /// Runs until it is asked to stop.
 pub(crate) async fn run(options: Options, level: Level) -> Exit {
-    // Before anything else: the service that has it may be serving, and nothing of that is to be touched.
+    // This comes first: a service that has the runtime directory may be serving, and this one must not touch anything then.
     let directory = match RuntimeDirectory::take_soon(&options.runtime_directory).await {
         Ok(directory) => directory,
         Err(error) => return Exit::Failed(error.to_string()),
@@ -156,7 +156,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     exit
 }
 
-/// The tools of all supervisors.
+/// The values that all supervisors share.
 fn tools(
     nvml: NvmlWorker,
     state_file: SharedStateFile,
@@ -169,14 +169,14 @@ fn tools(
     Tools { front_ends, nvml, state_file, changed, signals, told_bypasses, wake_ups, clients, changes, begun }
 }
 
-/// The way in which the service ends.
+/// How the service ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ending {
-    /// For good: the control daemons end, and the compute modes are put back.
+    /// For good: the control daemons end, and the compute modes are restored.
     ForGood,
-    /// For the next start of the service: the control daemons carry on.
+    /// For the next start of the service: the control daemons go on.
     ForRestart,
-    /// The same, but the service manager has to be asked to start it.
+    /// Like a restart, but the service manager has to be asked for the start, by the exit status.
     Interrupted,
 }
 
@@ -185,38 +185,38 @@ struct Daemon {
     level: Level,
     settings: Settings,
     look: HostLook,
-    /// The plan in force, or why there is none yet.
+    /// The plan in force, or the reason why there is none yet.
     plan: Result<Plan, String>,
     fleet: Fleet,
     requests: Requests,
     budgets: Budgets,
     limit_keeper: KernelLimitKeeper,
-    /// Takes every signal for the bus.
+    /// The queue of signals for the bus.
     signals: mpsc::Sender<BusSignal>,
     cdi_spec: CdiSpec,
     state_file: SharedStateFile,
-    /// Wakes the loop up.
+    /// Wakes the loop.
     changed: Arc<Notify>,
-    /// When to look at the control groups that are bound.
+    /// When the bound control groups are checked next.
     next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: Arc<AtomicBool>,
     /// Events that concern no control daemon.
     events: Events,
-    /// The reason why a new configuration was refused, until the next one is granted.
+    /// The reason why a new configuration was refused, until the next one is accepted.
     refused: String,
-    /// The trouble that the last look at the host found with the configuration in force.
+    /// The problem that the last look at the host has found with the configuration in force.
     problem: String,
-    /// The clients that are being ended, in words; empty if there are none.
+    /// The clients that lose their work by a stop, in words; empty if there are none.
     shutdown_report: String,
     next_scan: Option<Instant>,
     /// The time until the next look at the host for a GPU that can't be served.
     scan_pause: Duration,
     ending: Option<Ending>,
     service_manager: ServiceManager,
-    /// The number of new configurations that were granted.
+    /// The number of new configurations that were accepted.
     reloads: u64,
-    /// The number of them that are in force, or have a known reason why they are not.
+    /// The number of these that are in force, or have a known reason why they are not.
     in_force: watch::Sender<u64>,
 }
 
@@ -243,7 +243,7 @@ impl Daemon {
             tokio::select! {
                 wish = signals.next() => match wish {
                     Wish::Stop => self.stop().await,
-                    // The sender of the signal finds the reason of a refusal in the journal.
+                    // If the reload is refused, the sender of the signal finds the reason in the journal.
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
@@ -265,7 +265,7 @@ impl Daemon {
         }
     }
 
-    /// Looks at the host for the first time. Only now is a wrong configuration fatal.
+    /// Looks at the host for the first time. Only now a wrong configuration is fatal.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
             tracing::info!("no GPU is served: {}", self.settings.why_not_enabled());
@@ -296,7 +296,7 @@ impl Daemon {
         self.plan = Err(reason);
     }
 
-    /// Looks at the host until NVML lists all GPUs that are served, or fails to for a while.
+    /// Looks at the host until NVML lists all GPUs that are served, or has not done so for some time.
     async fn look_for_gpus(&mut self) -> Inventory {
         let served = match &self.plan {
             Ok(plan) => {
@@ -318,7 +318,7 @@ impl Daemon {
             return;
         }
         if !self.settings.enabled {
-            // Compute modes that an earlier service has left can be put back now.
+            // Compute modes that an earlier service has changed can be restored now.
             return drop(self.look.read().await);
         }
         let inventory = self.look_for_gpus().await;
@@ -352,7 +352,7 @@ impl Daemon {
         self.problem.clear();
     }
 
-    /// SIGTERM: a stop ends the control daemons, a restart leaves them to the next start of the service.
+    /// SIGTERM: a stop ends the control daemons, and a restart leaves them to the next start of the service.
     async fn stop(&mut self) {
         if self.ending.is_some() {
             return;
@@ -366,7 +366,7 @@ impl Daemon {
                 tracing::info!("restarting: control daemons and their clients keep running");
                 Ending::ForRestart
             }
-            // A control daemon can still be stopped later; a job that was ended is lost.
+            // A control daemon can still be stopped later, but a job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
                     "ending, and not known to be for good ({reason}): control daemons and their clients keep running"
@@ -383,7 +383,7 @@ impl Daemon {
         }
         match ending {
             Ending::ForGood => {
-                // A reset takes a service that is stopped: NVML has the GPUs open.
+                // A GPU can be reset only while the service is stopped, since NVML has the GPUs open.
                 self.forget_resets();
                 self.lift_kernel_limits().await;
                 self.fleet.stop(&self.settings);
@@ -392,8 +392,7 @@ impl Daemon {
         }
     }
 
-    /// Draws the conclusions from the news: control daemons start if their GPUs are free, and the new state is
-    /// published.
+    /// Reacts to news: has the core start control daemons whose GPUs are free, and publishes the new state.
     fn settle(&mut self) {
         if self.ending.is_none() && !self.fleet.is_ending_one() {
             self.shutdown_report.clear();
@@ -404,7 +403,7 @@ impl Daemon {
         let snapshot = self.compose(&moment);
         self.keep_cdi_spec(&snapshot);
         self.plan_next_scan(&snapshot);
-        // The same Snapshot stays: answers are made once for each.
+        // If nothing has changed, the same Snapshot stays: answers are made once for each Snapshot.
         self.snapshot.send_if_modified(|current| {
             let modified = **current != snapshot;
             if modified {
@@ -415,8 +414,8 @@ impl Daemon {
         self.tell_service_manager(settled);
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
         if settled && self.in_force.send_if_modified(newest) {
-            // A reload most often follows a change, and not only of the files: an administrator should not have to wait for the
-            // regular look. Nor do the new limits wait for this one.
+            // A reload usually follows a change, and not only of files, so an administrator should not have to wait for the
+            // regular look. The new limits do not wait for this look.
             self.fleet.check_all();
         }
     }
@@ -432,7 +431,7 @@ impl Daemon {
             || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
             _ if ended => None,
-            // The answer comes by itself. Until then this only says how long it takes.
+            // The answer comes as an event. Until then this only repeats the message about the delay.
             _ if self.look.unanswered().is_some() => Some(host_look::TIMEOUT),
             Err(_) => Some(SCAN_WITHOUT_PLAN),
             Ok(_) => trouble.then_some(self.scan_pause),
@@ -440,7 +439,7 @@ impl Daemon {
         let regular = period.map(|period| Instant::now() + period);
         let newcomers = self.look.newcomers_until.filter(|_| !ended);
         let latest = [regular, newcomers].into_iter().flatten().min();
-        // A look that is due stays due: news that come in faster than the period must not put it off for ever.
+        // A look that is due is not postponed: otherwise frequent news could postpone it for ever.
         self.next_scan = latest.map(|latest| self.next_scan.map_or(latest, |due| due.min(latest)));
     }
 
@@ -473,7 +472,7 @@ impl Daemon {
         compose::compose(&parts, &self.snapshot.borrow())
     }
 
-    /// Makes the CDI spec say the same as the Snapshot. News of this go into the next Snapshot, at once.
+    /// Updates the CDI spec from the Snapshot. A problem with the spec goes into the next Snapshot, at once.
     fn keep_cdi_spec(&mut self, snapshot: &Snapshot) {
         match self.cdi_spec.keep(snapshot, self.settings.cdi_directory.as_deref(), self.ending) {
             None => return,

@@ -15,7 +15,7 @@ use common::config::Sources;
 use common::host::oom;
 use common::text::{json, printable};
 
-/// Runs the service, or the work that its arguments name, to the end.
+/// Runs the service, or the task in its arguments, until it ends.
 pub fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
     if words.next().is_some_and(|word| word == launch::ARGUMENT) {
@@ -39,9 +39,9 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime can't be started: {error}")),
     };
-    // A task of its own takes its turn among the others: news are published before what follows from them is begun.
+    // As a task of the runtime, the loop takes turns with other tasks, so that news is published before its consequences begin.
     let exit = runtime.block_on(runtime.spawn(super::run(Options { sources, runtime_directory }, level)));
-    // A question to NVML may hang for ever. It must not delay the end.
+    // A question to NVML may hang for ever, and must not delay the end.
     runtime.shutdown_background();
     match exit.unwrap_or_else(|error| Exit::Failed(error.to_string())) {
         Exit::Stopped => ExitCode::SUCCESS,
@@ -54,7 +54,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Says what a start or a reload would do. The exit status says it too, in case the output has no reader.
+/// Prints what a start or a reload would do. The exit status reports it too, in case the output has no reader.
 fn check(sources: Sources, as_json: bool) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

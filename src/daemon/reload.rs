@@ -1,4 +1,4 @@
-//! A new configuration: granted and put in force, or refused with the reason while the old one stays in force.
+//! Reads a new configuration. It is accepted and put in force, or it is refused with a reason, and the old one stays in force.
 
 use std::time::Duration;
 
@@ -13,10 +13,10 @@ use common::bus::error::RequestError;
 use common::plan::{self, Plan};
 use common::problem::LocatedProblem;
 
-/// The time that a caller waits for its reload to be in force. It must stay below the time that the bus gives a request.
+/// The time that a caller waits until its reload is in force. It must be shorter than the time that the bus has for a request.
 const PATIENCE: Duration = Duration::from_secs(50);
 
-/// Reloads for a caller on the bus, who gets the answer when the new configuration is in force.
+/// Reloads for a caller on the bus. The caller gets the answer when the new configuration is in force.
 pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
     if let Err(error) = daemon.reload().await {
         return drop(reply.send(Err(error)));

@@ -1,7 +1,7 @@
-//! Tells the service manager where the service stands: ready, reloading, stopping, the status line, a sign of life.
+//! Reports the state of the service to the service manager: ready, reloading, stopping, the status line, a sign of life.
 //!
-//! A send waits while the service manager does not read its socket. So messages are sent on a thread, and the next ones wait
-//! for it. No other task waits: a newer state replaces a state that was not sent.
+//! Sending blocks while the service manager does not read its socket. So messages are sent on a separate thread, one after the
+//! other, and nothing else waits: a newer state replaces a state that was not sent yet.
 
 use std::time::Duration;
 
@@ -13,15 +13,15 @@ use tokio::time::{Instant, timeout};
 use crate::message::{Message, Subject};
 use common::published::snapshot::State;
 
-/// The time for sending the last messages.
+/// The longest time for sending the last messages.
 const LAST_SEND: Duration = Duration::from_secs(1);
 
-/// Everything that the service manager is to know.
+/// Everything that is reported to the service manager.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct UnitState {
     /// The number of reloads that have begun.
     reloads: u64,
-    /// True if everything that was asked for is done.
+    /// True if every request of the service manager is carried out.
     ready: bool,
     stopping: bool,
     status: String,
@@ -30,7 +30,7 @@ struct UnitState {
 }
 
 impl UnitState {
-    /// The messages for a service manager that knows `notified`.
+    /// The messages for a service manager that has the state `notified`.
     fn since(&self, notified: &Self) -> Vec<NotifyState<'_>> {
         let mut messages = Vec::new();
         if self.reloads != notified.reloads {
@@ -52,7 +52,7 @@ impl UnitState {
     }
 }
 
-/// The service manager, as the service notifies it. Without a service manager, nothing is sent.
+/// Notifies the service manager. Without one, nothing is sent.
 #[derive(Debug)]
 pub(super) struct ServiceManager {
     unit_state: watch::Sender<UnitState>,
@@ -61,7 +61,7 @@ pub(super) struct ServiceManager {
     state: Option<State>,
 }
 
-/// When the service manager wants the next sign of life.
+/// When the service manager expects the next sign of life.
 #[derive(Debug)]
 struct Watchdog {
     period: Duration,
@@ -69,7 +69,7 @@ struct Watchdog {
 }
 
 impl ServiceManager {
-    /// None before the first notification.
+    /// The state before the first notification.
     pub(super) fn new() -> Self {
         let (unit_state, receiver) = watch::channel(UnitState::default());
         let period = sd_notify::watchdog_enabled().map(|time| time / 3);
@@ -77,7 +77,7 @@ impl ServiceManager {
         Self { unit_state, notifier: tokio::spawn(notify(receiver)), watchdog, state: None }
     }
 
-    /// Gives the sign of life that is due, and says when the next one is.
+    /// Gives a sign of life if it is due, and returns when the next one is.
     pub(super) fn watchdog(&mut self) -> Option<Instant> {
         let watchdog = self.watchdog.as_mut()?;
         if Instant::now() >= watchdog.next {
@@ -87,7 +87,7 @@ impl ServiceManager {
         Some(watchdog.next)
     }
 
-    /// The configuration is read again; that is done at the next [`ServiceManager::ready`].
+    /// The service reads its configuration again. The next call of [`ServiceManager::ready`] ends this state.
     pub(super) fn reloading(&self) {
         self.unit_state.send_modify(|unit_state| {
             unit_state.reloads += 1;
@@ -95,7 +95,7 @@ impl ServiceManager {
         });
     }
 
-    /// Everything that was asked for is done.
+    /// Every request of the service manager is carried out.
     pub(super) fn ready(&self) {
         self.unit_state.send_if_modified(|unit_state| !std::mem::replace(&mut unit_state.ready, true));
     }
@@ -104,8 +104,8 @@ impl ServiceManager {
         self.unit_state.send_modify(|unit_state| unit_state.stopping = true);
     }
 
-    /// Tells the state of the service. It goes to the journal too, as urgent as the state is, but without the shutdown report,
-    /// which the journal has already.
+    /// Reports the state of the service. It goes to the journal too, with a priority that depends on the state, but without the
+    /// shutdown report, which the journal has already.
     pub(super) fn status(&mut self, state: State, line: &str, shutdown_report: &str) {
         let status =
             if shutdown_report.is_empty() { line.to_owned() } else { format!("{line}; {shutdown_report}") };
@@ -113,7 +113,7 @@ impl ServiceManager {
             return;
         }
         match state {
-            // Between two states a reason can change several times a second, while something is tried again.
+            // While something is tried again, the reason of the same state can change several times a second.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
             State::Failed => Message::ServiceFailed.log(Subject::default(), line),
             State::Degraded => Message::ServiceDegraded.log(Subject::default(), line),
@@ -124,7 +124,7 @@ impl ServiceManager {
         self.unit_state.send_modify(|unit_state| unit_state.status = status);
     }
 
-    /// Waits until the last message has been sent, if that does not take long.
+    /// Waits until the last message was sent, but not for long.
     pub(super) async fn end(self) {
         let Self { unit_state, notifier, .. } = self;
         drop(unit_state);
@@ -146,7 +146,7 @@ async fn notify(mut unit_state: watch::Receiver<UnitState>) {
             }
             new
         });
-        // Without an answer, the runtime is about to end.
+        // Without an answer, the runtime is ending.
         let Ok(new) = sent.await else { return };
         notified = new;
     }
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(since(&reloading, &notified), ["RELOADING=1"]);
         let done = unit_state(1, true, "degraded");
         assert_eq!(since(&done, &reloading), ["STATUS=degraded", "READY=1"]);
-        // The notifier was held up in between.
+        // Sending was blocked in between.
         assert_eq!(since(&done, &notified), ["RELOADING=1", "STATUS=degraded", "READY=1"]);
         let last = UnitState { stopping: true, beats: 3, ..unit_state(1, true, "stopping") };
         assert_eq!(since(&last, &done), ["STOPPING=1", "STATUS=stopping", "WATCHDOG=1"]);

@@ -1,10 +1,10 @@
-//! The signals that the service takes.
+//! The signals that the service handles.
 
 use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The request behind a signal.
+/// The request that a signal stands for.
 pub(super) enum Wish {
     Stop,
     Reload,

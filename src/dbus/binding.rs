@@ -1,4 +1,5 @@
-//! The arguments of `Bind`, `Unbind`, `TakeDevices` and `ReleaseGroup`: whatever a caller sends is a bounded request, or an error that says what is wrong.
+//! The arguments of `Bind`, `Unbind`, `TakeDevices` and `ReleaseGroup`. All input of a caller becomes a valid request of limited
+//! size, or an error that says what is wrong.
 
 use std::collections::HashMap;
 
@@ -11,7 +12,7 @@ use common::bus::proxy::{ContainerStop, GroupOf, SliceWish};
 /// The most bytes of a label. The longest names of a container in a Kubernetes pod, with its namespace, have 381.
 const LABEL: usize = 384;
 
-/// The longest path of a control group, in bytes: the kernel knows no longer one.
+/// The longest path of a control group, in bytes: the kernel's limit.
 const PATH: usize = 4096;
 
 /// The longest id of a container, in bytes: the longest name of a file.
@@ -26,7 +27,7 @@ const KILL: u32 = 9;
 /// The options of a call, by their names.
 pub(super) type CallOptions = HashMap<String, OwnedVariant>;
 
-/// The binding that a caller wants.
+/// The binding that a caller asks for.
 pub(super) struct BindArguments {
     pub(super) wish: SliceWish,
     pub(super) group: GroupOf,
@@ -79,7 +80,7 @@ fn nothing_else(options: &CallOptions) -> Result<()> {
     Err(failed(format!("there is no option {name:?}")))
 }
 
-/// The control group that a caller means: the control group of a process, or with 0 the control group that the options name.
+/// The control group that a caller names: that of a process, or for the PID 0 the one in the options.
 pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     let path: Option<String> = take(&mut options, "control_group")?;
     nothing_else(&options)?;
@@ -93,7 +94,7 @@ pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     }
 }
 
-/// The path of a control group, if it has the one form that the kernel gives it.
+/// The path of a control group, if it has the form that the kernel uses.
 fn plain(path: String) -> Result<String> {
     let names = path.strip_prefix('/').map(|names| names.split('/'));
     let is_plain = |name: &str| !matches!(name, "" | "." | "..") && !name.chars().any(char::is_control);

@@ -1,5 +1,5 @@
-//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy lets root alone call it, and
-//! so does this, should the policy be another.
+//! `io.yunion.Mps1.Control`, documented in `config/io.yunion.Mps1.Control.xml`. The bus policy allows only root to call it. This
+//! is checked again here, since another policy may be installed.
 
 use tokio::sync::mpsc;
 use zbus::message::Header;
@@ -32,7 +32,7 @@ impl ControlInterface {
         }
     }
 
-    /// Hands a request of root's to the daemon's loop and waits for the answer.
+    /// Passes a request of root to the daemon's loop and waits for the answer.
     async fn ask<T>(
         &self,
         bus: &Connection,

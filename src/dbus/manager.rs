@@ -20,8 +20,8 @@ use common::published::slices_of_one_gpu;
 use common::published::snapshot::{Named, Snapshot};
 use common::text::clean;
 
-/// The most terminations for users at a time, from the call to its answer. The control daemons are asked for each of them,
-/// and the supervisors wait meanwhile.
+/// The most requests of users to end GPU work at a time. Each causes questions to the control daemons, for which supervisors have
+/// to wait.
 const OF_USERS: usize = 8;
 
 /// The entry point of everything that may be read.
@@ -29,10 +29,10 @@ pub(super) struct Manager {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// The places for terminations that users ask for.
+    /// Permits for these requests.
     of_users: Semaphore,
     desk: SliceDesk,
-    /// The GPUs of which one caller got several slices at once.
+    /// The GPUs of which a caller has got several slices at once.
     given_several: Mutex<BTreeSet<String>>,
 }
 
@@ -47,8 +47,8 @@ impl Manager {
         Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
-    /// A place for a termination that a user asks for. Root needs none. A user without the right to ask is refused here:
-    /// however often that happens, it costs neither the bus nor the daemon's loop a question.
+    /// A permit for a request of a user to end GPU work. Root needs none. A user without the right to ask is refused here, so
+    /// that repeated calls cause no question to the bus or to the daemon's loop.
     fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
@@ -61,7 +61,8 @@ impl Manager {
         self.of_users.try_acquire().map(Some).map_err(taken)
     }
 
-    /// Warns of slices of one GPU that are given together, once for each GPU: a caller may ask as often as it likes.
+    /// Logs a warning about slices of one GPU that are given out together, once for each GPU: a caller may ask any number of
+    /// times.
     fn warn_of_several(&self, config: &ContainerConfig) {
         let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
         for (gpu, slices) in slices_of_one_gpu::given_several(config.devices()) {
@@ -83,7 +84,7 @@ impl Manager {
     }
 }
 
-/// The GPUs are not known yet. An empty list would be a lie that makes the platform delete devices.
+/// The GPUs are not known yet. With an empty list the platform would delete its devices.
 fn not_ready(snapshot: &Snapshot) -> RequestError {
     ContainerError::not_ready(snapshot).into()
 }
@@ -102,7 +103,7 @@ fn mounts(config: &ContainerConfig) -> Vec<(String, String, bool)> {
     mounts.map(|mount| (text(&mount.host), text(&mount.container), mount.read_only)).collect()
 }
 
-/// The answer of `ListDevices`. Of its rows, no more than one exists at a time.
+/// The answer of `ListDevices`. Only one of its rows exists at a time.
 struct DeviceList(Arc<Snapshot>);
 
 impl Serialize for DeviceList {
@@ -188,10 +189,10 @@ impl Manager {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<()> {
-        // The control daemon waits for the client, and all callers for the control daemon: a program that does not let go keeps
-        // it from all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that stop the client
-        // all the time: for as long as that goes on, whatever continues it. So the configuration decides whether users may do
-        // this.
+        // The control daemon waits for the client, and all callers wait for the control daemon: a program that does not
+        // disconnect blocks it for all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that
+        // stop the client again and again: the control daemon was blocked as long as that went on, although the service continued
+        // the client. So the configuration decides if users may do this.
         let user = self.callers.user_behind(bus, &call).await?;
         let _place = self.place_for(user)?;
         ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await

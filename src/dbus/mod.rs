@@ -1,4 +1,4 @@
-//! The service on D-Bus: a mirror of the Snapshot, and requests handed to the daemon. It decides nothing.
+//! The service on D-Bus: it shows the Snapshot, and passes requests to the daemon. It decides nothing.
 //!
 //! ```text
 //! /io/yunion/Mps1                        org.freedesktop.DBus.ObjectManager
@@ -7,8 +7,8 @@
 //! /io/yunion/Mps1/devices/_00_06_0_1     io.yunion.Mps1.Device
 //! ```
 //!
-//! Who may call what is the bus policy's business (`config/io.yunion.Mps1.conf`); what the members mean is written in
-//! `config/io.yunion.Mps1.*.xml`, one file per interface.
+//! The bus policy (`config/io.yunion.Mps1.conf`) decides who may call what. `config/io.yunion.Mps1.*.xml` describe the members,
+//! one file per interface.
 
 use common::bus::{MANAGER, NAME, ROOT};
 use std::borrow::Cow;
@@ -46,17 +46,17 @@ use slices::SliceDesk;
 #[derive(Debug)]
 pub struct BusConnection {
     connection: Connection,
-    /// The last Snapshot that was published, so that only differences are signalled.
+    /// The last Snapshot that was published, so that signals are sent only for differences.
     told: Arc<Snapshot>,
 }
 
 impl BusConnection {
-    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set) and serves there what `snapshot` holds.
-    /// Every object is in place before the name is asked for, so that no program that sees the name misses an object.
+    /// Connects to the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, if set) and serves the values of `snapshot` there. Every object
+    /// exists before the name is requested, so that no program that sees the name misses an object.
     ///
     /// # Errors
-    /// The bus can't be reached, its policy doesn't let this user own the name, or (`NameTaken`) another process owns
-    /// it already; the log then says which.
+    /// The bus can't be reached, its policy does not allow this user to own the name, or (`NameTaken`) another process owns it
+    /// already. Then the log names that process.
     pub async fn connect(
         snapshot: watch::Receiver<Arc<Snapshot>>,
         requests: mpsc::Sender<Request>,
@@ -96,11 +96,11 @@ impl BusConnection {
         }
     }
 
-    /// Tells the bus what is different in `new`: objects that came or went, properties that changed, and
-    /// `DevicesChanged` if the generation grew. To be called after `new` was put into the watch that
-    /// [`BusConnection::connect`] was given.
+    /// Sends signals about the differences in `new`: objects that were added or removed, properties that have changed, and
+    /// `DevicesChanged` if the generation has grown. To be called after `new` was sent to the watch that
+    /// [`BusConnection::connect`] has got.
     ///
-    /// A bus that takes no signal has gone, which [`BusConnection::closed`] reports.
+    /// If the bus does not accept a signal, the connection has ended, which [`BusConnection::closed`] reports.
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
@@ -108,8 +108,8 @@ impl BusConnection {
         }
     }
 
-    /// Tells all listeners that a GPU's server met a fatal error, and which clients it hit. None of them need be the
-    /// culprit.
+    /// Sends the signal that a GPU's server met a fatal error, with the clients that were hit. The client that caused the error
+    /// may be none of them.
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
@@ -117,14 +117,14 @@ impl BusConnection {
         }
     }
 
-    /// Tells all listeners that a slice has gone over its budget.
+    /// Sends the signal that a slice has exceeded its budget.
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
         if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
             tracing::debug!("the bus got no signal of the overuse of {device}: {e}");
         }
     }
 
-    /// Resolves when the connection is gone: the bus was restarted, or has thrown us out. Nothing is served after that;
+    /// Returns when the connection has ended: the bus was restarted, or has closed it. Nothing is served then; call
     /// [`BusConnection::connect`] again.
     pub async fn closed(&self) {
         self.connection.closed().await;
@@ -164,13 +164,13 @@ impl BusConnection {
     }
 }
 
-/// The GPUs of one Snapshot that another does not have, or has in another state.
+/// The GPUs of the Snapshot `one` that `other` does not have, or has in another state.
 fn not_in(other: &Snapshot, one: &Snapshot) -> Vec<Arc<GpuView>> {
     let has = |gpu: &Arc<GpuView>| other.gpus.iter().flatten().any(|known| Arc::ptr_eq(known, gpu));
     one.gpus.iter().flatten().filter(|gpu| !has(gpu)).cloned().collect()
 }
 
-/// Puts new objects of one kind in the place of old ones. The object server announces objects that come and go.
+/// Replaces old objects of one kind by new ones. The object server announces objects that are added and removed.
 async fn mirror_objects<O: Object>(
     connection: &Connection,
     old: impl Iterator<Item = O>,
@@ -197,7 +197,7 @@ async fn mirror_objects<O: Object>(
     Ok(())
 }
 
-/// Emits `PropertiesChanged` once, with all that differs; a value that is no longer known is invalidated.
+/// Sends one `PropertiesChanged` with all differences. A value that is no longer known is invalidated.
 async fn tell_changes<R: Row + PartialEq>(
     emitter: &SignalEmitter<'_>,
     interface: InterfaceName<'_>,

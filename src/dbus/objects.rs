@@ -1,5 +1,5 @@
-//! `org.freedesktop.DBus.ObjectManager`, in the place of zbus' own, which asks each object for each property. The object
-//! server knows it by its name, and sends its signals.
+//! `org.freedesktop.DBus.ObjectManager`. It replaces that of zbus, which asks each object for each property. The object server
+//! knows it by its name, and sends its signals.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -19,7 +19,7 @@ use common::bus::MANAGER;
 use common::bus::rows::{Object, Properties, Service, Slice, WholeGpu};
 use common::published::snapshot::Snapshot;
 
-/// The answer of `GetManagedObjects`, written straight from a Snapshot: of its rows, no more than one exists at a time.
+/// The answer of `GetManagedObjects`, written directly from a Snapshot: only one of its rows exists at a time.
 struct Objects(Arc<Snapshot>);
 
 impl Serialize for Objects {

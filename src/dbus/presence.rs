@@ -1,4 +1,4 @@
-//! Being on the bus: joined as soon as there is one, informed of changes, joined again after a disconnection.
+//! Keeps the service on the bus: connects as soon as there is a bus, publishes changes, and connects again after a disconnection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,19 +12,19 @@ use super::{BusConnection, Request};
 use crate::supervisor::BusSignal;
 use common::published::snapshot::Snapshot;
 
-/// The pause before the bus is joined again; it doubles up to the last.
+/// The pause before the next attempt to connect to the bus. It doubles up to the longest pause.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
 const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
 
-/// Runs this beside the rest of the service: however many calls come, the supervisors are not kept waiting.
+/// Runs this on a thread of its own, so that the supervisors do not wait, however many calls come.
 pub(crate) fn on_a_thread_of_its_own(bus: impl Future<Output = ()> + Send + 'static) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     thread::Builder::new().name("bus".to_owned()).spawn(move || runtime.block_on(bus))?;
     Ok(())
 }
 
-/// Stays on the bus as long as there is one, and comes back when it does. `joined` says whether it is there, and
-/// `changed` is notified when it has come.
+/// Stays on the bus as long as there is one, and connects again when there is one again. `joined` is true while the service is on
+/// the bus, and `changed` is notified when it has connected.
 pub(crate) async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
@@ -45,7 +45,7 @@ pub(crate) async fn stay_on_the_bus(
                     tokio::select! {
                         () = bus.closed() => break,
                         Some(signal) = signals.recv() => {
-                            // A listener finds published what the signal is about.
+                            // The new state is published before the signal, so that its receivers find it.
                             let new = Arc::clone(&snapshot.borrow_and_update());
                             bus.publish(new).await;
                             match signal {

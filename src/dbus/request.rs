@@ -1,4 +1,4 @@
-//! Requests that only the daemon can carry out, their errors, and the bounds of the names in them.
+//! Requests that only the daemon can carry out, their errors, and the limits for the names in them.
 
 use common::bus::error::RequestError;
 use std::collections::BTreeMap;
@@ -15,8 +15,7 @@ use common::host::control_groups;
 use common::published::client::ClientView;
 use common::published::free::Candidate;
 
-/// The time that a request may take. It is longer than a caller waits, so that it only ends a request that no caller waits
-/// for.
+/// The longest time for a request. It is longer than a caller waits, so it only ends requests for which no caller waits any more.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The answer to a call.
@@ -25,49 +24,49 @@ pub(super) type Result<T> = std::result::Result<T, RequestError>;
 /// Takes the answer to a request.
 pub type Reply<T> = oneshot::Sender<std::result::Result<T, RequestError>>;
 
-/// Something that only the daemon can do or find out. A request without an answer for a minute fails.
+/// A request that only the daemon can carry out. Without an answer within a minute it fails.
 #[derive(Debug)]
 pub enum Request {
-    /// Read the configuration again and apply it; the answer is the generation then in force.
+    /// Read the configuration again and put it in force. The answer is the generation that is then in force.
     Reload(Reply<u64>),
     /// List the processes that use the GPUs at this moment.
     Clients(Reply<Vec<ClientView>>),
-    /// Look at the clients of all GPUs; the answer comes when the Snapshot has them.
+    /// Look at the clients of all GPUs. The answer comes when the Snapshot has them.
     LookAtClients(Reply<()>),
-    /// End the GPU work of a process; the answer comes when it is no client any more. With a user: only if the process is
-    /// this user's.
+    /// End the GPU work of a process. The answer comes when the process is no client any more. With a user, only if the process
+    /// belongs to this user.
     Terminate(u32, Option<u32>, Reply<()>),
-    /// End the GPU work of the clients of slices, as the caller names them; the answer comes when none is left.
+    /// End the GPU work of the clients of slices, which the caller has named. The answer comes when no such client is left.
     ReleaseDevices(Vec<String>, Reply<()>),
-    /// End the GPU work of the clients in a container, by its id or the beginning of it; the answer comes when none is
+    /// End the GPU work of the clients in a container, by its id or the beginning of it. The answer comes when no such client is
     /// left.
     ReleaseContainer(String, Reply<()>),
     /// End the GPU work of the clients that may end because of a signal to a container.
     ReleaseGroup(ContainerStop, Reply<()>),
-    /// Carry out the changes of the configuration that wait for clients to leave; if true, without waiting.
+    /// Make the changes that wait for the end of clients. If true, without waiting.
     Apply(bool, Reply<()>),
-    /// Take slices and GPUs, as the caller names them, out of use for new clients; without names everything.
+    /// Take slices and GPUs, which the caller has named, out of use for new clients. Without names, everything.
     Drain(Vec<String>, Reply<()>),
-    /// Let new clients have them again; without names everything.
+    /// Put them into use again. Without names, everything.
     Undrain(Vec<String>, Reply<()>),
-    /// Bind a control group to slices; the answer names them.
+    /// Bind a control group to slices. The answer names the slices.
     Bind(WantedBinding, Reply<Vec<String>>),
     /// End the binding of a control group.
     Unbind(GroupOf, Reply<()>),
-    /// Replace the server of a GPU, as the caller names it.
+    /// Replace the server of a GPU, which the caller has named.
     RestartServer(String, Reply<()>),
 }
 
-/// The slices that a caller wants.
+/// The slices that a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub enum WantedSlices {
-    /// All of them, as the caller names them. A GPU stands for a free slice of it.
+    /// All of them, by the caller's names. A GPU stands for one of its free slices.
     All(Vec<String>),
-    /// The first of them that can be had.
+    /// The first of them that is free.
     OneOf(Vec<Candidate>),
 }
 
-/// The slices that a control group is to have.
+/// A binding that a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub struct WantedBinding {
     /// The slices.
@@ -80,7 +79,7 @@ pub struct WantedBinding {
     pub shares: bool,
 }
 
-/// Hands a request to the daemon's loop and waits for the answer.
+/// Passes a request to the daemon's loop and waits for the answer.
 pub(super) async fn ask<T>(
     requests: &mpsc::Sender<Request>,
     request: impl FnOnce(Reply<T>) -> Request,
@@ -100,13 +99,13 @@ pub(super) async fn ask<T>(
     }
 }
 
-/// The most bytes that the name of a device or the id of a container has.
+/// The most bytes of the name of a device or the id of a container.
 pub(super) const NAME_MAX: usize = 64;
 
-/// The most devices that a caller may name at once; a host has some hundred.
+/// The most devices that a caller may name at once; a host has some hundreds.
 const NAMES_MAX: usize = 1024;
 
-/// Refuses what can't be a name. The error does not repeat it.
+/// Refuses a text that can't be a name. The error does not repeat the text.
 pub(super) fn bounded_name(name: &str) -> Result<()> {
     if name.len() <= NAME_MAX {
         return Ok(());
@@ -115,7 +114,7 @@ pub(super) fn bounded_name(name: &str) -> Result<()> {
     Err(RequestError::NoSuchDevice(format!("a name has at most {NAME_MAX} bytes, and this one has {length}")))
 }
 
-/// Refuses what can't be a list of names.
+/// Refuses a list that can't be a list of names.
 pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     if names.len() > NAMES_MAX {
         let count = names.len();
@@ -124,11 +123,11 @@ pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     names.iter().try_for_each(|name| bounded_name(name))
 }
 
-/// The most callers that are remembered. The bus lets a user have 256 connections.
+/// The most callers that are remembered. The bus allows a user 256 connections.
 const CALLERS: usize = 1024;
 
-/// The users behind the connections that have called. A connection stays its user's, and no other one gets its name, so the bus
-/// is asked once for each.
+/// The users of the connections that have called. The user of a connection never changes, and its name is not used again, so the
+/// bus is asked once for each connection.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Callers(Arc<Mutex<BTreeMap<String, u32>>>);
 
@@ -137,7 +136,7 @@ impl Callers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The path of the control group of the process behind a call. None: the process has ended, or the kernel does not say.
+    /// The path of the control group of the process that calls. None: the process has ended, or the kernel does not say.
     pub(super) async fn control_group_of(
         &self,
         connection: &Connection,
@@ -149,11 +148,11 @@ impl Callers {
         control_groups::path_of(pid).ok()
     }
 
-    /// The user behind a call, as the kernel has told the bus. If the service does not run as root, its own user counts as
-    /// root. None for root.
+    /// The user who calls, from the kernel by way of the bus. If the service does not run as root, its own user counts as root.
+    /// None for root.
     ///
     /// # Errors
-    /// The bus does not know the caller, which has most often left the bus.
+    /// The bus does not know the caller, which has usually disconnected.
     pub(super) async fn user_behind(
         &self,
         connection: &Connection,

@@ -1,4 +1,4 @@
-//! The slices that callers get for their programs. Every door asks the same question: may this program have this slice now?
+//! Hands out slices to callers for their programs. All methods use the same decision about a program and a slice.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,19 +20,19 @@ use common::published::container::{ChosenSlice, ContainerConfig, container_confi
 use common::published::free;
 use common::published::snapshot::Snapshot;
 
-/// The time in which a program becomes a client, as a rule. Before that, it is not counted.
+/// The time in which a program usually becomes a client. Before that it is not counted.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
-/// Of more slices in that time, the earlier ones are forgotten.
+/// The most slices that are remembered for this time. If there are more, the oldest are forgotten.
 const MOST: usize = 1024;
 
-/// Gives slices to callers.
+/// Hands out slices to callers.
 #[derive(Clone)]
 pub(super) struct SliceDesk {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// The slices that the service has chosen in the last minute.
+    /// The slices that the service has chosen within this time.
     given: Arc<Mutex<VecDeque<(Instant, SliceId)>>>,
 }
 
@@ -53,7 +53,7 @@ impl SliceDesk {
         call: &Header<'_>,
     ) -> Result<(Vec<String>, ContainerConfig)> {
         let clients = self.clients_for(wish).await?;
-        // A slice that is bound to the caller's own control group is no other's.
+        // A slice that is bound to the caller's own control group is not excluded for it.
         let is_anything_bound = self.snapshot.borrow().bindings.iter().next().is_some();
         let group = if is_anything_bound { self.callers.control_group_of(bus, call).await } else { None };
         let asker = Asker { control_group: group.as_deref(), by: BoundBy::Platform, shares: wish.share };
@@ -74,7 +74,7 @@ impl SliceDesk {
         clients: &[ClientView],
         asker: Asker<'_>,
     ) -> Result<Vec<ChosenSlice<'s>>> {
-        // Held until the choice is written down, so that the next caller gets another.
+        // Locked until the choice is recorded, so that the next caller gets another slice.
         let mut given = self.lock();
         let candidates = free::candidates(snapshot, &wish.names, clients, &recent(&given))?;
         let chosen = free::choose(snapshot, &candidates, &snapshot.bindings, asker)?;
@@ -82,7 +82,7 @@ impl SliceDesk {
         Ok(vec![chosen])
     }
 
-    /// The slices for a control group that is to be bound.
+    /// The slices for a control group that should be bound.
     pub(super) async fn to_bind(&self, wish: SliceWish) -> Result<WantedSlices> {
         let clients = self.clients_for(&wish).await?;
         if !wish.free {
@@ -93,8 +93,8 @@ impl SliceDesk {
         Ok(WantedSlices::OneOf(candidates))
     }
 
-    /// The clients that count for a choice. A control daemon that does not answer keeps no caller from the slices of others:
-    /// then the choice is made without the clients.
+    /// The clients that count for a choice. If a control daemon does not answer, the choice is made without the clients, since
+    /// the caller may get a slice of another control daemon.
     async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
         if !wish.free {
             return Ok(Vec::new());

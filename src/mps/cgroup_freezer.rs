@@ -1,5 +1,4 @@
-//! Control groups with processes that the kernel has frozen, for example after `docker pause`. No signal continues
-//! them.
+//! Control groups with processes that are frozen, for example after `docker pause`. No signal continues such a process.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -13,7 +12,7 @@ use common::host::proc;
 const UNIFIED: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const FREEZER: &str = "/sys/fs/cgroup/freezer";
 
-/// A kind of hierarchy, with its own files.
+/// A kind of hierarchy. Each has other files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Hierarchy {
     /// Control groups, version 2.
@@ -23,7 +22,7 @@ enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// True if the processes of a group are frozen, by this group or by one of its parents.
+    /// True if the processes of a group are frozen, by this group or by one of its ancestors.
     fn is_held(self, group: &Path) -> bool {
         let says = |file: &str| fs::read_to_string(group.join(file)).unwrap_or_default();
         match self {
@@ -63,10 +62,10 @@ impl FrozenGroup {
     /// Thaws the group until the entry that this adds to `thawed` is dropped.
     ///
     /// # Errors
-    /// The kernel refused: for example, the hierarchy is mounted read-only.
+    /// The kernel refuses: for example, the hierarchy is mounted read-only.
     pub(super) fn thaw(self, thawed: &mut Vec<Thawed>) -> io::Result<()> {
         self.kind.set(&self.group, false)?;
-        // Another program may freeze the group again and again. One entry is enough.
+        // Another program may freeze the group repeatedly. One entry is enough.
         if !thawed.iter().any(|known| known.0 == self) {
             thawed.push(Thawed(self));
         }
@@ -87,8 +86,8 @@ pub(super) fn holds(pid: u32) -> Option<FrozenGroup> {
     })
 }
 
-/// The control groups in a line of /proc/PID/cgroup that may freeze the process, each with its kind and its hierarchy's
-/// root.
+/// The control groups in a line of /proc/PID/cgroup that may freeze the process, each with its kind and the root of its
+/// hierarchy.
 fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     let mut fields = line.splitn(3, |byte| *byte == b':').skip(1);
     let (Some(controllers), Some([b'/', path @ ..])) = (fields.next(), fields.next()) else {
@@ -105,8 +104,8 @@ fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     }
 }
 
-/// A control group that is thawed for a while. It is frozen again when this value is dropped, since another program
-/// wanted it frozen.
+/// A control group that is thawed for a while. When this value is dropped, it is frozen again, since another program has frozen
+/// it.
 #[derive(Debug)]
 pub(super) struct Thawed(FrozenGroup);
 

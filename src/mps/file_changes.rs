@@ -1,10 +1,10 @@
-//! Tells when files change, the logs of control daemons.
+//! Reports when files change: the logs of control daemons.
 //!
-//! All of them share one inotify instance, since the kernel allows all processes of a user only 128 of them by default.
-//! Where there is none left, the code that waits for a change has to look now and then.
+//! All watches share one inotify instance, since by default the kernel allows only 128 instances for all processes of a user. If
+//! there is none left, code that waits for a change has to look from time to time.
 //!
-//! The kernel reports one change of a file, and of the next one only when it is asked again. Control daemons log every question
-//! that they are asked, and these lines would wake the service one by one while it waits for the answer.
+//! A watch reports one change of a file, and then has to be added again. Control daemons log every question, and otherwise each
+//! of these lines would wake the service while it waits for the answer.
 
 use common::host::inotify::{is_shortage, new_instance, no_files, shortage};
 use common::host::readable::Readable;
@@ -22,10 +22,10 @@ use tokio::sync::Notify;
 
 use common::host::proc;
 
-/// The time between two looks at something that can't be watched.
+/// The time between two looks at a file that can't be watched.
 pub(crate) const LOOK_PERIOD: Duration = Duration::from_secs(1);
 
-/// The only inotify instance of the service. All clones share it.
+/// The service's only inotify instance. All clones share it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 
@@ -33,14 +33,14 @@ pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 struct Shared {
     /// None until there is an instance.
     queue: Option<Arc<Readable>>,
-    /// The tasks to wake for the next change, by the number of the watch.
+    /// The tasks to wake at the next change, by the number of the watch.
     watches: BTreeMap<i32, Vec<Arc<Notify>>>,
-    /// The error that was reported last.
+    /// The error that was last reported.
     told: Option<Errno>,
 }
 
 impl FileChanges {
-    /// Watches nothing yet.
+    /// A watch without files.
     pub(crate) fn watch(&self) -> FileWatch {
         FileWatch { changes: self.clone(), changed: Arc::default() }
     }
@@ -49,7 +49,7 @@ impl FileChanges {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The instance, which is made if there is none.
+    /// The instance. It is made if there is none.
     fn queue(&self, shared: &mut Shared) -> io::Result<Arc<Readable>> {
         if let Some(queue) = &shared.queue {
             return Ok(Arc::clone(queue));
@@ -63,7 +63,7 @@ impl FileChanges {
         Ok(queue)
     }
 
-    /// Tells an error that keeps everything from being watched, once.
+    /// Logs an error that prevents all watches, once.
     fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
         let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else {
             tracing::debug!("a file can't be watched: {error}");
@@ -83,8 +83,8 @@ pub(crate) struct FileWatch {
 }
 
 impl FileWatch {
-    /// Waits for the next change of this file too, whatever its path leads to now. A change before this call is none. False
-    /// if the file can't be watched.
+    /// Watches this file too, by its descriptor and not by its path, for one change. A change before this call is not reported.
+    /// Returns false if the file can't be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
         let mut shared = self.changes.lock();
@@ -107,7 +107,7 @@ impl FileWatch {
         }
     }
 
-    /// Resolves when a file has changed since it was added. It has to be added again for the next change.
+    /// Returns when a file has changed since it was added. Then the file has to be added again.
     pub(crate) async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -122,7 +122,7 @@ impl Drop for FileWatch {
             if wakes.is_empty()
                 && let Some(queue) = queue
             {
-                // This call fails for a file that was removed: the kernel has given up that watch itself.
+                // This call fails for a file that was removed: the kernel has already removed the watch.
                 let _ = inotify::remove_watch(&**queue, *watch);
             }
             !wakes.is_empty()
@@ -130,15 +130,15 @@ impl Drop for FileWatch {
     }
 }
 
-/// Some changes that were read at once.
+/// Changes that were read together.
 #[derive(Debug, Default)]
 struct Read {
     watches: BTreeSet<i32>,
-    /// There were more changes than the kernel keeps.
+    /// True if there were more changes than the kernel stores.
     lost_some: bool,
 }
 
-/// Passes changes on as long as there are watches.
+/// Wakes tasks at changes, as long as there are watches.
 async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     loop {
         match queue.until(read).await {
@@ -146,7 +146,7 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
                 wake(&mut changes.lock(), &read);
             }
             Err(error) => {
-                // Only a runtime that shuts down returns an error here.
+                // Only a runtime that is shutting down returns an error here.
                 tracing::debug!("changes can't be read: {error}");
                 return;
             }
@@ -163,7 +163,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
             Ok(event) => {
                 read.watches.insert(event.wd());
                 read.lost_some |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
-                // The rest in the queue is for the next time.
+                // Changes that are still in the queue are read next time.
                 if reader.is_buffer_empty() {
                     return Ok(read);
                 }
@@ -174,7 +174,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
     }
 }
 
-/// The kernel has given up the watches that it has reported.
+/// The kernel has removed the watches that it has reported.
 fn wake(shared: &mut Shared, read: &Read) {
     shared.watches.retain(|watch, wakes| {
         let touched = read.lost_some || read.watches.contains(watch);

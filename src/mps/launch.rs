@@ -1,9 +1,8 @@
-//! The start of a control daemon.
 //!
-//! The service starts its own program as `yunion-mps-daemon launch-control CPUS PROGRAM ARGS...`. The new process leaves the
-//! service's session, waits for a byte on its standard input, and then becomes PROGRAM with the same PID. So the
-//! service knows the PID, and can record it and pass it on, before PROGRAM runs. If the service dies first, the input
-//! ends and the new process ends without starting PROGRAM.
+//! Starts a control daemon. The service starts its own program as `yunion-mps-daemon launch-control CPUS PROGRAM ARGS...`. The
+//! new process leaves the service's session, waits for a byte on its standard input, and then executes PROGRAM with the same PID.
+//! So the service can record the PID before PROGRAM runs. If the service dies first, the input ends, and the new process ends
+//! without executing PROGRAM.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -20,22 +19,22 @@ use super::process::Process;
 use common::host::cpus::Cpus;
 use common::host::{oom, proc};
 
-/// The program to start, and its surroundings.
+/// The program to start, and its settings.
 #[derive(Debug)]
 pub(crate) struct Launch<'a> {
     /// The control daemon's program.
     pub program: &'a Path,
     pub arguments: &'a [&'a str],
-    /// The CPUs to which it is bound. None binds it to none.
+    /// The CPUs to which it is bound. None: it is not bound.
     pub cpus: Option<Cpus>,
-    /// Added to the service's own environment, since the server needs PATH and `LD_LIBRARY_PATH` as the service does.
+    /// Variables in addition to the service's own environment, from which the server needs PATH and `LD_LIBRARY_PATH`.
     pub environment: &'a [(&'a str, String)],
     /// The file for its standard output and standard error.
     pub output: File,
 }
 
-/// Variables that must not reach the control daemon: systemd's and libc's variables for this service, and client limits,
-/// which a server would apply to itself.
+/// Variables that must not reach the control daemon: variables of systemd and libc that are for this service, and limits of
+/// clients, which a server would apply to itself.
 const NOT_PASSED_ON: [&str; 11] = [
     "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
     "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
@@ -50,7 +49,7 @@ const NOT_PASSED_ON: [&str; 11] = [
     "RUNTIME_DIRECTORY",
 ];
 
-/// A process that has its PID and waits for the signal to become the control daemon.
+/// A process that has its PID already, and waits for the byte to become the control daemon.
 #[derive(Debug)]
 pub(crate) struct PausedProcess {
     process: Process,
@@ -58,7 +57,7 @@ pub(crate) struct PausedProcess {
 }
 
 impl PausedProcess {
-    /// Starts the process in a session of its own. It runs our own program until [`PausedProcess::go`] (see
+    /// Starts the process in a session of its own. Until [`PausedProcess::go`] it runs the service's program (see
     /// [`become_program`]).
     pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
@@ -75,7 +74,7 @@ impl PausedProcess {
         Ok(Self { process: Process::hold(pid, Some(child))?, word })
     }
 
-    /// The identity of the process. It does not change with [`PausedProcess::go`].
+    /// The identity of the process. [`PausedProcess::go`] does not change it.
     pub(crate) fn identity(&self) -> ProcessId {
         self.process.identity()
     }
@@ -87,12 +86,12 @@ impl PausedProcess {
     }
 }
 
-/// The first argument, which selects this step.
+/// The first argument of the process.
 pub(crate) const ARGUMENT: &str = "launch-control";
 
-/// Waits for the byte and becomes the program that `arguments` name behind a list of CPUs. The program and all that it
-/// starts are bound to these CPUs, and to none if the list is empty. It returns an error if it can't, and Ok if the
-/// input ends without a byte.
+/// Waits for the byte and executes the program in `arguments`, which follows a list of CPUs. The program and everything that it
+/// starts are bound to these CPUs; with an empty list they are not bound. Returns an error if that fails, and Ok if the input
+/// ends without a byte.
 pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Result<()> {
     let cpus = arguments.next().and_then(|list| Cpus::parse(list.to_str()?));
     let program = arguments.next().ok_or_else(|| io::Error::other("no program named"))?;
@@ -101,10 +100,10 @@ pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> i
     if io::stdin().read(&mut word)? == 0 {
         return Ok(());
     }
-    // This fails if the service runs without root's rights. The control daemon serves nevertheless.
+    // This fails if the service does not run as root. The control daemon serves nevertheless.
     let _ = oom::adjust(oom::OF_CONTROL_DAEMONS);
-    // Not earlier: this process may be in another control group now, with other CPUs. If this fails, the control daemon
-    // serves on all CPUs, and the service shows that.
+    // The binding comes last: this process may have been moved to another control group, with other CPUs. If this fails, the
+    // control daemon uses all CPUs, and the service shows that.
     let _ = cpus.map(Cpus::bind);
     let error = std::process::Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
     Err(io::Error::new(error.kind(), format!("{}: {error}", program.display())))

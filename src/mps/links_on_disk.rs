@@ -1,5 +1,5 @@
 //! The pipe directory and the directories of slices: each has a hard link to the socket that the control daemon makes in its
-//! private directory. A client needs no more, and a program that has only that can't set limits for others.
+//! private directory. A client needs nothing else, and a program that has nothing else can't set limits for others.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -17,21 +17,22 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
-/// The socket where programs wait. Its name is no longer than that of a control daemon's: the path of a socket has a longest
-/// length.
+/// The socket at which programs wait. Its name is not longer than that of a control daemon's socket, since the path of a socket
+/// has a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
-/// A link that is about to take its place.
+/// A new link before it replaces the former one.
 const NEW: &str = ".control.new";
 
-/// The other files that a control daemon makes in its directory. Where only links are, they are from an earlier one.
+/// The other files that a control daemon makes in its directory. In a directory that should have only links, they are from an
+/// earlier control daemon.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
-/// The most entries that are looked at besides the slices of today. A container that has the pipe directory can make any
-/// number of them.
+/// The most entries that are looked at besides the planned slices. A container with write access to the pipe directory can make
+/// any number of entries.
 const OTHERS: usize = 512;
 
-/// A control daemon's socket, to which links lead.
+/// A control daemon's socket, to which hard links are made.
 #[derive(Debug)]
 pub(crate) struct Socket {
     directory: OwnedFd,
@@ -40,7 +41,7 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// The socket in the directory where its control daemon has made it. None if it is not there.
+    /// The socket in the directory in which its control daemon has made it. None if there is none.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -48,7 +49,7 @@ impl Socket {
         Self::find_named(control_directory, SOCKET)
     }
 
-    /// The socket where programs wait.
+    /// The socket at which programs wait.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -62,8 +63,8 @@ impl Socket {
         Ok(id.map(|id| Self { directory, name, id }))
     }
 
-    /// Makes the pipe directory lead here. Returns false if it already did. `moved` gets a message about each thing that was in
-    /// the way.
+    /// Makes the link in the pipe directory point to this socket. Returns false if it already did. `moved` gets a message about
+    /// each file that had to be renamed.
     ///
     /// # Errors
     /// The directory can't be used, or the link can't be made.
@@ -79,7 +80,7 @@ impl Socket {
         let leads = identity(&directory).map_err(|error| bad(pipe_directory, &error))? == Some(self.id);
         for name in LEFTOVERS.into_iter().filter(|_| !leads) {
             match unlink(&directory, name) {
-                // The log directory may be here, and is called so by default.
+                // `log` may be the log directory, which has this name by default.
                 Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
                 Err(error) => return Err(bad(pipe_directory, &error.into())),
             }
@@ -93,7 +94,7 @@ impl Socket {
             if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
                 return Ok(false);
             }
-            // A crash may have left a link of this name.
+            // A crash may have left a link with this name.
             match unlink(directory, NEW) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(Errno::ISDIR) => clear_place(directory, &path.join(NEW), "was a directory", moved)?,
@@ -116,7 +117,7 @@ impl Socket {
     }
 }
 
-/// Takes the link away from a pipe directory if it leads to this socket.
+/// Removes the link from a pipe directory if it points to this socket.
 ///
 /// # Errors
 /// The link can't be removed.
@@ -125,8 +126,8 @@ pub(crate) fn close_pipe(pipe_directory: &Path, socket: SocketId) -> Result<(), 
     close(&directory, Some(socket)).map_err(|error| still_leads(pipe_directory, &error))
 }
 
-/// The directory in which each slice has its directory. Directories are never removed, since a container keeps the directory
-/// that it has.
+/// The directory that contains the slices' directories. These are never removed, since a container still has the removed one
+/// mounted.
 #[derive(Debug)]
 pub(crate) struct SliceDirectories {
     path: PathBuf,
@@ -134,26 +135,26 @@ pub(crate) struct SliceDirectories {
 }
 
 impl SliceDirectories {
-    /// Makes it if need be. `moved` gets a message about each thing that was in the way.
+    /// Opens the directory, and makes it if it is missing. `moved` gets a message about each file that had to be renamed.
     ///
     /// # Errors
-    /// It, or the pipe directory, can't be used.
+    /// The directory, or the pipe directory, can't be used.
     pub(crate) fn make(path: &Path, moved: &mut Vec<String>) -> Result<Self, BadDirectory> {
         let parent = directories::open(path.parent().unwrap_or(Path::new("/")))?;
         Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
     }
 
-    /// The directory as it is, or None if it is missing.
+    /// Opens the directory. None if it is missing.
     ///
     /// # Errors
-    /// Something else is in its place.
+    /// The path is no directory of the service.
     pub(crate) fn existing(path: &Path) -> Result<Option<Self>, BadDirectory> {
         let directory = directories::existing(path)?;
         Ok(directory.map(|directory| Self { path: path.to_owned(), directory }))
     }
 
-    /// Makes the directory of a slice lead to a socket. A client that connects meanwhile finds the former socket or this one.
-    /// True if it led elsewhere, or nowhere, before.
+    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the former socket or
+    /// this one. Returns true if there was no such link before.
     ///
     /// # Errors
     /// The slice's directory can't be used, or the link can't be made.
@@ -168,7 +169,7 @@ impl SliceDirectories {
         socket.link(&directory, &path, moved)
     }
 
-    /// Takes the link away from the directory of a slice: any link, or only a link to `socket`.
+    /// Removes the link from the directory of a slice. With `socket`, a link to any other socket stays.
     ///
     /// # Errors
     /// The link can't be removed.
@@ -181,10 +182,10 @@ impl SliceDirectories {
         closed.map_err(|error| still_leads(&self.path.join(name), &error))
     }
 
-    /// Lets no other user change the directories of these slices, nor put others beside them.
+    /// Stops other users from changing the directories of these slices, and from adding others.
     pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
         for name in names {
-            // Some have no directory yet.
+            // Some slices have no directory yet.
             if let Ok(directory) = self.open(name) {
                 keep(&directory, &self.path.join(name));
             }
@@ -192,10 +193,10 @@ impl SliceDirectories {
         keep(&self.directory, &self.path);
     }
 
-    /// Lets others change the directories of these slices again, and whatever else was kept here.
+    /// Lets other users change the directories of these slices again, and all other directories that were protected here.
     fn release(&self, names: &BTreeSet<String>) {
-        // The flag of this directory is set last and taken away last. Without it no other directory has one, and with many
-        // control daemons only the first of them looks at the directories of all.
+        // The flag of this directory is set last and removed last. If it is not set, no other directory has the flag. So of many
+        // control daemons that are released, only the first has to look at all directories.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
         let others = kept.then(|| self.others(names).unwrap_or_default());
         for name in names.iter().chain(others.iter().flatten()) {
@@ -209,7 +210,8 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The names there that a slice can have, besides these. There may be more names if others have put many things there.
+    /// The names of the existing directories that can belong to slices, without the names in `names`. There may be further ones
+    /// if other users have made many files there.
     pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);
@@ -223,13 +225,13 @@ impl SliceDirectories {
     }
 }
 
-/// Lets no other user change a pipe directory. A directory in which others have something, such as /run, stays as it is: their
+/// Stops other users from changing a pipe directory. A directory that also has foreign files, such as /run, is not changed: other
 /// programs may need to change it.
 pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
     let is_ours = |name: &OsStr| {
         let text = name.to_string_lossy();
-        // The pipe directory of a control daemon of one GPU or one slice may be here.
+        // The pipe directory may contain those of control daemons of one GPU or one slice.
         let ours = [SOCKET, NEW, WAITING].contains(&&*text) || is_of_service(&text);
         ours || text.contains(".refused-") || log == Some(name)
     };
@@ -247,8 +249,8 @@ fn keep(directory: &OwnedFd, path: &Path) {
     }
 }
 
-/// Lets all users with the right to write change and remove a pipe directory and the directories of slices again, of which
-/// these belong to the control daemon.
+/// Lets all users with the right to write change and remove a pipe directory and the directories of slices again. `names` are the
+/// slices of this control daemon.
 pub(crate) fn release(pipe_directory: &Path, slice_directories: Option<&Path>, names: &BTreeSet<String>) {
     if let Some(Ok(Some(directories))) = slice_directories.map(SliceDirectories::existing) {
         directories.release(names);
@@ -262,7 +264,7 @@ fn unlink(directory: &OwnedFd, name: &str) -> rustix::io::Result<()> {
     immutable::change(directory, || rustix::fs::unlinkat(directory, name, AtFlags::empty()))
 }
 
-/// Removes the socket where programs have waited, also from a directory that no other user may change.
+/// Removes the socket at which programs have waited, even from a directory that is immutable.
 pub(super) fn remove_waiting(directory: &Path) {
     let removed = directories::existing(directory).map(|found| found.map(|found| unlink(&found, WAITING)));
     if let Ok(Some(Err(error))) = removed
@@ -278,7 +280,7 @@ fn close(directory: &OwnedFd, socket: Option<SocketId>) -> io::Result<()> {
         return Ok(());
     }
     match unlink(directory, SOCKET) {
-        // A directory of that name leads nowhere.
+        // A directory with this name is no link.
         Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -340,8 +342,8 @@ mod tests {
             Socket::find(&self.root.path().join("private")).unwrap()
         }
 
-        /// Makes these slices lead to the socket and closes all others, as the supervisor does. Returns those that did not lead
-        /// there before, and the things that were in the way.
+        /// Makes the links of these slices point to the socket and closes all others, as the supervisor does. Returns those that
+        /// had no such link before, and the files that were renamed.
         fn lead_all(&self, names: &[&str]) -> (Vec<String>, Vec<String>) {
             let (mut made, mut moved) = (Vec::new(), Vec::new());
             let Some(socket) = self.socket() else { return (made, moved) };
@@ -416,7 +418,7 @@ mod tests {
         let place = TestDirectory::new();
         assert_eq!(place.lead(&[A]), [A]);
         let at = |path: &str| place.root.path().join(path);
-        // Another control daemon's slice, a file, a directory that no slice has, and a link to somewhere else.
+        // A slice of another control daemon, a file, a directory with a name that no slice has, and a symbolic link.
         fs::create_dir(at("pipe/slices").join(B)).unwrap();
         let _other = UnixListener::bind(at("pipe/slices").join(B).join("control")).unwrap();
         fs::write(at("pipe/slices/00_07.0-0"), "").unwrap();
@@ -432,7 +434,7 @@ mod tests {
         assert_eq!(place.lead(&[A]), [""; 0], "no control daemon listens yet");
     }
 
-    /// Whatever stands in the way is renamed, unharmed, and however often somebody puts it there.
+    /// A file with the name of a link is renamed and not changed, even repeatedly.
     #[test]
     fn a_thing_in_the_way_is_renamed() {
         let place = TestDirectory::new();
@@ -463,7 +465,7 @@ mod tests {
         assert!(refused.iter().all(|name| fs::read_to_string(slices.join(name)).unwrap() == "kept"));
     }
 
-    /// A tenant can put any number of things beside the slices.
+    /// A tenant can make any number of files besides the slices.
     #[test]
     fn only_some_hundreds_of_other_things_are_looked_at() {
         let place = TestDirectory::new();
@@ -476,7 +478,7 @@ mod tests {
         assert_eq!(directories.others(&BTreeSet::new()).unwrap().len(), OTHERS);
     }
 
-    /// However many slices there are. A control daemon looks at the directories of others only where some may be kept.
+    /// With any number of slices: a control daemon looks at the directories of others only if some may have the flag.
     #[test]
     fn what_was_kept_is_given_back() {
         let place = TestDirectory::new();
@@ -503,7 +505,7 @@ mod tests {
         immutable::set(directories.open(A).unwrap(), false).unwrap();
     }
 
-    /// The pipe directory of an earlier version of this service is left with nothing but the link.
+    /// In the pipe directory of an earlier version of this service only the link remains.
     #[test]
     fn the_pipe_directory_has_the_link_alone() {
         let mut place = TestDirectory::new();

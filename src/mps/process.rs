@@ -1,4 +1,4 @@
-//! Processes of the control daemon. Only this module watches, signals and stops them; [`super::launch`] starts them.
+//! Processes of the control daemon. No other module watches, signals or stops them; [`super::launch`] starts them.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -20,11 +20,11 @@ use super::process_handle::{ProcessHandle, unless_gone};
 use common::host::proc;
 use common::host::readable::Readable;
 
-/// A held process: a signal can't hit another process that got its PID.
+/// A process with a handle: a signal can't reach a later process with the same PID.
 #[derive(Debug)]
 pub(crate) struct Process {
     handle: ProcessHandle<Readable>,
-    /// Present if the process is our child. It gives the exit status.
+    /// Set if the process is a child of the service. It gives the exit status.
     child: Option<Child>,
 }
 
@@ -33,21 +33,20 @@ impl Process {
         Ok(Self { handle: ProcessHandle::open(pid)?.watched()?, child })
     }
 
-    /// Holds a process that is not our child. None if it has ended.
+    /// Opens a handle of a process that is not a child. None if it has ended.
     ///
     /// # Errors
-    /// The kernel refused, for example because the service has no file descriptors left. The process may live.
+    /// The kernel refuses, for example because the service has no file descriptors left. The process may live.
     pub(crate) fn adopt(identity: ProcessId) -> io::Result<Option<Self>> {
         Ok(Self::open(identity.pid)?.filter(|process| process.identity() == identity))
     }
 
-    /// Holds the process that has this PID now. None if there is no such process.
+    /// Opens a handle of the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         unless_gone(Self::hold(pid, None))
     }
 
-    /// The file of its standard output, even if that file was removed. It is opened read-only if its mode forbids
-    /// writing.
+    /// The file of its standard output, even if that file was removed. Opened read-only if the file's mode forbids writing.
     pub(crate) fn output_file(&self) -> io::Result<File> {
         let output = proc::open_file(self.identity().pid, 1);
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
@@ -57,10 +56,10 @@ impl Process {
         self.handle.identity()
     }
 
-    /// Waits until the process has ended, and returns its exit status. None for a process that is not our child.
+    /// Waits until the process has ended, and returns its exit status. None for a process that is not a child.
     pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
-            // If the kernel has no pidfds, the process stays a zombie until this call.
+            // On a kernel without pidfds, the process stays a zombie until this call.
             Some(child) => child.wait().await.ok(),
             None => {
                 self.handle.ended().await;
@@ -69,7 +68,7 @@ impl Process {
         }
     }
 
-    /// The same if the process has ended, or ends at this moment.
+    /// The same if the process has ended, or ends within a moment.
     pub(crate) async fn exited_by_now(&mut self) -> Option<Option<ExitStatus>> {
         tokio::time::timeout(ENDING, self.exited()).await.ok()
     }
@@ -84,7 +83,7 @@ impl Process {
     }
 }
 
-/// Continues a process if SIGSTOP has stopped it, and says so.
+/// Continues a process if SIGSTOP has stopped it, and returns a message about that.
 pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     let process = Process::open(pid).ok().flatten().filter(|_| is_stopped(pid))?;
     Some(match process.signal(Signal::CONT) {
@@ -93,10 +92,10 @@ pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     })
 }
 
-/// The pause between two attempts to hold a process while the service has no file descriptors left.
+/// The pause between two attempts to open a handle while the service has no file descriptors left.
 const HOLD_AGAIN: Duration = Duration::from_secs(1);
 
-/// Waits until a process that is not our child has ended.
+/// Waits until a process that is not a child has ended.
 pub(crate) async fn ended(pid: u32) {
     loop {
         match Process::open(pid) {
@@ -113,13 +112,12 @@ pub(crate) async fn ended(pid: u32) {
     }
 }
 
-/// The number of looks at whether a process continues, and the pause between two looks. A debugger can stop a process
-/// again and again and continue it at once.
+/// How often the service checks if a process goes on, and the pause between two checks. A debugger can stop a process and
+/// continue it at once, repeatedly.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
-/// The same pause for a process that must not stop again. A program that stops it every 300 us still leaves it part of
-/// the time.
+/// The pause for a process that must not stay stopped. A program that stops it every 300 us still lets it run part of the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
@@ -131,14 +129,14 @@ fn is_any_thread_stopped(pid: u32) -> bool {
     proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
-/// The way in which a control daemon ended.
+/// How a control daemon has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// The control daemon obeyed `quit`.
+    /// After `quit`.
     Quit,
-    /// The control daemon ended on SIGTERM.
+    /// After SIGTERM.
     Terminated,
-    /// The control daemon ended on SIGKILL.
+    /// After SIGKILL.
     Killed,
 }
 
@@ -152,7 +150,7 @@ impl fmt::Display for Stopped {
     }
 }
 
-/// The time in which the end of a process is noticed.
+/// The time within which the end of a process is noticed.
 const ENDING: Duration = Duration::from_millis(20);
 
 /// The time that a control daemon has to end after it has answered `quit`. Measured: 81 ms.
@@ -164,8 +162,8 @@ const SILENT_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time between SIGTERM and SIGKILL. Measured: 4 ms.
 const TERMINATE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Asks a control daemon to end with its clients, which lets servers end in order, and returns whether it has ended.
-/// `quit -t` can hang for as long as a client runs, so it has a deadline of its own.
+/// Asks a control daemon to end with its clients, so that its servers end cleanly, and returns if it has ended. `quit -t` can
+/// hang as long as a client runs, so it has a deadline.
 pub(crate) async fn stop(
     process: &mut Process,
     control: &Control,
@@ -181,7 +179,7 @@ pub(crate) async fn stop(
     process.ends_within(patience).await
 }
 
-/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller says before whom that hits.
+/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller reports before which clients that affects.
 pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<Stopped> {
     tell_cause("is sent SIGTERM", process, may_end);
     process.signal(Signal::TERM)?;
@@ -208,7 +206,7 @@ fn patience_after(quit: Result<(), ControlError>, process: &Process) -> Duration
     }
 }
 
-/// True if a front end would reach this process. Another control daemon may have taken over the pipe directory.
+/// True if a front end reaches this process. Another control daemon may have taken over the pipe directory.
 fn listens(process: &Process, control: &Control) -> bool {
     control.daemon_pid() == Some(process.identity().pid)
 }
@@ -216,8 +214,8 @@ fn listens(process: &Process, control: &Control) -> bool {
 /// The time that a control daemon without clients has to answer `quit`. Measured: 81 ms.
 const IDLE_QUIT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Asks a control daemon that seems to have no client to end, and returns whether it has ended. If a client comes in
-/// between, the control daemon stays until that client has ended, so no client is harmed.
+/// Asks a control daemon that seems to have no client to end, and returns if it has ended. If a client comes meanwhile, the
+/// control daemon stays until that client has ended, so no client loses work.
 pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end: Permit) -> bool {
     tell_cause("is asked to end without clients", process, may_end);
     if !listens(process, control) {
@@ -227,27 +225,26 @@ pub(crate) async fn stop_idle(process: &mut Process, control: &Control, may_end:
     process.ends_within(patience).await
 }
 
-/// A hold on a process that the service did not start. While the process lives, no other process has its PID. So what
-/// was read below /proc/PID is about this process if [`Held::alive`] is true afterwards.
+/// A handle of a process that the service has not started. While the process lives, no other process has its PID. So data from
+/// /proc/PID is about this process if [`Held::alive`] is true afterwards.
 #[derive(Debug, Clone)]
 pub(crate) struct Held(Arc<ProcessHandle<OwnedFd>>);
 
 impl Held {
-    /// Holds the process that has this PID now. None if there is no such process.
+    /// Opens a handle of the process that has this PID now. None if there is no such process.
     pub(crate) fn open(pid: u32) -> io::Result<Option<Self>> {
         Ok(unless_gone(ProcessHandle::open(pid))?.map(|hold| Self(Arc::new(hold))))
     }
 
-    /// Continues the process if SIGSTOP or a control group stops it.
+    /// Continues a process that is stopped by SIGSTOP or frozen by a control group.
     ///
     /// # Errors
-    /// The kernel refused, or the process stays stopped.
+    /// The kernel refuses, or the process stays stopped.
     pub(crate) async fn go_on(&self) -> io::Result<GoingOn> {
         let pid = self.0.identity().pid;
         let mut going_on = GoingOn { held: self.clone(), thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            // A process that is stopped again every 300 us runs only right after SIGCONT, so the second look follows at
-            // once.
+            // A process that is stopped every 300 us runs only right after SIGCONT, so the second check follows at once.
             if !going_on.continue_once(is_any_thread_stopped(pid))?
                 || !going_on.continue_once(is_any_thread_stopped(pid))?
             {
@@ -272,8 +269,8 @@ impl Held {
     }
 }
 
-/// A process that continues, whatever stops it. When this value is dropped, the control groups that were thawed for it
-/// are frozen again.
+/// A process that is continued each time that something stops it. When this value is dropped, the control groups that were thawed
+/// for it are frozen again.
 #[derive(Debug)]
 pub(crate) struct GoingOn {
     held: Held,
@@ -291,8 +288,7 @@ impl GoingOn {
         self.was_held
     }
 
-    /// Continues the process each time that something stops it. This takes a tenth of a processor at most, and never
-    /// returns.
+    /// Continues the process each time that something stops it. This uses at most a tenth of a CPU, and never returns.
     pub(crate) async fn keep(&mut self) -> Infallible {
         let pid = self.pid();
         let mut refused = String::new();
@@ -308,7 +304,7 @@ impl GoingOn {
         }
     }
 
-    /// Continues the process if it is stopped, and returns whether it was.
+    /// Continues the process if it is stopped, and returns true if it was.
     fn continue_once(&mut self, stopped: bool) -> io::Result<bool> {
         let frozen = cgroup_freezer::holds(self.pid());
         let held = stopped || frozen.is_some();

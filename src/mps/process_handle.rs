@@ -1,7 +1,7 @@
-//! A hold on a process: a signal reaches this process or none, even if another process gets its PID. The hold is a
-//! pidfd, which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have none.
-//! There the process is polled, and its identity is compared before each signal. Between the comparison and the signal
-//! another process can get the PID, but only within microseconds.
+//! A handle of a process: a signal reaches this process or none, even if another process gets its PID. The handle is a pidfd,
+//! which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have none. There the process
+//! is polled, and its identity is compared before each signal. Another process could get the PID only in the microseconds between
+//! the comparison and the signal.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -16,7 +16,7 @@ use common::host::identity;
 use common::host::proc;
 use common::host::readable::Readable;
 
-/// The pause between two looks at a process without a pidfd.
+/// The pause between two polls of a process without a pidfd.
 const PAUSE: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -27,10 +27,10 @@ pub(super) struct ProcessHandle<Fd> {
 }
 
 impl ProcessHandle<OwnedFd> {
-    /// Holds the process that has this PID now.
+    /// Opens a handle of the process that has this PID now.
     ///
     /// # Errors
-    /// The process has ended (see [`unless_gone`]), or the kernel refused, for example because the service has no file
+    /// The process has ended (see [`unless_gone`]), or the kernel refuses, for example because the service has no file
     /// descriptors left.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
         let pidfd = match pidfd_open(number(pid)?, PidfdFlags::empty()) {
@@ -38,12 +38,11 @@ impl ProcessHandle<OwnedFd> {
             Err(Errno::NOSYS) => None,
             Err(error) => return Err(error.into()),
         };
-        // The pidfd comes first. The identity that is read afterwards is the identity of the held process, unless it
-        // has ended.
+        // The pidfd is opened first. The identity that is read afterwards belongs to the same process, unless that has ended.
         Ok(Self { identity: identity::read(pid)?, pidfd })
     }
 
-    /// The same hold, for waiting on the running runtime.
+    /// The same handle, for waiting with the runtime of the caller.
     pub(super) fn watched(self) -> io::Result<ProcessHandle<Readable>> {
         Ok(ProcessHandle { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
     }
@@ -70,7 +69,7 @@ impl ProcessHandle<Readable> {
             }
             return;
         };
-        // A pidfd becomes readable when its process ends, and stays readable. Only a runtime that shuts down returns an
+        // A pidfd becomes readable when its process ends, and stays readable. Only a runtime that is shutting down returns an
         // error.
         if pidfd.until(|_| Ok(())).await.is_err() {
             std::future::pending::<()>().await;
@@ -97,7 +96,7 @@ impl<Fd: std::os::fd::AsFd> ProcessHandle<Fd> {
     }
 }
 
-/// None in place of an error that says that there is no such process.
+/// None instead of an error that says that there is no such process.
 pub(super) fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
         Err(error) if proc::is_gone(&error) => Ok(None),
@@ -116,7 +115,7 @@ mod tests {
 
     use super::*;
 
-    /// A hold as an old kernel gives it.
+    /// A handle on an old kernel.
     fn without_pidfd(pid: u32) -> ProcessHandle<OwnedFd> {
         ProcessHandle { identity: identity::read(pid).unwrap(), pidfd: None }
     }
@@ -130,7 +129,7 @@ mod tests {
             assert_eq!(held.identity(), identity::read(child.id()).unwrap());
             let watched = hold(child.id()).watched().unwrap();
             let waiting = tokio::spawn(async move { watched.ended().await });
-            // With each turn the task polls again, and the runtime looks for descriptors that have become readable.
+            // Each turn lets the task poll again, and the runtime look for descriptors that have become readable.
             for _ in 0..10 {
                 tokio::task::yield_now().await;
             }
@@ -157,7 +156,7 @@ mod tests {
         assert!(!proc::is_gone(&Errno::MFILE.into()));
     }
 
-    /// Without a pidfd, a later process with the same PID is not mistaken for the held one.
+    /// Without a pidfd, a later process with the same PID is not mistaken for this one.
     #[test]
     fn a_later_process_with_the_same_pid_is_left_alone() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();

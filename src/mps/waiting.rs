@@ -1,6 +1,6 @@
-//! The waiting socket: a socket of the service that stands in the place of a control daemon's. A program that connects there waits,
-//! since no process accepts. Measured on an H200: it waits for as long as the socket is there, and begins without MPS then,
-//! unless the compute mode keeps it off the GPU.
+//! The waiting socket: a socket of the service that replaces that of a control daemon. A program that connects to it waits, since
+//! no process accepts the connection. Measured on an H200: the program waits as long as the socket exists. Then it starts without
+//! MPS, unless the compute mode refuses it.
 
 use std::fs::{self, Permissions};
 use std::os::fd::OwnedFd;
@@ -18,10 +18,10 @@ use common::problem::Problem;
 
 use super::links_on_disk::{Socket, WAITING, remove_waiting};
 
-/// The most programs that wait. The kernel has the next ones wait for their connection.
+/// The most programs that can connect. Further programs wait for their connection.
 const PROGRAMS: i32 = 4096;
 
-/// The most programs that are named when they are let go.
+/// The most programs that are named when they are released.
 const NAMED: usize = 1024;
 
 #[derive(Debug)]
@@ -31,7 +31,8 @@ pub(crate) struct WaitingSocket {
 }
 
 impl WaitingSocket {
-    /// Makes the socket in the directory of a control daemon's own socket, since links to a socket can't leave its file system.
+    /// Makes the socket in the directory of the control daemon's own socket, since hard links are possible only within one file
+    /// system.
     ///
     /// # Errors
     /// The socket can't be made.
@@ -42,7 +43,7 @@ impl WaitingSocket {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
             bind(&listener, &SocketAddrUnix::new(&path)?)?;
-            // As that of a control daemon: a program that may write to a socket may connect to it.
+            // The same mode as that of a control daemon's socket: a program needs the right to write in order to connect.
             fs::set_permissions(&path, Permissions::from_mode(0o666))?;
             listen(&listener, PROGRAMS)?;
             Ok(listener)
@@ -61,10 +62,10 @@ impl WaitingSocket {
         self.directory == directory
     }
 
-    /// The socket, to which links can lead.
+    /// The socket, for making hard links to it.
     ///
     /// # Errors
-    /// It is not there any more.
+    /// The socket was removed.
     pub(crate) fn socket(&self) -> Result<Socket, BadDirectory> {
         let found = Socket::find_waiting(&self.directory)?;
         found.ok_or_else(|| BadDirectory {
@@ -73,7 +74,7 @@ impl WaitingSocket {
         })
     }
 
-    /// Lets the programs go that have waited, and returns their PIDs.
+    /// Releases the programs that have waited, and returns their PIDs.
     pub(crate) fn let_go(self, own: u32) -> Vec<u32> {
         let next = || match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(program) => Ok(socket_peercred(&program).ok()),
@@ -84,7 +85,7 @@ impl WaitingSocket {
             match next() {
                 Ok(peer) => {
                     let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-                    // The service itself connects, to see who listens.
+                    // The service itself connects too, to find out which process listens.
                     waited.extend(pid.filter(|pid| *pid != own));
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}

@@ -1,5 +1,5 @@
-//! The directories that lead clients to a control daemon. The supervisor and the daemon share this, so that a drain holds at
-//! the moment of its answer, whatever the supervisor waits for. The core says which links there are to be.
+//! The directories with links to a control daemon. The supervisor and the main loop share them, so that a drain is complete when
+//! it is answered, even while the supervisor waits for something. The core decides which links there should be.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use super::state_file::SharedStateFile;
 use common::drained::ClosedDevices;
 use common::state_file::Running;
 
-/// The directories that lead to one control daemon, shared by all parts of the service that change them.
+/// The directories with links to one control daemon, shared by all parts of the service that change them.
 #[derive(Debug, Clone)]
 pub(super) struct SharedAdmission {
     admission: Arc<Mutex<Admission>>,
@@ -30,14 +30,14 @@ struct Admission {
     directories: FileDirectories,
 }
 
-/// The news of the links, for people.
+/// The events about links, for the log.
 #[derive(Debug)]
 pub(super) struct LinkNews {
-    /// The directories that led to the control daemon until others changed them, and do again.
+    /// The directories in which other programs had changed the link, and the service has renewed it.
     pub(super) renewed: BTreeSet<PathBuf>,
-    /// The things in the way that were renamed.
+    /// The messages about files that were renamed to make room for links.
     pub(super) moved: Vec<String>,
-    /// The links that can't be taken away.
+    /// The links that can't be removed.
     pub(super) stuck: BTreeSet<String>,
 }
 
@@ -64,7 +64,7 @@ fn linked(running: &Running) -> Linked<PathBuf> {
 }
 
 impl SharedAdmission {
-    /// The links to the control daemon of an order, which may run already.
+    /// The links to the control daemon of an order. The control daemon may run already.
     pub(super) fn new(
         plan: &ControlDaemonPlan,
         retiring: bool,
@@ -77,12 +77,13 @@ impl SharedAdmission {
             admission.links.release(&mut admission.directories);
         }
         let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
-        // No link is made before the control daemon has its order, and an event reports links that could not be removed.
+        // Errors are ignored: no link is made before the control daemon has its order, and links that can't be removed are
+        // reported as an event.
         let _ = shared.apply();
         shared
     }
 
-    /// Follows another order, or that the control daemon shall retire. The links that it does not want go at once.
+    /// Takes another order. The control daemon may be about to end by it. Links that the order does not need are removed at once.
     pub(super) fn pursue(&self, plan: &ControlDaemonPlan, retiring: bool) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -91,14 +92,14 @@ impl SharedAdmission {
             }
             if retiring {
                 links.release(directories);
-                // No way leads to it any more. Programs that wait would wait for ever.
+                // No link will point to this control daemon any more. Programs that wait would wait for ever.
                 directories.waiting = None;
             }
         }
         let _ = self.apply();
     }
 
-    /// The control daemon has the limits of this order: from now on links lead to it.
+    /// The control daemon has the limits of this order: from now on links point to it.
     pub(super) fn lead(&self, running: &Running, plan: &ControlDaemonPlan) -> Result<(), Bad> {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -108,10 +109,10 @@ impl SharedAdmission {
         self.apply()
     }
 
-    /// Programs that come from now on wait.
+    /// From now on new programs wait.
     ///
     /// # Errors
-    /// They get to the control daemon, since some ways can't be changed.
+    /// Some links can't be changed, so programs still reach the control daemon.
     pub(super) fn keep_waiting(&self) -> Result<(), String> {
         self.lock().links.keep_waiting();
         self.apply()?;
@@ -120,7 +121,7 @@ impl SharedAdmission {
         if open.is_empty() { Ok(()) } else { Err(open.join("; ")) }
     }
 
-    /// The ways lead to the control daemon again.
+    /// The links point to the control daemon again.
     pub(super) fn reopen_ways(&self) {
         self.lock().links.reopen_ways();
         if let Err(bad) = self.apply() {
@@ -128,7 +129,7 @@ impl SharedAdmission {
         }
     }
 
-    /// Lets the programs go that have waited, and returns their PIDs.
+    /// Releases the programs that have waited, and returns their PIDs.
     pub(super) fn let_go(&self) -> Vec<u32> {
         let Admission { links, directories } = &mut *self.lock();
         links.let_go();
@@ -136,7 +137,7 @@ impl SharedAdmission {
         waiting.map(|waiting| waiting.let_go(std::process::id())).unwrap_or_default()
     }
 
-    /// No control daemon runs. Programs wait for the next one, which makes another socket.
+    /// No control daemon runs. Programs wait for the next one, which makes a new socket.
     pub(super) fn end(&self) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -147,7 +148,8 @@ impl SharedAdmission {
         }
     }
 
-    /// Makes and takes away links, as the state file has slices closed. The error is the control daemon's own directory.
+    /// Makes and removes links, with the closed slices of the state file. The error is that the control daemon's own directory
+    /// can't be used.
     pub(super) fn apply(&self) -> Result<(), Bad> {
         let closed = self.state_file.lock().closed();
         let mut admission = self.lock();
@@ -159,7 +161,7 @@ impl SharedAdmission {
         done
     }
 
-    /// Lets people change and remove the directories from now on.
+    /// Lets other users change and remove the directories from now on.
     pub(super) fn release(&self) {
         let Admission { links, directories } = &mut *self.lock();
         links.release_for_good(directories);
@@ -180,12 +182,12 @@ impl SharedAdmission {
         LinkNews { renewed, moved: std::mem::take(&mut directories.moved), stuck: events.stuck }
     }
 
-    /// The directory of the directories of slices that lead to the control daemon.
+    /// The directory that contains the directories of the slices whose links point to the control daemon.
     pub(super) fn slice_directories(&self) -> Option<PathBuf> {
         self.lock().links.slices_in()
     }
 
-    /// The links that could not be taken away at the last attempt, in words.
+    /// The links that could not be removed at the last attempt, in words.
     pub(super) fn stuck(&self) -> BTreeSet<String> {
         self.lock().links.stuck().clone()
     }
@@ -195,7 +197,7 @@ impl SharedAdmission {
     }
 }
 
-/// Takes the links of closed slices away from a control daemon that no supervisor has. The error says which link stays.
+/// Removes the links of closed slices to a control daemon without a supervisor. The error names a link that stays.
 pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedDevices) -> Result<(), String> {
     let mut admission = Admission::new(None, Some(running.clone()));
     admission.apply(closed)?;
@@ -220,22 +222,22 @@ impl Admission {
 
     fn apply(&mut self, closed: &ClosedDevices) -> Result<(), Bad> {
         let done = self.links.apply(&mut self.directories, closed);
-        // Nothing stays open between two passes.
+        // No descriptor stays open between two passes.
         (self.directories.socket, self.directories.slices) = (None, None);
         done
     }
 }
 
-/// The directories of a control daemon, and what is open of them during a pass.
+/// The directories of a control daemon, and the descriptors that are open during a pass.
 #[derive(Debug)]
 struct FileDirectories {
     /// The control daemon that runs, or has run last.
     running: Option<Running>,
     socket: Option<Socket>,
-    /// The socket where programs wait, while they do.
+    /// The socket at which programs wait. None while no program waits.
     waiting: Option<WaitingSocket>,
     slices: Option<SliceDirectories>,
-    /// The things in the way that were renamed.
+    /// The messages about files that were renamed.
     moved: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Finds processes that use a served GPU without its control daemon. Nothing limits such a process.
+//! Finds processes that use a served GPU without its control daemon. No limits apply to such a process.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,32 +8,32 @@ use mps_core::terms::{GpuProcess, ProcessId};
 use common::host::identity;
 use common::host::proc;
 
-/// A process that uses a GPU without a server of ours.
+/// A process that uses a GPU without a server of this service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Bypass {
     pub gpu_uuid: String,
     pub process: ProcessId,
     /// The command, 15 characters at most.
     pub command: String,
-    /// The owner, as the end of a sentence; empty until the process is reported.
+    /// The owner, as the end of a sentence. Empty until the process is reported.
     pub owner: String,
     /// The GPU memory that it holds, in MiB.
     pub memory_mib: Option<u64>,
 }
 
 impl Bypass {
-    /// True if the other is the same process on the same GPU.
+    /// True if both are the same process on the same GPU.
     pub(crate) fn is(&self, other: &Self) -> bool {
         self.gpu_uuid == other.gpu_uuid && self.process == other.process
     }
 }
 
-/// The bypasses that were reported. All control daemons that take turns on a GPU see the same.
+/// The processes without MPS that were reported. All control daemons that take turns on a GPU find the same ones.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
 impl ToldBypasses {
-    /// The processes that were not reported. From now on they count as reported.
+    /// Those processes that were not reported yet. From now on they count as reported.
     pub(super) fn newly_told<'b>(&self, come: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()

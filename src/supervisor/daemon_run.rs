@@ -1,4 +1,4 @@
-//! One run of a control daemon, from its start or its take-over to its end: its process, its log, and its messages.
+//! One run of a control daemon, from its start or take-over to its end: its process, its log, and its messages.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,21 +23,21 @@ use common::state_file::Running;
 use super::status::Reporter;
 use super::{BusSignal, Tools};
 
-/// The cause of error 802 at a boot.
+/// The usual cause of error 802 after a boot.
 const FABRIC: &str = "error 802: the fabric manager is not ready, which connects the GPUs of this host; it starts beside this \
                       service (systemctl status nvidia-fabricmanager)";
 
-/// The longest part of a line that is kept as last words, in characters.
+/// The most characters of a line among the last lines.
 const WORDS_MAX: usize = 200;
 
-/// The number of lines that are kept as last words.
+/// The number of last lines that are remembered.
 const LAST_WORDS: usize = 3;
 
-/// Measured: the client that this line named was a bystander.
+/// Measured: the client that this line named had not caused the error.
 const DOUBT: &str = "the log can't tell which of them caused it: its line \"Client {PID: ...} encountered a fatal GPU \
                      error\" names a client that was hit, and is no proof against it";
 
-/// The next thing that happens to a control daemon.
+/// The next event of a control daemon.
 #[derive(Debug)]
 pub(super) enum Happening {
     /// The control daemon or a server writes a line to the log, or the log can't be read.
@@ -50,23 +50,23 @@ pub(super) enum Happening {
     Nothing,
 }
 
-/// Everything that belongs to one run of a control daemon, and ends with it, but for what is decided by.
+/// Everything that belongs to one run of a control daemon, and ends with it, except for what the core knows.
 #[derive(Debug)]
 pub(super) struct DaemonRun {
     pub(super) process: Process,
-    /// The exit status, if the process is our child.
+    /// The exit status, if the process is a child of the service.
     pub(super) exit_status: Option<ExitStatus>,
-    /// The control daemon's entry in the state file. The order may want something else.
+    /// The control daemon's entry in the state file. It may differ from the order.
     pub(super) running: Running,
     pub(super) control: Arc<Control>,
     pub(super) log: Follower,
-    /// The service that ran before has passed on the lines before this offset.
+    /// The earlier service has passed on the lines before this offset.
     pub(super) quiet_until: u64,
-    /// The trouble with the log, as last reported.
+    /// The problem with the log that was last reported.
     pub(super) log_trouble: Option<&'static str>,
     /// The last lines that may explain an end. None of them is older than the newest server.
     last_words: VecDeque<String>,
-    /// Wait for the ends of its servers.
+    /// Tasks that wait for the ends of its servers.
     pub(super) server_ends: JoinSet<u32>,
 }
 
@@ -91,7 +91,7 @@ impl DaemonRun {
         }
     }
 
-    /// Waits for what happens next, until `deadline`. The lines come first: they explain an end.
+    /// Waits for the next event, at most until `deadline`. Lines come before the end, since they explain it.
     pub(super) async fn next(&mut self, deadline: Instant) -> Happening {
         tokio::select! {
             biased;
@@ -114,7 +114,7 @@ impl DaemonRun {
         }
     }
 
-    /// Tells whose work the end of the control daemon has ended.
+    /// Reports which clients have lost their work by the end of the control daemon.
     pub(super) fn tell_clients_of_the_end(&self, reporter: &Reporter, known: &Clients) {
         let id = reporter.id();
         let at_work = known.at_work(&id);
@@ -143,13 +143,13 @@ impl DaemonRun {
         format!("the control daemon ended{how}")
     }
 
-    /// Describes the end of the control daemon. Its last words explain no end by a signal.
+    /// Describes the end of the control daemon. After a signal, its last lines are not the explanation.
     pub(super) fn how_it_ended(&self) -> String {
         let is_killed = self.exit_status.is_some_and(|status| status.signal().is_some());
         if is_killed { self.end() } else { self.end() + &self.words() }
     }
 
-    /// The last words of the log, as the end of a sentence.
+    /// The last lines of the log, as the end of a sentence.
     pub(super) fn words(&self) -> String {
         if self.last_words.is_empty() {
             return String::new();
@@ -162,7 +162,7 @@ impl DaemonRun {
         format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
     }
 
-    /// The reason why its servers wait.
+    /// Why its servers can't start yet, if the last lines say so.
     pub(super) fn not_ready_yet(&self) -> Option<&'static str> {
         self.last_words.iter().any(|line| driver::fabric_is_not_ready(line)).then_some(FABRIC)
     }
@@ -172,7 +172,7 @@ impl DaemonRun {
         self.last_words.iter().any(|line| driver::refuses_an_option(line))
     }
 
-    /// Tells which clients were hit.
+    /// Reports which clients were hit.
     pub(super) fn tell_hit(
         &self,
         server: u32,

@@ -1,4 +1,4 @@
-//! The GPUs of a control daemon: NVML is asked for their processes and compute modes, and sets the modes.
+//! The GPUs of a control daemon: asks NVML for their processes and compute modes, and sets the modes.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,7 +17,7 @@ use super::bypass::{self, Bypass};
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
         let served = ComputeMode::while_served(self.order.plan.tenure());
-        // Of a GPU that can't be asked, the last answer counts.
+        // If a GPU does not answer, the last answer counts.
         self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.nvml.read_gpus(gpus.to_vec(), together).await {
@@ -36,7 +36,7 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // These processes are named if they turn out to use a GPU without our server.
+        // The owners of these processes are needed for a message if they use a GPU without a server of the service.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();
@@ -92,7 +92,7 @@ impl GpuShell for Worker {
         }
         self.reporter.update_gpu(gpu, |gpu| {
             gpu.server_kept_out = server_is_kept_out;
-            // Memory comes and goes; who it is has not changed by that.
+            // The memory may have changed, but a change of the memory is no news.
             if is_news {
                 gpu.bypasses = now;
             }
@@ -111,8 +111,8 @@ impl GpuShell for Worker {
 }
 
 impl Worker {
-    /// The processes that NVML shows on a GPU, as far as they concern this control daemon. Where several take turns, the
-    /// servers of the others are theirs, and the control daemon of a client is unknown.
+    /// The processes that NVML lists on a GPU, as far as they belong to this control daemon. If several take turns, servers of
+    /// other control daemons are left out, and it is not known to which one a client belongs.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
         if self.order.plan.tenure() == Tenure::InTurns {
             let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);

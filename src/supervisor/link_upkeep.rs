@@ -1,5 +1,5 @@
-//! The links to a control daemon: they are made when it has its limits, and the health check restores what a user has changed.
-//! No user can change them where directories have the immutable flag.
+//! The links to a control daemon: they are made when it has its limits, and the health check restores links that a user has
+//! changed. If the directories have the immutable flag, no user can change them.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -7,21 +7,22 @@ use std::path::{Path, PathBuf};
 use super::Worker;
 use super::admission::LinkNews;
 
-/// The most things in the way that one message names.
+/// The most renamed files that one message names.
 const MOVED_TOLD: usize = 4;
 
 /// The most programs that one message names.
 const WAITED_TOLD: usize = 8;
 
 impl Worker {
-    /// Lets the programs go that have waited for a control daemon, and names them: they begin without MPS, or are refused.
+    /// Releases the programs that have waited for a control daemon, and names them: they start without MPS, or the driver refuses
+    /// them.
     pub(super) fn let_go(&mut self) {
         let waited = self.admission.let_go();
         let Some(words) = have_waited(&waited) else { return };
         self.reporter.warning(words);
     }
 
-    /// Says what others have changed. `other` is the process that has listened in the pipe directory.
+    /// Reports changes by other programs. `other` is the process that has listened in the pipe directory.
     pub(super) fn report_links(&mut self, pipe_directory: &Path, other: Option<u32>) {
         let LinkNews { renewed, moved, stuck } = self.admission.take_news();
         if let Some(again) = led_again(&renewed, pipe_directory, other) {

@@ -1,11 +1,12 @@
 //! Carries out the core's decisions about one control daemon: starts the process that serves a plan, and ends it.
 //!
-//! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` when something else must happen
-//! first, `stopping` at the end. Nothing is reported before it is confirmed, and no client is ended unless an administrator has
-//! asked for that: a control daemon with clients serves them until they end.
+//! `starting` -> `ready` <-> `faulted`; `backoff` after a death or a failed start, `waiting` until something else has happened,
+//! `stopping` at the end. Everything is confirmed before it is reported, and no client is ended unless an administrator has asked
+//! for that: a control daemon with clients serves them until they end.
 //!
-//! The core (`crates/core`) says what is done next, and `run` carries that out. [`start`](self) brings a control daemon up or
-//! takes one over. Serving is decided in the core too (`crates/core/src/serve`); `shell` carries out all that it asks for.
+//! The core (`crates/core`) decides what is done next, and `run` carries that out. [`start`](self) starts a control daemon or
+//! takes one over. The decisions about serving are in the core too (`crates/core/src/serve`); `shell` carries out their questions
+//! and acts.
 
 pub(crate) mod admission;
 pub(crate) mod bypass;
@@ -56,37 +57,37 @@ pub(crate) use status::{GpuStatus, Status};
 use status::{PlannedWait, Reporter};
 pub(crate) use supervisor_handle::SupervisorHandle;
 
-/// The program, as every driver package installs it.
+/// The name of the program in every driver package.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
-/// The lines of a control daemon's log that are passed on. A server's start writes 20, a fault 10 for each client; tenants can
-/// have lines written as fast as they like.
+/// The limit for lines of a control daemon's log that are passed on. The start of a server writes 20 lines, a fault 10 for each
+/// client; tenants can cause any number of lines.
 const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10) };
 
-/// The time between two looks for programs without MPS on a GPU that nothing keeps them off.
+/// The time between two looks for programs without MPS on a GPU whose compute mode does not refuse them.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
-/// An order in full. The core knows its id and its GPUs.
+/// A complete order. The core knows only its id and its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Instructions {
     pub plan: ControlDaemonPlan,
     pub supervision: Supervision,
 }
 
-/// A request to a supervisor beside its acts.
+/// A request to a supervisor, in addition to acts.
 #[derive(Debug)]
 struct SupervisorCommand {
     request: Requested,
-    /// Takes the answer, for people, to a request that has one.
+    /// The channel for the answer, if the request has one.
     reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
-/// A signal for all who listen on the bus.
+/// A signal on the bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum BusSignal {
-    /// A server met a fatal GPU error, and these clients were hit. None of them need be the culprit.
+    /// A server met a fatal GPU error, and these clients were hit. The client that caused the error may be none of them.
     ClientFault { gpu_uuid: String, pids: Vec<u32>, reason: String },
-    /// A slice has gone over its budget, or is over it in another way: its name, the exceeded parts, each in one word, and its
+    /// A slice has exceeded its budget, or other parts of it than before: its name, the exceeded parts, each as one word, and its
     /// clients.
     OverUse { device: String, reasons: Vec<&'static str>, pids: Vec<u32> },
 }
@@ -98,25 +99,25 @@ pub(crate) struct Tools {
     pub front_ends: FrontEnds,
     /// Sets and restores compute modes.
     pub nvml: NvmlWorker,
-    /// Remembers what was started.
+    /// Remembers the control daemons that were started.
     pub state_file: SharedStateFile,
     /// Notified whenever a status changes.
     pub changed: Arc<Notify>,
-    /// Takes every signal for the bus.
+    /// The queue of signals for the bus.
     pub signals: mpsc::Sender<BusSignal>,
-    /// The bypasses that were reported.
+    /// The processes without MPS that were reported.
     pub told_bypasses: ToldBypasses,
-    /// Ring for the clients of a GPU.
+    /// Wake the watch over the clients of a GPU.
     pub wake_ups: GpuWakeUps,
-    /// Know the clients.
+    /// The known clients.
     pub clients: Clients,
-    /// Tells of changes of files.
+    /// Reports changes of files.
     pub changes: FileChanges,
-    /// Moments are counted from here.
+    /// The zero point of the core's time.
     pub begun: Instant,
 }
 
-/// The core's view of a control daemon in the state file.
+/// The part of an entry in the state file that the core needs.
 pub(crate) fn written(running: &Running) -> RunningDaemon {
     RunningDaemon { process: running.process, gpus: running.gpus.clone() }
 }
@@ -137,20 +138,20 @@ impl From<ControlError> for Failure {
 struct Failing {
     state: ControlDaemonState,
     reason: String,
-    /// Why no administrator has to do anything about it, if that is so.
+    /// Set if no administrator has to do anything about it.
     waits: Option<PlannedWait>,
-    /// The reason that was shown before.
+    /// The reason that was shown before it.
     before: String,
 }
 
-/// An act, as the core wants it carried out.
+/// An act, as the core has ordered it.
 #[derive(Debug)]
 struct Assignment {
     order: Instructions,
     goal: Goal,
     held: HeldGpus,
     act: DaemonAct,
-    /// Breaks the act off.
+    /// Interrupts the act.
     interrupt: oneshot::Receiver<()>,
 }
 
@@ -162,7 +163,7 @@ async fn run(
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 ) {
     while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
-        // A rest shows what came of the act before it, under the order of that act.
+        // A rest shows the result of the act before it, with the order of that act.
         if !matches!(act, DaemonAct::Rest(_)) {
             machine.worker.take_order(order, goal, held);
         }
@@ -172,16 +173,16 @@ async fn run(
             outcome = machine.carry_out(act, &mut commands) => outcome,
         };
         if let DaemonAct::Rest(_) = act {
-            // The state is published before the next act begins, which may follow at once.
+            // The state must be published before the next act, which may begin at once.
             yield_now().await;
         } else {
-            // An error means that the service ends.
+            // An error means that the service is ending.
             let _ = events.send(machine.done(outcome));
         }
     }
 }
 
-/// The supervisor of one control daemon: what it shall be, and what is known of it beyond one run.
+/// The supervisor of one control daemon: its order, and what it knows beyond one run.
 // Each flag is a fact of its own: none of them excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
@@ -191,33 +192,33 @@ struct Worker {
     held: HeldGpus,
     tools: Tools,
     reporter: Reporter,
-    /// The front end of the control daemon that runs, for all who ask it something: there once it was found to answer, or
-    /// is known to have clients.
+    /// The front end of the running control daemon, for all parts of the service that ask it. Set once the control daemon has
+    /// answered, or is known to have clients.
     control: channel::Sender<Option<Arc<Control>>>,
-    /// There was a control daemon of ours before: the next one is a restart.
+    /// True if there was a control daemon before, so that the next start counts as a restart.
     has_run: bool,
-    /// There was a server of ours before: the next one is a restart.
+    /// True if there was a server before, so that the next one counts as a restart.
     has_served: bool,
     /// True if this driver has refused the multi-user option. The service does not try again.
     multiuser_refused: bool,
-    /// The processes on its GPUs, by UUID, as they were last read.
+    /// The processes on its GPUs, by UUID, when they were last read.
     processes: BTreeMap<String, Vec<GpuProcess>>,
-    /// The number of log lines that may still be passed on.
+    /// The limit for log lines that are passed on.
     rate_limit: RateLimit,
-    /// The directories that lead clients to its control daemons.
+    /// The directories with links to its control daemons.
     admission: SharedAdmission,
     /// The links that could not be removed, as last reported.
     links_stuck: BTreeSet<String>,
-    /// The private directory that was reported to be on another mount than the pipe directory.
+    /// The private directory for which it was reported that it is on another mount than the pipe directory.
     not_beside: Option<PathBuf>,
 }
 
-/// A worker, and the control daemon that runs, if one does.
+/// A worker, and its running control daemon, if there is one.
 #[derive(Debug)]
 struct Machine {
     worker: Worker,
     reach: GpuReach,
-    /// The control daemon that runs, and all that decisions about it go by.
+    /// The running control daemon, and all facts on which decisions about it depend.
     run: Option<(DaemonRun, Known)>,
     /// The last failure, until it is shown.
     failing: Option<Failing>,
@@ -249,7 +250,7 @@ impl Machine {
         done.unwrap_or_else(|failure| ActOutcome::Failed(self.failed(failure)))
     }
 
-    /// The news for the core after an act.
+    /// The event for the core after an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = &self.worker.order.plan.id;
         let state_file = self.worker.tools.state_file.lock();
@@ -257,7 +258,7 @@ impl Machine {
         CoreEvent::Done { id: id.clone(), written, watched: self.run.is_some(), outcome }
     }
 
-    /// Gives the control daemon that runs its order, and watches it until something else has to be done.
+    /// Gives the running control daemon its order, and watches it until it ends or needs its order again.
     async fn serve(
         &mut self,
         commands: &mut mpsc::Receiver<SupervisorCommand>,
@@ -274,7 +275,7 @@ impl Machine {
         }
     }
 
-    /// Shows the directories of the control daemon that runs: the order may have others.
+    /// Shows the directories of the running control daemon, which may differ from those of the order.
     fn show_places(&self) {
         let Some((DaemonRun { running, .. }, _)) = &self.run else { return };
         let cpus = Cpus::allowed_for(running.process.pid).map(Cpus::describe);
@@ -295,7 +296,7 @@ impl Machine {
         Some(self.worker.serving(run, known, &mut self.reach, requests))
     }
 
-    /// From now on, this one runs.
+    /// From now on this control daemon runs.
     fn hold(&mut self, run: DaemonRun) -> Serving<'_, RunShell<'_>> {
         let known = self.worker.knows_of(&run, false);
         let (run, known) = self.run.insert((run, known));
@@ -315,13 +316,13 @@ impl Worker {
         Serving::new(RunShell { worker: self, run, requests, reply: None }, known, reach, wanted)
     }
 
-    /// All that is known of a control daemon that has just come.
+    /// The facts about a control daemon that was just started or taken over.
     fn knows_of(&self, run: &DaemonRun, has_just_started: bool) -> Known {
         let Running { gpus, multiuser, .. } = &run.running;
         Known::new(gpus.clone(), *multiuser, has_just_started, self.tools.begun.elapsed())
     }
 
-    /// The order, as far as serving depends on it.
+    /// The part of the order on which serving depends.
     fn wanted(&self) -> Wanted {
         let Instructions { plan, supervision } = &self.order;
         Wanted {
@@ -337,13 +338,13 @@ impl Worker {
         }
     }
 
-    /// True if only its clients still need the control daemon.
+    /// True if the control daemon is needed only by its present clients.
     fn is_retiring(&self) -> bool {
         self.goal == Goal::Retire
     }
 
     fn take_order(&mut self, order: Instructions, goal: Goal, held: HeldGpus) {
-        // If the plan is the same, nothing changes for clients.
+        // If the plan is the same, clients notice nothing.
         self.reporter.update(|status| status.take(&order.plan));
         (self.order, self.goal, self.held) = (order, goal, held);
         let plan = &mut self.order.plan;

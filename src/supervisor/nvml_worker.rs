@@ -1,4 +1,4 @@
-//! The compute mode of GPUs that are served: set, kept, put back.
+//! The compute modes of GPUs that are served: sets, checks and restores them.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,25 +17,26 @@ use mps_core::GpuUuid;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome, LimitedGroup};
 use mps_core::serve::ClientsOnGpus;
 
-/// The most questions about one GPU at a time. A check and a list of the clients may meet.
+/// The most questions about one GPU at a time. A health check and a list of clients may coincide.
 const QUESTIONS: usize = 4;
 
-/// The time that NVML gets. Measured: 0.1 ms; a GPU that fell off its bus can take for ever.
+/// The longest time for an answer of NVML. Measured: 0.1 ms. For a GPU that has fallen off the bus the answer may never come.
 const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Changes compute modes, each only after the previous one was written down.
+/// Changes compute modes, each after recording the former one.
 #[derive(Debug, Clone)]
 pub(crate) struct NvmlWorker {
-    /// The driver as it is found at the moment; it may come late, or go.
+    /// The present driver. It may be installed late, or be removed.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: SharedStateFile,
-    /// By the UUIDs in question: a GPU that does not answer must not keep others from being asked about.
+    /// The running questions, by UUID: a GPU that does not answer must not prevent questions about others.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
-    /// Changes to the mode of a GPU, by its UUID, one at a time: a change that no task waits for any more may still be made.
+    /// The running changes of modes, by UUID, at most one for each GPU: a change may still happen after its caller has stopped
+    /// waiting.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
-/// The mode a GPU has now, and the processes on it. The errors are NVML's reasons for either.
+/// The present mode of a GPU, and the processes on it. The errors are NVML's reasons for each.
 pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, Problem>), Problem>;
 
 fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
@@ -43,12 +44,12 @@ fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
 }
 
 impl NvmlWorker {
-    /// Through this driver, with the previous modes in this state file.
+    /// Uses this driver, and records former modes in this state file.
     pub(crate) fn new(driver: watch::Receiver<Option<Arc<Driver>>>, state_file: SharedStateFile) -> Self {
         Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
     }
 
-    /// Takes a GPU to this mode if it isn't there, and says whether that was needed.
+    /// Sets this mode of a GPU if it has another one. Returns true if it had.
     pub(crate) async fn take(&self, uuid: &str, mode: ComputeMode) -> Result<bool, Problem> {
         let state_file = self.state_file.clone();
         self.change(uuid, move |driver, uuid| {
@@ -67,7 +68,7 @@ impl NvmlWorker {
         .await
     }
 
-    /// Puts a GPU's previous mode back, unless it was not changed by us or has been changed by others since.
+    /// Restores a GPU's former mode, unless the service has not changed it, or another program has changed it since.
     pub(crate) async fn put_back(&self, uuid: &str) -> Result<(), Problem> {
         if self.driver.borrow().is_none() && self.state_file.lock().previous_compute_mode(uuid).is_none() {
             return Ok(());
@@ -102,7 +103,7 @@ impl NvmlWorker {
         .await
     }
 
-    /// Has the kernel hold a memory limit, or hold it no more.
+    /// Sets or removes a memory limit of the kernel.
     pub(crate) async fn pursue_memory_limit(
         &self,
         place: &LimitedGroup<GpuUuid>,
@@ -113,7 +114,7 @@ impl NvmlWorker {
         self.change(&place.gpu, asked).await.unwrap_or_else(|problem| LimitOutcome::Refused(problem.into()))
     }
 
-    /// Looks at each of these GPUs: all on one thread, if that is wanted and no GPU hangs, or each on its own.
+    /// Reads each of these GPUs: all on one thread if `together` is set and no GPU hangs, otherwise each on its own thread.
     pub(crate) async fn read_gpus(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
         if together {
             let asked = gpus.clone();
@@ -127,12 +128,12 @@ impl NvmlWorker {
         self.ask_each(&gpus, read_gpu).await
     }
 
-    /// The processes on a GPU, MPS servers and their clients included. The error is NVML's reason.
+    /// The processes on a GPU, including MPS servers and their clients. The error is NVML's reason.
     pub(crate) async fn processes(&self, uuid: &str) -> Result<Vec<GpuProcess>, Problem> {
         self.ask(uuid, Driver::processes).await
     }
 
-    /// The same of each of these GPUs.
+    /// The same for each of these GPUs.
     pub(crate) async fn all_processes(
         &self,
         gpus: &[String],
@@ -146,7 +147,7 @@ impl NvmlWorker {
         there.map(|(gpu, clients)| (gpu, clients.map_err(String::from))).collect()
     }
 
-    /// Asks about each of these GPUs, all at once: several GPUs that hang take no longer than one.
+    /// Asks about each of these GPUs at the same time, so that several hung GPUs take no longer than one.
     async fn ask_each<T: Send + 'static>(
         &self,
         gpus: &[String],

@@ -1,7 +1,7 @@
-//! The runtime directory, which one service has at a time.
+//! The runtime directory. Only one service has it at a time.
 //!
-//! A second service, started by hand beside the unit most often, would take the control daemons over and end them, with
-//! their clients, when it is interrupted.
+//! A second service, usually started by hand while the unit runs, would take over the control daemons, and end them with their
+//! clients when it is interrupted.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,19 +15,19 @@ use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::io::Errno;
 use rustix::process::{Flock, FlockType, fcntl_getlk};
 
-/// The file that is locked. It is empty: the kernel says which process has the lock.
+/// The file that is locked. It is empty: the kernel reports which process has the lock.
 const FILE: &str = "lock";
 
-/// The time for a service that is on its way out. A process that was killed can take seconds to give its memory back.
+/// The longest wait for a service that is ending. A process that was killed may need seconds to free its memory.
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The directory, ours as long as this value is there. The kernel takes the lock back when the process ends, however it
-/// ends, and no process that we start inherits it.
+/// The directory. It belongs to this process as long as this value exists. The kernel releases the lock when the process ends, in
+/// any way, and child processes do not inherit it.
 #[derive(Debug)]
 pub(crate) struct RuntimeDirectory {
     path: PathBuf,
-    /// Closing any descriptor of the file would give the lock back, so it is opened in one place only.
+    /// Closing any descriptor of the file would release the lock, so it is opened in one place only.
     lock: File,
 }
 
@@ -40,17 +40,16 @@ pub(crate) enum Unavailable {
     )]
     InUse {
         directory: PathBuf,
-        /// The process that has it; None where the process ended a moment ago, or is hidden in another PID namespace.
+        /// The process that has the lock. None if the process has just ended, or is in another PID namespace.
         pid: Option<i32>,
     },
-    /// The directory can't be made, or the file in it not locked.
+    /// The directory can't be made, or the file in it can't be locked.
     #[error("{}: {error}", .file.display())]
     Failed { file: PathBuf, error: io::Error },
 }
 
 impl RuntimeDirectory {
-    /// The same, and waits a while for a service that has just been killed: the kernel releases the lock of a process that has
-    /// ended.
+    /// The same, but waits for a service that has just been killed: the kernel releases the lock when that process has ended.
     pub(crate) async fn take_soon(path: &Path) -> Result<Self, Unavailable> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -61,7 +60,7 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes the directory, which is made if need be.
+    /// Takes the directory, and makes it if it is missing.
     pub(crate) fn take(path: &Path) -> Result<Self, Unavailable> {
         let failed = |file: &Path| {
             let file = file.to_owned();
@@ -69,7 +68,7 @@ impl RuntimeDirectory {
         };
         fs::create_dir_all(path).map_err(failed(path))?;
         let file = path.join(FILE);
-        // For root alone: a program that can open it can lock it.
+        // Only root may open it: any program that can open it can lock it.
         let lock = File::options()
             .read(true)
             .write(true)
@@ -88,7 +87,7 @@ impl RuntimeDirectory {
         }
     }
 
-    /// Takes the directory again if others have removed it meanwhile.
+    /// Takes the directory again if another program has removed it meanwhile.
     pub(crate) fn keep(&mut self) -> Result<(), Unavailable> {
         let there = fs::symlink_metadata(self.path.join(FILE)).ok();
         let ours = self.lock.metadata().ok();
@@ -104,7 +103,7 @@ impl RuntimeDirectory {
     }
 }
 
-/// The PID of the holder of the lock.
+/// The PID of the process that has the lock.
 fn holder(lock: &File) -> Option<i32> {
     let asked = fcntl_getlk(lock, &Flock::from(FlockType::WriteLock)).ok()??;
     asked.pid.map(|pid| pid.as_raw_nonzero().get())
@@ -128,7 +127,7 @@ mod tests {
         directory.keep().unwrap();
         let file = fs::metadata(directory.path().join(FILE)).unwrap();
         assert_eq!(file.ino(), inode(&directory));
-        // A program that could open it could lock it.
+        // Any program that could open it could lock it.
         assert_eq!(file.permissions().mode() & 0o777, 0o600);
     }
 }

@@ -1,4 +1,4 @@
-//! Carries out what serving asks for: with the control daemon's front end and process, NVML, files and the journal.
+//! Carries out the questions and acts of serving: with the control daemon's front end and process, NVML, files and the journal.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -30,14 +30,14 @@ use super::{SupervisorCommand, Worker};
 /// The user of a server that is started ahead of its first client.
 const ROOT: u32 = 0;
 
-/// The worker, the control daemon that runs, and the requests to it, for as long as an act takes.
+/// The worker, the running control daemon, and the requests to it, during an act.
 #[derive(Debug)]
 pub(super) struct RunShell<'m> {
     pub(super) worker: &'m mut Worker,
     pub(super) run: &'m mut DaemonRun,
-    /// None where no request is taken.
+    /// None if this act takes no requests.
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    /// Takes the answer to the last request that has one.
+    /// The channel for the answer to the last request that has one.
     pub(super) reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
@@ -304,7 +304,7 @@ impl Shell for RunShell<'_> {
         let led = admission.lead(&self.run.running, &self.worker.order.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
-        // With a failure a pause follows. A blocker would end an idle control daemon at once, again and again.
+        // After a failure there is a pause. After a blocker, an idle control daemon would be ended at once, repeatedly.
         led.map_err(Failure::Waiting)
     }
 
@@ -450,7 +450,7 @@ impl Shell for RunShell<'_> {
 
     fn answer(&mut self, answer: Result<(), String>) {
         if let Some(reply) = self.reply.take() {
-            // An error means that no asker waits for it any more.
+            // An error means that the caller no longer waits.
             let _ = reply.send(answer.map_err(Problem::from));
         }
     }
@@ -463,13 +463,14 @@ impl RunShell<'_> {
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 
-    /// Shows the CPUs on which the control daemon may run. Others may have bound the control daemon, or its control group.
+    /// Shows the CPUs on which the control daemon may run. Another program may have bound the control daemon or its control group
+    /// to CPUs.
     fn show_cpus(&self) {
         let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
-    /// Takes note of a line, and passes it on to our own log, as long as there are not too many.
+    /// Records a line, and passes it on to the service's log unless there are too many.
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;

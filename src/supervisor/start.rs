@@ -1,4 +1,5 @@
-//! Brings a control daemon up: takes over a control daemon of ours, replaces a foreign one, or starts a new one.
+//! Takes over a control daemon of an earlier service, replaces a control daemon that the service has not started, or starts a new
+//! one.
 
 use common::host::program;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ use super::daemon_run::DaemonRun;
 use super::{Machine, PROGRAM, Worker};
 
 impl Machine {
-    /// Takes over the control daemon that the state file has as ours, if it still lives.
+    /// Takes over the control daemon in the state file, if it still lives.
     pub(super) async fn take_over(&mut self) -> Result<(), Failure> {
         let id = self.worker.reporter.id();
         let Some(running) = self.worker.tools.state_file.lock().control_daemon(&id).cloned() else {
@@ -31,7 +32,7 @@ impl Machine {
         let process = match Process::adopt(running.process) {
             Ok(Some(process)) => process,
             Ok(None) => {
-                // The control daemon ended while no service ran.
+                // The control daemon has ended while no service ran.
                 self.worker.end_run(&mut self.run, None);
                 return Ok(());
             }
@@ -42,19 +43,19 @@ impl Machine {
                 )));
             }
         };
-        // The control daemon may have clients, which must be listed even if the rest fails.
+        // The control daemon may have clients, and their list must be available even if the rest fails.
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         self.worker.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
-        // The log is the control daemon's standard output, since the file may have been removed. Reading begins at the start,
-        // for the lines about servers.
+        // The log is read through the control daemon's standard output, since its file may have been removed. It is read from the
+        // beginning, for the lines about servers.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
-        // A log that was begun again is shorter than the offset. Its new lines must not count as known.
+        // A log that was begun again is shorter than the offset. Its new lines must not count as passed on.
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
@@ -86,12 +87,12 @@ impl Machine {
     }
 }
 
-/// Carries out what a start asks for.
+/// Carries out the questions and acts of a start.
 #[derive(Debug)]
 struct StartShell<'m> {
     worker: &'m mut Worker,
     run: &'m mut Option<(DaemonRun, Known)>,
-    /// The program of control daemons, once it was found.
+    /// The program of control daemons, once it is found.
     program: PathBuf,
 }
 
@@ -119,7 +120,7 @@ impl Starter for StartShell<'_> {
         let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
-            // No process listens there: the front end itself fails.
+            // No process listens there, so the front end itself has failed.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error.to_string()),
             Ok(clients) => Ok(clients.values().flatten().count()),
@@ -142,14 +143,14 @@ impl Starter for StartShell<'_> {
         let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
-            // The directory above may be kept for a control daemon that has other GPUs.
+            // The parent directory may have the immutable flag for a control daemon that has other GPUs.
             (Tenure::InTurns, Some(above)) => directories::open(above)
                 .and_then(|above| directories::open_in(&above, &plan.pipe_directory, &mut moved)),
             _ => directories::open(&plan.pipe_directory),
         };
         let pipe = pipe.map_err(bad_directory)?;
         if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
-            // Not only links are made there. The flag is of an earlier control daemon.
+            // The control daemon itself makes files there. The flag is from an earlier control daemon.
             let _ = immutable::set(&pipe, false);
         }
         let reporter = &mut self.worker.reporter;
@@ -190,7 +191,7 @@ impl Starter for StartShell<'_> {
 }
 
 impl Worker {
-    /// The way to the control daemon that listens in a place of the order, and its directory.
+    /// Reaches the control daemon that listens in a directory of the order. Also returns the directory.
     fn control_in(&self, place: StartPlace) -> (Control, &Path) {
         let plan = &self.order.plan;
         let directory = match place {
@@ -200,7 +201,7 @@ impl Worker {
         (self.tools.front_ends.control_in(directory), directory)
     }
 
-    /// Writes a new control daemon down.
+    /// Records a new control daemon in the state file.
     fn write_down(&self, running: &Running) -> Result<(), Failure> {
         let written =
             self.tools.state_file.lock().remember_control_daemon(self.reporter.id(), running.clone());
@@ -211,11 +212,12 @@ impl Worker {
         })
     }
 
-    /// Lets the control daemon of the order make its FIFO. Returns a message about the directory that was in the way.
+    /// Makes sure that the order's control daemon can make its FIFO. Returns a message about a directory that was renamed for
+    /// that.
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
         let plan = &self.order.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
-        // The plan has a private directory that this host can't have.
+        // The plan has a private directory, which is not possible on this host.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
                 "is where the control daemon makes a FIFO, so it would write no log",
@@ -226,7 +228,7 @@ impl Worker {
         directories::free_place_of_fifo(plan.control_directory())
     }
 
-    /// Starts the process and follows its log from where it begins.
+    /// Starts the process and follows its log from its beginning.
     async fn spawn(
         &mut self,
         program: &Path,
@@ -301,7 +303,7 @@ impl Worker {
     }
 }
 
-/// The variables by which a control daemon finds its directories and its GPUs.
+/// The variables that tell a control daemon its directories and its GPUs.
 fn environment(plan: &ControlDaemonPlan, gpus: &[String]) -> [(&'static str, String); 4] {
     [
         (driver::PROTOCOL.0, driver::PROTOCOL.1.to_owned()),

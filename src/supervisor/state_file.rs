@@ -1,9 +1,8 @@
-//! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service
-//! changed it, the place of the CDI spec, the slices that an administrator has drained, and the control groups that are bound
-//! to slices.
+//! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service changed it,
+//! the path of the CDI spec, the slices that an administrator has drained, and the control groups that are bound to slices.
 //!
-//! One small file in the runtime directory, which outlives restarts and crashes and, like a process and a compute mode,
-//! not a reboot.
+//! It is one small file in the runtime directory. Like a process and a compute mode, that directory exists until the next boot,
+//! also after a restart or a crash of the service.
 
 use common::state_file::{Contents, FILE, MAX_BYTES, Running, read};
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +31,7 @@ impl SharedStateFile {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, StateFile> {
-        // The state file is whole after every call, also if a thread ends in a panic.
+        // The state file is complete after every call, even after a panic in a thread.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -43,11 +42,11 @@ pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
     written: WrittenBindings,
-    /// The file as it was read or written last; None where there was none.
+    /// The identity of the file when it was last read or written. None if there was no file.
     whole: Option<Stamp>,
 }
 
-/// A file as the kernel tells one from another, and from itself before a change.
+/// Distinguishes a file from another one with the same path, and from itself before a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     inode: u64,
@@ -63,8 +62,8 @@ impl Stamp {
 }
 
 impl StateFile {
-    /// Opens the state file in `directory`. A damaged one is passed over with a warning, and overwritten by the next change:
-    /// what it knew is lost, but nothing else is.
+    /// Opens the state file in `directory`. A damaged file is ignored with a warning, and the next change overwrites it: only its
+    /// content is lost.
     pub(crate) fn open(directory: RuntimeDirectory) -> Self {
         let file = directory.path().join(FILE);
         let whole = Stamp::of(&file);
@@ -80,8 +79,8 @@ impl StateFile {
         Self { directory, contents: contents.unwrap_or_default(), written, whole }
     }
 
-    /// Writes down the mode that a GPU has, and the mode that it is to have, before it is changed. The first one stands until
-    /// it is forgotten.
+    /// Records the present mode of a GPU and its new mode, before the mode is changed. The first record of the present mode stays
+    /// until it is forgotten.
     pub(crate) fn remember_compute_mode(
         &mut self,
         uuid: &str,
@@ -94,25 +93,25 @@ impl StateFile {
         })
     }
 
-    /// The mode to put back; None: it was not changed by us.
+    /// The mode to restore. None if the service has not changed it.
     pub(crate) fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
         let word = self.contents.previous_compute_modes.get(uuid)?;
         Some(word.parse().unwrap_or(ComputeMode::Default))
     }
 
-    /// The mode that we have set last.
+    /// The mode that the service has set last.
     pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
         let word = self.contents.compute_modes_set.get(uuid);
-        // An earlier version knew no other.
+        // An earlier version set only this mode.
         word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
-    /// The GPUs with a mode that is to be put back some day.
+    /// The GPUs whose mode has to be restored at some time.
     pub(crate) fn changed_gpus(&self) -> BTreeSet<String> {
         self.contents.previous_compute_modes.keys().cloned().collect()
     }
 
-    /// Forgets a GPU after its mode is back.
+    /// Forgets a GPU after its mode was restored.
     pub(crate) fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.remove(uuid);
@@ -120,17 +119,17 @@ impl StateFile {
         })
     }
 
-    /// Writes down a control daemon, before anything runs under its PID.
+    /// Records a control daemon before its program runs.
     pub(crate) fn remember_control_daemon(&mut self, id: DaemonId, running: Running) -> io::Result<()> {
         self.change(|contents| _ = contents.control_daemons.insert(id, running))
     }
 
-    /// The control daemon that was started under this id, dead or alive.
+    /// The control daemon that was started with this id, alive or not.
     pub(crate) fn control_daemon(&self, id: &DaemonId) -> Option<&Running> {
         self.contents.control_daemons.get(id)
     }
 
-    /// All control daemons that were started, dead or alive, by their ids.
+    /// All control daemons that were started, alive or not, by their ids.
     pub(crate) fn control_daemons(&self) -> &BTreeMap<DaemonId, Running> {
         &self.contents.control_daemons
     }
@@ -141,7 +140,7 @@ impl StateFile {
         others.map(|(_, running)| running.process.pid).collect()
     }
 
-    /// True if a control daemon that was started by us still has a GPU.
+    /// True if a control daemon of the service still has the GPU.
     pub(crate) fn is_in_our_hands(&self, uuid: &str) -> bool {
         let mut all = self.contents.control_daemons.values();
         all.any(|running| running.gpus.iter().any(|gpu| gpu == uuid) && identity::runs(running.process))
@@ -152,7 +151,7 @@ impl StateFile {
         self.change(|contents| _ = contents.control_daemons.remove(id))
     }
 
-    /// Writes down where a CDI spec is, before it is there; None: nowhere any more.
+    /// Records the path of a CDI spec before the spec is written. None: there is none any more.
     pub(crate) fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
         self.change(|contents| contents.cdi_spec = file)
     }
@@ -162,7 +161,7 @@ impl StateFile {
         self.contents.cdi_spec.as_deref()
     }
 
-    /// Writes down what is drained from now on.
+    /// Records the drained slices.
     pub(crate) fn set_drained(&mut self, drained: Drained) -> io::Result<()> {
         self.change(|contents| contents.drained = drained)
     }
@@ -172,7 +171,7 @@ impl StateFile {
         &self.contents.drained
     }
 
-    /// Writes down that a GPU needs a reset, and which critical error says so.
+    /// Records that a GPU needs a reset, with the critical error that is the reason.
     pub(crate) fn remember_reset(&mut self, gpu: GpuId, error: &str) -> io::Result<()> {
         self.change(|contents| _ = contents.to_reset.insert(gpu.to_string(), error.to_owned()))
     }
@@ -182,7 +181,7 @@ impl StateFile {
         self.change(|contents| contents.to_reset.clear())
     }
 
-    /// The GPUs that need a reset, by name, each with the critical error that says so, in words.
+    /// The GPUs that need a reset, by name, each with the critical error that is the reason, in words.
     pub(crate) fn to_reset(&self) -> &BTreeMap<String, String> {
         &self.contents.to_reset
     }
@@ -192,7 +191,7 @@ impl StateFile {
         ClosedDevices { drained: self.contents.drained.clone(), to_reset: self.contents.to_reset.clone() }
     }
 
-    /// Writes down the slices to which control groups are bound from now on.
+    /// Records the slices to which control groups are bound.
     pub(crate) fn set_bindings(&mut self, bindings: SliceBindings) -> io::Result<()> {
         self.change(|contents| contents.bindings = Arc::new(bindings))
     }
@@ -202,7 +201,7 @@ impl StateFile {
         &self.contents.bindings
     }
 
-    /// Writes the file again if it is not as it should be, and says whether that was needed.
+    /// Writes the file again if it was changed or removed, and returns true then.
     pub(crate) fn repair(&mut self) -> io::Result<bool> {
         let found = Stamp::of(&self.directory.path().join(FILE));
         if found == self.whole || (found.is_none() && self.contents == Contents::default()) {
@@ -213,7 +212,7 @@ impl StateFile {
         Ok(true)
     }
 
-    /// Makes a change in the file too, or not at all.
+    /// Makes a change in memory and in the file, or in neither.
     fn change(&mut self, change: impl FnOnce(&mut Contents)) -> io::Result<()> {
         let before = self.contents.clone();
         change(&mut self.contents);
@@ -301,7 +300,7 @@ mod tests {
         }
     }
 
-    /// The largest promised host: the longest path of a control group and the longest label, 4096 times, and 1024 control
+    /// The largest supported host: 4096 times the longest path of a control group and the longest label, and 1024 control
     /// daemons.
     #[test]
     fn the_largest_host_is_read_again() {
@@ -331,7 +330,7 @@ mod tests {
         assert!(**again.bindings() == bindings && again.control_daemons().len() == 1024);
     }
 
-    /// The entries of bindings are kept from one write to the next.
+    /// The serialized entries of bindings are used again for the next write.
     #[test]
     fn each_change_of_bindings_is_read_again() {
         let directory = tempfile::tempdir().unwrap();
@@ -399,7 +398,8 @@ mod tests {
         }
     }
 
-    /// An earlier or a later version may have other ids. Each entry is there to be ended, and its key stays.
+    /// An earlier or a later version may have other ids. Each entry must stay, with its key, so that its control daemon can be
+    /// ended.
     #[test]
     fn a_control_daemon_with_an_unknown_id_is_not_lost() {
         let directory = tempfile::tempdir().unwrap();

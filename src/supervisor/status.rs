@@ -17,21 +17,21 @@ use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
 
-/// The time for which something beside a control daemon may not be ready: the fabric manager of a host with `NVSwitch` takes a
-/// minute or two after a boot.
+/// The time for which something else may not be ready: the fabric manager of a host with `NVSwitch` needs a minute or two after a
+/// boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// A wait that ends by itself, as planned.
+/// A wait that ends without an administrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlannedWait {
-    /// A foreign control daemon has the place, and serves its clients until they end.
+    /// A control daemon that the service has not started is in its place, and serves its clients until they end.
     ForOthers,
-    /// Something beside the control daemon is not ready, since this moment.
+    /// Something else has not been ready since this moment.
     NotReady(Instant),
 }
 
 impl PlannedWait {
-    /// The wait goes on, if it is the same as before.
+    /// Keeps the beginning of the wait if it is the same as before.
     fn since(self, before: Option<Self>) -> Self {
         match (self, before) {
             (Self::NotReady(_), Some(before @ Self::NotReady(_))) => before,
@@ -39,7 +39,7 @@ impl PlannedWait {
         }
     }
 
-    /// Returns whether it lasts longer than planned.
+    /// Returns true if the wait takes longer than expected.
     fn is_overdue(self) -> bool {
         matches!(self, Self::NotReady(since) if since.elapsed() >= PATIENCE)
     }
@@ -50,33 +50,33 @@ impl PlannedWait {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
-    /// The plan that the status is about. The newest plan may differ.
+    /// The plan that the status is about. There may be a newer plan.
     pub plan: Arc<ControlDaemonPlan>,
     pub view: ControlDaemonView,
-    /// True if a client that comes now is served with the planned limits. It can be while the state is `waiting`: for
-    /// clients to end before a change.
+    /// True if a client that starts now is served with the planned limits. That is possible even in the state `waiting`, if the
+    /// control daemon waits for the end of clients before a change.
     pub serving: bool,
     /// The GPUs, by UUID.
     pub gpus: BTreeMap<String, GpuStatus>,
-    /// The clients that have waited for a server for a while.
+    /// The clients that have waited long for a server.
     pub waiting: Vec<ProcessId>,
     /// True once the plan is in force, or the reason says why it is not.
     pub settled: bool,
-    /// True if the next step waits for clients to end, or follows a failure. That may take days.
+    /// True if the next step waits for the end of clients, or follows a failure. That may take days.
     pub put_off: bool,
-    /// Why no administrator has to do anything about a control daemon that does not serve, if that is so.
+    /// Set if the control daemon does not serve, but no administrator has to do anything about it.
     pub waits: Option<PlannedWait>,
-    /// True if it runs and is to end as soon as it has no client.
+    /// True if it runs, and ends as soon as it has no client.
     pub ends_when_idle: bool,
-    /// The slices without a link to it, and why.
+    /// The slices without a link to it, with the reasons.
     pub missing_links: MissingLinks,
-    /// The last things that happened to it, oldest first.
+    /// The last events about it, oldest first.
     pub events: Events,
 }
 
 impl Status {
-    /// Becomes a status about `plan`. A control daemon that serves goes on with it: only GPUs that need other limits
-    /// for it are not served as planned. If none serves, or it serves elsewhere, this plan is not served yet.
+    /// Becomes a status about `plan`. A control daemon that serves goes on; only GPUs that need other limits are not served as
+    /// planned any more. If no control daemon serves, or it serves in another directory, this plan is not served yet.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan) {
         if *self.plan == *plan {
             return;
@@ -106,20 +106,20 @@ impl Status {
         self.view.state = state;
         self.serving = serving;
         self.put_off &= !matches!(state, ControlDaemonState::Starting | ControlDaemonState::Ready);
-        // The reason of the last failure stays to be read while the next start is under way.
+        // The reason of the last failure is shown until the next start has succeeded.
         if state != ControlDaemonState::Starting {
             reason.clone_into(&mut self.view.reason);
             self.waits = None;
         }
     }
 
-    /// Returns true if no administrator has to do anything about it, though it does not serve.
+    /// Returns true if the control daemon does not serve, but no administrator has to do anything about it.
     pub(crate) fn goes_on_as_planned(&self) -> bool {
         let waits = self.waits.is_some_and(|waits| !waits.is_overdue());
         waits || self.view.state == ControlDaemonState::Faulted
     }
 
-    /// Is settled. No GPU waits for its limits any more: they are in force, or the GPU's reason says why they are not.
+    /// The status is final for now. No GPU waits for its limits any more: they are in force, or the GPU has a reason.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
@@ -131,25 +131,25 @@ impl Status {
 /// The status of one of its GPUs.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(crate) struct GpuStatus {
-    /// The compute mode as last seen.
+    /// The compute mode when it was last read.
     pub compute_mode: Option<ComputeMode>,
-    /// Why a control daemon goes without it for now; otherwise empty.
+    /// Why the GPU is left out for now; otherwise empty.
     pub left_out: String,
-    /// Why it is not served as planned though it is not left out; empty when it is.
+    /// Why the GPU is not served as planned though it is not left out; empty if it is served.
     pub reason: String,
     /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,
-    /// The number of its clients, if NVML lists none of them and they were counted.
+    /// The number of its clients, if NVML does not list them and the control daemon was asked.
     pub unlisted_clients: Option<u32>,
     /// The thread percentage that the control daemon has in force.
     pub thread_percentage: Option<u8>,
     /// The memory limit in MiB that a running server has in force.
     pub memory_limit_mib: Option<u64>,
-    /// The processes that use it without a server of this control daemon.
+    /// The processes that use the GPU without a server of this control daemon.
     pub bypasses: Vec<Bypass>,
-    /// True if they keep a server from opening it.
+    /// True if they prevent a server from opening the GPU.
     pub server_kept_out: bool,
-    /// True while the control daemon gets the limits of the present plan.
+    /// True while the limits of the present plan are being set.
     pub being_set: bool,
 }
 
@@ -196,7 +196,7 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// Publishes something about the control daemon that runs with these GPUs.
+    /// Publishes a fact about the running control daemon, which has these GPUs.
     pub(super) fn show(&self, shown: Showing, served: &[String], multiuser: bool) {
         match shown {
             Showing::State { state, ends_when_idle } => {
@@ -238,7 +238,7 @@ impl Reporter {
         }
     }
 
-    /// Says in which state the control daemon stays for now.
+    /// Publishes a state in which the control daemon stays for now.
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| {
             status.pass_through(state, serving, reason);
@@ -248,7 +248,7 @@ impl Reporter {
         });
     }
 
-    /// Says that the control daemon does not serve. The next step follows the failure, and that may take days.
+    /// Publishes that the control daemon does not serve. The next step follows after the failure, which may take days.
     pub(super) fn enter_failing(&self, state: ControlDaemonState, reason: &str, waits: Option<PlannedWait>) {
         self.update(|status| {
             let waits = waits.map(|waits| waits.since(status.waits));
@@ -259,12 +259,12 @@ impl Reporter {
         });
     }
 
-    /// Says in which state the control daemon is on its way to the plan.
+    /// Publishes a state on the way to the plan.
     pub(super) fn pass_through(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| status.pass_through(state, serving, reason));
     }
 
-    /// Says that the next step waits until clients have ended.
+    /// Publishes that the next step waits for the end of clients.
     pub(super) fn put_off(&self) {
         self.update(|status| {
             status.put_off = true;
@@ -277,7 +277,7 @@ impl Reporter {
         self.keep_event(Event::now(text));
     }
 
-    /// A message of this kind, and an event.
+    /// Logs a message of this kind, and records it as an event.
     pub(super) fn report(&self, message: Message, about: Subject<'_>, text: String) {
         let id = self.id().to_string();
         message.log(Subject { control: Some(&id), ..about }, &text);
@@ -289,7 +289,7 @@ impl Reporter {
         self.keep_event(Event::now(text));
     }
 
-    /// Keeps an event that the log has already.
+    /// Records an event that was logged already.
     pub(super) fn keep_event(&self, event: Event) {
         self.update(|status| status.events.push(event));
     }
@@ -320,8 +320,8 @@ impl Reporter {
         }
     }
 
-    /// Takes note that the control daemon has ended, and of what is shown from then on. The end of the act, which is next,
-    /// wakes the loop: so the line in the log does not wait until this is published.
+    /// Records that the control daemon has ended, and the state to show from then on. The loop is woken by the end of the act,
+    /// which follows at once: so the line in the log does not wait for the publication.
     pub(super) fn has_ended(&self, shown: Option<(ControlDaemonState, &str)>) {
         self.change(|status| {
             if let Some((state, reason)) = shown {
@@ -374,7 +374,7 @@ mod tests {
         }
     }
 
-    /// The next plan must not be published as served in the moment before the supervisor has taken it up.
+    /// A new plan must not be published as served before the supervisor has taken it.
     #[test]
     fn a_plan_is_served_only_once_somebody_has_said_so_of_it() {
         let (reporter, seen) = Reporter::new(&plan(50), Arc::default());

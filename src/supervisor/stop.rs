@@ -14,7 +14,7 @@ use super::daemon_run::DaemonRun;
 use super::{Failing, Machine, PlannedWait, Worker};
 
 impl Machine {
-    /// Takes note of a failure, and says what it means for the next step.
+    /// Records a failure, and returns its meaning for the next step.
     pub(super) fn failed(&mut self, failure: Failure) -> WhyFailed {
         let trouble = match &failure {
             Failure::Ended { .. } => WhyFailed::Gone,
@@ -34,10 +34,10 @@ impl Machine {
             if let Some((run, _)) = &self.run {
                 run.tell_clients_of_the_end(&self.worker.reporter, &self.worker.tools.clients);
             }
-            // In one breath: nothing that has ended is ever shown as ready.
+            // Both in one step: a control daemon that has ended is never shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
-        // Otherwise the failure is reported with the pause that follows.
+        // Otherwise the failure is reported together with the pause after it.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {
@@ -47,7 +47,7 @@ impl Machine {
         trouble
     }
 
-    /// Finds out who uses a control daemon that has failed, and adds that to the reason that is shown.
+    /// Finds out who uses a control daemon that has failed, and adds that to the shown reason.
     pub(super) async fn judge(&mut self) -> RunUse {
         let judged = match self.serving(None) {
             Some(mut serving) => serving.judge().await,
@@ -76,7 +76,7 @@ impl Machine {
         }
     }
 
-    /// Shows why it does not serve. The same reason again is no news.
+    /// Shows why the control daemon does not serve. The same reason is not reported again.
     pub(super) fn rest(&mut self, pause: Duration) {
         if !programs_wait(pause) {
             self.worker.let_go();
@@ -111,8 +111,8 @@ impl Machine {
 }
 
 impl Worker {
-    /// Records that no control daemon of ours runs. If one ran, its last lines are reported. `shown` is the state that is shown
-    /// from then on; without one the state stays as it is shown.
+    /// Records that no control daemon of the service runs. If one ran, its last lines are reported. `shown` is the state to show
+    /// from then on; without it the shown state stays.
     pub(super) fn end_run(
         &mut self,
         run: &mut Option<(DaemonRun, Known)>,

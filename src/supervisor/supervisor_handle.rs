@@ -1,4 +1,4 @@
-//! The handle of a supervisor, for the fleet: gives it acts and commands, and reads its status.
+//! The handle of a supervisor, for the fleet: passes on acts and requests, and reads the status.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
 use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
-/// A supervised control daemon. After a drop the control daemon runs on, with its clients.
+/// A supervised control daemon. If this value is dropped, the control daemon and its clients go on.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     order: Instructions,
     assignments: mpsc::UnboundedSender<Assignment>,
-    /// Breaks off the act that is under way.
+    /// Interrupts the running act.
     interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
     control: channel::Receiver<Option<Arc<Control>>>,
@@ -29,7 +29,7 @@ pub(crate) struct SupervisorHandle {
 }
 
 impl SupervisorHandle {
-    /// Waits for acts, and reports each outcome to the core.
+    /// Starts a supervisor, which waits for acts, and reports each outcome to the core.
     pub(crate) fn new(
         order: &Instructions,
         goal: Goal,
@@ -65,7 +65,7 @@ impl SupervisorHandle {
         Self { order, assignments, interrupt: None, status, control, front_ends, commands, admission }
     }
 
-    /// Has an act carried out, after the one before.
+    /// Has an act carried out, after the running one.
     pub(crate) fn carry_out(
         &mut self,
         order: Order<Instructions>,
@@ -75,33 +75,34 @@ impl SupervisorHandle {
     ) {
         let (sender, interrupt) = oneshot::channel();
         self.interrupt = Some(sender);
-        // An error means that the service ends.
+        // An error means that the service is ending.
         let _ = self.assignments.send(Assignment { order: order.payload, goal, held, act, interrupt });
     }
 
-    /// Breaks off the act that is under way.
+    /// Interrupts the running act.
     pub(crate) fn interrupt(&mut self) {
         if let Some(interrupt) = self.interrupt.take() {
             let _ = interrupt.send(());
         }
     }
 
-    /// Shows another order, and opens and closes the directories as it says, whatever is under way.
+    /// Shows another order, and opens and closes the links for it, even during an act.
     pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
-            // A link to a control daemon that ends does no harm, and a control daemon that is left needs its links.
+            // A link to a control daemon that ends does no harm, and a control daemon that is left to the next service needs its
+            // links.
             Goal::Stop(_) | Goal::Leave => {}
         }
         self.order.clone_from(order);
     }
 
-    /// Lets people change and remove the directories: the control daemon has no supervisor any more.
+    /// Lets other users change and remove the directories: the control daemon has no supervisor any more.
     pub(crate) fn release(&self) {
         self.admission.release();
     }
 
-    /// The status as of this moment. It is about the last order, even if the supervisor has not read that yet.
+    /// The present status. It is about the last order, even if the supervisor has not taken that order yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.order.plan);
@@ -109,12 +110,12 @@ impl SupervisorHandle {
         status
     }
 
-    /// The way to its control daemon, whether or not it serves as it should. None while no control daemon runs.
+    /// Reaches its control daemon, even if it does not serve properly. None while no control daemon runs.
     pub(crate) fn control(&self) -> channel::Receiver<Option<Arc<Control>>> {
         self.control.clone()
     }
 
-    /// The way to the control daemon that listens in the pipe directory, which is a foreign one if none of ours runs: clients
+    /// Reaches the control daemon that listens in the pipe directory. If none of the service runs, it may be another one: clients
     /// in its containers are clients of that control daemon.
     pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
         let status = self.status.borrow();
@@ -123,19 +124,18 @@ impl SupervisorHandle {
         there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
-    /// Makes a change that waits for clients to end: now if `force` or if there are none. The error says who is in the
-    /// way.
+    /// Makes a change that waits for the end of clients: now if `force` is set or there are none. The error names the clients.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }
 
-    /// Ends the server and starts another. The error says who is in the way.
+    /// Ends the server and starts a new one. The error names the clients.
     pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::RestartServer)
     }
 
-    /// Makes and takes away the links to its control daemon, as the state file has slices drained, whatever the supervisor
-    /// waits for. Returns the links that can't be taken away, in words.
+    /// Makes and removes the links to its control daemon, with the drained slices in the state file, even during an act. Returns
+    /// the links that can't be removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
         if let Err(bad) = self.admission.apply() {
             tracing::debug!("{bad}");
@@ -143,15 +143,15 @@ impl SupervisorHandle {
         self.admission.stuck()
     }
 
-    /// Asks for the health check now.
+    /// Requests the health check now.
     pub(crate) fn check(&self) {
         self.send(Requested::Check, None);
     }
 
-    /// Tells of a critical error of one of its GPUs.
+    /// Reports a critical error of one of its GPUs.
     pub(crate) fn met_xid(&self, xid: u64) {
         tracing::debug!("checked now, since a GPU met Xid {xid}");
-        // Whatever it has done to the servers, the check finds it.
+        // The check finds every effect on the servers.
         self.send(Requested::Check, None);
     }
 
@@ -161,7 +161,7 @@ impl SupervisorHandle {
         answer
     }
 
-    /// Drops a request if too many wait. The channel of the answer then says so.
+    /// Drops a request if too many wait. Then the channel for the answer is closed.
     fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), Problem>>>) {
         if let Err(error) = self.commands.try_send(SupervisorCommand { request, reply }) {
             tracing::debug!("a request is dropped: {error}");

@@ -1,6 +1,6 @@
-//! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel
-//! for their slices; it starts no front end. A look follows when a client has come and with each health check of the
-//! control daemon, and every second while some slice has two clients or more: the driver itself binds one.
+//! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel for
+//! their slices; it starts no front end. It looks when a client has come, with each health check of the control daemon, and every
+//! second while some slice has two or more clients: the driver itself limits a single client.
 
 use common::published::usage::{GpuUse, SliceUse};
 use std::collections::BTreeMap;
@@ -32,19 +32,20 @@ use mps_core::tenants::{
     BudgetWatch, Enforced, Enforcer, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
 };
 
-/// The age of a look that is new enough for an asker: all who ask together cause one look in this time.
+/// The age at which a look is still new enough for a caller: all callers within this time cause only one look.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// The time for which the numbers of the last look stand where NVML lists no clients. Then their number is not known.
+/// The time for which the numbers of the last look are shown after NVML has failed to list clients. Then their number is shown as
+/// unknown.
 const STAND: Duration = Duration::from_secs(5);
 
-/// The time after which a container in the records is passed on again that is not bound yet: a slice may be free by now.
+/// The time after which a container in the records that could not be bound is reported again: a slice may be free by then.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The time for which an asker waits for the look at a GPU.
+/// The longest time that a caller waits for the look at a GPU.
 const ASKED: Duration = Duration::from_secs(2);
 
-/// The budgets of a GPU's slices, and the answer to more.
+/// The budgets of a GPU's slices, and what follows when they are exceeded.
 #[derive(Debug, Clone)]
 pub(crate) struct GpuBudget {
     gpu: GpuId,
@@ -71,19 +72,20 @@ impl GpuBudget {
     }
 }
 
-/// A message for the loop to report, or to answer.
+/// An event for the loop to report, or a question to answer.
 #[derive(Debug)]
 pub(crate) enum LoopEvent {
-    /// The name of a slice that is over its budget, the signal that reports it, and the words for people.
+    /// The name of a slice that exceeds its budget, the signal about it, and the message.
     OverUse(String, BusSignal, String),
-    /// The name of a slice that was over its budget, and which clients have lost their work for it, or can't.
+    /// The name of a slice that exceeded its budget, and a message about the clients that have lost their work for it, or could
+    /// not be ended.
     CutBack(String, String),
     Event(String),
     /// A critical error that NVML reports, with the GPU's UUID.
     CriticalError(String, CriticalError),
-    /// A container has come, which has this slice by the host agent's records alone, or some slice of this GPU.
+    /// A container has come that has this slice, or some slice of this GPU, only by the host agent's records.
     Recorded(RecordedContainer, DeviceName),
-    /// The parts of the service that end the work of clients.
+    /// A request for the parts of the service through which clients' work is ended.
     Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
 
@@ -93,18 +95,18 @@ pub(crate) struct Budgets {
     nvml: NvmlWorker,
     wake_ups: GpuWakeUps,
     clients: Clients,
-    /// Wakes the loop up.
+    /// Wakes the loop.
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     /// By UUID.
     watched: BTreeMap<String, WatchHandle>,
 }
 
-/// A watch over one GPU. It ends with this value.
+/// The handle of a watch over one GPU. The watch ends when it is dropped.
 #[derive(Debug)]
 struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
-    /// When the last look began that has ended, and the use that the looks have found.
+    /// The beginning of the last complete look, and the use that looks have found.
     looked: watch::Receiver<(Option<Instant>, GpuUse)>,
     wake_ups: Arc<WakeUps>,
     task: JoinHandle<()>,
@@ -122,7 +124,7 @@ impl Budgets {
         Self { nvml, wake_ups, clients, changed, events, watched: BTreeMap::new() }
     }
 
-    /// Watches over these GPUs from now on, and over no others.
+    /// From now on watches exactly these GPUs.
     pub(crate) fn pursue(&mut self, gpus: impl IntoIterator<Item = (String, GpuBudget)>) {
         let mut before = std::mem::take(&mut self.watched);
         for (uuid, budget) in gpus {
@@ -163,8 +165,8 @@ impl Budgets {
         WatchHandle { budget: sender, looked: looked_seen, wake_ups, task }
     }
 
-    /// Has every GPU looked at that was not looked at just now, and waits for these looks. A GPU that does not answer in time
-    /// holds up nothing.
+    /// Has every GPU looked at, except those with a recent look, and waits for these looks. A GPU that does not answer in time
+    /// does not delay the others.
     pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
         let is_fresh =
@@ -186,7 +188,7 @@ impl Budgets {
     }
 }
 
-/// An attempt that is over.
+/// The result of an attempt to end clients.
 type Attempted = (Enforcer<Held>, Vec<Victim>);
 
 struct GpuWatch {
@@ -199,15 +201,15 @@ struct GpuWatch {
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
-    /// The slices of which clients may be ended, by the last look.
+    /// The slices of which clients may be ended, from the last look.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
-    /// When the records of each client's container were passed on last.
+    /// When the records of each client's container were last reported.
     passed_on: BTreeMap<ProcessId, Instant>,
     looked_at: Instant,
-    /// When the last look began that has found out who is there.
+    /// The beginning of the last look that has found out which processes are there.
     seen_at: Instant,
     due: Option<Instant>,
-    /// The task that ends clients has it meanwhile.
+    /// The task that ends clients has this value meanwhile.
     enforcer: Enforcer<Held>,
 }
 
@@ -295,7 +297,7 @@ impl GpuWatch {
         }
     }
 
-    /// Passes on the containers on this GPU that are to be bound, with their first client.
+    /// Reports the containers on this GPU that should be bound, each with its first client.
     async fn pass_on_recorded(&mut self, known: &BTreeMap<u32, KnownClient>) {
         self.passed_on.retain(|process, since| known.contains_key(&process.pid) && since.elapsed() < AGAIN);
         let mut recorded: Vec<(RecordedContainer, DeviceName)> = Vec::new();
@@ -313,12 +315,12 @@ impl GpuWatch {
         }
     }
 
-    /// A client in words that name its slice already.
+    /// Describes a client. The message names the slice itself.
     fn owner(&self, process: ProcessId) -> KnownClient {
         KnownClient { slices: None, ..self.clients.get(process) }
     }
 
-    /// The words that are shown of a slice.
+    /// The message about a slice.
     fn describe(&self, news: &OveruseNews) -> LoopEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
@@ -333,16 +335,16 @@ impl GpuWatch {
     }
 
     async fn send(&self, event: LoopEvent) {
-        // The loop takes the events as long as the service runs.
+        // The loop takes events as long as the service runs.
         let _ = self.events.send(event).await;
     }
 
-    /// Begins to end clients of the slices that are over their budgets.
+    /// Begins an attempt to end clients of the slices that exceed their budgets.
     fn begin_attempt(&mut self) -> JoinHandle<Attempted> {
         let over = self.over.subscribe();
         let mut enforcer = std::mem::take(&mut self.enforcer);
         let (events, begun) = (self.events.clone(), self.begun);
-        // Beside the looks: the control daemon waits for each client that it ends.
+        // In a separate task, so that looks go on: the control daemon waits for each client that it ends.
         tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
             let _ = events.send(LoopEvent::Daemons(reply)).await;
@@ -384,7 +386,7 @@ impl MemberShell for EndingShell {
     }
 }
 
-/// Waits for something, and for ever if there is nothing to wait for.
+/// Waits for a future, or for ever if there is none.
 async fn or_never<T>(what: Option<impl Future<Output = T>>) -> T {
     match what {
         Some(what) => what.await,

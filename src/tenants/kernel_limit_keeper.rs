@@ -1,5 +1,5 @@
-//! Has the kernel hold the memory limits of control groups that are bound to slices. A task of its own carries the acts out,
-//! one after another, so that the loop waits for no driver.
+//! Has the kernel enforce the memory limits of control groups that are bound to slices. A separate task carries the acts out, one
+//! after another, so that the loop does not wait for the driver.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use crate::supervisor::nvml_worker::NvmlWorker;
 use mps_core::GpuUuid;
 use mps_core::kernel_limits::{KernelLimits, LimitGoal, LimitOutcome, LimitedGroup};
 
-/// The time for which a caller of Bind waits for the kernel. NVML answers within a millisecond.
+/// The longest time that a caller of Bind waits for the kernel. NVML answers within a millisecond.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
 
-/// The outcome for each limit that the kernel is to hold.
+/// The outcome for each limit that the kernel should enforce.
 pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
 
-/// The memory limits that the kernel is to hold. The task ends with this value.
+/// The memory limits that the kernel should enforce. The task ends when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct KernelLimitKeeper {
-    /// The goals, and their number.
+    /// The goals, with the number of their changes.
     goals: watch::Sender<(u64, LimitGoals)>,
-    /// The number of the last goals that have all been tried, and the outcomes so far.
+    /// The number of the last change after which all goals were tried, and the outcomes so far.
     tried: watch::Receiver<(u64, LimitOutcomes)>,
 }
 
 impl KernelLimitKeeper {
-    /// Wakes the loop up with `changed` when an outcome is new.
+    /// Wakes the loop with `changed` when there is a new outcome.
     pub(crate) fn new(nvml: NvmlWorker, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
         let (goals, wanted) = watch::channel((0, LimitGoals::new()));
         let (tried, tried_seen) = watch::channel((0, LimitOutcomes::new()));
@@ -46,12 +46,12 @@ impl KernelLimitKeeper {
         self.goals.borrow().0 == 0
     }
 
-    /// Takes these for its goals from now on. A limit that is no goal any more is lifted, and a refused one tried again.
+    /// Replaces the goals. A limit without a goal is removed, and a refused one is tried again.
     pub(crate) fn pursue(&self, goals: LimitGoals) {
         self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
     }
 
-    /// Takes these for goals, too, or in the place of those of before.
+    /// Adds these goals, or replaces the former ones for the same limits.
     pub(crate) fn add(&self, more: LimitGoals) {
         self.goals.send_modify(|(number, goals)| {
             *number = number.saturating_add(1);
@@ -59,7 +59,7 @@ impl KernelLimitKeeper {
         });
     }
 
-    /// Waits until each goal of now was tried, but not for long.
+    /// Waits until each present goal was tried, but not for long.
     pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
         let (number, mut tried) = (self.goals.borrow().0, self.tried.clone());
         async move {
@@ -142,7 +142,7 @@ impl Acts {
                     "another program has changed the memory limit of {path} on {uuid}: it was {found}, and is {mib} MiB again; \
                      NVIDIA's container toolkit does so for a container whose environment has NVIDIA_GPU_MEMORY_LIMIT"
                 );
-                // The loop has ended, and with it the events.
+                // An error means that the loop has ended.
                 let _ = self.events.send(LoopEvent::Event(text)).await;
             }
             _ => {}
@@ -155,7 +155,7 @@ impl Acts {
         self.publish_if(|before| std::mem::replace(before, outcomes.clone()) != outcomes);
     }
 
-    /// Publishes a change, if it is one.
+    /// Publishes the outcomes if they have changed.
     fn publish_if(&self, change: impl FnOnce(&mut LimitOutcomes) -> bool) {
         if self.tried.send_if_modified(|(_, outcomes)| change(outcomes)) {
             self.changed.notify_one();

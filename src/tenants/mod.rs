@@ -1,4 +1,4 @@
-//! The tenants' processes on the GPUs: the list of them, the end of their GPU work, and the budgets of their slices.
+//! The clients of tenants: the list of them, the end of their GPU work, and the budgets of their slices.
 
 pub(crate) mod budgets;
 pub(crate) mod clients;

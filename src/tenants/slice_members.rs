@@ -9,7 +9,7 @@ use mps_core::terms::{DeviceName, GpuId, GpuProcess, ProcessId};
 /// The clients of each slice, by its ordinal.
 pub(super) type SliceMembers = BTreeMap<u32, Vec<Member<Tenant>>>;
 
-/// By the ordinal of a slice of this GPU, which has so many, the clients that are known to have it. `found` are the clients on the GPU.
+/// The clients of a GPU by the ordinals of their slices. The GPU has this number of slices, and `found` are the clients on it.
 pub(super) fn by_slice(
     found: &[ProcessId],
     processes: &[GpuProcess],
@@ -30,7 +30,8 @@ pub(super) fn by_slice(
     members
 }
 
-/// The first slice of a GPU that a process has, and whether it only claims it: MPS can't join slices.
+/// The first slice on a GPU that a process has, and true if the process only claims it. Further slices do not count: MPS can't
+/// combine slices.
 fn slice_on(gpu: GpuId, slices: u32, membership: Option<Membership>) -> Option<(u32, bool)> {
     let membership = membership?.on(gpu)?;
     let ordinal = |name: &DeviceName| match name {

@@ -1,5 +1,5 @@
-//! Carries out requests to end the GPU work of a tenant, and leaves its neighbours alone. So the host agent asks for this
-//! before it stops a process or a container.
+//! Carries out requests to end the GPU work of a tenant without harm for other clients. The host agent asks for this before it
+//! stops a process or a container.
 
 use std::time::Duration;
 
@@ -20,15 +20,16 @@ use common::host::identity;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 
-/// The time for one question to the kernel about a process. It takes microseconds, but a process that is stuck in the driver
-/// can hold up any reader of its memory.
+/// The time for one question to the kernel about a process. It takes microseconds, but if a process is stuck in the driver,
+/// reading its memory blocks.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The time for the list of clients of one control daemon before a signal. Work at the others has to end in time.
+/// The longest time for the list of clients of one control daemon before a signal. Work at the other control daemons has to end
+/// in time.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
-/// Ends the GPU work of all wanted processes, and returns when the work is over, or when time is up. The first answer names
-/// the clients that had work, also after an error.
+/// Ends the GPU work of all wanted processes, and returns when the work has ended, or when the time is over. The first part of
+/// the result names the clients that had work, also after an error.
 pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
     wanted: Target,
@@ -46,8 +47,8 @@ pub(crate) async fn terminate(
     (termination.had_work(), result)
 }
 
-/// Returns whether a control daemon can have clients of these. A control daemon of another slice that hangs must not hold up
-/// the release of this one.
+/// Returns true if a control daemon can have clients to which the target applies. A hung control daemon of another slice must not
+/// delay the release.
 fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     match (wanted, daemon.slice) {
         (Target::Slices(slices), Some(only)) => slices.contains(&only),
@@ -67,7 +68,7 @@ fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
     })
 }
 
-/// Knows processes, and whom they belong to.
+/// Knows processes and their owners.
 #[derive(Debug)]
 pub(crate) struct Processes {
     clients: Clients,
@@ -80,7 +81,7 @@ impl Processes {
         Self { clients, kernel, nvml }
     }
 
-    /// Asks the kernel, not on the loop's thread.
+    /// Asks the kernel, on a thread other than the loop's.
     async fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce() -> std::io::Result<T> + Send + 'static,
@@ -104,7 +105,7 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.ask(move || Ok(proc::status(pid)?.uids())).await
     }
 
-    /// The name of a GPU names no slice: a container with one can have any slice of that GPU.
+    /// The name of a GPU is no name of a slice: a container with it may have any slice of the GPU.
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
         let clients = &self.processes.clients;
         let process = identity::read(pid).map_err(|error| error.to_string())?;

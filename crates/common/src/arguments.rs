@@ -1,4 +1,4 @@
-//! The command line of yunion-mps-daemon. It is in the library, since the manual page is written from it too.
+//! The command line of yunion-mps-daemon. It is in the library, since the build of the manual page needs it too.
 
 use std::path::PathBuf;
 

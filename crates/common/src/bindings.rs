@@ -12,23 +12,23 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// All bindings of the host.
 pub type SliceBindings = bindings::Bindings<SliceId>;
 
-/// The entry of a binding, of which nothing is copied to be written.
+/// The entry of a binding. It borrows everything, so that writing copies nothing.
 #[derive(Serialize, Deserialize)]
 struct BindingEntry<'a> {
     control_group: Cow<'a, str>,
     inode: u64,
     slices: Vec<String>,
-    /// The host agent's records have given it a slice, and not root.
+    /// True if the host agent's records have named the slice. False if root has.
     #[serde(default)]
     by_platform: bool,
     label: Cow<'a, str>,
-    /// Seconds since the host was started.
+    /// In seconds since the host was started.
     since: u64,
     #[serde(default)]
     was_used: bool,
 }
 
-/// Counts the bytes that are written, and keeps none.
+/// Counts the bytes that are written, and drops them.
 struct ByteCount(usize);
 
 impl io::Write for ByteCount {
@@ -42,10 +42,10 @@ impl io::Write for ByteCount {
     }
 }
 
-/// The bytes of a binding in the state file, with the comma.
+/// The size of a binding in the state file, with the comma.
 pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
     let mut count = ByteCount(1);
-    // Nothing in it can fail to be written.
+    // Writing can't fail: the entry has only texts and numbers.
     let _ = serde_json::to_writer(&mut count, &BindingEntry::from(binding));
     count.0
 }
@@ -66,7 +66,7 @@ impl<'a> From<&'a Binding<SliceId>> for BindingEntry<'a> {
 
 impl From<BindingEntry<'_>> for Binding<SliceId> {
     fn from(entry: BindingEntry<'_>) -> Self {
-        // A name that can't be read stands for nothing on this host.
+        // A name that can't be parsed is left out: this host has no such slice.
         let slice = |name: &String| match name.parse() {
             Ok(DeviceName::Slice(slice)) => Some(slice),
             _ => None,
@@ -82,7 +82,7 @@ impl From<BindingEntry<'_>> for Binding<SliceId> {
     }
 }
 
-/// The entries of all bindings as they were written last: most changes add one binding to thousands.
+/// The entries of all bindings as they were last written. Most changes add one binding to thousands.
 #[derive(Debug, Default)]
 pub struct WrittenBindings {
     bindings: Arc<SliceBindings>,
@@ -118,7 +118,8 @@ pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
 mod tests {
     use super::*;
 
-    /// The room for bindings is counted in what the file has of each, whatever its control group and its label are called.
+    /// The largest size that a binding may have includes everything that the file has for it, with any name of the control group
+    /// and any label.
     #[test]
     fn a_binding_has_the_bytes_that_are_written_of_it() {
         let gpu = "0001:1a:00.0".parse().unwrap();

@@ -1,4 +1,4 @@
-//! Numbers of things, in sentences for people.
+//! A number with its noun, for messages.
 
 /// `1 client`, `2 clients`.
 pub fn counted(count: usize, thing: &str) -> String {

@@ -1,5 +1,5 @@
-//! The pipe directory and the log directory, which are in /tmp by default. They are made and checked so that no other
-//! user can have put something there that the service would follow or that clients would trust.
+//! The pipe directory and the log directory, which are in /tmp by default. The service makes and checks them so that it follows
+//! nothing that another user has put there, and clients can trust them.
 
 pub mod immutable;
 
@@ -21,29 +21,29 @@ use rustix::path::Arg;
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {problem}", path = path.display())]
 pub struct BadDirectory {
-    /// The directory, or one of its parents.
+    /// The directory, or one of its ancestors.
     pub path: PathBuf,
     pub problem: Problem,
 }
 
-/// The mode of the pipe directory and the log directory: all users may read them, and only the owner may write.
+/// The mode of the pipe directory and the log directory: all users may read them, and only root may write.
 const MODE: u32 = 0o755;
 
 const PRIVATE: u32 = 0o700;
 
-/// The socket to which clients connect, and the mode that the control daemon gives it. To connect takes the right to
-/// write.
+/// The socket to which clients connect, and the mode that the control daemon gives it. A client needs the right to write in order
+/// to connect.
 pub const SOCKET: &str = "control";
 const SOCKET_MODE: u32 = 0o666;
 
-/// Makes `path` and its missing parents, all with mode 0755, and opens `path`. It refuses a symbolic link in a
-/// directory where others can write, a directory of another owner, anything that is no directory, and a parent that
-/// another user owns or in which everybody can rename things.
+/// Makes `path` and its missing parents, all with mode 0755, and opens `path`. Refused are a symbolic link in a directory where
+/// other users can write, a directory of another owner, anything that is no directory, and a parent that another user owns or in
+/// which all users can rename files.
 pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     open_as(path, MODE)
 }
 
-/// The same for a directory with mode 0700, which is for this service and its control daemons.
+/// The same for a directory with mode 0700, which only this service and its control daemons use.
 pub fn open_private(path: &Path) -> Result<OwnedFd, BadDirectory> {
     open_as(path, PRIVATE)
 }
@@ -57,8 +57,8 @@ fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
     Ok(directory)
 }
 
-/// The same for the directory `path`, which is in a `parent` that [`open`] returned. Anything else in its place is renamed,
-/// and `moved` gets a message about it: a user who can write in `parent` must not keep the directory from its users.
+/// The same for the directory `path`, which is in a `parent` that [`open`] returned. Anything else with this name is renamed, and
+/// `moved` gets a message about that: a user who can write in `parent` must not be able to prevent that the directory is made.
 pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<OwnedFd, BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let failed = |error: Errno| bad(path, format!("can't be made or opened: {error}"));
@@ -83,10 +83,10 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
     Err(bad(path, "is removed or replaced all the time".to_owned()))
 }
 
-/// The number of times that others may remove or replace a file or directory while the service makes it.
+/// How often the service tries to make a file or directory that others remove or replace meanwhile.
 pub const ATTEMPTS: u32 = 3;
 
-/// Renames the thing at `path`, which is in `directory`. `moved` gets a message about it with the fault, `why`.
+/// Renames the file or directory at `path`, which is in `directory`. `moved` gets a message with the reason, `why`.
 pub fn clear_place(
     directory: &OwnedFd,
     path: &Path,
@@ -105,8 +105,8 @@ pub fn clear_place(
     Ok(())
 }
 
-/// Lets a control daemon make its FIFO in this directory, which is its pipe directory: a directory in the FIFO's place, which
-/// was the log directory once, is renamed. Returns a message about it.
+/// Makes sure that a control daemon can make its FIFO in this pipe directory: a directory with the name of the FIFO, which was
+/// the log directory before, is renamed. Returns a message about that.
 pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirectory> {
     let path = directory.join(LOG_FIFO);
     let Some(there) = walk(directory, false)? else { return Ok(None) };
@@ -121,27 +121,28 @@ pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirecto
     Ok(moved.pop())
 }
 
-/// The directory `path` as it is, or None if it is missing. Nothing is made or changed.
+/// Opens the directory `path`. None if it does not exist. Nothing is made or changed.
 pub fn existing(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     walk(path, false)
 }
 
-/// The directory `path` as it is, or None if it is missing. Its mode stays: the health check sets the mode again, and says so.
+/// Opens the directory `path`. None if it does not exist. Its mode is not corrected here: the health check does that, and reports
+/// it.
 ///
 /// # Errors
-/// It is not ours.
+/// The directory does not belong to the service.
 pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(None) };
     stat(&directory).and_then(|stat| owner(&stat)).map_err(|problem| bad(path, problem))?;
     Ok(Some(directory))
 }
 
-/// True if the directory exists, if [`open`] would accept it as it is. Nothing is made or changed, so `--check` can use
-/// it. A missing directory is no error.
+/// Returns true if the directory exists and [`open`] would accept it. Nothing is made or changed, so `--check` can use this. A
+/// missing directory is no error.
 pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
-    // The service runs as root, even if another user runs this check.
+    // The service runs as root, even if this check runs as another user.
     if stat.st_uid != 0 {
         owner(&stat).map_err(|problem| bad(path, problem))?;
     }
@@ -152,7 +153,8 @@ fn bad(at: &Path, problem: impl Into<Problem>) -> BadDirectory {
     BadDirectory { path: at.to_owned(), problem: problem.into() }
 }
 
-/// Walks down to the directory, and makes the missing directories on the way if `make` is true. None if it is missing.
+/// Opens the directory by going through its ancestors. Makes missing directories if `make` is true. None if the directory is
+/// missing.
 fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     let mut at = PathBuf::from("/");
     let mut directory =
@@ -181,7 +183,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
                 }
                 entry
             }
-            // A link that only root can make, such as /var/run, is as good as a directory.
+            // A link that only root can make, such as /var/run, is as safe as a directory.
             FileType::Symlink if !last && only_root_writes(&directory) => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
                 rustix::fs::openat(&directory, name, flags, Mode::empty())
@@ -200,7 +202,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     Ok(Some(directory))
 }
 
-/// The remedy for a read-only file system. Most often only the unit makes it read-only.
+/// The remedy for a read-only file system. Usually only the unit makes it read-only.
 fn read_only(path: &Path) -> Problem {
     Problem::new(
         "the file system is read-only",
@@ -212,8 +214,9 @@ fn read_only(path: &Path) -> Problem {
     )
 }
 
-/// The directory that a unit allows so that the service can write in this pipe or log directory: the parent of the configured
-/// one. A directory that `ReadWritePaths=` names is a mount of its own, and no link leads into it from beside it.
+/// The directory that a unit has to make writable for the service so that it can write in this pipe or log directory: the parent
+/// of the configured directory. A directory in `ReadWritePaths=` becomes a mount of its own, and no hard link can lead into it
+/// from outside.
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -223,7 +226,7 @@ pub fn to_be_writable(path: &Path) -> &Path {
     configured.parent().filter(|parent| *parent != Path::new("/")).unwrap_or(configured)
 }
 
-/// Checks that the directory is ours, and sets its mode. It returns the former mode if that was different.
+/// Checks that the directory belongs to the service, and sets its mode. Returns the former mode if it was different.
 fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     let stat = stat(directory)?;
     owner(&stat)?;
@@ -236,7 +239,7 @@ fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     Ok(Some(was))
 }
 
-/// True if links can lead from one directory to the other: both are, or would be made, on one mount.
+/// True if hard links are possible between the two directories: both are, or would be made, on one mount.
 pub fn on_one_mount(one: &Path, other: &Path) -> bool {
     let mount = |path: &Path| {
         let there = path.ancestors().find_map(|path| {
@@ -244,7 +247,7 @@ pub fn on_one_mount(one: &Path, other: &Path) -> bool {
             rustix::fs::open(path, flags, Mode::empty()).ok()
         })?;
         let found = rustix::fs::statx(&there, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
-        // A kernel before 5.8 does not say the mount.
+        // Before 5.8, the kernel does not report the mount.
         let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::MNT_ID);
         Some((found.stx_dev_major, found.stx_dev_minor, known.then_some(found.stx_mnt_id)))
     };
@@ -262,9 +265,9 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
     ))
 }
 
-/// A user who can rename things in a directory can put another directory in the place of the service's directory after
-/// any check. /tmp passes, since only the owner of a thing can rename it there. A directory that root lets a group
-/// write to, such as /var/log, passes too.
+/// A user who can rename files in a directory can replace the service's directory there after any check. /tmp is accepted, since
+/// only the owner of a file can rename it there. A directory that root makes writable for a group, such as /var/log, is accepted
+/// too.
 fn others_rule(stat: &Stat) -> Result<(), Problem> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
@@ -291,8 +294,8 @@ fn stat(file: &OwnedFd) -> Result<Stat, Problem> {
     rustix::fs::fstat(file).map_err(|error| format!("can't be looked at: {error}").into())
 }
 
-/// The thing of this name in a directory, or None if there is none. `O_PATH` finds it without opening it, since opening
-/// a FIFO blocks and opening a device may have effects.
+/// The entry with this name in a directory. None if there is none. `O_PATH` opens it without side effects: opening a FIFO blocks,
+/// and opening a device may have effects.
 fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match rustix::fs::openat(directory, name, flags, Mode::empty()) {
@@ -302,9 +305,9 @@ fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<Owne
     }
 }
 
-/// Sees to it that clients of every user can reach the socket of a control daemon that this service started: through its
-/// pipe directory, where it has the socket itself or a link to it. It repairs the modes of the directory and of the socket
-/// in `control_directory`, and describes each repair. A missing directory or socket is no error.
+/// Makes sure that clients of every user can reach the socket of a control daemon that this service has started. The socket, or a
+/// link to it, is in the pipe directory. Repairs the modes of the directory, and of the socket in `control_directory`, and
+/// describes each repair. A missing directory or socket is no error.
 ///
 /// # Errors
 /// The directory or the socket belongs to another user, or can't be repaired.
@@ -329,8 +332,7 @@ pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<V
     Ok(repaired)
 }
 
-/// Sees to it that root alone gets into a private directory, and describes the repair. A missing directory is no
-/// error.
+/// Makes sure that only root has access to a private directory, and describes the repair. A missing directory is no error.
 ///
 /// # Errors
 /// The directory belongs to another user, or can't be repaired.
@@ -339,7 +341,7 @@ pub fn keep_others_out(private: &Path) -> Result<Option<String>, BadDirectory> {
     put_back(private, &directory, PRIVATE)
 }
 
-/// Sets the mode of a directory of ours, and describes the repair.
+/// Sets the mode of a directory of the service, and describes the repair.
 fn put_back(path: &Path, directory: &OwnedFd, mode: u32) -> Result<Option<String>, BadDirectory> {
     let was = claim(directory, mode).map_err(|problem| bad(path, problem))?;
     Ok(was.map(|was| repair(path, was, mode)))
@@ -355,12 +357,12 @@ pub struct LogFile {
     pub output: File,
     /// The same file, opened for reading and truncating.
     pub file: File,
-    /// A message about another file that stood in its place: the fault of that file and its new name.
+    /// A message about another file that had this name: what was wrong with it, and its new name.
     pub moved_away: Option<String>,
 }
 
-/// Opens the log of this name in a directory that [`open`] returned, and makes it if it is missing. It accepts only a
-/// regular file that we own and that has no second name. Others could read or write anything else, so anything else is
+/// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. It accepts only a regular
+/// file that belongs to root and has no second hard link. Other users could read or write anything else, so anything else is
 /// renamed.
 pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
@@ -369,7 +371,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
             Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
             None => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
-                // Another process made the file first.
+                // Another process has made the file meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
@@ -383,7 +385,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     }
 }
 
-/// The thing that stands in the place of a log: our log, or the fault of another thing. None if there is nothing.
+/// The entry with the name of a log: the log itself, or what is wrong with the entry. None if there is no entry.
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedFd, String>>> {
     let Some(entry) = entry(directory, name)? else { return Ok(None) };
     let stat = rustix::fs::fstat(&entry)?;
@@ -404,11 +406,10 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
     Ok(Some(Err(why)))
 }
 
-/// The number of refused things that are kept under names in a row.
+/// The number of renamed entries for which there are numbered names.
 const MOVED_AWAY: u32 = 9;
 
-/// Renames a thing to the first of a few names that is free. A user who has taken these must not keep the place too, so then it
-/// gets a name that can't be foreseen.
+/// Renames an entry to the first free one of a few names. If a user has taken all of them, it gets a random name.
 fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<String> {
     for number in 1..=MOVED_AWAY {
         let new = format!("{name}.refused-{number}");
@@ -443,7 +444,7 @@ fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
     Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
 }
 
-/// Opens the file of a descriptor once more, even if its path now leads elsewhere.
+/// Opens the file of a descriptor once more, even if another file has its path now.
 fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
     let link = own_link(file.as_fd());
     Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
@@ -458,7 +459,8 @@ fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))
 }
 
-/// Gives the private directory up where no link can lead to it from the pipe directory. Returns that private directory.
+/// Removes the private directory from the plan if hard links from there to the pipe directory are not possible. Returns that
+/// directory.
 pub fn give_up_private_directory(plan: &mut ControlDaemonPlan) -> Option<PathBuf> {
     let beside = |private: &PathBuf| on_one_mount(private, &plan.pipe_directory);
     if plan.private_directory.as_ref().is_none_or(beside) { None } else { plan.private_directory.take() }
@@ -496,7 +498,7 @@ mod tests {
         symlink(&target, &link).unwrap();
         assert!(message(&link).contains("symbolic link"), "{}", message(&link));
 
-        // A link in the middle of a path is refused if others could have made it.
+        // A symbolic link in the middle of a path is refused if other users could have made it.
         let open_to_all = base.path().join("open");
         std::fs::create_dir(&open_to_all).unwrap();
         std::fs::set_permissions(&open_to_all, PermissionsExt::from_mode(0o1777)).unwrap();
@@ -525,7 +527,7 @@ mod tests {
         }
     }
 
-    /// Anything else in the place of a log is moved out of the way, unharmed.
+    /// Anything else with the name of a log is renamed and not changed.
     #[test]
     fn only_a_regular_file_of_the_service_is_used_as_a_log() {
         let base = tempfile::tempdir().unwrap();
@@ -570,7 +572,7 @@ mod tests {
         symlink(&elsewhere, log.join("full")).unwrap();
         let moved = opened("full").moved_away.unwrap();
         assert!(moved.starts_with("was a symbolic link, and is full.refused-"), "{moved}");
-        // Any user could have written to a log that is writable for all.
+        // Any user could have written to a log with this mode.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");
         assert_eq!(log.join("control.log").metadata().unwrap().mode() & 0o777, 0o644);

@@ -1,25 +1,25 @@
-//! The part of the host that an administrator has taken out of use for new clients.
+//! The slices and GPUs that an administrator has taken out of use for new clients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::terms::{DeviceName, GpuId, SliceId};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// The GPUs that there are, and the number of slices of each.
+/// The number of slices of each GPU.
 pub type SliceCounts = BTreeMap<GpuId, u32>;
 
-/// The drained slices and GPUs; a GPU stands for all its slices. A name stays, though nothing has it any more: the next
-/// reload may bring its slice back.
+/// The drained slices and GPUs. A GPU stands for all its slices. A name stays even if the host has no such slice any more: the
+/// next reload may bring the slice back.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drained {
-    /// Everything, also a GPU that comes later.
+    /// True if everything is drained, also a GPU that is added later.
     all: bool,
     #[serde(deserialize_with = "readable")]
     names: BTreeSet<DeviceName>,
 }
 
-/// The names that can be read. Another one stands for nothing on this host, and must not cost the rest of the state file,
-/// which says which control daemons are ours.
+/// The names that can be parsed. Others are left out: this host has no such device, and the rest of the state file, with the
+/// control daemons of the service, must stay usable.
 fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<DeviceName>, D::Error> {
     let names = BTreeSet::<String>::deserialize(deserializer)?;
     Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
@@ -30,20 +30,20 @@ impl Drained {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// True if this very name was drained, though there may be nothing of that name any more.
+    /// True if exactly this name was drained, even if no device has it any more.
     pub fn names(&self, name: DeviceName) -> bool {
         self.names.contains(&name)
     }
 
-    /// Drains these GPUs and slices; without names everything.
+    /// Drains these GPUs and slices. Without names, everything.
     pub fn drain(&mut self, names: &[DeviceName]) {
         self.all |= names.is_empty();
         self.names.extend(names);
     }
 
-    /// Takes these GPUs and slices back; without names everything. The rest of a whole that was drained stays drained:
-    /// the other slices of the GPU, the other GPUs of the host. `there` has the GPUs of today: with a name, a GPU that comes
-    /// later is not drained.
+    /// Puts these GPUs and slices into use again. Without names, everything. If a GPU was drained and only one of its slices is
+    /// named, the other slices stay drained; and likewise for the GPUs of a drained host. `there` are the present GPUs: after a
+    /// call with names, a GPU that is added later is not drained.
     pub fn undrain(&mut self, names: &[DeviceName], there: &SliceCounts) {
         if names.is_empty() {
             *self = Self::default();

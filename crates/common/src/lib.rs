@@ -1,5 +1,5 @@
-//! Everything that the service and yunion-mpsctl both know: the host, its configuration and the plan for it, the values
-//! that the service publishes, and the way to them over D-Bus. Nothing here starts or signals a process.
+//! All code that the service and its tools share: the host, its configuration, the plan, the values that the service publishes,
+//! and the access to them over D-Bus. Nothing here starts a process or sends it a signal.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
@@ -13,7 +13,7 @@
 //! | 2 | `config` | the configuration files |
 //! | 2 | `bindings` | the control groups that are bound to slices |
 //! | 2 | `drained` | the slices that an administrator has taken out of use |
-//! | 1 | `host` | GPUs, processes and systemd as they are, and what differs by driver |
+//! | 1 | `host` | the present GPUs, processes and systemd, and the differences between drivers |
 //! | 0 | `arguments`, `counted`, `problem`, `text`, `whole_file` | the service's command line; "1 client", "2 clients"; a problem with its remedy and its place; text for a terminal; a file that is written as a whole |
 
 #![forbid(unsafe_code)]

@@ -1,16 +1,15 @@
-//! A problem with its remedy: the one type in which everything from the configuration to doctor says that something is
-//! wrong.
+//! A problem with its remedy. All parts of the programs, from the configuration to doctor, report problems with this type.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-/// A problem in words for an administrator. Its text is the finding, and the remedy behind a semicolon.
+/// A problem in words for an administrator. Its text is the finding, a semicolon, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub found: String,
-    /// The step that helps; empty if only the obvious one is known.
+    /// The remedy; empty if it is obvious.
     pub remedy: String,
 }
 
@@ -19,18 +18,18 @@ impl Problem {
         Self { found: found.into(), remedy: remedy.into() }
     }
 
-    /// The same problem, after the name of the thing that fails because of it.
+    /// The same problem, with the name of the thing that fails because of it in front.
     #[must_use]
     pub fn prefixed(self, failed: impl fmt::Display) -> Self {
         Self { found: format!("{failed}: {}", self.found), ..self }
     }
 
-    /// The same problem at its place in the configuration. Without a key it is of the whole line or file.
+    /// The same problem at its place in the configuration. Without a key it is a problem of the whole line or file.
     pub fn at(self, origin: Origin, key: impl Into<String>) -> LocatedProblem {
         LocatedProblem { origin, key: key.into(), problem: self }
     }
 
-    /// The same problem with a remedy: its own, or this one where it has none.
+    /// The same problem with this remedy, unless it has one already.
     #[must_use]
     pub fn or_remedy(self, otherwise: &str) -> Self {
         if self.remedy.is_empty() { Self { remedy: otherwise.to_owned(), ..self } } else { self }
@@ -83,14 +82,14 @@ impl NamedProblem {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Origin {
-    /// The file, as it was opened.
+    /// The path with which the file was opened.
     pub file: PathBuf,
-    /// The line, from 1. None if the problem is the file itself.
+    /// The line, from 1. None for the file as a whole.
     pub line: Option<usize>,
 }
 
 impl Origin {
-    /// The place of a problem that is the file itself.
+    /// The place of a problem of the file as a whole.
     pub fn whole(file: &Path) -> Self {
         Self { file: file.to_owned(), line: None }
     }
@@ -105,12 +104,12 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A problem of the configuration, with its place. The remedy often is the list of the allowed values.
+/// A problem of the configuration, with its place. The remedy is often the list of allowed values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct LocatedProblem {
     #[serde(flatten)]
     pub origin: Origin,
-    /// The key or the entry, in a user's spelling: `cuda_mps_replicas`, `devices[2].virtual_number`.
+    /// The key or the entry, as a user writes it: `cuda_mps_replicas`, `devices[2].virtual_number`.
     pub key: String,
     #[serde(flatten)]
     pub problem: Problem,
@@ -127,7 +126,7 @@ impl LocatedProblem {
         Problem::new(found, remedy).at(origin, key)
     }
 
-    /// The problem after its key, without its place.
+    /// The problem with its key in front, without its place.
     pub fn with_key(&self) -> Problem {
         let problem = self.problem.clone();
         if self.key.is_empty() { problem } else { problem.prefixed(&self.key) }

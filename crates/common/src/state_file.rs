@@ -1,4 +1,4 @@
-//! The content of the state file, which the service alone writes.
+//! The content of the state file. Only the service writes it.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,37 +17,37 @@ use crate::problem::Problem;
 pub const FILE: &str = "state.json";
 const VERSION: u32 = 1;
 
-/// The largest state file: a larger one is neither read nor written. Beside the bindings, 1024 control daemons have room, each
-/// with the longest paths that there are.
+/// The size limit of the state file: a larger one is neither read nor written. Besides the bindings it allows for 1024 control
+/// daemons with the longest possible paths.
 pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 
-/// A control daemon that was started by us.
+/// A control daemon that the service has started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Running {
     pub process: ProcessId,
     pub pipe_directory: PathBuf,
-    /// The directory in which it makes its sockets, if that is another one.
+    /// The directory in which it makes its sockets, if it is not the pipe directory.
     #[serde(default)]
     pub private_directory: Option<PathBuf>,
-    /// The directory in which the directories of slices lead to it.
+    /// The directory that contains the slices' directories with links to it.
     #[serde(default)]
     pub slice_directories: Option<PathBuf>,
     pub log_directory: PathBuf,
     /// The UUIDs of its GPUs; the position is the ordinal.
     pub gpus: Vec<String>,
-    /// The names of its GPUs, by UUID: a GPU may leave the configuration while it runs.
+    /// The names of its GPUs, by UUID. A running control daemon may have a GPU that the configuration does not name any more.
     #[serde(default)]
     pub gpu_names: BTreeMap<String, String>,
     pub multiuser: bool,
-    /// True if it was to be bound to the CPUs near its GPUs.
+    /// True if it was started with a binding to the CPUs near its GPUs.
     #[serde(default)]
     pub near_cpus: bool,
-    /// The bytes of its log that have been passed on.
+    /// The number of bytes of its log that were passed on.
     pub log_offset: u64,
 }
 
 impl Running {
-    /// The GPUs with a known name, by UUID.
+    /// The GPUs whose name is known, by UUID.
     pub fn named_gpus(&self) -> impl Iterator<Item = (&str, GpuId)> {
         self.gpu_names.iter().filter_map(|(uuid, name)| Some((uuid.as_str(), name.parse().ok()?)))
     }
@@ -57,8 +57,8 @@ impl Running {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
     }
 
-    /// The directories that its clients may have mounted: its pipe directory, and the configured one, in which the
-    /// directories of its slices are.
+    /// The directories that its clients may have mounted: its pipe directory, and the configured one, which contains the
+    /// directories of its slices.
     pub fn directories_of_clients(&self, id: &DaemonId) -> impl Iterator<Item = &Path> {
         let pipe = self.pipe_directory.as_path();
         let configured = id
@@ -72,9 +72,9 @@ impl Running {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Contents {
     pub version: u32,
-    /// By GPU UUID, in nvidia-smi's words.
+    /// By the GPU's UUID, with nvidia-smi's words.
     pub previous_compute_modes: BTreeMap<String, String>,
-    /// The modes that we have set since, by GPU UUID. A GPU that has none here has `Exclusive_Process`.
+    /// The compute modes that the service has set, by the GPU's UUID. A GPU that is not here has `Exclusive_Process`.
     #[serde(default)]
     pub compute_modes_set: BTreeMap<String, String>,
     /// By the control daemon's id.
@@ -84,16 +84,16 @@ pub struct Contents {
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]
     pub drained: Drained,
-    /// The GPUs that need a reset, by name, each with the critical error that says so, in words.
+    /// The GPUs that need a reset, by name, each with the critical error that is the reason, in words.
     #[serde(default)]
     pub to_reset: BTreeMap<String, String>,
-    /// Thousands of them are written in a way of their own.
+    /// The bindings are serialized separately, since there may be thousands of them.
     #[serde(default, skip_serializing, deserialize_with = "crate::bindings::deserialize")]
     pub bindings: Arc<SliceBindings>,
 }
 
 impl Contents {
-    /// The parts of the file before and behind the entries of its bindings.
+    /// The text of the file before the entries of its bindings and after them.
     pub fn around_bindings(&self) -> serde_json::Result<(String, &'static str)> {
         let whole = serde_json::to_string(self)?;
         let others = whole.strip_suffix('}').unwrap_or_default();
@@ -116,16 +116,16 @@ impl Default for Contents {
     }
 }
 
-/// The control daemons in the state file in `directory`, for a reader that changes nothing; none without a state file.
+/// The control daemons in the state file in `directory`, for programs that only read it. None in it if there is no state file.
 ///
 /// # Errors
-/// It can't be read or is damaged.
+/// The state file can't be read or is damaged.
 pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, Problem> {
     let contents = read(&directory.join(FILE))?;
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
-/// The content of the file; None where there is no file. The error says what is wrong with it.
+/// The content of the file. None if there is no file. The error describes what is wrong with the file.
 pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
     let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,

@@ -1,13 +1,13 @@
-//! Text for a terminal, which no text of other processes can command.
+//! Text for a terminal. Text of other processes can't control the terminal.
 
 use serde::Serialize;
 
-/// A JSON document, one value a line, without anything that could command a terminal.
+/// A JSON document, one value per line, without characters that control a terminal.
 pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
     serde_json::to_string_pretty(value).map(|text| escaped(&text))
 }
 
-/// A JSON document without anything that could command a terminal. Only strings can contain such characters.
+/// A JSON document without characters that control a terminal. Only strings can contain such characters.
 pub fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
@@ -20,20 +20,19 @@ pub fn escaped(json: &str) -> String {
     text
 }
 
-/// Text without control characters: some of it comes from other processes, and none of it may command the terminal.
+/// Text without control characters: a part of it may come from other processes, which must not control the terminal.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }
 
-/// Characters that command a terminal, and characters that show nothing themselves but turn, break or hide their
-/// neighbours.
+/// Characters that control a terminal, and invisible characters that reverse, break or hide others.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
         || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Text for all clients of the bus, which may print it on a terminal: the name of a process may hold characters that control a
+/// Text for all clients of the bus, which may print it on a terminal: the name of a process may contain characters that control a
 /// terminal. A NUL would make the bus close the connection.
 pub fn clean(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")

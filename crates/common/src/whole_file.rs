@@ -1,5 +1,5 @@
-//! Writes a file as a whole: a reader finds the former file or the new one, and a full disk leaves the former one. A link or a
-//! FIFO in its place is replaced and not followed. All users may read the file, whatever the umask is.
+//! Writes a file as a whole: a reader sees the former file or the new one, and if the disk is full, the former file stays. A link
+//! or a FIFO with this name is replaced and not followed. All users may read the file, independent of the umask.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use tempfile::{Builder, NamedTempFile};
 
-/// Writes the file, in place of a former one.
+/// Writes the file, and replaces a former one.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_parts(path, &[bytes])
 }
@@ -25,7 +25,7 @@ pub fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     new.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// The same in a place where nothing is. Anything that is there stays, and is an error.
+/// The same, but a file that exists already stays, and is an error.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
@@ -34,10 +34,10 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     synced.inspect_err(|_| _ = fs::remove_file(path))
 }
 
-/// The file under another name, which goes with this value. Container runtimes and collectors choose the files that they
-/// read by the end of the name, and read none of this one.
+/// The file with a temporary name, which is removed when this value is dropped. Container runtimes and collectors choose files by
+/// the suffix of the name, and do not read one with this suffix.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
-    // Not opened by the library: its errors contain the name, and an error that is different each time is reported each time.
+    // The file is not opened by the library: its errors contain the random name, so the same error would be reported each time.
     let open = |path: &Path| File::create_new(path);
     let mut new = Builder::new().prefix(".yunion-mps.").suffix(".new").make_in(directory(path), open)?;
     let file = new.as_file_mut();

@@ -1,5 +1,5 @@
-//! Histories of bindings, by seeds: control groups that come, go and come again under the same path, with processes and
-//! without, and a service that forgets everything but what is written down.
+//! Random histories of bindings, from seeds: control groups that are made, removed and made again with the same path, with
+//! processes and without, and a service that remembers only what is in the state file.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(clippy::unwrap_used)]
@@ -13,7 +13,8 @@ use mps_core::bindings::{
 };
 use proptest::prelude::*;
 
-/// Two tenants' control groups, with one inside the first, and one with a name that begins alike; a pod with two containers.
+/// The control groups of two tenants, with one inside the first, and one whose name has the same beginning; a pod with two
+/// containers.
 const PATHS: [&str; 6] =
     ["/a", "/a/b", "/ab", "/kubepods/burstable/p1", "/kubepods/burstable/p1/x", "/kubepods/burstable/p1/y"];
 
@@ -22,7 +23,7 @@ enum Event {
     /// A control group is made, or removed with all below it.
     Make(&'static str),
     Remove(&'static str),
-    /// A process comes into a control group, or leaves it.
+    /// A process enters a control group, or leaves it.
     Enter(&'static str),
     Leave(&'static str),
     Bind {
@@ -32,7 +33,7 @@ enum Event {
         shares: bool,
     },
     Unbind(&'static str),
-    /// Somebody asks, and what has ended is dropped.
+    /// The service checks the control groups, and bindings that have ended are removed.
     Look,
     /// The service is killed and started again.
     Restart,
@@ -59,12 +60,12 @@ fn event() -> impl Strategy<Value = Event> {
 
 #[derive(Default)]
 struct Host {
-    /// The control groups that there are, by their paths: inode, and number of processes.
+    /// The existing control groups, by their paths: inode, and number of processes.
     groups: BTreeMap<&'static str, (u64, u32)>,
     inodes: u64,
     now: u64,
     bindings: Bindings<u8>,
-    /// The slices that somebody shares on purpose. Whoever has one of them now need not be alone.
+    /// The slices that a binding has shared on purpose. A binding of one of them need not have it alone.
     shared: BTreeSet<u8>,
 }
 
@@ -145,7 +146,7 @@ impl Host {
         }
     }
 
-    /// The service looks who has gone before it binds.
+    /// Before it binds, the service checks which bindings have ended.
     fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<u8>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
@@ -266,7 +267,7 @@ fn bindings_are_bounded() {
     bindings.bind(binding(5000), false, |_| 1).unwrap();
 }
 
-/// The documentation of Bind has this number.
+/// This number is in the documentation of Bind.
 #[test]
 fn all_bindings_together_have_24_mib() {
     assert_eq!(MOST_BYTES, 24 * 1024 * 1024);
@@ -281,7 +282,7 @@ fn a_name_is_believed_where_root_has_made_it_and_all_above_it() {
     }
 }
 
-/// A binding that the state file has no room for is refused, and nothing is changed.
+/// A binding for which the state file is too small is refused, and nothing is changed.
 #[test]
 fn bindings_fit_into_the_state_file() {
     let binding = |number: u64| Binding {
@@ -303,7 +304,8 @@ fn bindings_fit_into_the_state_file() {
     bindings.bind(binding(2), false, bytes_of).unwrap();
 }
 
-/// A binding that is new is found beside those that were there, and nothing is called new once another one has changed.
+/// A new binding is reported as the only change if all others are the same, and nothing is reported as new if another one has
+/// changed.
 #[test]
 fn new_bindings_are_told_from_changes() {
     let binding = |path: &str, slice: u64| Binding {
@@ -328,8 +330,8 @@ fn new_bindings_are_told_from_changes() {
     assert_eq!(added(&|all| _ = all.end(0, |_| GroupUse::Used)), None);
 }
 
-/// A control group that was empty from the beginning has its time for its first process. One that has had a process gives way
-/// at once to another that asks for its slice, and only to such a one.
+/// A control group that has never had a process keeps its binding for some time. One whose processes have ended loses its binding
+/// as soon as another control group asks for the slice, and not before.
 #[test]
 fn a_control_group_that_has_ended_gives_way() {
     let group = |path: &str| ControlGroup { path: path.to_owned(), inode: 1 };
@@ -376,7 +378,7 @@ fn the_last_label_is_the_name() {
     }
 }
 
-/// A pod keeps the slice of a container that has ended until its next container has it, or it ends itself.
+/// A pod keeps the slice of a container that has ended until its next container gets the slice, or the pod ends.
 #[test]
 fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
     let binding = |path: &str| Binding {
@@ -401,7 +403,7 @@ fn a_pod_keeps_its_slice_while_its_container_is_started_again() {
     assert_eq!(bindings.end(1000, |_| GroupUse::Gone).len(), 1);
 }
 
-/// The kubelet's control groups, by both of its drivers, and with a root of its own.
+/// The kubelet's control groups with both of its drivers, and with a configured root.
 #[test]
 fn a_pod_is_the_control_group_below_those_of_the_kubelet() {
     for (path, pod) in [

@@ -1,16 +1,16 @@
-//! Defects that were, or could be, in the core: each is put back, and some history must find it. So the histories are known
-//! to reach the states that they are for.
+//! Defects that were, or could be, in the core: each is put back into the code, and some history must find it. This shows that
+//! the histories reach the states for which they are made.
 //!
-//! One copy of the core holds all defects, so it is built once. The environment variable `DEFECT` is the name of the defect
-//! that is put back, and without it the copy does what the core does. So the text that takes the place of today's has both,
-//! and asks `PUT_BACK`, which is true for this defect alone:
+//! One copy of the core has all defects, so it is built once. The environment variable `DEFECT` names the defect that is active;
+//! without it the copy works like the core. So the replacement of a piece of code has both variants, and asks `PUT_BACK`, which
+//! is true only for this defect:
 //!
 //! ```text
 //! today:  "if well == 0 {"
 //! defect: "if well == 0 || PUT_BACK {"
 //! ```
 //!
-//! With `ONLY="a part of a name"`, only the rows with this in their name are tried. No two rows may replace the same piece
+//! With `ONLY="a part of a name"`, only the rows with this text in their name are tried. No two rows may replace the same piece
 //! of a file.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
@@ -23,11 +23,12 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::thread;
 
-/// The histories within which a defect must be found.
+/// The number of histories that must be enough to find a defect.
 const HISTORIES: &str = "10000";
 
-/// The defects that one history in thousands finds, each with a seed that is near one of those: the histories are tried from there
-/// on. After a change of the world, another one may find the defect: `HISTORIES=100000 ONLY=NAME` looks for it.
+/// The defects that only one history in thousands finds, each with a seed shortly before such a history: the histories are tried
+/// from there on. After a change of the world, other histories may find the defect: `HISTORIES=100000 ONLY=NAME` searches for
+/// them.
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
     ("clients of one GPU are ended for a fault that may have been on another", "238200"),
@@ -39,11 +40,11 @@ const SEEDS: &[(&str, &str)] = &[
     ("a request believes the list of clients after a fatal GPU error", "6200"),
 ];
 
-/// The histories of the copy without a defect. It is the core of today, which `histories.rs` tries.
+/// The number of histories without an active defect. This is the present core, which `histories.rs` tests.
 const HISTORIES_WITHOUT: &str = "1000";
 
-/// A defect: its name, its file, the text of today, the text that brings the defect back if it is chosen, and what does not
-/// hold then; empty if several things do not, and any may be found first.
+/// A defect: its name, its file, the present text, the text that brings the defect back if it is active, and the promise that is
+/// broken then; empty if several promises are broken, and any of them may be found first.
 type Defect = (&'static str, &'static str, &'static str, &'static str, &'static str);
 
 const DEFECTS: &[Defect] = &[
@@ -725,7 +726,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// Says in the copy whether a defect is put back.
+/// Decides in the copy if a defect is active.
 const CHOICE: &str = r#"
 extern crate std;
 
@@ -735,7 +736,7 @@ pub(crate) fn is_put_back(name: &str) -> bool {
 }
 "#;
 
-/// The settings of the copies. The crates are no members of a workspace of before, and need nothing but each other.
+/// The Cargo.toml of the copies. The crates belong to no other workspace, and need only each other.
 const CORE: &str = r#"
 [workspace]
 [package]
@@ -794,8 +795,8 @@ fn build(copy: &Path) -> PathBuf {
     program.unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&built.stderr))).into()
 }
 
-/// Returns whether all promises hold with this defect, and the output of the histories. A failing history is made as short as
-/// it can be where `shortest` is not 0, which takes much longer than to find it.
+/// Returns true if all promises hold with this defect, and the output of the histories. If `shortest` is not 0, a failing history
+/// is shortened, which takes much longer than finding it.
 fn try_histories(program: &Path, defect: &str, shortest: &str) -> (bool, String) {
     let mut command = Command::new(program);
     command
@@ -824,7 +825,7 @@ fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
         |(holds, output): &(bool, String)| !holds && output.contains("MODEL_SEED=") && output.contains(truth);
     let mut tried = try_histories(program, name, "0");
     if !tried.0 && !is_found(&tried) {
-        // Something else may follow from the defect, and come first in a long history.
+        // In a long history the defect may break another promise first.
         tried = try_histories(program, name, "1");
     }
     let output = &tried.1;

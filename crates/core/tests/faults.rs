@@ -1,4 +1,4 @@
-//! Every small case of a fault, all of them: who was hit may be ended, and never a bystander.
+//! All small cases of a fault: the clients that were hit may be ended, and never a bystander.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

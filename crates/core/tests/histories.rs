@@ -1,7 +1,8 @@
-//! Histories of a host, by seeds: whatever happens, in whatever order, what must hold holds (`truths.rs` of the world).
+//! Random histories of a host, from seeds: whatever happens, in any order, the promises hold (`truths.rs` of the world).
 //!
-//! `HISTORIES` says how many are tried, `MODEL_SEED` where they begin, and `MODEL_SECONDS` for how long it goes on instead.
-//! A failure prints its seed, and the shortest history that still fails, as a story; with `SHORTEST=0` the history as it is.
+//! `HISTORIES` is the number of histories, `MODEL_SEED` the first seed, and `MODEL_SECONDS` a duration instead of a number. A
+//! failure prints its seed, and the shortest history that still fails, as a story; with `SHORTEST=0` the history is not
+//! shortened.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(
@@ -27,7 +28,7 @@ use core_world::{Mood, World, mixed};
 /// The histories of `make test`.
 const HISTORIES: u64 = 50_000;
 
-/// Where they begin, if nobody says.
+/// The first seed, if none is given.
 const SEED: u64 = 1;
 
 fn number(name: &str) -> Option<u64> {
@@ -71,7 +72,7 @@ fn words(why: &(dyn Any + Send)) -> String {
     text.unwrap_or_else(|| "a panic without words".to_owned())
 }
 
-/// The shortest history that still fails: steps are left out as long as it does.
+/// The shortest history that still fails: steps are left out as long as it fails.
 fn shortest(mut steps: Vec<u64>, mood: Mood) -> Vec<u64> {
     let mut width = steps.len() / 2;
     while width > 0 {
@@ -99,7 +100,7 @@ fn story(seed: u64) -> String {
     format!("{why}\n{} steps:\n{story}", steps.len())
 }
 
-/// The scripts that are tried on another host too: what must hold holds in them, and each kind of deed is tried.
+/// The scripts that are also tried on a simulated host: the promises hold in them, and each kind of deed occurs.
 #[test]
 fn scripts_try_every_kind_of_deed() {
     let play = |seed| {
@@ -127,7 +128,7 @@ fn what_must_hold_holds_in_every_history() {
     let until = number("MODEL_SECONDS").map(|seconds| Instant::now() + Duration::from_secs(seconds));
     let most = number("HISTORIES").unwrap_or(if until.is_some() { u64::MAX } else { HISTORIES });
     let (next, failed) = (AtomicU64::new(0), OnceLock::new());
-    // Each failure of many would be told.
+    // Otherwise each of many failures would be printed.
     panic::set_hook(Box::new(|_| {}));
     let try_on = || {
         while failed.get().is_none() && until.is_none_or(|until| Instant::now() < until) {

@@ -64,12 +64,12 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
             ],
             &[("/a A", 21), ("/a/b A", 11), ("/a/b/c A", 11), ("/a-b A", 15), ("/ab A", 16)],
         ),
-        // A control group has no limit on a GPU where only the control groups inside have slices.
+        // A control group has no limit on a GPU on which only its descendants have slices.
         (&[("/a", &[("A", 0)]), ("/a/b", &[("B", 0)])], &[("/a A", 10), ("/a/b B", 1000)]),
         (&[("/a", &[("C", 0)])], &[]),
     ] {
         assert_eq!(mib(of_groups), expected(wanted), "{of_groups:?}");
-        // A control group that comes last changes the limits around it alone.
+        // A control group that is bound last changes only the limits of itself and its ancestors.
         for last in 0..of_groups.len() {
             let mut ordered = of_groups.to_vec();
             ordered.rotate_left(last);
@@ -85,7 +85,7 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     }
 }
 
-/// Each binding that comes would have all of them tried, and a host may have thousands.
+/// Otherwise each new binding would cause an attempt for all limits, and a host may have thousands.
 #[test]
 fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
     let place = |path: &str| LimitedGroup { gpu: "A", group: group(path) };

@@ -1,4 +1,4 @@
-//! Stories of the links by which clients find a control daemon, over directories in memory.
+//! Stories of the links through which clients find a control daemon, with directories in memory.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(clippy::unwrap_used)]
@@ -11,30 +11,30 @@ use mps_core::links::{
 
 type Path = &'static str;
 
-/// The socket of the control daemon, and another one's.
+/// The socket of the control daemon, and that of another one.
 const OURS: SocketId = (1, 7);
 const ANOTHERS: SocketId = (1, 8);
 const WAITING: SocketId = (1, 9);
 
-/// Directories, each with the socket that it leads to.
+/// Directories, each with the socket to which its link points.
 struct Disk {
     socket: Result<Option<SocketId>, Bad>,
-    /// The socket that was found last.
+    /// The socket that was last found.
     found: Option<SocketId>,
     pipes: BTreeMap<Path, SocketId>,
     slices: BTreeMap<(Path, String), SocketId>,
-    /// Why the directory of the directories of slices can't be used.
+    /// Why the directory with the slices' directories can't be used.
     bad: Option<Bad>,
     /// It is there, or was made.
     is_there: bool,
     opened: Option<Path>,
-    /// The links that nobody can change.
+    /// The links that can't be changed.
     stuck: BTreeSet<String>,
-    /// So many times more, somebody takes a link away as soon as it was made.
+    /// The number of times that another user will remove a link right after it was made.
     removals: usize,
     /// The attempts to make a link of a slice.
     attempts: usize,
-    /// The directories that nobody else can change.
+    /// The directories that other users can't change.
     kept: BTreeSet<String>,
 }
 
@@ -55,14 +55,14 @@ impl Disk {
         }
     }
 
-    /// The directories that lead to the control daemon.
+    /// The directories whose links point to the control daemon.
     fn leading_to_ours(&self) -> Vec<&str> {
         let pipes = self.pipes.iter().map(|(path, socket)| (*path, socket));
         let slices = self.slices.iter().map(|((_, name), socket)| (name.as_str(), socket));
         pipes.chain(slices).filter(|(_, socket)| **socket == OURS).map(|(name, _)| name).collect()
     }
 
-    /// Somebody makes a directory of a slice that leads to this socket.
+    /// Another user makes a directory of a slice with a link to this socket.
     fn others_lead(&mut self, name: &str, socket: SocketId) {
         self.is_there = true;
         self.slices.insert(("slices", name.to_owned()), socket);
@@ -270,7 +270,7 @@ fn one_that_retires_leads_nobody_and_keeps_nothing() {
     assert_eq!(disk.slices.values().collect::<Vec<_>>(), [&ANOTHERS], "the next one's link stays");
     assert!(disk.kept.is_empty());
     assert_eq!(links.missing(), &missing(None, &[]));
-    // Called back, it still has its limits.
+    // An order to serve again does not change its limits.
     assert!(links.pursue(wanted()));
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
@@ -289,11 +289,11 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
     assert_eq!(links.missing(), &missing(None, &[("s-2", "slices/s-2 leads to no control daemon yet")]));
     assert!(disk.kept.is_empty());
-    // The limits of the order before were told, and these are others.
+    // The control daemon has the limits of the order before, and these are others.
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // The order that it was told may have been to retire: it has the same limits.
+    // It may have got its limits with an order to retire: they are the same.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
@@ -424,13 +424,13 @@ fn directories_of_slices_that_are_not_there_are_not_made_for_a_drain() {
 fn a_socket_that_is_not_there_leads_nobody() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
-    // Links of before are as good as they were: they lead to the socket and not to its directory.
+    // Existing links still work: they point to the socket and not to its directory.
     disk.socket = Err("its directory is gone".to_owned());
     disk.pipes.clear();
     assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
-    // And they are still taken away.
+    // And they are still removed.
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     // A socket that is not made yet is no error.
@@ -485,7 +485,7 @@ fn an_order_with_another_pipe_directory_changes_nothing_until_the_next_one_runs(
     links.pursue(other.clone());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!((links.slices_in(), disk.leading_to_ours()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
-    // The directories of before are given back with the end.
+    // The directories of the former order are released when the control daemon ends.
     links.end(&mut disk);
     assert!(disk.kept.is_empty());
     links.lead(Linked { pipe: "elsewhere", slices_in: Some("other slices"), ..linked() }, &other);
@@ -516,7 +516,7 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     assert_eq!(links.take_events().renewed, [Way::Pipe].into(), "its news are told after its end");
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
-    // It must be told its limits first, and its links are not the links of before.
+    // A new control daemon needs its limits first, and the links of the one before do not count.
     links.lead(linked(), &retiring());
     disk.pipes.clear();
     links.apply(&mut disk, &nobody()).unwrap();
@@ -529,7 +529,7 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
     let mut links = leading(&mut disk);
     links.end(&mut disk);
     links.apply(&mut disk, &nobody()).unwrap();
-    // It runs, and somebody wants to end it for its failure.
+    // It runs, and should be ended because of its failure.
     links.keep_waiting();
     links.apply(&mut disk, &nobody()).unwrap();
     links.reopen_ways();

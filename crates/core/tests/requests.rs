@@ -1,5 +1,5 @@
-//! Requests to end GPU work: which clients are meant, where several containers or nobody's slices are in question. Everything
-//! that goes wrong meanwhile is in the histories.
+//! Requests to end GPU work: which clients are meant if several containers match, or if the slices of a client are not known.
+//! Combinations with failures are in the histories.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(clippy::unwrap_used)]
@@ -15,7 +15,7 @@ use mps_core::terms::SliceId;
 struct Process {
     slice: Option<(SliceId, SliceKnownBy)>,
     users: Vec<u32>,
-    /// Each with its container's id, and whether the host's own runtime has made it.
+    /// The ids of the containers, each with true if the host's own runtime has made it.
     containers: Vec<(&'static str, bool)>,
 }
 
@@ -132,7 +132,7 @@ fn users_may_end_their_own_work() {
     assert_eq!(ask(&host(&[(1, theirs)]), target), (vec!["PID 1".to_owned()], Ok(())));
 }
 
-/// Its server handles a fatal GPU error, until so many milliseconds after the beginning.
+/// Its server handles a fatal GPU error until this number of milliseconds after the beginning.
 fn faults(there: &Story, until: u64) {
     there.host().server_faults(SERVER);
     there.host().at(until, |host| host.server_recovers(SERVER));

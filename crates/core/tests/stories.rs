@@ -1,4 +1,5 @@
-//! A few histories as stories, to read: what happens, and what is to be done then. And what others ask the core meanwhile.
+//! A few histories as readable stories: what happens, and what is done then; and what other parts of the service ask the core
+//! meanwhile.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::unnecessary_wraps)]
@@ -74,7 +75,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     let both = [order("shared", &["A", "B"])];
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
-    // Others ask meanwhile:
+    // Questions from other parts of the service meanwhile:
     assert_eq!(core.pending().map(|order| order.id.to_string()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held(&DaemonId::Shared), BTreeMap::from([("A".to_owned(), "A".into())]));
     assert_eq!(core.kept(), core.held(&DaemonId::Shared));
@@ -166,7 +167,8 @@ fn while_programs_keep_the_server_out_it_is_tried_each_second() {
     }
 }
 
-/// Something that starts beside it comes soon: it is tried every few seconds, and not ended for that.
+/// Something that starts at the same time will be ready soon: the start is tried again every few seconds, and the control daemon
+/// is not ended for that.
 #[test]
 fn what_is_not_ready_yet_is_waited_for_in_short_pauses() {
     let mut core = serving("A", &["A"]);
@@ -221,7 +223,7 @@ fn a_gpu_that_programs_without_mps_hold_is_closed_to_more_of_them() {
     let taken = CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Taken };
     assert_eq!(told(&core.on(taken, NOW)), [""; 0]);
     assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
-    // It can't be put back, and is tried again with the next plan alone.
+    // The mode can't be restored, and only the next plan tries again.
     let stays = || CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Stays };
     assert_eq!(told(&core.on(stays(), NOW)), [""; 0]);
     assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
@@ -245,7 +247,7 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // One that an earlier service has left, and that has ended meanwhile.
+    // A control daemon that an earlier service has left, and that has ended meanwhile.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(
@@ -260,7 +262,7 @@ fn a_start_is_broken_off_for_another_order() {
     let mut core = core();
     core.on(demand(&[order("A", &["A"])]), NOW);
     assert_eq!(told(&core.on(demand(&[]), NOW)), ["A: interrupt"]);
-    // Nothing was written down yet.
+    // Nothing was recorded yet.
     let acts = core.on(done("A", None, ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
 }
@@ -281,7 +283,7 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
     );
 }
 
-/// A control daemon that can't be taken over, with the goal that an event gives, watched or not.
+/// A control daemon that can't be taken over, with the goal from an event, watched or not.
 fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
@@ -371,7 +373,7 @@ fn a_start_waits_until_the_mode_of_its_gpu_is_put_back() {
     assert_eq!(told(&core.on(back, NOW)), ["A: Start"]);
 }
 
-/// The acts about a control daemon that was to be ended, and lives.
+/// The acts about a control daemon that should have ended, and still lives.
 fn lives_on(event: CoreEvent<()>) -> Vec<String> {
     let mut core = serving("A", &["A"]);
     core.on(event, NOW);

@@ -1,4 +1,4 @@
-//! The settings of a container that the kubelet gives slices to, or the reason why it does not get them. Pure.
+//! The settings of a container to which the kubelet gives slices, or the reason why it does not get them. A pure function.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use crate::offers::{Offered, Unusable, refusal};
 use crate::preference::gpu;
 use crate::slice::NodeSlice;
 
-/// A refusal, with the device and what to do about it.
+/// The reason, with the device and what to do about it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RefusedAllocation {
     #[error("the kubelet asked for a container without a device; ask for 1 of {resource}")]
@@ -28,8 +28,8 @@ pub(crate) enum RefusedAllocation {
     NoUuid { device: String },
 }
 
-/// The slices behind the names that a container shall get. `offered` are the slices that the kubelet knows, and `now` all
-/// slices by the service's word of this moment.
+/// The slices with the names that the kubelet has chosen for a container. `offered` are the slices that the kubelet knows, and
+/// `now` are all slices that the service reports at this moment.
 pub(crate) fn slices_for(
     resource: &str,
     names: &[String],
@@ -72,14 +72,15 @@ fn one_of_each_gpu(names: &[String]) -> Result<(), RefusedAllocation> {
     Ok(())
 }
 
-/// The CDI devices of one slice: NVIDIA's of the GPU, and the service's of the slice, with a hook that binds the container.
+/// The CDI devices of one slice: NVIDIA's device for the GPU, and the service's device for the slice, with a hook that binds the
+/// container.
 pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllocation> {
     let cdi_devices = vec![cdi_of_gpu(slice)?, own_cdi(&slice.name)];
     Ok(ContainerSettings { cdi_devices, ..ContainerSettings::default() })
 }
 
-/// The same for slices of several GPUs. The service's CDI devices would overwrite each other's limits, so the settings are
-/// the settings of all slices together, and each slice adds the device with its hook alone.
+/// The same for slices of several GPUs. The service's devices for slices would overwrite each other's limits. So the settings are
+/// made for all slices together, and each slice adds only the device that has nothing but the hook.
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
     config: ContainerAnswer,
@@ -87,7 +88,7 @@ pub(crate) fn by_cdi_of_gpus(
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
-    // The removed variables are for NVIDIA's runtime, which would add the GPUs a second time.
+    // The removed variables are for NVIDIA's runtime, which would add the GPUs again.
     settings.environment.retain(|name, _| !gives_gpus(name));
     Ok(ContainerSettings { cdi_devices, ..settings })
 }
@@ -121,7 +122,7 @@ fn settings(config: ContainerAnswer) -> ContainerSettings {
     }
 }
 
-/// systemd takes the access to a GPU from a container when it reads its units again, unless the engine has told it of the node.
+/// When systemd reads its units again, it removes a container's access to device nodes that the engine has not reported to it.
 fn node(path: String) -> ContainerDeviceNode {
     ContainerDeviceNode { in_container: path.clone(), on_host: path, permissions: "rw".to_owned() }
 }
@@ -164,7 +165,7 @@ mod tests {
         );
         assert!(complaint(&["06-0", "06-1"]).contains("06-0 and 06-1 are slices of one GPU"));
         assert!(complaint(&[]).contains("ask for 1 of yunion.io/mps-20gib"));
-        // Told to the kubelet, and gone since.
+        // The kubelet knows the slice, but the service does not have it any more.
         let gone = asked(&["06-1"], &offered(&slices), &slices[..1]).unwrap_err();
         assert!(matches!(gone, RefusedAllocation::Unknown { .. }), "{gone}");
     }

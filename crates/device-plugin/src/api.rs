@@ -1,5 +1,5 @@
-//! The messages of the kubelet's interface `deviceplugin/v1beta1`, as far as they are used, and the paths of its calls. Names and
-//! numbers are Kubernetes'.
+//! The messages of the kubelet's interface `deviceplugin/v1beta1` that are used, and the paths of its calls. The names and
+//! numbers are those of Kubernetes.
 
 use std::collections::HashMap;
 
@@ -29,7 +29,7 @@ pub(crate) struct PluginOptions {
 pub(crate) struct RegisterRequest {
     #[prost(string, tag = "1")]
     pub(crate) version: String,
-    /// The name of our socket, in the directory of the kubelet's own.
+    /// The name of the plugin's socket, in the same directory as the kubelet's.
     #[prost(string, tag = "2")]
     pub(crate) endpoint: String,
     #[prost(string, tag = "3")]
@@ -112,7 +112,7 @@ pub(crate) struct AllocateAnswer {
     pub(crate) containers: Vec<ContainerSettings>,
 }
 
-/// All that a container gets.
+/// The settings of a container.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct ContainerSettings {
     #[prost(map = "string, string", tag = "1")]

@@ -1,5 +1,5 @@
-//! The way in which messages are written and read: as protobuf, by prost. The crate for that beside tonic comes without the text
-//! of its licence, which a package would have to repeat.
+//! The codec of the messages: protobuf, by prost. The usual crate for that, tonic-prost, comes without the text of its licence,
+//! which a package would have to include.
 
 use std::marker::PhantomData;
 

@@ -13,7 +13,7 @@ struct Counts {
     refused_allocations: u64,
 }
 
-/// One of the numbers.
+/// Reads one of the counters.
 type Count = fn(&Counts) -> u64;
 
 /// All clones count together.
@@ -25,7 +25,7 @@ impl Counters {
         self.count(resource, |counts| counts.registrations += 1);
     }
 
-    /// A container was given its devices.
+    /// A container has got its devices.
     pub(crate) fn allocated(&self, resource: &str) {
         self.count(resource, |counts| counts.allocations += 1);
     }
@@ -39,7 +39,8 @@ impl Counters {
         add(all.entry(resource.to_owned()).or_default());
     }
 
-    /// The counters and the devices of these resources. A resource that is gone is forgotten: each reload could bring others.
+    /// The counters and the devices of these resources. A resource that does not exist any more is forgotten: otherwise each
+    /// reload could add others.
     pub(crate) fn text(&self, offers: &Offers) -> String {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|resource, _| offers.contains_key(resource));

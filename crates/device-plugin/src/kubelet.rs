@@ -1,4 +1,4 @@
-//! The kubelet: where its sockets are, whether it was started again, and the calls to it.
+//! The kubelet: where its sockets are, if it was started again, and the calls to it.
 
 use std::future::pending;
 use std::io;
@@ -20,10 +20,10 @@ use tonic::{Request, Status};
 use crate::api::{self, Nothing, PluginOptions, RegisterRequest};
 use crate::codec::Protobuf;
 
-/// The time for one call. The kubelet connects to us before it answers a registration.
+/// The time for one call. Before the kubelet answers a registration, it connects to the plugin.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// A socket by its file: another one has another identity, although it may get the inode of the former one.
+/// Identifies the file of a socket. A new socket has another identity, even if it gets the inode number of the former one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SocketFile {
     device: u64,
@@ -31,7 +31,7 @@ pub(crate) struct SocketFile {
     changed: (i64, i64),
 }
 
-/// Returns whether a program listens at a socket. A program that has ended leaves its socket behind.
+/// Returns true if a program listens on a socket. A program that has ended leaves its socket behind.
 pub(crate) fn is_alive(path: &Path) -> bool {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let connected = SocketAddrUnix::new(path).and_then(|address| {
@@ -42,7 +42,7 @@ pub(crate) fn is_alive(path: &Path) -> bool {
 }
 
 impl SocketFile {
-    /// None where no socket is.
+    /// None if there is no socket.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket())?;
         let changed = (found.ctime(), found.ctime_nsec());
@@ -60,7 +60,7 @@ impl Kubelet {
         Self { directory }
     }
 
-    /// Where device plugins have their sockets.
+    /// The directory with the sockets of device plugins.
     pub(crate) fn plugins(&self) -> PathBuf {
         self.directory.join("device-plugins")
     }
@@ -69,12 +69,12 @@ impl Kubelet {
         self.plugins().join("kubelet.sock")
     }
 
-    /// The kubelet's socket for registrations, if the socket is there.
+    /// The kubelet's socket for registrations, if it exists.
     pub(crate) fn socket(&self) -> Option<SocketFile> {
         SocketFile::at(&self.own_socket())
     }
 
-    /// Tells it of a resource, which is served at this socket beside its own.
+    /// Registers a resource that is served on this socket, which is in the same directory as the kubelet's.
     pub(crate) async fn register(&self, resource: &str, endpoint: String) -> Result<(), String> {
         let request = RegisterRequest {
             version: api::VERSION.to_owned(),
@@ -87,12 +87,12 @@ impl Kubelet {
     }
 }
 
-/// The calls of ours that the kubelet shall make.
+/// The optional calls that the kubelet should make.
 pub(crate) fn options() -> PluginOptions {
     PluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
 }
 
-/// Calls the kubelet at its socket. An error names the socket.
+/// Calls a method of the kubelet on its socket. An error names the socket.
 async fn call<Q, A>(socket: &Path, path: &'static str, question: Q) -> Result<A, Status>
 where
     Q: prost::Message + Send + Sync + 'static,
@@ -119,17 +119,18 @@ where
 }
 
 fn unreachable(error: &tonic::transport::Error) -> Status {
-    // The error itself is only "transport error".
+    // The text of the error itself is only "transport error".
     let cause = std::error::Error::source(error).map(ToString::to_string);
     Status::unavailable(cause.unwrap_or_else(|| error.to_string()))
 }
 
-/// Tells when a socket comes or goes in the directory of device plugins. Without it, the next look is a few seconds later.
+/// Reports when a socket is made or removed in the directory of device plugins. Without this, the plugin notices it a few seconds
+/// later.
 #[derive(Debug, Default)]
 pub(crate) struct DirectoryChanges(Option<Readable>);
 
 impl DirectoryChanges {
-    /// Watches the directory, which has to be there.
+    /// Watches the directory, which must exist.
     pub(crate) fn watch(directory: &Path) -> io::Result<Self> {
         let queue = new_instance().map_err(|error| match Errno::from_io_error(&error) {
             Some(errno) if is_shortage(errno) => io::Error::other(shortage(errno, no_files()).to_string()),
@@ -144,7 +145,7 @@ impl DirectoryChanges {
         self.0.is_some()
     }
 
-    /// Returns after changes. It watches no more if the directory itself has gone.
+    /// Returns after changes. If the directory itself is removed, the watch ends.
     pub(crate) async fn next(&mut self) {
         let Some(queue) = &self.0 else { return pending().await };
         if !queue.until(is_still_there).await.unwrap_or(false) {
@@ -153,7 +154,7 @@ impl DirectoryChanges {
     }
 }
 
-/// Reads all that is there. False: the directory has gone.
+/// Reads all events. False: the directory was removed.
 fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
     let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(queue, &mut buffer);
@@ -166,7 +167,7 @@ fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
                     return Ok(false);
                 }
             }
-            // Only now is the descriptor known to be read to its end.
+            // Only this error says that all events were read.
             Err(Errno::AGAIN) if any => return Ok(true),
             Err(errno) => return Err(errno.into()),
         }

@@ -1,18 +1,18 @@
 //! yunion-mps-device-plugin: hands the slices of yunion-mps-daemon to the kubelet of a Kubernetes node. It asks the service over
 //! D-Bus and knows nothing else of MPS.
 //!
-//! Decisions are made without input and output, from the service's list of slices; `plugin` carries them out.
+//! Decisions are pure functions of the service's list of slices. `plugin` carries them out.
 //!
 //! | floor | module | its job |
 //! |---|---|---|
-//! | 7 | `plugin` | the loop: which sockets are served, and what is registered |
-//! | 6 | `resource` | one resource: its socket, and the answers to the kubelet there |
-//! | 5 | `kubelet`, `service` | the two that are asked, and that restart on their own |
+//! | 7 | `plugin` | the loop: serves sockets and registers resources |
+//! | 6 | `resource` | one resource: its socket, and the answers to the kubelet |
+//! | 5 | `kubelet`, `service` | the connections to the kubelet and to the service, which may both restart |
 //! | 4 | `counters` | the metrics |
 //! | 3 | `allocation` | the settings of a container; pure |
 //! | 2 | `offers` | the resources and their devices, healthy or not; pure |
-//! | 1 | `names`, `preference` | the name of a size; the slice that a container had best get; pure |
-//! | 0 | `slice`, `api`, `codec`, `logging` | a slice; the kubelet's messages, and how they are written; the log |
+//! | 1 | `names`, `preference` | the name of a size; the best slice for a container; pure |
+//! | 0 | `slice`, `api`, `codec`, `logging` | a slice; the kubelet's messages, and their encoding; the log |
 
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "this workspace alone uses it")]

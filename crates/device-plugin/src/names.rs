@@ -1,15 +1,15 @@
 //! The names of resources: from the size of a slice to its name. Pure.
 //!
-//! The rule, as docs/kubernetes.md has it: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` below 1 GiB. Rounded,
-//! since a slice that was cut by number has some odd number of MiB, which is another one with another driver. The rule looks at
-//! one slice alone: a name that depended on other slices would change under the pods that have this one.
+//! The rule, as in docs/kubernetes.md: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` is memory below 1 GiB. It
+//! is rounded, since an equal share of a GPU is an odd number of MiB, which differs between drivers. The name depends on one
+//! slice alone: if it depended on other slices, it could change while pods have the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
 use crate::slice::Share;
 
-/// The most characters of a name, without its domain, that Kubernetes takes.
+/// The most characters of a name, without its domain, that Kubernetes accepts.
 const LONGEST: usize = 63;
 
 /// A name that the administrator has given to a size: `small=20GiB`, `fast=20GiB:50`.
@@ -22,9 +22,9 @@ pub(crate) struct NamedSize {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NamedMemory {
-    /// Rounded down.
+    /// In GiB, rounded down.
     Gib(u32),
-    /// Exactly.
+    /// In MiB, exactly.
     Mib(u32),
 }
 
@@ -70,7 +70,7 @@ impl FromStr for NamedSize {
     }
 }
 
-/// Checks the part of a resource's name behind the domain by Kubernetes' rules.
+/// Checks the part of a resource's name after the domain by Kubernetes' rules.
 fn is_name(name: &str) -> Result<(), String> {
     let ends = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     let inner = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -83,13 +83,13 @@ fn is_name(name: &str) -> Result<(), String> {
     ))
 }
 
-/// Checks the domain in front of a resource's name by Kubernetes' rules.
+/// Checks the domain of a resource's name by Kubernetes' rules.
 pub(crate) fn domain(text: &str) -> Result<String, String> {
     let label = |label: &str| {
         let inner = label.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
         inner && !label.is_empty() && !label.starts_with('-') && !label.ends_with('-')
     };
-    // Resources of these are the cluster's own, and no device plugin may register one.
+    // These domains are reserved for Kubernetes, and no device plugin may register a resource there.
     let reserved = text == "kubernetes.io" || text.ends_with(".kubernetes.io");
     if text.len() <= 200 && text.contains('.') && text.split('.').all(label) && !reserved {
         return Ok(text.to_owned());
@@ -97,7 +97,7 @@ pub(crate) fn domain(text: &str) -> Result<String, String> {
     Err(format!("{text:?} is no domain for resources; write one such as yunion.io, and not kubernetes.io"))
 }
 
-/// The way in which sizes get their names.
+/// The rules that give sizes their names.
 #[derive(Debug, Clone)]
 pub(crate) struct Naming {
     pub(crate) domain: String,
@@ -115,7 +115,7 @@ impl Naming {
         self.named.iter().find(|named| named.means(share))
     }
 
-    /// Says that slices which differ in their percentage of threads have one name, if they have it by the rule.
+    /// A text about slices that differ in their percentage of threads and still have the same name.
     pub(crate) fn joined(&self, shares: impl IntoIterator<Item = Share>) -> Option<String> {
         let mut percentages: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
         for share in shares.into_iter().filter(|share| self.given(*share).is_none()) {

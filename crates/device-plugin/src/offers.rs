@@ -1,9 +1,9 @@
-//! The resources of the node and their devices: which there are, and which of them Kubernetes may give out. Pure.
+//! The resources of the node and their devices, and which devices Kubernetes may give out. Pure functions.
 //!
-//! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has the device go on. A kubelet that
-//! starts asks the second question, and ends a pod whose ended init container has an unhealthy device. So a slice that a pod has is
-//! healthy as long as it is served, drained or not: the kubelet gives it to no other pod. A slice that a stranger has is unhealthy,
-//! since the kubelet knows nothing of strangers.
+//! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has the device go on. A kubelet
+//! that starts asks the second one, and ends a pod if an init container of it has ended and has an unhealthy device. So a slice
+//! that a pod has is healthy as long as it is served, even if it is drained: the kubelet gives it to no other pod. A slice with
+//! an owner outside of Kubernetes is unhealthy, since the kubelet does not know about that owner.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,17 +11,17 @@ use std::fmt;
 use crate::names::Naming;
 use crate::slice::NodeSlice;
 
-/// The most resources. Each is a socket and a registration, and no node has as many sizes.
+/// The most resources. Each one is a socket and a registration, and no node has this many sizes.
 const MOST: usize = 64;
 
 /// The reason why Kubernetes may not give out a slice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Unusable {
-    /// The service has been away for longer than a restart takes.
+    /// The service has not answered for longer than a restart takes.
     Unwatched,
-    /// By the word of the service: drained, not served.
+    /// The service reports this reason: the slice is drained or not served.
     Unhealthy(String),
-    /// The owner is no container of Kubernetes.
+    /// The slice has an owner that is no container of Kubernetes.
     Taken(String),
 }
 
@@ -51,16 +51,17 @@ pub(crate) struct Offered {
 /// The devices of each resource, by its full name.
 pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 
-/// All that is remembered from one look to the next.
+/// The facts that are remembered between two looks.
 #[derive(Debug, Default)]
 pub(crate) struct Remembered {
-    /// The resource of each slice. A GPU that the driver has lost has no memory, and its resource must not go. A pod has its slice
-    /// by the name under which it was given: under another name it would be free for the kubelet.
+    /// The resource of each slice. It is remembered, since a GPU that the driver has lost has no known memory, but its resource
+    /// must stay. And a pod has its slice under the name of the resource: under another name the kubelet would take the slice for
+    /// free.
     resources: BTreeMap<String, String>,
 }
 
 impl Remembered {
-    /// The devices of each resource. `unwatched`: the service has been away for longer than a restart takes.
+    /// The devices of each resource. `unwatched` is true if the service has not answered for longer than a restart takes.
     pub(crate) fn offers(&mut self, slices: &[NodeSlice], naming: &Naming, unwatched: bool) -> Offers {
         self.resources.retain(|name, _| slices.iter().any(|slice| slice.name == *name));
         let mut offers = Offers::new();
@@ -78,7 +79,7 @@ impl Remembered {
         offers
     }
 
-    /// The resource of a slice; None while its size was never known.
+    /// The resource of a slice. None if its size was never known.
     fn resource(&mut self, slice: &NodeSlice, naming: &Naming) -> Option<String> {
         let known = self.resources.get(&slice.name).cloned();
         let resource = match (known, slice.share) {

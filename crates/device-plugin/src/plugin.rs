@@ -1,5 +1,5 @@
-//! The loop of the program: after every change it looks at the service and at the kubelet, and serves exactly the resources that
-//! `offers` names.
+//! The main loop: after every change it looks at the service and at the kubelet, and serves exactly the resources that `offers`
+//! returns.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,16 +22,16 @@ use crate::preference::Placement;
 use crate::resource::{Manner, Registration, Resource};
 use crate::service::{ServiceView, follow};
 
-/// The time to the next look while something is left to do.
+/// The time until the next look while something remains to be done.
 const SOON: Duration = Duration::from_secs(1);
 
-/// The time to the next look if no change is announced before.
+/// The time until the next look if no change is reported before.
 const LATER: Duration = Duration::from_secs(10);
 
-/// The time in which a kubelet that has taken a registration asks for the list of devices.
+/// The time in which a kubelet that has accepted a registration should ask for the list of devices.
 const LISTENS: Duration = Duration::from_secs(15);
 
-/// The choices of the administrator.
+/// The options of the administrator.
 #[derive(Debug)]
 pub(crate) struct Choices {
     pub(crate) kubelet_directory: PathBuf,
@@ -42,30 +42,30 @@ pub(crate) struct Choices {
     pub(crate) without_cdi: bool,
 }
 
-/// The end of a registration.
+/// The result of a registration.
 struct Registered {
     resource: String,
-    /// The socket of the resource, and the kubelet's.
+    /// The socket of the resource, and that of the kubelet.
     own: SocketFile,
     kubelet: SocketFile,
     answer: Result<(), String>,
 }
 
-/// All that the program knows and serves.
+/// The state of the program.
 struct Plugin {
     choices: Choices,
     manner: Manner,
     kubelet: Kubelet,
-    /// Registrations without an answer so far. The kubelet answers after it has reached our socket, and the loop may have to make
-    /// that socket again meanwhile: so the loop waits for no answer.
+    /// Registrations without an answer yet. The loop does not wait for an answer: the kubelet answers only after it has reached
+    /// the plugin's socket, and the loop may have to make that socket again.
     registrations: JoinSet<Registered>,
     remembered: Remembered,
     resources: BTreeMap<String, Resource>,
-    /// The metrics as they were written last.
+    /// The metrics that were last written.
     written: String,
-    /// The status line of the unit, as systemd has it.
+    /// The status line that systemd has for the unit.
     status: Option<String>,
-    /// The last complaint of each kind: a complaint that has not changed is said once.
+    /// The last message of each kind. A message that has not changed is not repeated.
     said: BTreeMap<&'static str, String>,
 }
 
@@ -129,13 +129,13 @@ impl Plugin {
         watched.unwrap_or_default()
     }
 
-    /// Makes everything as it has to be, and returns the time to the next look.
+    /// Makes sockets and registrations match the service and the kubelet, and returns the time until the next look.
     fn bring_up_to_date(&mut self, service: &ServiceView) -> io::Result<Duration> {
         self.say("service", service.complaint());
         let Some(slices) = &service.slices else { return Ok(SOON) };
         self.say("names", self.choices.naming.joined(slices.iter().filter_map(|slice| slice.share)));
-        // First of all: a kubelet that starts removes all sockets before it makes its own, so a removal that came before this
-        // kubelet is seen below.
+        // The kubelet comes first: when it starts, it removes all sockets before it makes its own, so the check below finds
+        // sockets that this kubelet has removed.
         let kubelet = self.kubelet.socket();
         let unwatched = service.is_away_for(self.choices.grace);
         let offers = self.remembered.offers(slices, &self.choices.naming, unwatched);
@@ -146,16 +146,16 @@ impl Plugin {
         Ok(if waits_for_service || registered < offers.len() { SOON } else { LATER })
     }
 
-    /// Serves these resources and no others.
+    /// Serves exactly these resources.
     ///
     /// # Errors
-    /// The directory can never be written again.
+    /// This process can never write to the directory again.
     fn serve(&mut self, offers: &Offers) -> io::Result<()> {
         let gone: Vec<String> =
             self.resources.keys().filter(|name| !offers.contains_key(*name)).cloned().collect();
         for name in gone {
             if let Some(resource) = self.resources.remove(&name) {
-                // The kubelet would keep the devices of a resource that only falls silent.
+                // If the resource only stopped answering, the kubelet would keep its devices.
                 resource.offer(Vec::new());
                 tracing::info!("{name}: no slice has this size any more");
             }
@@ -196,7 +196,7 @@ impl Plugin {
         Ok(())
     }
 
-    /// Registers every resource that this kubelet does not know. Returns how many it listens to.
+    /// Registers every resource that this kubelet does not know. Returns the number of resources that the kubelet listens to.
     fn register(&mut self, kubelet: Option<SocketFile>) -> usize {
         let Some(kubelet) = kubelet else {
             let directory = self.kubelet.plugins();
@@ -240,7 +240,7 @@ impl Plugin {
         listens
     }
 
-    /// Takes the answer of a kubelet to a registration, unless it is about a socket of before.
+    /// Records the kubelet's answer to a registration, unless the answer is about an earlier socket.
     fn hear(&mut self, ended: Registered) {
         let Registered { resource: name, own, kubelet, answer } = ended;
         let is_asked = |resource: &&mut Resource| {
@@ -251,7 +251,7 @@ impl Plugin {
             Ok(()) => {
                 resource.registration = Registration::Accepted(kubelet, Instant::now());
                 self.manner.counters.registered(&name);
-                // A kubelet that never listens takes each registration.
+                // A kubelet that never listens accepts each registration.
                 if !self.said.contains_key("listener") {
                     tracing::info!("{name}: registered with the kubelet");
                 }
@@ -281,7 +281,7 @@ impl Plugin {
         self.say("metrics", complaint);
     }
 
-    /// The first time it is the word that the program has started.
+    /// The first message tells systemd that the program has started.
     fn tell_systemd(&mut self, service: &ServiceView) {
         let is_listened_to = |resource: &&Resource| matches!(resource.registration, Registration::Listens(_));
         let registered = self.resources.values().filter(is_listened_to).count();
@@ -312,12 +312,12 @@ impl Plugin {
     }
 }
 
-/// Returns whether the directory of sockets was replaced, out of the reach of this process: a sandbox keeps the mount of the old
-/// directory, and may not write to the new one.
+/// Returns true if the directory of sockets was replaced, and this process can't reach the new one: in a sandbox the old
+/// directory stays mounted, and the new one is not writable.
 fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => true,
-        // No name leads to the directory itself any more.
+        // The directory itself has no name any more.
         io::ErrorKind::NotFound => directory.metadata().is_ok_and(|found| found.nlink() == 0),
         _ => false,
     }
@@ -334,7 +334,7 @@ fn devices_in_words(offers: &Offers, name: &str) -> String {
     words.join(", ")
 }
 
-/// The name of the socket of a resource. A domain is the same for all of ours.
+/// The name of the socket of a resource. It does not need the domain, which is the same for all resources.
 fn socket_name(resource: &str) -> String {
     let name = resource.rsplit('/').next().unwrap_or(resource);
     format!("yunion-{name}.sock")

@@ -1,7 +1,8 @@
-//! The slices that a container had best get, out of all that are free. Pure.
+//! Chooses the best slices for a container from those that are free. A pure function.
 //!
-//! Slices of one GPU can't be joined, so a container that gets several of them gets them of different GPUs. The kubelet calls a
-//! slice free as soon as a pod was deleted by force, and the pod's container may still have it: such a slice comes last.
+//! Slices of one GPU can't be combined, so a container that gets several slices gets them from different GPUs. After a pod was
+//! deleted by force, the kubelet counts its slice as free at once, although the pod's container may still use it: such a slice is
+//! chosen last.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,8 +15,8 @@ pub(crate) enum Placement {
     Spread,
 }
 
-/// The names of `number` slices, with all of `must` among them; fewer where there are no more. The GPU of a name is all that is
-/// in front of its last "-".
+/// The names of `number` slices, including all in `must`; fewer if there are not enough. A slice's name without the last "-" and
+/// the ordinal is the name of its GPU.
 pub(crate) fn preferred(
     available: &[String],
     must: &[String],
@@ -26,7 +27,7 @@ pub(crate) fn preferred(
     let mut chosen: Vec<String> = must.to_vec();
     let mut free: BTreeSet<&str> = available.iter().map(String::as_str).collect();
     free.retain(|name| !must.iter().any(|taken| taken == name));
-    // Counted once: a choice does not make its GPU fuller for the rest of the same container.
+    // The free slices are counted once: a choice does not change the count for the same container.
     let mut left: BTreeMap<&str, usize> = BTreeMap::new();
     for name in &free {
         *left.entry(gpu(name)).or_default() += 1;
@@ -82,7 +83,7 @@ mod tests {
     #[test]
     fn a_slice_that_must_be_in_it_is_and_counts_for_its_gpu() {
         assert_eq!(preferred(&names(&FREE), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
-        // The kubelet names it among the free ones, or not.
+        // The kubelet may or may not list it among the free slices.
         assert_eq!(preferred(&names(&["06-1"]), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
     }
 
@@ -91,7 +92,7 @@ mod tests {
         let owned = |name: &str| name.starts_with("07") || name == "06-1";
         let preferred = |number| super::preferred(&names(&FREE), &[], number, Placement::Pack, owned);
         assert_eq!(preferred(1), ["06-2"]);
-        // Slices of one GPU can't be joined.
+        // Slices of one GPU can't be combined.
         assert_eq!(preferred(3), ["06-2", "07-2", "06-3"]);
     }
 

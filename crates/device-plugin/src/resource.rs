@@ -1,4 +1,4 @@
-//! One resource: its socket, and the answers to the kubelet there.
+//! One resource: its socket, and the answers to the kubelet.
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
@@ -32,19 +32,19 @@ use crate::preference::{Placement, preferred};
 use crate::service::{self, NoAnswer, ServiceView};
 use crate::slice::NodeSlice;
 
-/// The time that a container waits for a service that is being restarted. The kubelet admits no other pod meanwhile.
+/// The longest time that a container waits for a service that is being restarted. Meanwhile the kubelet admits no other pod.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The pause before another try in this time, and after a connection that could not be accepted.
+/// The pause between two attempts to reach the service, and after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(200);
 
 /// The most calls of the kubelet that are answered at once.
 const AT_ONCE: usize = 16;
 
-/// The bytes that the path of a Unix socket may have.
+/// The most bytes of the path of a Unix socket.
 const LONGEST_PATH: usize = 107;
 
-/// The way in which containers get their slices, the same for all resources.
+/// How containers get their slices: the same for all resources.
 #[derive(Debug, Clone)]
 pub(crate) struct Manner {
     pub(crate) placement: Placement,
@@ -53,28 +53,28 @@ pub(crate) struct Manner {
     pub(crate) service: watch::Receiver<ServiceView>,
 }
 
-/// The kubelet's word about a resource. Each kubelet is known by its socket.
+/// The known state of a resource at the kubelet. Each kubelet is identified by its socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Registration {
     Missing,
-    /// The kubelet has our request, and has not answered.
+    /// The kubelet has got the registration, and has not answered.
     Asked(SocketFile),
     Failed(SocketFile, Instant),
-    /// The kubelet knows the resource, and does not read the list of devices yet.
+    /// The kubelet has accepted the registration, and does not read the list of devices yet.
     Accepted(SocketFile, Instant),
     /// The kubelet reads the list of devices.
     Listens(SocketFile),
 }
 
-/// The answers of a resource.
+/// Answers the kubelet for one resource.
 struct ResourceAnswers {
     name: String,
     manner: Manner,
     offered: watch::Receiver<Vec<Offered>>,
 }
 
-/// The connections to a socket. After a failure, such as too many open files, there is a pause: the next try would fail at once
-/// as well.
+/// The connections to a socket, with a pause after a failure: after too many open files, for example, the next attempt would fail
+/// at once.
 fn with_pauses<T>(connections: impl Stream<Item = io::Result<T>>) -> impl Stream<Item = io::Result<T>> {
     connections.then(|connection| async move {
         if connection.is_err() {
@@ -84,7 +84,7 @@ fn with_pauses<T>(connections: impl Stream<Item = io::Result<T>>) -> impl Stream
     })
 }
 
-/// A resource that is served. Its end takes the socket away.
+/// A resource that is served. Dropping it removes the socket.
 #[derive(Debug)]
 pub(crate) struct Resource {
     path: PathBuf,
@@ -94,7 +94,7 @@ pub(crate) struct Resource {
 }
 
 impl Resource {
-    /// Serves it at this path.
+    /// Serves the resource on this socket.
     pub(crate) fn serve(name: &str, path: &Path, offered: Vec<Offered>, manner: Manner) -> io::Result<Self> {
         let bytes = path.as_os_str().len();
         if bytes > LONGEST_PATH {
@@ -103,7 +103,7 @@ impl Resource {
             );
             return Err(io::Error::other(complaint));
         }
-        // Anything else that is there stays, and binding fails.
+        // Any other file stays, and binding fails.
         if SocketFile::at(path).is_some() {
             if is_alive(path) {
                 let complaint = "another device plugin serves it: are the unit and the DaemonSet on one node? Keep one of them";
@@ -141,18 +141,18 @@ impl Resource {
         self.file
     }
 
-    /// True if the socket that was made is still there: a kubelet that starts removes all of them.
+    /// True if the socket still exists: a kubelet that starts removes all sockets.
     pub(crate) fn is_there(&self) -> bool {
         SocketFile::at(&self.path) == Some(self.file)
     }
 
-    /// True if a kubelet listens to the list of devices.
+    /// True if a kubelet reads the list of devices.
     pub(crate) fn has_listener(&self) -> bool {
-        // Two receivers are our own: the answers have one, and the server ends by the other.
+        // Two receivers are the plugin's own: that of the answers, and that which ends the server.
         self.offered.receiver_count() > 2
     }
 
-    /// Tells the kubelet of the devices, if they are others than before.
+    /// Sends the devices to the kubelet if they have changed.
     pub(crate) fn offer(&self, offered: Vec<Offered>) -> bool {
         self.offered.send_if_modified(|known| {
             let changed = *known != offered;
@@ -247,13 +247,13 @@ async fn allocate(answers: &ResourceAnswers, request: AllocateRequest) -> Result
     Ok(AllocateAnswer { containers })
 }
 
-/// The settings of one container, by the service's word of this moment.
+/// The settings of one container, from the service's present answers.
 async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<ContainerSettings, Status> {
     let (service, now) = ask_service(names).await?;
     let offered = answers.offered.borrow().clone();
     let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
     let config = async || -> Result<ContainerAnswer, Status> {
-        // The kubelet decides which pod has a slice, and the former pod's containers may still end.
+        // `share`, since the kubelet decides which pod has a slice, and a container of the pod before may still be ending.
         let wish = SliceWish { names: names.to_vec(), free: false, share: true };
         let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error.into()))?;
         Ok(taken.1)
@@ -265,7 +265,7 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     }
 }
 
-/// The service and all of its slices, after a short restart of it too.
+/// The service and all of its slices. Waits for a service that is just restarted.
 async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), Status> {
     let until = Instant::now() + PATIENCE;
     let mut last = NoAnswer::from(BusError::Silent);
@@ -278,7 +278,7 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
         match timeout_at(until, asked).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => last = error,
-            // The time is over in the middle of a try, and the try before it says why.
+            // The time is over during an attempt. The error of the attempt before says why.
             Err(_late) => {}
         }
         if Instant::now() + RETRY >= until {

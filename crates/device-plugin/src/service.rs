@@ -1,4 +1,4 @@
-//! yunion-mps-daemon, as this program sees it: the slices by its last answer, and since when it has given none.
+//! yunion-mps-daemon as this program sees it: the slices by its last answer, and the time since which it has not answered.
 
 use std::time::{Duration, Instant};
 
@@ -10,16 +10,16 @@ use tokio::time::{sleep, timeout};
 
 use crate::slice::NodeSlice;
 
-/// The pause before another question to a service that does not answer.
+/// The pause before the next question to a service that does not answer.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// The time after which it is asked again without a signal of it.
+/// The time after which the service is asked again, even without a signal of it.
 const REFRESH: Duration = Duration::from_secs(30);
 
-/// The time that a list may take.
+/// The longest time until a list is answered.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// The reason why the service can't be asked for its slices.
+/// The reason why the service does not list its slices.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NoAnswer {
     #[error(transparent)]
@@ -30,16 +30,16 @@ pub(crate) enum NoAnswer {
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceView {
-    /// By its last answer; None until there was one.
+    /// The slices by its last answer. None before the first answer.
     pub(crate) slices: Option<Vec<NodeSlice>>,
-    /// None while it answers.
+    /// None while the service answers.
     pub(crate) absence: Option<Absence>,
 }
 
 #[derive(Debug, Clone)]
 pub(crate) struct Absence {
     pub(crate) since: Instant,
-    /// The reason; empty before the first question to the service.
+    /// The reason; empty before the first question.
     why: String,
 }
 
@@ -50,17 +50,17 @@ impl Absence {
 }
 
 impl ServiceView {
-    /// Nothing is known yet.
+    /// The view before the first answer.
     pub(crate) fn unknown() -> Self {
         Self { slices: None, absence: Some(Absence::begins()) }
     }
 
-    /// True if it has been away for this long.
+    /// True if the service has not answered for this time.
     pub(crate) fn is_away_for(&self, time: Duration) -> bool {
         self.absence.as_ref().is_some_and(|absence| absence.since.elapsed() >= time)
     }
 
-    /// The consequence of an absence for the slices, and its cause.
+    /// The consequence of the absence for the slices, and its reason.
     pub(crate) fn complaint(&self) -> Option<String> {
         let why = self.absence.as_ref().map(|absence| &absence.why).filter(|why| !why.is_empty())?;
         Some(match self.slices {
@@ -70,7 +70,7 @@ impl ServiceView {
     }
 }
 
-/// Follows the service across its restarts, and across restarts of the bus, until the view has no reader.
+/// Follows the service, even when the service or the bus restarts, until the view has no reader.
 pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     while !view.is_closed() {
         if let Err(error) = follow_bus(&view).await {
@@ -80,7 +80,7 @@ pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     }
 }
 
-/// The same until the bus breaks off.
+/// The same until the connection to the bus ends.
 async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
     let service = DaemonProxy::connect().await?;
     let mut changes = service.changes().await?;
@@ -124,11 +124,11 @@ fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
     });
 }
 
-/// All slices at this moment. A service that starts has no answer yet: it looks at each control daemon that it finds, and the
-/// slices are unhealthy until it has done so, though nothing has happened to their clients.
+/// All slices at this moment. An error while the service starts: until it has looked at each control daemon that it finds, it
+/// reports the slices as unhealthy, although nothing has happened to their clients.
 pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
     let asked = async {
-        // First: a list that is asked for afterwards is no older than the state.
+        // The state is asked first, so that the list is at least as new as the state.
         let is_starting = service.service().await?.state == State::Starting;
         if is_starting { Err(NoAnswer::Starting) } else { Ok(service.devices().await?) }
     };

@@ -1,4 +1,4 @@
-//! A slice of this node, as far as Kubernetes is concerned.
+//! A slice of this node: the part that Kubernetes needs.
 
 use common::bindings::pod_of;
 use common::bus::rows::Device;
@@ -12,25 +12,25 @@ pub(crate) struct Share {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NodeSlice {
-    /// `00:06.0-1`, the kubelet's name for it too.
+    /// The name, `00:06.0-1`, which the kubelet uses too.
     pub(crate) name: String,
     /// The address of its GPU.
     pub(crate) gpu: String,
-    /// Of its GPU; None while the driver can't say it.
+    /// The UUID of its GPU. None while the driver can't report it.
     pub(crate) uuid: Option<String>,
-    /// The N of `/dev/nvidiaN`.
+    /// The number N of the GPU's `/dev/nvidiaN`.
     pub(crate) minor: Option<u32>,
     pub(crate) numa_node: Option<i64>,
     /// None while the memory of the GPU is not known.
     pub(crate) share: Option<Share>,
     pub(crate) healthy: bool,
-    /// As healthy, but true as well while it is drained.
+    /// True if the slice's clients are served. Unlike `healthy`, it stays true while the slice is drained.
     pub(crate) served: bool,
-    /// Why it is not healthy.
+    /// Why the slice is not healthy.
     pub(crate) reason: String,
-    /// The labels or the paths of the control groups that have it, for people; empty where it is free.
+    /// The labels or the paths of the control groups that are bound to it, for people; empty if it is free.
     pub(crate) bound_to: String,
-    /// A container of Kubernetes has it.
+    /// True if a container of Kubernetes is bound to it.
     pub(crate) has_pod: bool,
 }
 
@@ -65,7 +65,7 @@ impl From<&Device> for NodeSlice {
 pub(crate) mod samples {
     use super::*;
 
-    /// A healthy slice without an owner: `slice("06-1", 20480, 25)` is of the GPU `06`.
+    /// A healthy slice without an owner: `slice("06-1", 20480, 25)` is on the GPU `06`.
     pub(crate) fn slice(name: &str, memory_mib: u32, thread_percentage: u32) -> NodeSlice {
         let gpu = name.rsplit_once('-').unwrap().0.to_owned();
         NodeSlice {

@@ -1,4 +1,4 @@
-//! The devices that a command is for: named one by one, left to the service's choice (`--free`), or given by Slurm (`--slurm`).
+//! The devices for a command: named, chosen by the service (`--free`), or given by Slurm (`--slurm`).
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use crate::slurm;
 use common::bus::error::RequestError;
 use common::bus::proxy::{BusError, ContainerAnswer, DaemonProxy, SliceWish};
 
-/// The time in which a slice that is on its way is served: a control daemon starts, a server gets over a fault, or a service that
-/// was restarted comes back. A hook may take 30 s.
+/// The longest wait for a slice that will be served soon: a control daemon starts, a server recovers from a fault, or the service
+/// restarts. A hook may take 30 s.
 const PATIENCE: Duration = Duration::from_secs(25);
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -45,7 +45,7 @@ impl Devices {
     }
 }
 
-/// Asks until the slices are served, if they may be soon, and says so.
+/// Repeats the question until the slices are served, if they may be served soon, and prints a note about that.
 pub(crate) async fn until_served<T>(
     ask: impl AsyncFn() -> Result<T, BusError>,
     worth_waiting: impl Fn(&BusError) -> bool,
@@ -65,12 +65,12 @@ pub(crate) async fn until_served<T>(
     }
 }
 
-/// Returns whether the service may give the same slices at the next moment.
+/// Returns true if the service may give the same slices a moment later.
 pub(crate) fn passes(error: &BusError) -> bool {
     matches!(error, BusError::Refused(RequestError::NotReady(_) | RequestError::NotServed(_)))
 }
 
-/// The settings for a program that uses these slices, once it may have them. Says which slice the service has chosen.
+/// The settings for a program that uses these slices, once it may have them. Prints which slice the service has chosen.
 pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<ContainerAnswer> {
     let (taken, answer) = until_served(async || daemon.take(wish).await, passes).await?;
     if wish.free {
@@ -79,7 +79,7 @@ pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<Conta
     Ok(answer)
 }
 
-/// Says which slices the service has chosen, and their models.
+/// Prints which slices the service has chosen, and their models.
 pub(crate) async fn tell_choice(daemon: &DaemonProxy, taken: &[String]) -> Result<()> {
     let devices = daemon.devices().await?;
     for device in devices.iter().filter(|device| taken.contains(&device.addr)) {

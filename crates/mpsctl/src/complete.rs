@@ -1,5 +1,5 @@
-//! The words that a shell offers for the word before the cursor. The scripts in `packaging/completions` ask for them; a
-//! question that can't be answered in time has no answer and no complaint.
+//! The completions for the word before the cursor. The scripts in `packaging/completions` ask for them. If the service does not
+//! answer in time, there are none and no error.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -12,27 +12,28 @@ use common::bus::proxy::{BusError, DaemonProxy};
 use common::text::is_unprintable;
 use mps_core::register::SHORT_ID;
 
-/// The first argument of the process that answers. The words of the command line follow, the last one up to the cursor.
+/// The first argument of the process that prints the completions. The words of the command line follow, the last one up to the
+/// cursor.
 const ASK: &str = "complete-words";
 
-/// The time that the service has: a user waits at a keyboard.
+/// The longest time for the service's answer: a user waits at a keyboard.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// If the arguments (the first one is the program's name) ask for it, writes the words that fit, one a line, each with its
-/// meaning behind a tabulator.
+/// If the first argument after the program's name is [`ASK`], prints the words that fit, one per line, each with a tab and its
+/// meaning.
 pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
     let [_, ask, words @ ..] = arguments else { return None };
     let last = words.len().checked_sub(1).filter(|_| ask == ASK)?;
     let here = std::env::current_dir().ok();
     let found = complete(&mut super::command(), words.to_vec(), last, here.as_deref());
     for candidate in found.unwrap_or_default() {
-        // A file may have any name. A name that a line can't hold is not offered.
+        // The name of a file may contain any character. A name that does not fit on one line is left out.
         let Some(word) = candidate.get_value().to_str().filter(|word| !word.contains(is_unprintable)) else {
             continue;
         };
         let help = candidate.get_help().map(ToString::to_string).unwrap_or_default();
         let help = help.lines().next().unwrap_or_default().replace(is_unprintable, "\u{fffd}");
-        // A shell that no longer listens is none of our concern.
+        // If the shell no longer reads, nothing has to be done.
         let _ = writeln!(out, "{word}\t{help}");
     }
     let _ = out.flush();
@@ -47,7 +48,7 @@ pub(super) fn devices() -> ArgValueCompleter {
     names(true)
 }
 
-/// The names of slices, for a command that takes no whole GPU.
+/// The names of slices, for a command that does not accept a GPU.
 pub(super) fn slices() -> ArgValueCompleter {
     names(false)
 }
@@ -61,7 +62,7 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
             let gpu = (device.base_addr.clone(), format!("{model}, the GPU"));
             if with_gpus && !words.contains(&gpu) {
                 words.push(gpu);
-                // A UUID is too long to be offered before a user has begun it.
+                // A UUID is long, so it is offered only after the user has typed its beginning.
                 let uuid = device.device_path.clone().filter(|_| begun.to_string_lossy().starts_with("GPU-"));
                 words.extend(uuid.map(|uuid| (uuid, format!("{model}, the GPU"))));
             }
@@ -103,7 +104,7 @@ pub(super) fn containers() -> ArgValueCompleter {
     })
 }
 
-/// The service's answer, if it comes in time.
+/// The service's answer, if it comes within the time.
 fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Option<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let answer = async { question(&DaemonProxy::connect().await?).await };

@@ -1,5 +1,5 @@
-//! The subcommands of yunion-mpsctl. They show the values on the bus and compute nothing a second time. `check` and
-//! `doctor` compare these values with the host itself, `probe` tests them with CUDA clients of its own.
+//! The subcommands of yunion-mpsctl. They show the values from the bus and compute nothing themselves. `check` and `doctor`
+//! compare these values with the host, and `probe` tests them with its own CUDA clients.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -26,9 +26,9 @@ mod watch;
 
 /// The exit status of a command that could not be carried out.
 const FAILED: u8 = 1;
-/// The exit status of a command line that makes no sense.
+/// The exit status for a wrong command line.
 const USAGE: u8 = 2;
-/// The exit status that means: the daemon is not running.
+/// The exit status if the daemon does not run.
 const NOT_RUNNING: u8 = 3;
 
 /// Shows and uses the GPU slices of yunion-mps-daemon.
@@ -317,7 +317,7 @@ enum Command {
 }
 
 impl Command {
-    /// True if the exit status says more than that the command was carried out. A script that asks for it may not read the rest.
+    /// True if the exit status has a meaning besides success and failure. A script that uses it may not read the output.
     fn answers_by_exit_status(&self) -> bool {
         matches!(self, Self::Check(_) | Self::Doctor(_) | Self::IsReady(_) | Self::Probe(_) | Self::Setup(_))
     }
@@ -325,12 +325,12 @@ impl Command {
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a subcommand could not do what it was asked.
+/// Why a subcommand has failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
     Bus(#[from] BusError),
-    /// The service is not there, for the reason that systemd knows.
+    /// The service does not run, for the reason that systemd reports.
     #[error("yunion-mps-daemon is not running: {0}")]
     NotRunning(String),
     #[error("can't write the output: {0}")]
@@ -360,7 +360,7 @@ impl Error {
         }
     }
 
-    /// True if the reader of our output has gone, as `head` does: nothing to complain about.
+    /// True if the reader of the output has closed the pipe, as `head` does. That is no error.
     fn is_closed_pipe(&self) -> bool {
         match self {
             Self::Output(e) => e.kind() == io::ErrorKind::BrokenPipe,
@@ -370,7 +370,7 @@ impl Error {
     }
 }
 
-/// The output of a command that answers by its exit status too: the command goes on if the reader leaves.
+/// The output of a command whose exit status has a meaning: the command goes on if the reader closes the pipe.
 struct MayLoseReader<'o>(&'o mut dyn Write);
 
 impl Write for MayLoseReader<'_> {
@@ -393,7 +393,7 @@ pub fn command() -> clap::Command {
     let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();
     for (heading, names) in GROUPS {
         let commands = names.iter().filter_map(|name| command.find_subcommand(name)).cloned();
-        // clap can't group subcommands: each group is rendered as the list of a command of its own.
+        // clap can't group subcommands, so each group is rendered as the list of a separate command.
         let group = clap::Command::new(heading).subcommands(commands).disable_help_subcommand(true);
         let listed = group.help_template("{subcommands}").render_help();
         template += &format!("{heading}:\n{}\n\n", listed.to_string().trim_end());
@@ -405,7 +405,7 @@ fn parse(arguments: &[OsString]) -> clap::error::Result<Arguments> {
     Arguments::from_arg_matches(&command().try_get_matches_from(arguments)?)
 }
 
-/// Does what the arguments ask (the first one is the program's name), and returns the exit status.
+/// Carries out the command line (the first argument is the program's name), and returns the exit status.
 pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     if let Some(status) = act::run::become_command(&arguments, err) {
@@ -444,7 +444,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
-            // The exit status says it too, in case the output has no reader.
+            // If the output has no reader, the exit status still reports the failure.
             let _ = writeln!(err, "{}", show::table::hanging(&format!("yunion-mpsctl: {e}")));
             e.exit_status()
         }
@@ -458,7 +458,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|error| Error::System("start", error))?.block_on(async {
         match execute(command, out).await {
-            // A unit that has failed by its configuration is not started by another try.
+            // If a unit has failed because of its configuration, starting it again does not help.
             Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
                 Some(reason) => Error::NotRunning(reason),
                 None => BusError::NotRunning.into(),
@@ -469,7 +469,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
-    // `check`, `setup` and `doctor` work without the daemon too, and look for it themselves.
+    // `check`, `setup` and `doctor` work without the daemon too, and connect to it themselves.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {
@@ -502,7 +502,7 @@ async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
     Ok(status)
 }
 
-/// Prints a JSON document, one value a line.
+/// Prints a JSON document, one value per line.
 fn print_json(out: &mut dyn Write, value: &impl serde::Serialize) -> Result<()> {
     writeln!(out, "{}", common::text::json(value)?)?;
     Ok(())

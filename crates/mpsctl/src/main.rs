@@ -1,4 +1,4 @@
-//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. Under the name yunion-mps-NAME it is an OCI runtime.
+//! yunion-mpsctl: asks yunion-mps-daemon over D-Bus. Called as yunion-mps-NAME it is an OCI runtime.
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         && let Some(runtime) = mpsctl::runtime::stands_before(own_name)
     {
         return mpsctl::runtime::execute(runtime, rest).unwrap_or_else(|error| {
-            // The reader may have gone.
+            // The pipe may be closed.
             let _ = writeln!(
                 std::io::stderr(),
                 "{}: {} can't be executed: {error}",

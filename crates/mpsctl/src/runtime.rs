@@ -1,6 +1,6 @@
-//! An OCI runtime that stands before another one. Under the name yunion-mps-NAME, this program executes NAME with the same
-//! arguments. Before NAME sends a signal that may end a container's programs, the service ends their GPU work: a signal in the
-//! middle of a kernel is a fault for every client of that GPU.
+//! An OCI runtime that wraps another one. Called as yunion-mps-NAME, this program executes NAME with the same arguments. Before
+//! NAME sends a signal that may end a container's programs, the service ends their GPU work: a signal in the middle of a kernel
+//! is a fault for every client on that GPU.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
@@ -20,36 +20,36 @@ use common::bus::proxy::{BusError, ContainerStop, DaemonProxy};
 use common::host::identity;
 use common::text::printable;
 
-/// The names of this program before a runtime.
+/// The prefix of this program's names as a runtime.
 const PREFIX: &str = "yunion-mps-";
 
-/// The time for the end of GPU work. The runtime goes on after that.
+/// The longest time for ending GPU work. Then the runtime goes on.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The journal's socket.
 const JOURNAL: &str = "/run/systemd/journal/socket";
 
-/// The socket of the system bus, unless the environment names another one.
+/// The socket of the system bus, unless an environment variable names another one.
 const BUS: &str = "/run/dbus/system_bus_socket";
 
-/// The options of runc and crun, before the command, that have a value after them.
+/// The options of runc and crun before the command that take a value.
 const WITH_VALUE: [&str; 7] =
     ["--root", "--log", "--log-format", "--log-level", "--criu", "--rootless", "--cgroup-manager"];
 
-/// The options that lead to the state of a container.
+/// The options with which a runtime finds the state of a container.
 const FOR_STATE: [&str; 4] = ["--root", "--rootless", "--cgroup-manager", "--systemd-cgroup"];
 
 /// The signals that end a program which does not handle them.
 const SIGNALS: [(&str, u32); 4] = [("INT", 2), ("QUIT", 3), ("KILL", 9), ("TERM", 15)];
 
-/// Returns the name of the runtime that this program stands before, by its own name.
+/// Returns the name of the wrapped runtime, from the name with which this program was called.
 pub fn stands_before(own_name: &OsStr) -> Option<&OsStr> {
     let name = Path::new(own_name).file_name()?.as_bytes().strip_prefix(PREFIX.as_bytes())?;
     (!name.is_empty()).then(|| OsStr::from_bytes(name))
 }
 
-/// Executes the runtime, after the GPU work that its signal may end. Returns only where this process has to answer for it: with the
-/// exit status, or because there is no such program.
+/// Ends the GPU work that the runtime's signal would end, and then executes the runtime. Returns only if this process has to
+/// report the result: the exit status, or that there is no such program.
 ///
 /// # Errors
 /// The runtime can't be executed.
@@ -67,25 +67,25 @@ pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> 
 }
 
 /// Has the runtime send its signal to a container with this first process. A program whose GPU work has ended may end by itself
-/// before the signal comes. The runtime then calls it an error that nothing runs, and the engine would believe that.
+/// before the signal. Then the runtime reports as an error that nothing runs, and the engine would treat that as a failure.
 fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     let done = command.stdin(Stdio::inherit()).output()?;
     if !done.status.success() && !identity::runs(*first) {
         return Ok(ExitCode::SUCCESS);
     }
-    // The signal is sent already, so a reader that has gone changes nothing.
+    // The signal was sent already, so a closed pipe changes nothing.
     let _ = io::stdout().write_all(&done.stdout).and_then(|()| io::stderr().write_all(&done.stderr));
     let code = done.status.code().and_then(|code| u8::try_from(code).ok());
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
-/// Returns whether the service can be asked. Only root may end the work of a container.
+/// Returns true if this process may ask the service. Only root may end the work of a container.
 fn can_ask() -> bool {
     let has_bus = || std::env::var_os("DBUS_SYSTEM_BUS_ADDRESS").is_some() || Path::new(BUS).exists();
     rustix::process::geteuid().is_root() && has_bus()
 }
 
-/// Waits for something, and no longer than the runtime can.
+/// Waits for a result, but only as long as the runtime can wait.
 fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let in_time = async { tokio::time::timeout(PATIENCE, work).await };
@@ -96,7 +96,7 @@ fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String
 /// A command that sends a signal to a container's processes.
 #[derive(Debug, PartialEq, Eq)]
 struct SignalCommand<'a> {
-    /// The options that lead to the state of the container.
+    /// The options with which the runtime finds the state of the container.
     options: Vec<&'a OsStr>,
     container: &'a OsStr,
     signal: u32,
@@ -113,7 +113,7 @@ struct FirstProcess {
 type Arguments<'a> = Peekable<slice::Iter<'a, OsString>>;
 
 impl<'a> SignalCommand<'a> {
-    /// The signal that a command line sends, if it may end a program.
+    /// The signal that a command line sends, if the signal may end a program.
     fn by(arguments: &'a [OsString]) -> Option<Self> {
         let mut arguments = arguments.iter().peekable();
         let options = options_for_state(&mut arguments);
@@ -131,7 +131,7 @@ impl<'a> SignalCommand<'a> {
         Some(Self { options, container: names.first()?, signal, to_all })
     }
 
-    /// A container that is deleted by force is killed first.
+    /// Deleting a container by force kills it first.
     fn by_delete(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
         let (flags, names) = flags_and_names(arguments);
         let is_forced = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--force" | [b'-', b'f']));
@@ -139,8 +139,8 @@ impl<'a> SignalCommand<'a> {
         is_forced.then_some(Self { options, container, signal: 9, to_all: true })
     }
 
-    /// Ends the GPU work that the signal may end, and returns the first process of the container. None: nothing of the container
-    /// runs, as far as that is known.
+    /// Ends the GPU work of the programs that the signal may end, and returns the first process of the container. None: no
+    /// process of the container is known to run.
     fn prepare(&self, runtime: &OsStr) -> Option<ProcessId> {
         let mut first = None;
         let ended = in_time(async {
@@ -161,13 +161,13 @@ impl<'a> SignalCommand<'a> {
         first
     }
 
-    /// The first process of the container, as the runtime knows it. None: nothing of the container runs.
+    /// The first process of the container, as the runtime reports it. None: no process of the container runs.
     async fn first_process(&self, runtime: &OsStr) -> Result<Option<u32>, String> {
         let mut command = tokio::process::Command::new(runtime);
         command.args(&self.options).arg("state").arg(self.container);
         command.stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
         let asked = command.output().await.map_err(|error| error.to_string())?;
-        // The runtime says itself that there is no such container, once it is told to send the signal.
+        // If there is no such container, the runtime reports that itself when it has to send the signal.
         if !asked.status.success() {
             return Ok(None);
         }
@@ -176,7 +176,7 @@ impl<'a> SignalCommand<'a> {
         Ok(Some(state.pid).filter(|pid| *pid != 0))
     }
 
-    /// Writes to the journal why GPU work may go on when the signal comes.
+    /// Writes to the journal why there may still be GPU work when the signal comes.
     fn write_to_journal(&self, runtime: &OsStr, why: &str) {
         let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
         let line = printable(&format!(
@@ -184,7 +184,7 @@ impl<'a> SignalCommand<'a> {
             self.signal
         ));
         let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));
-        // There may be no journal, and the engine waits.
+        // There may be no journal, and the engine must not wait.
         let _ = UnixDatagram::unbound().and_then(|socket| {
             socket.set_nonblocking(true)?;
             socket.send_to(entry.as_bytes(), JOURNAL)
@@ -192,7 +192,7 @@ impl<'a> SignalCommand<'a> {
     }
 }
 
-/// The options before the command that lead to the state of a container.
+/// The options before the command with which a runtime finds the state of a container.
 fn options_for_state<'a>(arguments: &mut Arguments<'a>) -> Vec<&'a OsStr> {
     let mut options = Vec::new();
     while let Some(option) = arguments.next_if(|argument| argument.as_bytes().starts_with(b"-")) {
@@ -213,7 +213,7 @@ fn flags_and_names(arguments: Arguments<'_>) -> (Vec<&OsStr>, Vec<&OsStr>) {
     all.partition(|argument| argument.as_bytes().starts_with(b"-"))
 }
 
-/// The number of a signal, if it may end a program. Runtimes know a signal by its number and by its name.
+/// The number of a signal, if it may end a program. Runtimes accept a signal as a number or as a name.
 fn number(text: &str) -> Option<u32> {
     let upper = text.to_ascii_uppercase();
     let name = upper.strip_prefix("SIG").unwrap_or(&upper);

@@ -1,4 +1,4 @@
-//! Texts on a terminal that take the place of earlier ones, and words beside the output.
+//! Texts on a terminal that replace earlier ones, and messages besides the output.
 
 use std::fmt::Write as _;
 use std::io::{self, Write};
@@ -13,13 +13,13 @@ pub(super) fn size() -> (u16, u16) {
     (columns.unwrap_or(80), rows().unwrap_or(24))
 }
 
-/// The rows of the terminal. None: no terminal, or a terminal that doesn't know.
+/// The rows of the terminal. None if there is no terminal, or if it does not report its size.
 pub(super) fn rows() -> Option<u16> {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
     size.map(|size| size.ws_row).filter(|rows| *rows > 0)
 }
 
-/// The lines of a status that have room in so many rows. The last line counts the others.
+/// The lines of a status that fit into this number of rows. The last line counts the others.
 pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
     if lines.len() > rows {
         let more = lines.len() - rows.saturating_sub(1);
@@ -29,7 +29,7 @@ pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
     lines
 }
 
-/// The whole screen, which is drawn again and again.
+/// The whole screen, which is drawn again at each change.
 #[derive(Debug, Default)]
 pub(super) struct Screen {
     size: (u16, u16),
@@ -37,11 +37,12 @@ pub(super) struct Screen {
 }
 
 impl Screen {
-    /// Draws these lines and nothing else. The cursor is then behind the last one. Lines that stand there already are not
-    /// written: a serial line takes a second for a screen.
+    /// Draws exactly these lines, and leaves the cursor after the last one. Unchanged lines are not written again: on a serial
+    /// line a screen takes a second.
     pub(super) fn draw(&mut self, lines: Vec<String>, out: &mut dyn Write) -> io::Result<()> {
         let size = size();
-        // A terminal that counts the columns of a text in another way must not wrap it, which would move the lines below.
+        // Wrapping is switched off: if the terminal counts the columns of a text differently, a wrapped line would move the lines
+        // below.
         let mut text = "\u{1b}[?7l".to_owned();
         if self.size != size {
             *self = Self { size, lines: Vec::new() };
@@ -49,7 +50,8 @@ impl Screen {
         }
         for (place, line) in lines.iter().enumerate() {
             let row = place + 1;
-            // Cleared first: behind a text as wide as the terminal, its last character would be cleared.
+            // The line is cleared before it is written. If it were cleared after a text as wide as the terminal, the last
+            // character would be lost.
             if row == lines.len() {
                 let _ = write!(text, "\u{1b}[{row}H\u{1b}[J{line}");
             } else if self.lines.get(place) != Some(line) {
@@ -62,7 +64,7 @@ impl Screen {
     }
 }
 
-/// A text on the screen that makes room for the next one, below everything that stands there.
+/// A text below everything else on the screen, which the next text replaces.
 #[derive(Debug, Default)]
 pub(super) struct Passing(String);
 
@@ -83,7 +85,7 @@ impl Passing {
     }
 }
 
-/// Says something beside the output. An error of the output is ignored.
+/// Prints a message to standard error. An error of that is ignored.
 pub(super) fn say(words: &str) {
     let _ = writeln!(io::stderr(), "yunion-mpsctl: {}", printable(words));
 }

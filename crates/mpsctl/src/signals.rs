@@ -10,12 +10,12 @@ use tokio::signal::unix::{self, SignalKind};
 use super::{Error, Result};
 use common::host::proc;
 
-/// Signals that no longer end this process.
+/// Signals that do not end this process while they are caught.
 pub(super) struct CaughtSignals(Vec<(Signal, unix::Signal)>);
 
 impl CaughtSignals {
-    /// Catches signals. A signal that was ignored when this process started stays ignored, as nohup and a shell's `&` want
-    /// it, for us and for the processes that we start.
+    /// Catches signals. A signal that was ignored when this process started stays ignored, for this process and its children:
+    /// nohup and a shell's `&` rely on that.
     pub(super) fn catch(signals: &[Signal]) -> Result<Self> {
         let own = proc::status(proc::OWN);
         let ignored = |signal: Signal| own.as_ref().is_ok_and(|own| own.ignores(signal.as_raw()));

@@ -1,8 +1,8 @@
-//! Slurm's view of the slices: `yunion-mpsctl slurm`, and the slices that Slurm has given to a job.
+//! The slices in Slurm: `yunion-mpsctl slurm`, and the slices that Slurm has given to a job.
 //!
-//! Slurm numbers the lines of gres.conf, and gives a job the numbers of its lines and nothing else. So the lines that we print
-//! have the slice's name in a comment, and the file of these lines stays on the host: a number means the slice that it meant
-//! when Slurm read the same lines, whatever has been configured since.
+//! Slurm numbers the lines of gres.conf, and gives a job only the numbers of its lines. So the printed lines have the slice's
+//! name in a comment, and the file with these lines stays on the host: a number means the slice that it meant when Slurm read
+//! these lines, even if the configuration has changed since.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -19,12 +19,12 @@ use common::problem::Problem;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The file with the lines that `yunion-mpsctl slurm` has printed.
+/// The file with the lines of `yunion-mpsctl slurm`.
 const FILE: &str = "/etc/yunion/gres.conf";
-/// Each line takes some 150 bytes, and there are a thousand slices at most.
+/// Each line has about 150 bytes, and there are at most a thousand slices.
 const FILE_MAX: u64 = 1 << 20;
 
-/// The lines of a step come first: a step may have fewer slices than its job.
+/// The variables of a step come first: a step may have fewer slices than its job.
 const GIVEN: [&str; 2] = ["SLURM_STEP_GPUS", "SLURM_JOB_GPUS"];
 
 const MIB_IN_GIB: i32 = 1024;
@@ -45,7 +45,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     // Slurm numbers the slices type by type, in the order of the types in slurm.conf, and within a type in the order of
     // gres.conf.
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
-    // A job on a slice that can't be served as it is, on a GPU in MIG mode for one, would fail.
+    // A job on a slice that can't be served, for example on a GPU in MIG mode, would fail.
     for device in devices.iter().filter(|device| device.servable) {
         let unknown = || format!("the device file of {} is not known", printable(&device.addr));
         let minor = device.nvidia_minor.ok_or_else(unknown)?;
@@ -58,7 +58,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     for (kind, slices) in &mut kinds {
         slices.sort_by_key(|(minor, device)| (*minor, device.ordinal));
         for (minor, device) in slices {
-            // Slurm takes a file twice only in MultipleFiles, which is for parts of a GPU and wants two names.
+            // Slurm accepts the same file twice only in MultipleFiles, which is for parts of a GPU and needs two names.
             let (file, name) = (format!("/dev/nvidia{minor}"), printable(&device.addr));
             lines += &format!("Name=gpu Type={kind} MultipleFiles={file},{file} Flags=no_gpu_env # {name}\n");
         }
@@ -88,7 +88,7 @@ fn kind(device: &Device) -> String {
 /// The beginning of the name of a job's control group; the job's number follows.
 const JOB: &str = "job_";
 
-/// The job that this process is in, as a Prolog in the job finds it.
+/// The job that contains this process, which is a Prolog in the job.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct SlurmJob {
     pub(super) control_group: String,
@@ -98,8 +98,8 @@ pub(super) struct SlurmJob {
     pub(super) slices: Vec<String>,
 }
 
-/// The job that this process is in. None if Slurm has given no slice to it: most jobs of a cluster need no GPU, and run where
-/// no job can be bound.
+/// The job that contains this process. None if Slurm has given no slice to it: most jobs of a cluster need no GPU, and may run
+/// where no job can be bound.
 pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
     if numbers().is_none() {
         return Ok(None);
@@ -116,7 +116,7 @@ pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
     Ok(Some(SlurmJob { control_group, label, slices: given()? }))
 }
 
-/// The control group of the job in which a control group is, and the number of the job.
+/// The control group of the job that contains a control group, and the number of the job.
 fn job_of(path: &str) -> Option<(&str, &str)> {
     let (before, from) = path.split_at(path.find(&format!("/{JOB}"))? + 1);
     let name = from.split('/').next()?;
@@ -129,7 +129,7 @@ fn numbers() -> Option<String> {
     GIVEN.iter().find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
 }
 
-/// The names of the slices that Slurm has given to the step or the job that this process is in.
+/// The names of the slices that Slurm has given to the step or the job of this process.
 pub(super) fn given() -> Result<Vec<String>, Problem> {
     let numbers = numbers().ok_or_else(|| {
         let found = format!("Slurm has given no slice to this step: neither {} is set", GIVEN.join(" nor "));

@@ -1,4 +1,4 @@
-//! NVIDIA's container toolkit, as far as files say that it is there.
+//! NVIDIA's container toolkit, as far as files show that it is installed.
 
 use std::path::Path;
 
@@ -13,8 +13,8 @@ const FILES: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-/// The directory in which CUDA looks for a control daemon by itself. On a host without the platform no service gives programs
-/// another one. The toolkit mounts it into every container with a GPU, whenever it exists.
+/// The directory in which CUDA looks for a control daemon by default. On a host without the platform nothing gives programs
+/// another directory. The toolkit mounts it into every container with a GPU if it exists.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 
 /// A file of the toolkit, if it is installed.

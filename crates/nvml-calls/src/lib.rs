@@ -1,6 +1,5 @@
-//! Functions of NVML that nvml-wrapper does not have yet, or calls with too little room for their answers. They are looked up by
-//! their names in the library that nvml-wrapper has loaded. This crate has the only unsafe
-//! code of the service.
+//! Functions of NVML that nvml-wrapper does not have yet, or that it calls with buffers that are too small. They are looked up by
+//! name in the library that nvml-wrapper has loaded. The service has no other unsafe code.
 
 #![allow(unsafe_code, reason = "the functions of a library in C")]
 
@@ -15,7 +14,7 @@ use nvml_wrapper::error::NvmlError;
 /// The function of NVML with this name.
 ///
 /// # Safety
-/// `nvml.h` declares it with the type `F`, and it is not called after NVML is closed.
+/// `nvml.h` declares it with the type `F`, and the caller does not use it after NVML is closed.
 unsafe fn function<F: Copy>(device: &Device<'_>, name: &CStr) -> Result<F, NvmlError> {
     // SAFETY: guaranteed by the caller.
     let found = unsafe { device.nvml().lib().__library.get::<F>(name.to_bytes_with_nul()) };

@@ -1,8 +1,8 @@
 //! The memory limit of a control group on a GPU, by NVML's functions `nvmlDeviceSetMemoryLimits_v1` and
 //! `nvmlDeviceGetMemoryLimits_v1` of driver 615 (`nvml.h` of CUDA 13.4).
 //!
-//! Only the hard limit is set. The soft limit reserves memory, and the reservation would stay with the control groups above
-//! when the control group ends.
+//! Only the hard limit is set. The soft limit reserves memory, and when the control group is removed, its ancestors would keep
+//! the reservation.
 
 use std::ffi::{CStr, CString, c_char, c_uint, c_ulonglong, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -13,15 +13,15 @@ use nvml_wrapper::error::{NvmlError, nvml_try};
 
 use crate::function;
 
-/// The limit of a control group without one.
+/// The value for a control group without a limit.
 pub const NO_LIMIT: u64 = u64::MAX;
 
 /// The limit of a control group on a GPU, and its use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// The most memory that it can have.
+    /// The most memory that the control group can have.
     pub limit: u64,
-    /// The memory that is reserved for it.
+    /// The memory that is reserved for the control group.
     pub reserved: u64,
     /// The memory that counts against the limit.
     pub used: u64,
@@ -44,10 +44,10 @@ struct Found {
     used: c_ulonglong,
 }
 
-/// The limit of the control group with this directory. Without a limit of its own it is that of the nearest above.
+/// The limit of the control group with this directory. If it has no limit of its own, this is the limit of its nearest ancestor.
 ///
 /// # Errors
-/// NVML's, or that it lacks the function.
+/// An error of NVML, or NVML does not have the function.
 pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError> {
     let group = directory(group)?;
     let mut found = Found { group: group.as_ptr(), soft: 0, hard: NO_LIMIT, used: 0 };
@@ -55,10 +55,10 @@ pub fn read(device: &Device<'_>, group: &Path) -> Result<MemoryLimit, NvmlError>
     Ok(MemoryLimit { limit: found.hard, reserved: found.soft, used: found.used })
 }
 
-/// Sets the limit of the control group with this directory, in bytes. Only root may.
+/// Sets the limit of the control group with this directory, in bytes. Only root may do this.
 ///
 /// # Errors
-/// NVML's, or that it lacks the function.
+/// An error of NVML, or NVML does not have the function.
 pub fn set(device: &Device<'_>, group: &Path, limit: u64) -> Result<(), NvmlError> {
     let group = directory(group)?;
     let mut wanted = Wanted { group: group.as_ptr(), soft: 0, hard: limit };
@@ -72,7 +72,8 @@ fn directory(group: &Path) -> Result<CString, NvmlError> {
 /// Calls a function that takes a GPU and a struct of the type `T`.
 fn call<T>(device: &Device<'_>, name: &CStr, argument: &mut T) -> Result<(), NvmlError> {
     type Function<T> = unsafe extern "C" fn(*mut c_void, *mut T) -> c_uint;
-    // SAFETY: nvml.h declares both functions so, each with the struct that is passed here. A `nvmlDevice_t` is a pointer. The
-    // struct and the text in it live until the function returns, and NVML keeps neither. The device lives as long as NVML.
+    // SAFETY: this is the type of both functions in nvml.h, each with the struct that is passed here. A `nvmlDevice_t` is a
+    // pointer. The struct and the text in it live until the function returns, and NVML does not store pointers to them. The
+    // device lives as long as NVML.
     nvml_try(unsafe { function::<Function<T>>(device, name)?(device.handle().cast(), argument) })
 }

@@ -1,6 +1,6 @@
-//! The lists of the processes on a GPU. Some drivers write longer records than `nvml.h` declares, under the same name of the
-//! function, and say only how many. So there is room for more than twice as much as was asked for, and what was written has
-//! to make sense.
+//! The lists of the processes on a GPU. Some drivers write longer records than `nvml.h` declares, although the function has the
+//! same name, and return only the number of records. So the buffer has room for more than twice as many records as requested, and
+//! the content is checked for both lengths.
 
 use std::ffi::{CStr, c_uint, c_void};
 
@@ -9,26 +9,26 @@ use nvml_wrapper::error::{NvmlError, nvml_try};
 
 use crate::function;
 
-/// The record of a process in `nvml.h`: its PID, four bytes of nothing, its memory, and two ids of MIG.
+/// The length of a record in `nvml.h`: the PID, four bytes of padding, the memory, and two ids of MIG.
 pub const RECORD: usize = 24;
 
-/// The record of some drivers: the same with eight bytes more at its end.
+/// The length of a record with some drivers: eight more bytes at its end.
 pub const LONG_RECORD: usize = 32;
 
-/// The records that may come between the question how many there are and the list itself.
+/// The number of records that may be added between the question for their number and the list itself.
 const NEWCOMERS: usize = 16;
 
-/// The memory of a process where NVML does not know it.
+/// The value for memory that NVML does not know.
 const NOT_KNOWN: u64 = u64::MAX;
 
-/// The largest PID that Linux gives, and more memory than any GPU has.
+/// Limits for a valid record: the largest PID of Linux, and more memory than any GPU has.
 const LAST_PID: u32 = 1 << 22;
 const TOO_MUCH: u64 = 1 << 50;
 
 /// A list of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProcessList {
-    /// All with a context on the GPU.
+    /// All processes with a context on the GPU.
     Compute,
     /// The clients of MPS servers.
     MpsClients,
@@ -54,9 +54,9 @@ pub struct ListedProcess {
 /// Why there is no list.
 #[derive(Debug)]
 pub enum NotListed {
-    /// NVML says so.
+    /// NVML has returned an error.
     Refused(NvmlError),
-    /// NVML has written something else than records of processes.
+    /// NVML has written something that can't be records of processes.
     Unreadable,
 }
 
@@ -66,27 +66,27 @@ impl From<NvmlError> for NotListed {
     }
 }
 
-/// The processes in this list of a GPU. `record` is the length with which this driver is known to write; the other one counts
-/// where that makes no sense.
+/// The processes in this list of a GPU. `record` is the expected length of a record with this driver. If the content is not valid
+/// with this length, the other length is tried.
 ///
 /// # Errors
-/// NVML's, or that the list makes no sense.
+/// An error of NVML, or the list is not valid with either length.
 pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec<ListedProcess>, NotListed> {
     type Function = unsafe extern "C" fn(*mut c_void, *mut c_uint, *mut c_void) -> c_uint;
-    // SAFETY: nvml.h declares both functions so: with the device, the number of records, and the place for them.
+    // SAFETY: this is the type of both functions in nvml.h: the device, the number of records, and the buffer.
     let (function, handle): (Function, _) =
         unsafe { (function(device, list.function())?, device.handle().cast()) };
     let mut count: c_uint = 0;
-    // SAFETY: the device lives as long as NVML. Without room for records NVML only counts them.
+    // SAFETY: the device lives as long as NVML. Without a buffer NVML only counts the records.
     match nvml_try(unsafe { function(handle, &raw mut count, std::ptr::null_mut()) }) {
         Ok(()) | Err(NvmlError::InsufficientSize(_)) => {}
         Err(error) => return Err(error.into()),
     }
     let told = usize::try_from(count).unwrap_or(0).saturating_add(NEWCOMERS);
     count = c_uint::try_from(told).map_err(|_| NvmlError::InsufficientSize(None))?;
-    // Of u64, so that it is aligned as a record is.
+    // u64, so that the buffer is aligned like a record.
     let mut room = vec![0_u64; told * 2 * RECORD / size_of::<u64>()];
-    // SAFETY: the same; there is room for twice as many records as NVML is told, and it writes integers alone.
+    // SAFETY: as above. The buffer has room for twice as many records as NVML was told, and NVML writes only integers.
     nvml_try(unsafe { function(handle, &raw mut count, room.as_mut_ptr().cast()) })?;
     let bytes: Vec<u8> = room.iter().flat_map(|word| word.to_ne_bytes()).collect();
     let count = usize::try_from(count).ok().filter(|count| *count <= told).ok_or(NotListed::Unreadable)?;
@@ -95,7 +95,7 @@ pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec
     explained.ok_or(NotListed::Unreadable)
 }
 
-/// The processes in records of this length. None if they make no sense, or if something is behind them.
+/// The processes in records of this length. None if they are not valid, or if bytes follow that are not zero.
 fn explained(bytes: &[u8], count: usize, record: usize) -> Option<Vec<ListedProcess>> {
     let (records, rest) = bytes.split_at_checked(count.checked_mul(record)?)?;
     let process = |bytes: &[u8]| {
@@ -114,7 +114,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// The bytes that a driver with records of this length writes, in a place with zeros behind them.
+    /// The bytes that a driver with records of this length writes, followed by zeros.
     fn written(processes: &[(u32, u64)], record: usize) -> Vec<u8> {
         let mut bytes = vec![0; 2 * RECORD * (processes.len() + NEWCOMERS)];
         for (place, (pid, memory)) in processes.iter().enumerate() {
@@ -124,7 +124,7 @@ mod tests {
             };
             put(0, &pid.to_ne_bytes());
             put(8, &memory.to_ne_bytes());
-            // Without MIG both ids are the largest number.
+            // Without MIG both ids have all bits set.
             put(16, &[0xff; 8]);
         }
         bytes
@@ -162,7 +162,7 @@ mod tests {
                 assert_eq!(explained(&written(&[nonsense], record), 1, record), None, "{nonsense:?}");
             }
         }
-        // Records of 40 bytes, and more records than there is room for.
+        // Records of 40 bytes, and more records than the buffer can contain.
         for record in [RECORD, LONG_RECORD] {
             assert_eq!(explained(&written(&processes(3), 40), 4, record), None);
             assert_eq!(explained(&written(&[], RECORD), usize::MAX, record), None);

@@ -1,4 +1,4 @@
-//! The core, and who carries out its acts.
+//! The core, and the tasks that carry out its acts.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,12 +11,12 @@ use crate::message::{Message, Subject};
 use crate::supervisor::{Instructions, SupervisorHandle, Tools, written};
 use common::host::compute_mode::ComputeMode;
 
-/// The core, shared by all parts of the service that have events for it. The answers of acts reach it whatever the loop waits
-/// for.
+/// The core, shared by all parts of the service that have events for it. The results of acts reach it even while the main loop
+/// waits for something.
 #[derive(Debug, Clone)]
 pub(super) struct Conductor {
     conducted: Arc<Mutex<Conducted>>,
-    /// Notified when the next moment may be another.
+    /// Notified when [`mps_core::Core::due`] may have changed.
     moved: Arc<Notify>,
 }
 
@@ -24,7 +24,7 @@ pub(super) struct Conductor {
 #[derive(Debug)]
 pub(super) struct Conducted {
     pub(super) core: Core<Instructions>,
-    /// A control daemon that waits for its GPUs has none yet.
+    /// The supervisors. A control daemon that waits for its GPUs has none yet.
     pub(super) supervisors: BTreeMap<DaemonId, SupervisorHandle>,
     tools: Tools,
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
@@ -50,13 +50,13 @@ impl Conductor {
         self.conducted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the core of an event, and has its acts carried out.
+    /// Gives an event to the core, and has the resulting acts carried out.
     pub(super) fn on(&self, event: CoreEvent<Instructions>) {
         self.lock().on(event);
         self.moved.notify_one();
     }
 
-    /// Tells the core of what comes of its acts, and of the moments that it waits for. The loop draws its conclusions then.
+    /// Gives the results of acts to the core, and the moments for which the core waits. Then it notifies the loop.
     async fn pass_on(
         self,
         mut happened: mpsc::UnboundedReceiver<CoreEvent<Instructions>>,
@@ -136,7 +136,7 @@ impl Conducted {
         }
     }
 
-    /// Does something about a compute mode beside the loop.
+    /// Changes a compute mode in a separate task.
     fn see_to_mode<F>(&self, gpu: String, what: impl FnOnce(String) -> F)
     where
         F: Future<Output = ModeOutcome> + Send + 'static,
@@ -145,7 +145,7 @@ impl Conducted {
         let done = what(gpu.clone());
         tokio::spawn(async move {
             let outcome = done.await;
-            // An error means that the service ends.
+            // An error means that the service is ending.
             let _ = events.send(CoreEvent::ModeDone { gpu, outcome });
         });
     }

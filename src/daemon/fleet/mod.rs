@@ -1,5 +1,5 @@
-//! The control daemons of a plan: some serve, some are on the way out, some wait until their GPUs are free. The core says
-//! which, and the supervisors carry that out.
+//! The control daemons of a plan: some serve, some are about to end, some wait until their GPUs are free. The core decides that,
+//! and the supervisors carry it out.
 
 mod clients;
 mod conductor;
@@ -24,17 +24,17 @@ use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
 
-/// The most processes without MPS that are waited for; the regular look finds the end of the others.
+/// The most processes without MPS whose end is awaited; the health check notices the end of others.
 const HOLDERS: usize = 64;
 
-/// The supervisors, and everything else that is done about GPUs.
+/// The supervisors, and all other tasks about GPUs.
 #[derive(Debug)]
 pub(super) struct Fleet {
     tools: Tools,
     conductor: Conductor,
-    /// Wait for the end of processes that keep a server out.
+    /// Tasks that wait for the end of processes that prevent the start of a server.
     holders: JoinSet<()>,
-    /// Orders to end control daemons for a change, until they are carried out.
+    /// Requests to end control daemons for a change, until they are carried out.
     forced: Vec<JoinHandle<()>>,
     /// The directory of the host agent's records.
     servers_path: PathBuf,
@@ -43,18 +43,19 @@ pub(super) struct Fleet {
 /// The control daemons at one moment.
 #[derive(Debug)]
 pub(super) struct Moment {
-    /// The control daemons that are to serve.
+    /// The control daemons that should serve.
     pub(super) statuses: Vec<Status>,
-    /// The control daemons on the way out.
+    /// The control daemons that are about to end.
     pub(super) leaving: Vec<Status>,
-    /// The GPUs that control daemons keep from others that are to serve them, each with the id of its holder.
+    /// The GPUs that a control daemon should serve and another one still has, each with the id of that other one.
     pub(super) held: HeldGpus,
-    /// True if a control daemon starts, or takes a GPU in, as soon as another one, which ends now, has left its GPUs.
+    /// True if a control daemon starts, or gets one more GPU, as soon as another one, which is about to end now, has left its
+    /// GPUs.
     pub(super) starting: bool,
 }
 
 impl Moment {
-    /// True if every plan is in force, or the reason why it is not is known.
+    /// True if every plan is in force, or if the reason why it is not is known.
     pub(super) fn settled(&self) -> bool {
         !self.starting && self.statuses.iter().all(|status| status.settled)
     }
@@ -81,7 +82,7 @@ impl Fleet {
         self.pursue_with(mps, plan, settings);
     }
 
-    /// The same at a start without MPS: there is no plan, and an earlier service may have left some.
+    /// The same for a start without MPS: there is no plan, but an earlier service may have left control daemons.
     pub(super) fn pursue_nothing(&mut self, settings: &Settings) {
         self.pursue_with(MpsSwitch::OffAtStart, &Plan::default(), settings);
     }
@@ -90,7 +91,7 @@ impl Fleet {
         self.servers_path.clone_from(&settings.supervision.servers_path);
         let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
         let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
-        // Such a GPU is served as soon as the last of them ends.
+        // A GPU is served as soon as the last of these processes has ended.
         self.holders = JoinSet::new();
         for (pid, _) in held.clone().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
             self.holders.spawn(process::ended(*pid));
@@ -105,7 +106,7 @@ impl Fleet {
         }));
     }
 
-    /// An order for each control daemon in the state file that the plan has no use for.
+    /// An order for each control daemon in the state file that the plan does not need.
     fn left(&self, plan: &Plan, settings: &Settings) -> Vec<Order<Instructions>> {
         let state_file = self.tools.state_file.lock();
         let unwanted = state_file
@@ -115,7 +116,7 @@ impl Fleet {
         unwanted.map(|(id, running)| order(leftover(id, running, plan), settings)).collect()
     }
 
-    /// Resolves when a process that kept a server out has ended.
+    /// Returns when a process that prevented the start of a server has ended.
     pub(super) async fn holder_ended(&mut self) -> Option<()> {
         self.holders.join_next().await.map(|_| ())
     }
@@ -126,7 +127,6 @@ impl Fleet {
         !state_file.control_daemons().is_empty() || !state_file.changed_gpus().is_empty()
     }
 
-    /// The control daemons at this moment.
     pub(super) fn at_this_moment(&self) -> Moment {
         let statuses = self.ask_those(|goal| goal == Goal::Serve, SupervisorHandle::status);
         let leaving = self.ask_those(|goal| goal != Goal::Serve, SupervisorHandle::status);
@@ -137,7 +137,7 @@ impl Fleet {
         Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
     }
 
-    /// The answer of each supervisor with such a goal.
+    /// The answers of the supervisors whose control daemon has such a goal.
     fn ask_those<T>(
         &self,
         wanted: impl Fn(Goal) -> bool,
@@ -148,12 +148,12 @@ impl Fleet {
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
-    /// The answer of every supervisor.
+    /// The answers of all supervisors.
     fn ask_all<T>(&self, question: impl Fn(&SupervisorHandle) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
     }
 
-    /// Continues every control daemon and server that SIGSTOP has stopped, and says so.
+    /// Continues every control daemon and server that SIGSTOP has stopped, and returns messages about them.
     pub(super) fn continue_stopped(&self) -> Vec<String> {
         let views = self.ask_all(|supervisor| supervisor.status().view);
         let processes = views.into_iter().flat_map(|view| view.servers.into_iter().chain(view.pid));
@@ -165,7 +165,7 @@ impl Fleet {
         self.ask_all(SupervisorHandle::check);
     }
 
-    /// Tells the control daemon that serves a GPU of its critical error.
+    /// Reports a critical error of a GPU to the supervisor of its control daemon.
     pub(super) fn met_xid(&self, uuid: &str, xid: u64) {
         self.ask_all(|supervisor| {
             if supervisor.status().gpus.contains_key(uuid) {
@@ -174,14 +174,14 @@ impl Fleet {
         });
     }
 
-    /// Ends all control daemons with their clients, taken over or not, and puts the compute modes back.
+    /// Ends all control daemons with their clients, including those that have no supervisor yet, and restores the compute modes.
     pub(super) fn stop(&mut self, settings: &Settings) {
         self.holders = JoinSet::new();
         let left = self.left(&Plan::default(), settings);
         self.conductor.on(CoreEvent::Stop { left });
     }
 
-    /// Leaves all control daemons to the next service, with their clients.
+    /// Leaves all control daemons and their clients to the next service.
     pub(super) fn leave(&mut self) {
         self.holders = JoinSet::new();
         self.conductor.on(CoreEvent::Leave);
@@ -198,17 +198,18 @@ impl Fleet {
         state_file.control_daemons().values().flat_map(|one| one.gpus.clone()).collect()
     }
 
-    /// True if a control daemon is being ended with its clients.
+    /// True if a control daemon is being ended together with its clients.
     pub(super) fn is_ending_one(&mut self) -> bool {
         self.forced.retain(|order| !order.is_finished());
         !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
-    /// Makes the changes that wait for clients to end. The answer comes beside the loop: control daemons take their time.
+    /// Makes the changes that wait for the end of clients. The answer comes from a separate task, since control daemons need some
+    /// time.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
-            // Where nothing runs, nothing waits.
+            // Without a control daemon, no change waits for clients.
             view.pid.map(|_| (view.id, supervisor.apply(force)))
         });
         let changed = Arc::clone(&self.tools.changed);
@@ -232,8 +233,8 @@ impl Fleet {
         }
     }
 
-    /// Makes and takes away the links to all control daemons of ours that run, as the state file has slices closed. The error
-    /// says which links can't be taken away.
+    /// Makes and removes the links to all running control daemons of the service, after the closed slices in the state file have
+    /// changed. The error names the links that can't be removed.
     pub(super) fn link(&self) -> Result<(), String> {
         let (running, closed) = {
             let state_file = self.tools.state_file.lock();
@@ -287,7 +288,7 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructio
     }
 }
 
-/// The plan of a control daemon that runs and has no place in any plan, as far as it is known.
+/// The plan of a running control daemon that is in no plan any more, as far as it is known.
 fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
     let planned = |uuid: &str| plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
     let gpus = running.gpus.iter().map(|uuid| ServedGpu {
@@ -296,7 +297,7 @@ fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemo
         memory_limit_mib: 0,
         sizes: BTreeMap::new(),
         limits_enforced: false,
-        // This GPU takes no client of ours.
+        // No new client will use this GPU, so the capacity does not matter.
         capacity: u32::MAX,
         clients_listed: id.tenure() == Tenure::Alone,
     });

@@ -1,4 +1,4 @@
-//! The answers of the control daemon and their parsing.
+//! Parses the answers of a control daemon.
 
 use std::collections::BTreeSet;
 
@@ -6,8 +6,8 @@ use common::host::driver::is_unknown_command;
 use mps_core::mps::{Client, ClientPids, ServerStatus};
 use mps_core::tenants::TerminateAnswer;
 
-/// The clients of each of these servers, and the servers that are there, in an answer in which a percentage stands before
-/// each list. A server that has gone has no clients.
+/// The clients of each of these servers, and all servers, in an answer that has a percentage before each list. A server that has
+/// ended has no clients.
 pub(super) fn parse_client_lists(
     answer: &str,
     servers: &BTreeSet<u32>,
@@ -60,11 +60,11 @@ pub(super) fn parse_clients(answer: &str) -> Option<Vec<Client>> {
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    // A line that is no row is the rest of a program's name with a line break in it.
+    // A line that is no row belongs to the name of a program that has a line break.
     Some(lines.filter_map(parse_client).collect())
 }
 
-/// A row of `ps`, up to the GPU. The tenant can choose the rest of the row.
+/// Parses a row of `ps` up to the GPU. A tenant can choose the rest of the row.
 fn parse_client(line: &str) -> Option<Client> {
     let mut fields = line.split_whitespace();
     let pid = fields.next()?.parse().ok()?;
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(parsed(answer, &[939, 944]), Some((clients, servers)));
         let gone = ClientPids::from([(1, BTreeSet::new())]);
         assert_eq!(parsed("100.0\nServer 1 not found\n100.0", &[1]), Some((gone, BTreeSet::new())));
-        // The conversation was cut off, or another program answers.
+        // The answer is incomplete, or another program answers.
         for other in ["", "939", "100.0\n1153", "100.0\ngarbage\n100.0\n939", "1153\n100.0\n939"] {
             assert_eq!(parsed(other, &[939]), None, "{other:?}");
         }

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The most characters of a wrong answer that a message shows.
+/// The most characters of an unexpected answer that a message shows.
 const SHOWN_CHARACTERS: usize = 200;
 
 /// The reason why a command had no verified effect.
@@ -12,25 +12,25 @@ const SHOWN_CHARACTERS: usize = 200;
 pub enum ControlError {
     #[error("{program}: {source}")]
     NotRun { program: PathBuf, source: io::Error },
-    /// The front end has failed, which says nothing of the control daemon.
+    /// The front end has failed. The control daemon may work.
     #[error("{program} ended with {how}")]
     Exited { program: PathBuf, how: String },
-    /// No control daemon listens in the pipe directory. `said` is what the front end printed.
+    /// No control daemon listens in the pipe directory. `said` is the output of the front end.
     #[error("no control daemon answers in {pipe_directory}: {said}")]
     NoDaemon { pipe_directory: PathBuf, said: String },
-    /// The control daemon gave no answer in time: it hangs or is stopped.
+    /// The control daemon has not answered in time: it hangs or is stopped.
     #[error("the control daemon did not answer `{command}` within {} s", after.as_secs())]
     Silent { command: String, after: Duration },
-    /// The control daemon gave no answer to a command that always has one. It drops the conversations that waited while
-    /// it hung.
+    /// The control daemon has not answered a command that always has an answer. After a hang, it closes the waiting connections
+    /// without an answer.
     #[error("the control daemon gave no answer to `{command}`")]
     Unanswered { command: String },
-    /// The command can't have this answer.
+    /// The answer is none of the possible answers to the command.
     #[error("`{command}` was answered with {answer:?}, expected {expected}")]
     Unexpected { command: String, answer: String, expected: String },
 }
 
-/// The name of a conversation: its last command.
+/// The name of a series of commands in messages: the last command.
 pub(super) fn name(commands: &str) -> String {
     commands.lines().next_back().unwrap_or_default().to_owned()
 }

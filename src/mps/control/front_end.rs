@@ -1,4 +1,4 @@
-//! The process of the front end and its pipes.
+//! Runs the front end as a process.
 
 use std::io::{self, PipeReader};
 use std::path::PathBuf;
@@ -15,18 +15,18 @@ use tokio::time::timeout;
 use super::error::{ControlError, name, unexpected};
 use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 
-/// The number of tries for a command that the control daemon does not accept, and the pause between two tries. The
-/// control daemon sometimes fails one of two front ends that ask at once.
+/// The number of attempts for a command that the control daemon does not accept, and the pause between them. If two front ends
+/// ask at once, the control daemon sometimes fails one of them.
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
 
 /// The time of most answers. Measured: 2 ms.
 const ANSWER_TIME: Duration = Duration::from_millis(20);
 
-/// An answer has a few lines per client. More than this is not an answer.
+/// The most bytes of an answer: an answer has a few lines per client.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
-/// The owner of the lock asks. The others wait in the order in which they came.
+/// A front end runs while its caller has the lock. Others wait in the order in which they came.
 pub(super) type Queue = Mutex<()>;
 
 #[derive(Debug)]
@@ -38,8 +38,8 @@ pub(super) struct FrontEnd {
 }
 
 impl FrontEnd {
-    /// Asks until the control daemon accepts the command. Every local user may ask at the same moment, so one try may
-    /// fail.
+    /// Repeats a command until the control daemon accepts it. Every local user may run a front end at the same time, so a single
+    /// attempt may fail.
     pub(super) async fn ask(&self, command: &str) -> Result<String, ControlError> {
         for _ in 0..SENDS {
             if let Some(answer) = self.run(command).await? {
@@ -62,17 +62,16 @@ impl FrontEnd {
             .stdin(Stdio::piped())
             .stdout(its_stdout)
             .stderr(its_stderr)
-            // A front end that waits for a stopped control daemon ends when the caller gives up.
+            // If the control daemon is stopped, the front end waits until the caller gives up, and has to end then.
             .kill_on_drop(true)
             .spawn()
             .map_err(not_run)?;
         if let Some(mut stdin) = front_end.stdin.take() {
-            // A front end that finds no control daemon may end before it reads the command. Its output then tells the
-            // reason.
+            // A front end that finds no control daemon may end before it reads the command. Then its output has the reason.
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
-        // The front end writes each line on its own, and each would wake this process. So the pipes are read when it has ended,
-        // or when it takes long, since an answer may be more than they hold.
+        // The front end writes each line separately, and reading each would wake this process. So the pipes are read when it has
+        // ended. If it takes longer they are read too, since an answer may be larger than a pipe.
         let _ = timeout(ANSWER_TIME, front_end.wait()).await;
         let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
         let answer = String::from_utf8_lossy(&stdout);
@@ -99,7 +98,7 @@ impl FrontEnd {
     }
 }
 
-/// Reads everything that a front end prints, up to one byte more than the allowed size.
+/// Reads all output of a front end, up to one byte more than allowed.
 async fn read(pipe: PipeReader) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let pipe = Receiver::from_owned_fd(pipe.into())?;

@@ -1,5 +1,5 @@
-//! The commands that ask a control daemon how it and its servers are, and set their limits; and their answers. One
-//! conversation has several commands.
+//! The commands that ask a control daemon about its servers and limits and set the limits, and the parsing of the answers.
+//! Several commands are sent in one conversation.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,8 +14,8 @@ use super::answers::parse_status;
 /// The most characters of a limit that a message shows.
 const SHOWN_CHARACTERS: usize = 40;
 
-/// The servers of which the limits are asked for, or None for the servers to come, each with the memory limits in MiB by the
-/// ordinals of the GPUs. A server reports only limits that it enforces.
+/// The limits to ask for: those of each server in `at`, and, under None, those of servers that are started later, each with the
+/// memory limits in MiB by the ordinals of the GPUs. A server reports only limits that it enforces.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();
@@ -43,13 +43,12 @@ fn ask_for_memory(commands: &mut String, server: Option<u32>, memory_mib: &BTree
     }
 }
 
-/// The part of a command's name and its argument that say for whom a limit is: a server's clients, or all servers
-/// to come.
+/// The parts of a command that say whose limit it is: the clients of a server, or of all servers that are started later.
 fn target(server: Option<u32>) -> (&'static str, String) {
     server.map_or(("default_", String::new()), |server| ("", format!(" {server}")))
 }
 
-/// The answer to [`commands`]. None if it is none.
+/// Parses the answer to [`commands`]. None if the answer is incomplete or has another form.
 pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option<Inspection> {
     let mut lines = lines(answer);
     let statuses: Option<_> = at.iter().map(|server| Some((*server, parse_status(lines.next()?)?))).collect();
@@ -63,8 +62,8 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
     Some(Inspection { servers: pids(lines)?, statuses: statuses?, differences })
 }
 
-/// See [`super::Control::set_limits`]. The percentage is answered with the value that now applies, a memory limit with
-/// nothing, so it is asked for.
+/// See [`super::Control::set_limits`]. The answer to a percentage is the value that now applies. A memory limit has no answer, so
+/// it is asked for.
 pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     let (default, target) = target(server);
     let mut commands =
@@ -76,13 +75,13 @@ pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     commands + SERVERS
 }
 
-/// The lines that the answer to [`setting`] begins with.
+/// The lines with which the answer to [`setting`] begins.
 pub(super) fn set(limits: &Limits) -> Vec<String> {
     let memory = limits.memory_mib.values().map(|mib| as_read_back(*mib));
     [format!("{}.0", limits.thread_percentage)].into_iter().chain(memory).collect()
 }
 
-/// The servers in the answer to [`setting`]. None if the answer has other limits.
+/// The servers in the answer to [`setting`]. None if the limits in the answer differ.
 pub(super) fn parse_set(answer: &str, limits: &Limits) -> Option<Vec<u32>> {
     let mut lines = lines(answer);
     set(limits).into_iter().all(|limit| lines.next() == Some(&limit)).then(|| pids(lines))?
@@ -96,8 +95,8 @@ fn pids<'a>(lines: impl Iterator<Item = &'a str>) -> Option<Vec<u32>> {
     lines.map(|line| line.parse().ok()).collect()
 }
 
-/// The limits that differ, in the lines with the percentage and the memory limits of a server, or of the servers to
-/// come.
+/// The limits that differ, from the lines with the percentage and the memory limits of a server, or of servers that are started
+/// later.
 fn differing<'a>(
     lines: &mut Peekable<impl Iterator<Item = &'a str>>,
     wanted: Option<u8>,
@@ -106,16 +105,16 @@ fn differing<'a>(
     let mut found = Vec::new();
     let said = lines.next()?;
     if said.starts_with("Server") || is_unknown_command(said) {
-        // Each command about it is answered so.
+        // The answer to each command about this server is the same line.
         lines.by_ref().take(memory_mib.len()).for_each(drop);
         return Some(found);
     }
-    // A percentage has a point, and a PID has none.
+    // A percentage has a point, a PID does not.
     let percentage: f64 = said.parse().ok().filter(|_| said.contains('.'))?;
     if let Some(wanted) = wanted.filter(|wanted| (percentage - f64::from(*wanted)).abs() >= 0.05) {
         found.push(format!("active thread percentage {said} instead of {wanted}"));
     }
-    // The control daemon answers nothing for a limit that is not set. Numbers are a percentage, or PIDs.
+    // The control daemon does not answer for a limit that is not set. A line with a number is a percentage or a PID.
     let is_limit = |line: &&str| line.parse::<f64>().is_err();
     let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
     if said.len() < memory_mib.len() {
@@ -130,8 +129,7 @@ fn differing<'a>(
     Some(found)
 }
 
-/// A memory limit, set in MiB, in the form in which the control daemon reports it: in MiB below 1 GiB, otherwise in
-/// whole GiB.
+/// A memory limit, set in MiB, as the control daemon reports it: in MiB below 1 GiB, otherwise in whole GiB.
 fn as_read_back(mib: u64) -> String {
     if mib < 1024 { format!("{mib}M") } else { format!("{}G", mib / 1024) }
 }
@@ -143,7 +141,7 @@ mod tests {
 
     use super::*;
 
-    // Control daemons of drivers 535, 550, 555 and 580 gave lines like the ones below.
+    // Control daemons of drivers 535, 550, 555 and 580 gave such lines.
 
     fn limits() -> Limits {
         Limits { thread_percentage: 25, memory_mib: [(0, 35942), (1, 512)].into(), enforced: [0].into() }
@@ -177,7 +175,7 @@ mod tests {
             look("Unknown command \"get_server_status\"\n100.0\n939", &[939]),
             Some((vec![939], unknown))
         );
-        // The conversation was cut off, or another program answers.
+        // The answer is incomplete, or another program answers.
         for other in ["", "939", "ACTIVE", "ACTIVE\ngarbage", "ACTIVE\n100.0\ngarbage"] {
             assert_eq!(look(other, &[939]), None, "{other:?}");
         }

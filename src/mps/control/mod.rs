@@ -1,11 +1,11 @@
-//! The control daemon's front end: one command at a time, with a deadline, and with its effect verified.
+//! The control daemon's front end: runs one command at a time, with a deadline, and verifies its effect.
 //!
-//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. It exits with 0 for nearly
-//! everything, answers a bad value with the old one, and answers most settings with nothing. So each setting here is
-//! read back. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe
-//! directory wait for each other, in the order in which they came ([`FrontEnds`]).
+//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. It exits with 0 for nearly everything,
+//! answers a bad value with the old value, and does not answer most settings. So each setting is read back here. The control
+//! daemon sometimes fails when several front ends ask at once, so all calls for one pipe directory wait for each other, in the
+//! order in which they came ([`FrontEnds`]).
 //!
-//! A command goes from here to [`front_end`], and its answer through [`answers`] back to here.
+//! [`front_end`] sends a command, and [`answers`] parses its answer.
 
 mod answers;
 mod error;
@@ -37,32 +37,31 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The command that names the servers.
 const SERVERS: &str = "get_server_list";
 
-/// A command that is always answered, with a number that is no PID: `25.0`. It stands between commands that may be
-/// answered with nothing.
+/// A command that always has an answer, a number that is no PID: `25.0`. It separates commands that may have no answer.
 const PERCENTAGE: &str = "get_default_active_thread_percentage";
 
-/// The number of attempts to list the clients while servers come and go.
+/// The number of attempts to list the clients while servers start and end.
 const LISTINGS: u32 = 4;
 
 /// The most front ends at a time. A host may have a control daemon for each of hundreds of slices.
 const FRONT_ENDS: usize = 64;
 
-/// The only way to a [`Control`]: it has one queue for each pipe directory. All its clones share the queues.
+/// Makes each [`Control`], with one queue for each pipe directory. All clones share the queues.
 #[derive(Debug, Clone)]
 pub(crate) struct FrontEnds {
     program: PathBuf,
     queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Queue>>>>,
-    /// Lets so many run.
+    /// Limits the number of running front ends.
     places: Arc<Semaphore>,
 }
 
 impl FrontEnds {
-    /// Runs `program`, by its path or by its name in `PATH`.
+    /// `program` is the path of the front end, or its name in `PATH`.
     pub(crate) fn new(program: PathBuf) -> Self {
         Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
 
-    /// The way to the control daemon of this pipe directory, even if this service did not start it.
+    /// Reaches the control daemon in this pipe directory, even if this service has not started it.
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
@@ -80,17 +79,17 @@ impl FrontEnds {
     }
 }
 
-/// The way to a control daemon.
+/// Reaches a control daemon through front ends.
 #[derive(Debug)]
 pub(crate) struct Control(FrontEnd);
 
 impl Control {
-    /// Asks one command and returns its answer without the last newline.
+    /// Sends one command and returns its answer without the last newline.
     async fn ask(&self, command: &str) -> Result<String, ControlError> {
         self.ask_within(command, ANSWER_TIMEOUT).await
     }
 
-    /// Asks a command that always has an answer.
+    /// Sends a command that always has an answer.
     async fn ask_for_something(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() {
@@ -108,9 +107,9 @@ impl Control {
         }
     }
 
-    /// Asks again after an empty answer. The control daemon answers nothing if there is no client, but also if it hung
-    /// and dropped the conversation. A caller that took the second case for the first could end a server that has
-    /// clients. A control daemon that answers again does not drop the second question.
+    /// Sends a command again after an empty answer. The control daemon's answer is empty if there is no client, but also if it
+    /// hung and then closed the connection. A caller that could not distinguish these cases could end a server that has clients.
+    /// A control daemon that works again answers the second question.
     async fn ask_again_if_empty(&self, command: &str) -> Result<String, ControlError> {
         let answer = self.ask(command).await?;
         if answer.is_empty() { self.ask(command).await } else { Ok(answer) }
@@ -121,8 +120,9 @@ impl Control {
         Ok(self.inspect(&[server], None).await?.status(server))
     }
 
-    /// Asks in one conversation for all servers, for the statuses of these, and for the limits that differ from `limits`:
-    /// of the servers to come, and of these. A server that has ended has no limits. Memory is compared in whole GiB.
+    /// Asks in one conversation for all servers, for the statuses of the servers in `at`, and for the limits that differ from
+    /// `limits`, of these and of servers that are started later. A server that has ended has no limits. Memory is compared in
+    /// whole GiB.
     pub(crate) async fn inspect(
         &self,
         at: &[u32],
@@ -136,7 +136,7 @@ impl Control {
     }
 
     /// The servers, each with the PIDs of its clients. One conversation is enough if `expected` are the servers. No tenant can
-    /// influence these answers, unlike that of `ps`, which prints the names of programs as they are, line breaks included.
+    /// influence these answers, unlike that of `ps`, which prints the names of programs unchanged, with their line breaks.
     pub(crate) async fn client_pids(&self, expected: &[u32]) -> Result<ClientPids, ControlError> {
         let mut servers: BTreeSet<u32> = expected.iter().copied().collect();
         for _ in 0..LISTINGS {
@@ -163,8 +163,8 @@ impl Control {
         self.connections(&self.client_pids(expected).await?).await
     }
 
-    /// The connections of these clients. A program can choose its name so that `ps` shows a further connection of a
-    /// known client, but not so that `ps` shows a further client.
+    /// The connections of these clients. A program can choose its name so that `ps` shows another connection of a known client,
+    /// but not so that `ps` shows another client.
     pub(crate) async fn connections(&self, known: &ClientPids) -> Result<Vec<Client>, ControlError> {
         const COMMAND: &str = "ps";
         if known.values().all(BTreeSet::is_empty) {
@@ -174,7 +174,7 @@ impl Control {
         let mut rows = answers::parse_clients(&answer)
             .ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
         rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
-        // A client without a row has just come or gone.
+        // A client without a row has just connected or ended.
         for (server, pids) in known {
             for pid in pids {
                 if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
@@ -185,8 +185,8 @@ impl Control {
         Ok(rows)
     }
 
-    /// Ends the GPU work of one client of a server and leaves the server's other clients alone. Both are given by their
-    /// PIDs. Measured: 12 ms, even during a long kernel.
+    /// Ends the GPU work of one client of a server; the server's other clients go on. Both are given by their PIDs. Measured: 12
+    /// ms, even during a long kernel.
     pub(crate) async fn terminate_client(
         &self,
         server: u32,
@@ -200,20 +200,20 @@ impl Control {
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
-    /// See [`listener`]. Where programs wait for a control daemon, a socket of the service is in its place.
+    /// See [`listener`]. While programs wait for a control daemon, this may be the service, which listens on the waiting socket.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
         listener(&self.0.pipe_directory).filter(|pid| *pid != std::process::id())
     }
 
-    /// True if certainly no process listens in the pipe directory.
+    /// True if it is certain that no process listens in the pipe directory.
     pub(crate) fn is_nobody(&self) -> bool {
         matches!(connect(&self.0.pipe_directory), Err(Errno::NOENT | Errno::CONNREFUSED))
     }
 
-    /// Sets the limits of a running server's future clients, or without `server` the limits of future servers: the active
-    /// thread percentage, and the device pinned memory limit, in MiB, of each GPU by its ordinal. One front end sets and
-    /// reads all of them. The control daemon accepts anything, and reports memory in whole GiB, so the check is only as exact
-    /// as that. The server writes the exact values to its log. Returns the PIDs of the servers.
+    /// Sets the limits of a running server's next clients, or without `server` those of servers that are started later: the
+    /// active thread percentage, and the device pinned memory limit, in MiB, of each GPU by its ordinal. One front end sets and
+    /// reads all of them. The control daemon accepts any value, and reports memory in whole GiB, so the check is not more exact.
+    /// The server writes the exact values to its log. Returns the PIDs of the servers.
     pub(crate) async fn set_limits(
         &self,
         server: Option<u32>,
@@ -222,8 +222,8 @@ impl Control {
         self.set(&inspection::setting(server, limits), limits).await
     }
 
-    /// The same for the limits of future servers. The server of a user is started after that, see
-    /// [`Control::start_server`]. It is not among the PIDs.
+    /// The same for the limits of servers that are started later. After that the server of a user is started, see
+    /// [`Control::start_server`]. Its PID is not returned.
     pub(crate) async fn set_limits_and_start(
         &self,
         limits: &Limits,
@@ -245,13 +245,13 @@ impl Control {
         self.ask(&start(uid)).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end as soon as it has no client. The control daemon obeys however long that takes.
-    /// The error is [`ControlError::Silent`] if it still has a client after `timeout`.
+    /// Asks the control daemon to end as soon as it has no client. It will do so, even much later. The error is
+    /// [`ControlError::Silent`] if it still has a client after `timeout`.
     pub(crate) async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }
 
-    /// Ends a server that has no client. A server with clients stays, and the command has no answer either way.
+    /// Ends a server that has no client. A server with clients stays, and the command has no answer in both cases.
     pub(crate) async fn shut_down_idle_server(
         &self,
         server: u32,
@@ -260,7 +260,7 @@ impl Control {
         self.end(&format!("shutdown_server {server}"), may_end).await
     }
 
-    /// Ends a server and its clients. The control daemon answers before the server is gone.
+    /// Ends a server and its clients. The control daemon answers before the server has ended.
     pub(crate) async fn shut_down_server(&self, server: u32, may_end: Permit) -> Result<(), ControlError> {
         self.end(&format!("shutdown_server {server} -f"), may_end).await
     }
@@ -270,8 +270,8 @@ impl Control {
         self.ask(command).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end after it has given its clients `timeout`. The control daemon can hang for longer.
-    /// The error is [`ControlError::Silent`] then.
+    /// Asks the control daemon to end after it has given its clients `timeout`. If it hangs for longer, the error is
+    /// [`ControlError::Silent`].
     pub(crate) async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())
@@ -286,11 +286,11 @@ fn start(uid: u32) -> String {
 mod tests {
     use super::*;
 
-    /// A way to a control daemon, with this shell script in the place of the front end.
+    /// A control daemon whose front end is this shell script.
     fn control(directory: &Path, script: &str) -> Control {
         let program = directory.join("front-end");
-        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could
-        // hold the file open, and the kernel executes no file that is open for writing.
+        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could have the file
+        // open, and the kernel does not execute a file that is open for writing.
         let write = "printf %s \"$2\" >\"$1\" && chmod 755 \"$1\"";
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
@@ -302,7 +302,7 @@ mod tests {
     async fn a_dropped_conversation_does_not_mean_no_clients() {
         let directory = tempfile::tempdir().unwrap();
         let dropped = directory.path().join("dropped");
-        // The control daemon drops the first conversation that begins with each command.
+        // The control daemon closes the first connection for each command without an answer.
         let script = format!(
             "#!/bin/sh\nfirst=yes\nwhile read -r command rest; do\n\
              if test $first && mkdir {0}-$command 2>/dev/null; then exit 0; fi\nfirst=\n\

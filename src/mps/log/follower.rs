@@ -1,4 +1,4 @@
-//! Finds new lines in the file while others append to it.
+//! Finds new lines in a file to which other processes append.
 
 use std::fs::File;
 use std::io;
@@ -14,18 +14,18 @@ use crate::mps::file_changes::{FileChanges, FileWatch, LOOK_PERIOD};
 /// The length at which a line is cut. A file that is no log must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;
 
-/// The last bytes of a log, in which the reason for an end is looked for.
+/// The number of bytes at the end of a log in which the reason for an end is searched for.
 const END_BYTES: u64 = 256 << 10;
 
-/// The number of lines after which other tasks have a turn. A tenant can make a control daemon write thousands of lines
-/// a second.
+/// The number of lines after which other tasks have a turn. A tenant can make a control daemon write thousands of lines per
+/// second.
 const LINES_AT_A_TIME: u32 = 256;
 
-/// Follows a file to which others append, from a given offset on.
+/// Follows a file to which other processes append, from a given offset on.
 #[derive(Debug)]
 pub(crate) struct Follower {
     path: PathBuf,
-    /// The file is never opened by its path again, since others may have put another file there.
+    /// The file is never opened again by its path, since another user may have put another file there.
     file: File,
     /// The offset up to which the file has been read.
     read: u64,
@@ -34,13 +34,13 @@ pub(crate) struct Follower {
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
     watch: FileWatch,
-    /// Wakes at the kernel's report of the next change.
+    /// True if the kernel reports the next change.
     watched: bool,
 }
 
 impl Follower {
-    /// Follows `file`, which is or was at `path`, from `offset` in bytes. It can be rotated only if it is open for
-    /// writing too.
+    /// Follows `file`, which is or was at `path`, from `offset` in bytes. Only a file that is also open for writing can be
+    /// rotated.
     pub(crate) fn new(file: File, path: &Path, offset: u64, changes: &FileChanges) -> Self {
         Self {
             path: path.to_owned(),
@@ -59,7 +59,7 @@ impl Follower {
         &self.path
     }
 
-    /// The offset up to which lines have been handed out, in bytes.
+    /// The offset up to which lines were returned, in bytes.
     pub(crate) fn offset(&self) -> u64 {
         self.read.saturating_sub(self.lines.held().len() as u64)
     }
@@ -69,7 +69,7 @@ impl Follower {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Skips all lines that are not handed out yet, except at the end of the file.
+    /// Skips all lines that were not returned yet, except those at the end of the file.
     pub(crate) fn skip_to_end(&mut self) -> io::Result<()> {
         let end = self.length()?.saturating_sub(END_BYTES);
         if self.offset() < end {
@@ -79,7 +79,7 @@ impl Follower {
         Ok(())
     }
 
-    /// True if the file is still the file at its path.
+    /// True if the file still has its path.
     pub(crate) fn is_in_place(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
             return false;
@@ -92,7 +92,7 @@ impl Follower {
         if !self.is_in_place() {
             return Some("was removed; the control daemon still writes to the removed file");
         }
-        // A ramfs has no size.
+        // A ramfs reports no size.
         let is_full = |system: rustix::fs::StatVfs| system.f_blocks > 0 && system.f_bfree == 0;
         let full = rustix::fs::fstatvfs(&self.file).is_ok_and(is_full);
         full.then_some(
@@ -101,7 +101,7 @@ impl Follower {
     }
 
     /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and truncated,
-    /// since the processes that write to it can't be made to use another. That happens in steps while its lines are waited for.
+    /// since the processes that write to it can't be made to use another file. That happens in steps during the waits for lines.
     /// [`Follower::rotated`] reports the end.
     pub(crate) fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
@@ -111,7 +111,7 @@ impl Follower {
         }
     }
 
-    /// The end of a rotation, if one has finished since the last call. An error if the contents could not be kept.
+    /// The end of a rotation, if one has finished since the last call. An error if the contents could not be copied.
     pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
@@ -121,7 +121,7 @@ impl Follower {
         let Some(rotation) = &mut self.rotation else { return Ok(()) };
         let length = self.file.metadata()?.len();
         let copied = rotation.copy_on(&self.file, length);
-        // Truncation removes the bytes that were not read yet, so they must be few enough to be read first.
+        // Truncation also removes bytes that were not read yet, so they must be few enough to be read first.
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }
@@ -137,7 +137,7 @@ impl Follower {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
         if count == 0 && self.file.metadata()?.len() < self.read {
-            // Another program has truncated the file and writes it from the beginning.
+            // Another program has truncated the file and writes from the beginning.
             (self.read, self.lines, self.rotation) = (0, Lines::default(), None);
             count = self.file.read_at(&mut chunk, 0)?;
         }
@@ -158,7 +158,7 @@ impl Follower {
         }
     }
 
-    /// The same, but other tasks have a turn now and then. Nothing is lost if the call is cancelled.
+    /// The same, but other tasks have a turn from time to time. Nothing is lost if the call is cancelled.
     pub(crate) async fn next_there(&mut self) -> io::Result<Option<Line>> {
         if self.lines_since_pause >= LINES_AT_A_TIME {
             self.pause().await?;
@@ -194,7 +194,7 @@ impl Follower {
             self.watch.changed().await;
             self.watched = false;
         } else {
-            // The file may have changed before: the caller reads again.
+            // The file may have changed before the watch, so the caller reads again.
             self.watched = self.watch.add_file(&self.file);
             if !self.watched {
                 tokio::time::sleep(LOOK_PERIOD).await;
@@ -203,7 +203,7 @@ impl Follower {
     }
 }
 
-/// Bytes that were read. They are handed out as lines.
+/// Bytes that were read. They are returned as lines.
 #[derive(Debug, Default)]
 struct Lines {
     bytes: Vec<u8>,
@@ -217,7 +217,7 @@ impl Lines {
         self.bytes.extend(bytes);
     }
 
-    /// The bytes that are not handed out yet.
+    /// The bytes that were not returned yet.
     fn held(&self) -> &[u8] {
         self.bytes.get(self.handed_out..).unwrap_or_default()
     }
@@ -309,7 +309,7 @@ mod tests {
         assert!(follower.rotation.is_none());
     }
 
-    /// While the file is copied, somebody replaces it with a link to another file. That other file must stay unharmed.
+    /// While the file is copied, another user replaces it with a link to another file, which must not be changed.
     #[tokio::test]
     async fn rotation_follows_no_link_that_takes_the_place_of_the_file() {
         for _ in 0..5 {

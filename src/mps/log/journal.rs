@@ -1,4 +1,4 @@
-//! A line on its way to the journal.
+//! Passes a line on to the journal.
 
 use tracing::Level;
 
@@ -7,7 +7,7 @@ use mps_core::mps::Meaning;
 use super::meaning::{Line, Writer};
 
 impl Line {
-    /// Passes the line on, with the fields by which journalctl can filter.
+    /// Passes the line on, with fields for the filters of journalctl.
     pub(crate) fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
         let (server, client, ordinal) = self.subjects();
@@ -39,7 +39,7 @@ impl Line {
             }
             Meaning::ServerExited { status: 0, .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
-            // A fault is among these: the supervisor reports it once for each GPU, with all that its lines say.
+            // This includes faults: the supervisor reports a fault once for each GPU, with the content of all its lines.
             _ => Level::INFO,
         }
     }

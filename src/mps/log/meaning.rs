@@ -1,4 +1,4 @@
-//! The meaning of a line.
+//! Parses a line.
 
 use mps_core::mps::Meaning;
 
@@ -22,15 +22,14 @@ pub(crate) enum Writer {
 }
 
 impl Line {
-    /// Parses a line. It never fails: a line that it does not know is ordinary text.
+    /// Parses a line. It never fails: an unknown line is ordinary text.
     pub(crate) fn parse(line: &str) -> Self {
         let (writer, text) = split_prefix(line).unwrap_or((None, line));
         let meaning = meaning(writer, text);
         Self { writer, text: text.to_owned(), meaning }
     }
 
-    /// True if the line may explain why a control daemon or a server ended: a server wrote it, or it speaks of a
-    /// failure.
+    /// True if the line may explain why a control daemon or a server has ended: a server has written it, or it reports a failure.
     pub(crate) fn may_explain_an_end(&self) -> bool {
         match (&self.meaning, self.writer) {
             (Meaning::Trouble, _) => true,
@@ -40,7 +39,7 @@ impl Line {
     }
 }
 
-/// Splits `[2026-11-21 02:13:53.814 Control   879] text`. The answer to one command spans lines without a prefix.
+/// Splits `[2026-11-21 02:13:53.814 Control 879] text`. One command has an answer of several lines without a prefix.
 fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();
@@ -49,7 +48,7 @@ fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let kind: Vec<&str> = words.collect();
     let writer = match kind.as_slice() {
         ["Control"] => Some(Writer::Control(pid)),
-        // A server calls itself Other until it knows that it is a server, and Legacy Server if it does not become one.
+        // A server calls itself Other until it has started as a server, and Legacy Server if it never does.
         ["Server" | "Other"] | ["Legacy", "Server"] => Some(Writer::Server(pid)),
         _ => None,
     };
@@ -62,18 +61,17 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
         Some(Writer::Control(_)) => said_by_control(text),
         None => None,
     };
-    // The new process writes `Starting new server`, sometimes under the control daemon's name, so the line is accepted
-    // from any writer.
+    // The new process writes `Starting new server`, sometimes with the control daemon's name, so any writer is accepted.
     let understood = understood.or_else(|| server_starting(text));
     understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
 }
 
-/// The beginnings of the words that speak of a failure.
+/// The beginnings of words that report a failure.
 const OF_FAILURE: [&str; 9] =
     ["fatal", "fail", "error", "invalid", "cannot", "can't", "unable", "exception", "denied"];
 
-/// The control daemon logs each command, and for `ps` the table of clients. Both hold text that tenants choose, so
-/// neither counts as trouble.
+/// The control daemon logs each command, and for `ps` the table of clients. Both contain texts that tenants choose, so they do
+/// not count as failures.
 fn trouble(writer: Option<Writer>, text: &str) -> Option<Meaning> {
     let repeated = text.starts_with("Cmd:") || text.starts_with(|first: char| first.is_ascii_digit());
     if repeated && !matches!(writer, Some(Writer::Server(_))) {
@@ -90,7 +88,7 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    // Someone connected and said nothing, as the service does to learn who listens.
+    // A process has connected without sending anything, as the service does to find out which process listens.
     if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }
@@ -115,7 +113,7 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
-    // The misspellings are the server's own. The last three belong to a fault, which other lines tell.
+    // The misspellings are NVIDIA's. The last three lines belong to a fault, which other lines report.
     let noise = [
         "Server failed to recevie command with status 806",
         "Server was unable to shutdown due to",
@@ -257,7 +255,7 @@ mod tests {
                 "[2026-11-21 02:24:21.335 Server   939] Server was unable to shutdown due to 2 active clients",
                 Meaning::Noise,
             ),
-            // The name of a program and the command of a user are no failures.
+            // Failure words in the name of a program or the command of a user do not count.
             ("[2026-11-21 02:14:03.189 Control   879] Cmd:fail", Meaning::Ordinary),
             (
                 "[2026-11-21 02:14:03.190 Control   879] 1153  33  939  GPU-168acfc9  4026531836  ./fatal",

@@ -1,8 +1,8 @@
-//! The control daemon's log: it is followed while it is written, parsed, and passed on.
+//! The control daemon's log: the service follows, parses and passes on its lines.
 //!
-//! A control daemon in the foreground and its servers write to one file. Only this file says which limits a server
-//! applies, that a server is ready, and which faults it met. [`follower`] reads its bytes and splits them,
-//! [`meaning`] parses a line, and [`journal`] passes it on. [`rotation`] keeps the file short.
+//! A control daemon in the foreground and its servers write to one file. Only this file says which limits a server applies, when
+//! a server is ready, and which faults it met. [`follower`] reads the file and splits it into lines, [`meaning`] parses a line,
+//! and [`journal`] passes it on. [`rotation`] limits the size of the file.
 
 mod follower;
 mod journal;

@@ -7,16 +7,16 @@ use std::path::Path;
 
 use common::directories;
 
-/// The number of bytes per read. At most this and the beginning of a line are held in memory.
+/// The number of bytes per read. At most this and the beginning of a line are in memory.
 pub(super) const CHUNK_BYTES: usize = 16 << 10;
 
 /// The number of bytes that are copied before other tasks have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;
 
-/// A rotation that has not ended.
+/// A running rotation.
 #[derive(Debug)]
 pub(super) struct Rotation {
-    /// The file that takes the contents, or the reason why there is none.
+    /// The file that gets the contents, or the reason why there is none.
     copy: io::Result<File>,
     copied: u64,
 }
@@ -27,7 +27,7 @@ impl Rotation {
         Self { copy: place_of_copy(path), copied: 0 }
     }
 
-    /// Copies the next bytes of a file of this length. True if nothing is left to copy, or nothing can be copied.
+    /// Copies the next bytes of a file of this length. Returns true if everything is copied, or if copying is not possible.
     pub(super) fn copy_on(&mut self, file: &File, length: u64) -> bool {
         let Ok(copy) = &mut self.copy else { return true };
         let end = length.min(self.copied + COPIED_AT_A_TIME);
@@ -38,13 +38,13 @@ impl Rotation {
         self.copy.is_err() || self.copied >= length
     }
 
-    /// An error if the contents are not kept.
+    /// An error if the contents could not be copied.
     pub(super) fn result(self) -> io::Result<()> {
         self.copy.map(drop)
     }
 }
 
-/// Makes a new, empty `<path>.1`. The former one is removed first, since a full disk may have room for only one.
+/// Makes a new, empty `<path>.1`. The former one is removed first, since a full disk may have enough space for only one.
 fn place_of_copy(path: &Path) -> io::Result<File> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::other("it is in no directory"));

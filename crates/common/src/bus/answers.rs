@@ -1,4 +1,4 @@
-//! Everything that the daemon publishes at this moment.
+//! The answers of the daemon: everything that it publishes at this moment.
 
 use std::collections::BTreeSet;
 use std::ops::Deref;
@@ -15,16 +15,16 @@ use crate::bus::proxy::{BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::proc;
 
-/// The time that the daemon may take to report its state, which it always knows. A daemon that is stopped or hangs gets
-/// less time than a daemon that has work to do.
+/// The time that the daemon has to report its state, which needs no work. It is short, so that a daemon that is stopped or hangs
+/// is noticed earlier than a daemon that works on a request.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
-/// The daemon's answer, or the reason why there is none.
+/// The daemon's answer, or the reason for its absence.
 #[derive(Debug)]
 pub enum BusAnswer {
     Unreachable(String),
     NotRunning,
-    /// A process owns the name, and does not answer.
+    /// A process has the bus name, but does not answer.
     Silent,
     Denied(String),
     Refuses(String),
@@ -38,14 +38,14 @@ pub struct Published {
     /// None before the daemon knows its GPUs.
     pub devices: Option<Vec<Listed<Device>>>,
     pub gpus: Vec<Listed<Gpu>>,
-    /// The service asks the control daemons for them, and a control daemon may hang.
+    /// The service asks the control daemons for the clients, and a control daemon may hang.
     pub clients: Result<Vec<Listed<Client>>, BusError>,
     pub events: Vec<Listed<Event>>,
     pub pid: Option<u32>,
 }
 
 impl BusAnswer {
-    /// Asks for everything. A missing daemon is an answer too.
+    /// Asks for everything. If there is no daemon, the answer says so.
     pub async fn ask() -> Self {
         let daemon = match DaemonProxy::connect().await {
             Ok(daemon) => daemon,
@@ -71,7 +71,7 @@ impl BusAnswer {
         if let Self::Answers(published) = self { Some(published) } else { None }
     }
 
-    /// The main file to read if the command line names none: the file of the service.
+    /// The main file to read if the command line names none: the file that the service reads.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         self.published()?.config(sysroot)
     }
@@ -85,7 +85,7 @@ pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusE
     }
 }
 
-/// The published form of a name, with its address written in any way.
+/// The published form of a name, whose address may have any spelling.
 pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     let (address, _) = DeviceName::parts(name);
     let ordinal = name.strip_prefix(address).unwrap_or_default();
@@ -105,7 +105,7 @@ pub fn is_called(device: &Device, name: &str) -> bool {
         || uuid.is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
 }
 
-/// The names of the slices that a client was given.
+/// The names of the client's slices.
 pub fn given(client: &Client) -> impl Iterator<Item = &str> {
     client.device.iter().flat_map(|names| names.split(',')).map(str::trim)
 }
@@ -121,21 +121,22 @@ impl Published {
         Ok(Self { service, control_daemons, devices, gpus, clients, events, pid })
     }
 
-    /// The main file on the command line of the service, if there is one and the service reads below the same directory.
+    /// The main file on the command line of the service. None if the command line names none, or if the service reads below
+    /// another directory.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
-        // A relative path begins at the service's working directory, which only root may look up.
+        // A relative path starts in the service's working directory, which only root may look up.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 
-    /// The number of clients on these GPUs, by their UUIDs; a process that uses several counts once.
+    /// The number of clients on these GPUs, by the GPUs' UUIDs. A process that uses several GPUs counts once.
     pub fn clients_on(&self, gpus: &[String]) -> Option<usize> {
         let clients = self.clients.as_ref().ok()?;
         let pids = clients.iter().filter(|client| gpus.contains(&client.gpu)).map(|client| client.pid);
         Some(pids.collect::<BTreeSet<u32>>().len())
     }
 
-    /// The GPUs that a control daemon serves, by its id.
+    /// The GPUs of the control daemon with this id.
     pub fn served_by<'p>(&'p self, id: &'p str) -> impl Iterator<Item = &'p Gpu> {
         self.gpus
             .iter()

@@ -1,4 +1,4 @@
-//! The moments at which the service publishes something else, as yunion-mpsctl hears of them.
+//! The signals that say that the service has published something new, for yunion-mpsctl.
 
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -7,11 +7,11 @@ use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
 
-/// Reports that the service has changed its publication, has started, or has ended. Only a question finds out the change.
+/// Says that the service has published something new, has started, or has ended. It does not say what has changed.
 #[derive(Debug)]
 pub struct ServiceChanges {
     told: watch::Receiver<()>,
-    /// Takes every signal at once: a signal that waits would hold up the answers behind it.
+    /// Takes every signal at once: an unread signal would delay the answers behind it.
     _hears: JoinSet<()>,
 }
 
@@ -35,8 +35,8 @@ impl ServiceChanges {
         Ok(Self { told, _hears: hears })
     }
 
-    /// Returns once something has changed since the last call. False: the bus has closed the connection, and nothing more
-    /// is told.
+    /// Returns once something has changed since the last call. False: the bus has closed the connection, so no further change is
+    /// reported.
     pub async fn next(&mut self) -> bool {
         self.told.changed().await.is_ok()
     }

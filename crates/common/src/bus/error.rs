@@ -19,21 +19,21 @@ pub enum RequestError {
     NoSuchClient(String),
     /// The configuration was refused, and the one before stays in force.
     InvalidConfig(String),
-    /// Something else has to end first.
+    /// Another change or request has to end first.
     Busy(String),
     /// The slice takes no new clients.
     Drained(String),
     NotServed(String),
     /// The slice is bound to another owner.
     Taken(String),
-    /// Strangers' processes are in the control group, too.
+    /// The control group also has processes of others.
     SharedControlGroup(String),
-    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, as the bus itself says it.
+    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, the same error with which the bus refuses a call.
     AccessDenied(String),
     Failed(String),
 }
 
-// By hand, since one of the names has another prefix.
+// Not derived, since the name of one variant has another prefix.
 impl DBusError for RequestError {
     fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
         Message::error(call, self.name()).build(&clean(self.text()))

@@ -1,4 +1,4 @@
-//! The daemon as yunion-mpsctl asks it: answers are rows with the bus's keys, so that nothing outside `dbus` knows D-Bus
+//! The connection to the daemon for yunion-mpsctl. Answers are rows with the keys of the bus, so that no other module needs D-Bus
 //! types.
 
 use std::collections::HashMap;
@@ -20,26 +20,26 @@ use super::error::RequestError;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 
-/// A little more than what the daemon itself takes before it gives up on a request.
+/// A little longer than the time after which the daemon itself gives up on a request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 
-/// The time that the bus may take to let us in. It answers in milliseconds. The deadline of a method starts later.
+/// The time that the bus has to accept the connection, which takes milliseconds. The deadline of a method starts later.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// A little more than what the service takes at most for a look at the clients.
+/// A little longer than the longest look at the clients that the service makes.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BusError {
     #[error("yunion-mps-daemon is not running; start it with: systemctl start yunion-mps-daemon")]
     NotRunning,
-    /// The daemon has answered with an error, or the bus has not let us ask.
+    /// The daemon has answered with an error, or the bus has refused the call.
     #[error("{0}")]
     Refused(RequestError),
-    /// The bus has answered on the daemon's behalf, or a newer daemon with an error that this version does not know.
+    /// The bus has answered instead of the daemon, or a newer daemon has answered with an error that this version does not know.
     #[error("{text}")]
     Other { name: String, text: String },
-    /// The bus has taken the question, and no answer came in time.
+    /// The bus has delivered the call, but no answer came in time.
     #[error("yunion-mps-daemon does not answer; journalctl -u yunion-mps-daemon may say why")]
     Silent,
     /// The bus can't be reached, or the answer can't be read.
@@ -63,7 +63,7 @@ impl From<zbus::Error> for BusError {
                 }
                 error => refused(error.name().as_str(), error.description()),
             },
-            // Only a method call ends with this error: joining the bus has a deadline of its own.
+            // This error comes only from a method call: connecting to the bus has a deadline of its own.
             zbus::Error::InputOutput(failed) if failed.kind() == io::ErrorKind::TimedOut => Self::Silent,
             _ => Self::Bus(error),
         }
@@ -79,7 +79,7 @@ impl From<fdo::Error> for BusError {
     }
 }
 
-/// A row of an answer. As JSON it has every key of the dictionary, also a key that this version does not know.
+/// A row of an answer. Its JSON has every key of the dictionary, also keys that this version does not know.
 #[derive(Debug, Clone)]
 pub struct Listed<R> {
     row: R,
@@ -113,7 +113,7 @@ impl<'de, R: DeserializeOwned> Deserialize<'de> for Listed<R> {
 }
 
 impl<R: DeserializeOwned> Listed<R> {
-    /// Fails if a value has another type than this version knows.
+    /// Fails if a value has another type than this version expects.
     pub fn read(all: Map<String, Value>) -> zbus::Result<Self> {
         let row = serde_json::from_value(Value::Object(all.clone()));
         let row = row.map_err(|error| zbus::Error::Failure(format!("unreadable answer: {error}")))?;
@@ -126,7 +126,7 @@ impl<R: DeserializeOwned> Listed<R> {
 pub struct ContainerAnswer {
     /// Environment variables and their values, in order.
     pub environment: Vec<(String, String)>,
-    /// Directories: on the host, in the container, read-only.
+    /// Mounts: the directory on the host, the directory in the container, and true if read-only.
     pub mounts: Vec<(String, String, bool)>,
     pub gpus: Vec<String>,
 }
@@ -148,7 +148,7 @@ pub trait Manager {
     #[zbus(name = "ListControlDaemons")]
     fn control_daemons(&self) -> Result<Vec<Listed<ControlDaemon>>, BusError>;
 
-    /// The last things that happened, oldest first.
+    /// The last events, oldest first.
     #[zbus(name = "ListEvents")]
     fn events(&self) -> Result<Vec<Listed<Event>>, BusError>;
 
@@ -159,7 +159,7 @@ pub trait Manager {
     #[zbus(name = "LookAtClients")]
     fn have_clients_counted(&self) -> zbus::Result<()>;
 
-    /// Ends the GPU work of a process, and returns when it is no client any more.
+    /// Ends the GPU work of a process, and returns when the process is no client any more.
     fn terminate_client(&self, pid: u32) -> Result<(), BusError>;
 
     /// Everything that a container needs to use these devices.
@@ -169,7 +169,7 @@ pub trait Manager {
     fn take_devices(&self, devices: &[String], options: &OptionValues<'_>) -> Result<TakenAnswer, BusError>;
 }
 
-/// The answer of `TakeDevices`: the names of the devices, and the fields of [`ContainerAnswer`].
+/// The answer of `TakeDevices`: the names of the devices, then the fields of [`ContainerAnswer`].
 type TakenAnswer = (Vec<String>, Vec<(String, String)>, Vec<(String, String, bool)>, Vec<String>);
 
 /// The options of `Bind`, `Unbind` and `TakeDevices`.
@@ -178,11 +178,11 @@ type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
 /// The slices that a caller asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceWish {
-    /// As `list` shows them. A GPU stands for one slice of it.
+    /// The names as `list` shows them. A GPU stands for one of its slices.
     pub names: Vec<String>,
-    /// One of them will do, the one with the fewest clients; without names, one of all.
+    /// True for one slice: of the named ones, or of all, the one with the fewest clients.
     pub free: bool,
-    /// Others may have them too.
+    /// True if other programs may have the slices too.
     pub share: bool,
 }
 
@@ -211,7 +211,7 @@ pub struct ContainerStop {
     pub container: String,
     /// The number of the signal.
     pub signal: u32,
-    /// Every process of the container gets the signal, and not the first one alone.
+    /// True if every process of the container gets the signal, not only the first one.
     pub to_all: bool,
 }
 
@@ -232,7 +232,8 @@ trait Control {
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
 
-/// The answer of a call of Control. The bus refuses all callers but root, in words about its own rules.
+/// The answer of a method that is for root. For other callers the bus refuses it with a text about its own rules, which is
+/// replaced.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
         BusError::Refused(RequestError::AccessDenied(_)) => {
@@ -242,18 +243,18 @@ fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     })
 }
 
-/// The answer to a user whom the policy shuts out.
+/// The error for a user whom the bus policy refuses.
 const NOT_A_MEMBER: &str = "only root and the group yunion-mps may ask the service; join the group with `sudo usermod \
                             -aG yunion-mps $USER` and log in again";
 
-/// True if the bus has refused a call of a user by its policy: dbus-daemon, or dbus-broker. Root is refused only where the
-/// policy is not there.
+/// True if the bus (dbus-daemon or dbus-broker) has refused a call because of its policy. It refuses root only if the service's
+/// policy is not installed.
 fn is_from_bus(refusal: &str) -> bool {
     let of_a_bus = ["Rejected send message", "Sender is not authorized to send message"];
     !rustix::process::geteuid().is_root() && of_a_bus.iter().any(|text| refusal.starts_with(text))
 }
 
-/// The service. The questions of its Manager are asked of it directly.
+/// The service. The methods of its Manager are called through `Deref`.
 #[derive(Debug, Clone)]
 pub struct DaemonProxy {
     manager: ManagerProxy<'static>,
@@ -269,7 +270,7 @@ impl Deref for DaemonProxy {
 }
 
 impl DaemonProxy {
-    /// Joins the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, where that is set). A missing daemon shows with the first question.
+    /// Connects to the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, if set). A missing daemon is noticed by the first call.
     pub async fn connect() -> Result<Self, BusError> {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
         let connection = timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
@@ -282,29 +283,30 @@ impl DaemonProxy {
         Ok(Self { manager, control })
     }
 
-    /// Hears of changes from now on.
+    /// Subscribes to the signals about changes.
     pub async fn changes(&self) -> Result<ServiceChanges, BusError> {
         Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
-    /// Has the clients counted that `devices` and `gpus` then report. An older service does not know this, a busy service
-    /// refuses it, and a service that hangs on a GPU takes too long: the answers are then older, and no less worth showing.
+    /// Has the service count the clients, for the next answers of `devices` and `gpus`. Errors are ignored, since older numbers
+    /// are worth showing too: an older service does not know this call, a busy service refuses it, and a service that waits for a
+    /// hung GPU takes too long.
     pub async fn look_at_clients(&self) {
         let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
     }
 
-    /// Ends the GPU work of the clients of these slices, and returns when none is left. For root.
+    /// Ends the GPU work of the clients of these slices, and returns when no such client is left. Only for root.
     pub async fn release_devices(&self, devices: &[String]) -> Result<(), BusError> {
         for_root(self.control.release_devices(devices).await)
     }
 
-    /// Ends the GPU work of the clients in a container, and returns when none is left. For root.
+    /// Ends the GPU work of the clients in a container, and returns when no such client is left. Only for root.
     pub async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
     }
 
-    /// Ends the GPU work of the clients that may end because of a signal to a container, and returns when that is over. For
-    /// root.
+    /// Ends the GPU work of the clients that may end because of a signal to a container, and returns when the work has ended.
+    /// Only for root.
     pub async fn release_group(&self, stop: &ContainerStop) -> Result<(), BusError> {
         let ContainerStop { pid, container, signal, to_all } = stop;
         let options = OptionValues::from([
@@ -322,7 +324,7 @@ impl DaemonProxy {
         Ok((taken, ContainerAnswer { environment, mounts, gpus }))
     }
 
-    /// Gives slices to a control group, and returns their names. For root.
+    /// Gives slices to a control group, and returns their names. Only for root.
     pub async fn bind(
         &self,
         wish: &SliceWish,
@@ -334,33 +336,33 @@ impl DaemonProxy {
         for_root(self.control.bind(&wish.names, pid, &options).await)
     }
 
-    /// Ends the binding of a control group. For root.
+    /// Ends the binding of a control group. Only for root.
     pub async fn unbind(&self, group: &GroupOf) -> Result<(), BusError> {
         let (pid, options) = group.pid_and_options();
         for_root(self.control.unbind(pid, &options).await)
     }
 
-    /// Takes slices and GPUs out of use for new clients; without names everything. For root.
+    /// Takes slices and GPUs out of use for new clients. Without names, everything. Only for root.
     pub async fn drain(&self, names: &[String]) -> Result<(), BusError> {
         for_root(self.control.drain(names).await)
     }
 
-    /// Lets new clients have them again; without names everything. For root.
+    /// Puts slices and GPUs into use again. Without names, everything. Only for root.
     pub async fn undrain(&self, names: &[String]) -> Result<(), BusError> {
         for_root(self.control.undrain(names).await)
     }
 
-    /// Has the configuration read again; the generation then in force. For root.
+    /// Has the service read its configuration again. Returns the generation that is then in force. Only for root.
     pub async fn reload(&self) -> Result<u64, BusError> {
         for_root(self.control.reload().await)
     }
 
-    /// Has the changes carried out that wait for clients to leave. For root.
+    /// Makes the changes that wait for the end of clients. Only for root.
     pub async fn apply(&self, force: bool) -> Result<(), BusError> {
         for_root(self.control.apply(force).await)
     }
 
-    /// The Manager's properties, under names like the keys of the other answers: `state_reason`.
+    /// The Manager's properties. Their names have the form of the keys of other answers: `state_reason`.
     pub async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
         let properties = PropertiesProxy::new(proxy.connection(), proxy.destination(), proxy.path()).await?;
@@ -368,7 +370,7 @@ impl DaemonProxy {
         Ok(Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())?)
     }
 
-    /// The PID of the service, as the bus has it from the kernel.
+    /// The PID of the service. The bus has it from the kernel.
     pub async fn service_pid(&self) -> Result<u32, BusError> {
         let proxy = self.manager.inner();
         let bus = fdo::DBusProxy::new(proxy.connection()).await?;

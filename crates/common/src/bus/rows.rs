@@ -1,6 +1,6 @@
-//! The dictionaries on the bus, each as a struct: the service makes it from the Snapshot, and yunion-mpsctl reads it from
-//! an answer. A key is one line of a list here, with its type and the place that its value comes from; the XML files in
-//! `config` say what it means. The keys are the platform's JSON names, and our additions. The objects have the same
+//! The dictionaries on the bus, each as a struct: the service makes it from the Snapshot, and yunion-mpsctl reads it from an
+//! answer. Each key is one line of a list here, with its type and the source of its value; the XML files in `config` describe its
+//! meaning. Some keys are the platform's JSON names; the others are additions of this service. Objects on the bus have the same
 //! values as properties, under the same names in CamelCase.
 
 use std::borrow::Cow;
@@ -31,19 +31,19 @@ use crate::text::clean;
 /// An `a{sv}`. A key without a known value is left out.
 pub type Dict = BTreeMap<&'static str, Variant<'static>>;
 
-/// A struct that is a dictionary on the bus. It is written there without a dictionary in between.
+/// A struct that is a dictionary on the bus. It is serialized directly, without building a dictionary first.
 pub trait Row: Serialize + Type {
-    /// The keys about which something is said, with "const" or "false".
+    /// The keys with an annotation, "const" or "false", as in the D-Bus annotation `EmitsChangedSignal`.
     const EMITS: &[(&str, &str)];
 
-    /// True if a value changes all the time, so that its changes are not announced.
+    /// True if a value changes all the time, so that no signal reports its changes.
     fn is_silent(key: &str) -> bool {
         Self::EMITS.contains(&(key, "false"))
     }
 
     fn dict(&self) -> Dict;
 
-    /// Writes the known values under the names that `named` gives their keys.
+    /// Writes the known values. `named` gives the name of each key.
     fn write<M: SerializeMap>(
         &self,
         map: &mut M,
@@ -65,7 +65,7 @@ impl<R: Row> Serialize for Properties<R> {
     }
 }
 
-/// An object that shows a row as its properties. It has no copy of the row: a value is made when a client asks for it.
+/// An object that shows a row as its properties. It has no copy of the row: each value is made when a caller asks for it.
 pub trait Object: Interface + Clone {
     type Row: Row + PartialEq;
 
@@ -79,7 +79,7 @@ trait OnBus {
     /// The type on the bus.
     type Wire: Into<Variant<'static>> + Serialize + Type;
 
-    /// The value for the bus, without text that the bus can't carry; None if it is not known.
+    /// The value for the bus, without text that the bus does not accept. None if the value is not known.
     fn wire(&self) -> Option<Self::Wire>;
 }
 
@@ -137,7 +137,7 @@ impl OnBus for PcieInfo {
     }
 }
 
-/// Makes a row: its name, what it is made from, and its keys, each with the type and the source of its value.
+/// Defines a row: its name, its sources, and its keys, each with the type and an expression for the value.
 macro_rules! row {
     (
         $(#[$doc:meta])*
@@ -193,8 +193,8 @@ macro_rules! row {
     };
 }
 
-/// Makes a row and the properties of the object that shows it. A key with "const" in front never changes while the object
-/// exists. The changes of a key with "false" in front are not announced.
+/// Defines a row and the properties of the object that shows it. A key with "const" in front never changes while the object
+/// exists. Changes of a key with "false" in front cause no signal.
 macro_rules! object {
     (
         $(#[$doc:meta])*
@@ -220,7 +220,7 @@ macro_rules! object {
     };
 }
 
-/// Makes the row of a GPU or of a slice of it, with the keys that both have.
+/// Defines the row of a GPU or of a slice, with the keys that both have.
 macro_rules! gpu_object {
     (
         $(#[$doc:meta])*
@@ -263,7 +263,7 @@ gpu_object! {
         bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
-        // The platform's own defaults: another number would mark its rows as changed.
+        // These are the platform's own defaults. With other numbers the platform would see its rows as changed.
         "const" device_minor: i32 = -1;
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
@@ -326,7 +326,7 @@ impl Object for Slice {
         Device::from_view(&self.0, self.1)
     }
 
-    /// Made from its name.
+    /// The path is made from the slice's name.
     fn path(&self) -> String {
         format!("{ROOT}/devices/{}", path_element(&self.0.slice_name(self.1)))
     }
@@ -339,7 +339,7 @@ impl Object for WholeGpu {
         Gpu::from_view(&self.0)
     }
 
-    /// Made from its UUID, which follows the board, or from its address while the driver can't say the UUID.
+    /// The path is made from the UUID, which stays with the board, or from the address while the driver does not report the UUID.
     fn path(&self) -> String {
         let name = match self.0.uuid() {
             "" => self.0.plan.gpu.id().to_string(),
@@ -430,7 +430,7 @@ row! {
     }
 }
 
-/// A name that the host agent's records have of the container of a client.
+/// A name of the container of a client, from the host agent's records.
 fn guest_name(client: &ClientView, name: fn(&GuestContainer) -> &String) -> Option<String> {
     client.client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
 }
@@ -452,8 +452,8 @@ pub fn property_name(key: &str) -> String {
     name
 }
 
-/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay, and the first is no digit, since
-/// some languages make identifiers of them.
+/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay. It does not begin with a digit, since some
+/// languages use it as an identifier.
 fn path_element(name: &str) -> String {
     let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {
@@ -470,7 +470,7 @@ fn mib(mib: u64) -> i32 {
     i32::try_from(mib).unwrap_or(i32::MAX)
 }
 
-/// Memory that is 0 while it is not known.
+/// Memory in MiB. The source has 0 for unknown memory, which is left out.
 fn known_mib(known: u64) -> Option<i32> {
     (known > 0).then(|| mib(known))
 }

@@ -7,8 +7,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer};
 use strum::VariantNames;
 
-/// A word in an answer of the service. A newer service may say a word that this version does not know: it is kept as it came,
-/// and is equal to no variant.
+/// A word in an answer of the service. A newer service may use a word that this version does not know: the word stays as it is,
+/// and equals no variant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Word<E> {
     Known(E),
@@ -23,7 +23,7 @@ impl<E: Copy> Word<E> {
 }
 
 impl<E: VariantNames> Word<E> {
-    /// The words of all variants, and at the end a word that this version does not know.
+    /// The words of all variants, then this word if this version does not know it.
     pub fn and_others(&self) -> impl Iterator<Item = &str> {
         let unknown = if let Self::Unknown(word) = self { Some(word.as_str()) } else { None };
         E::VARIANTS.iter().copied().chain(unknown)

@@ -1,4 +1,4 @@
-//! The changes that a reload would make: the plan beside the published values.
+//! The changes that a reload would make: the plan compared with the published values.
 
 use std::fmt;
 use std::path::Path;
@@ -18,9 +18,9 @@ use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 pub struct Difference {
     pub kind: DifferenceKind,
     pub subject: String,
-    /// The published value; empty for a new thing.
+    /// The published value; empty for something new.
     pub from: String,
-    /// The planned value; empty for a thing that goes.
+    /// The planned value; empty for something that is removed.
     pub to: String,
     pub effect: Effect,
 }
@@ -34,7 +34,7 @@ pub enum DifferenceKind {
     MemoryLimit,
     /// The slices' active thread percentage.
     ThreadPercentage,
-    /// The most clients of one of them.
+    /// The largest number of clients of a slice.
     MaxClients,
     PipeDirectory,
     ControlDaemon,
@@ -46,16 +46,16 @@ pub enum DifferenceKind {
 pub enum Effect {
     /// At once, for new clients.
     Live,
-    /// After the clients of a control daemon have ended. Another control daemon then takes its place.
+    /// After the clients of a control daemon have ended. Then a new control daemon replaces it.
     Waits {
         /// The number of clients now; null if it is unknown.
         clients: Option<usize>,
-        /// Why it can't be done without another control daemon.
+        /// Why the change needs another control daemon.
         reason: String,
         /// True if no new client is served until then.
         out_meanwhile: bool,
     },
-    /// At once, and it ends the GPU work of all clients.
+    /// At once, but the GPU work of all clients ends.
     Ends {
         /// The number of clients now; null if it is unknown.
         clients: Option<usize>,
@@ -115,12 +115,12 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Everything that a reload with this plan would change; the error says why that is not known.
+/// Everything that a reload with this plan would change. The error is the reason why that is not known.
 pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
     if published.devices.is_none() {
         return Err("the service does not know its GPUs yet".to_owned());
     }
-    // As the service does it.
+    // The service does the same before it compares.
     let mut plan = plan.clone();
     for daemon in &mut plan.control_daemons {
         give_up_private_directory(daemon);
@@ -187,7 +187,7 @@ impl Comparison<'_> {
             let clients = published.clients_on(&daemon.gpus);
             let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == DaemonId::from(id))
             else {
-                // A control daemon on its way out has no published GPUs of its own any more.
+                // The control daemon is about to end: then no published GPU has its id.
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
@@ -195,8 +195,8 @@ impl Comparison<'_> {
                 }
                 continue;
             };
-            // A control daemon on its way out has no GPUs of its own any more, and another one of the same name takes its
-            // place without a reload.
+            // The control daemon is about to end: then it has no GPUs of its own any more, and another one with the same id
+            // follows without a reload.
             if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }
@@ -241,7 +241,7 @@ impl Comparison<'_> {
         }
     }
 
-    /// A GPU with equal slices, or a slice, has this memory limit and this thread percentage now.
+    /// The present memory limit and thread percentage of a slice, or of a GPU whose slices are equal.
     fn size(&mut self, name: &str, uuid: &str, [memory, threads]: [Option<i32>; 2], to: SliceSize) {
         for (kind, from, to) in [
             (DifferenceKind::MemoryLimit, memory, to.memory_mib),
@@ -258,7 +258,7 @@ impl Comparison<'_> {
         if let (Some(from), Some(to)) = (from, to)
             && from != to
         {
-            // The control daemon knows nothing of it.
+            // The control daemon has no part in this limit.
             self.add(DifferenceKind::MaxClients, name, [&from, &to], Effect::Live);
         }
     }
@@ -272,7 +272,7 @@ impl Comparison<'_> {
                 published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
-        // Control daemons of single slices take turns, so none waits for another.
+        // Control daemons of single slices take turns, so none of them waits for another.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
             planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };
@@ -287,14 +287,14 @@ impl Comparison<'_> {
             }
             (None, None) => return Effect::Live,
         };
-        // A control daemon on its way out is published without GPUs, but its clients are on this one.
+        // A control daemon that is about to end is published without GPUs, but its clients are on this GPU.
         let own = [uuid.to_owned()];
         let gpus = if daemon.gpus.is_empty() { &own } else { daemon.gpus.as_slice() };
         Effect::Waits { clients: published.clients_on(gpus), reason, out_meanwhile }
     }
 }
 
-/// True if the service has this control daemon in its plan already, and waits for its GPUs.
+/// True if this control daemon is already in the service's plan and waits for its GPUs.
 fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     planned.gpus.iter().all(|served| {
         published.gpus.iter().any(|gpu| {
@@ -305,7 +305,8 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// True if new clients look for the control daemon in another place than the present one, which waits for its clients.
+/// True if new clients look for the control daemon in another directory than that of the present one, which waits for the end of
+/// its clients.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }
@@ -316,7 +317,7 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         control_directory: Path::new(&daemon.control_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
-        // Unknown before it has started; then there is nothing to switch.
+        // Before its start this is not known; then nothing has to change.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
         near_cpus: daemon.wanted_cpus.is_some(),
     };
@@ -327,7 +328,7 @@ fn count(gpu: &Gpu) -> u64 {
     u64::try_from(gpu.virtual_num).unwrap_or_default()
 }
 
-/// The names of some slices: `00:06.0-4`, or `00:06.0-4 to 00:06.0-7`.
+/// The names of consecutive slices: `00:06.0-4`, or `00:06.0-4 to 00:06.0-7`.
 fn slices(gpu: &str, from: u64, to: u64) -> String {
     match to.saturating_sub(1) {
         last if last <= from => format!("{gpu}-{from}"),

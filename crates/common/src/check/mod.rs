@@ -26,17 +26,17 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
     Refused(Refused),
-    /// The files have no mistakes in themselves, but don't fit this host.
+    /// The files are correct in themselves, but do not fit this host.
     Wrong {
         problems: Vec<LocatedProblem>,
         loaded: Loaded,
     },
-    /// The configuration is right, whether or not this host can serve its GPUs now.
+    /// The configuration is correct, even if this host can't serve its GPUs now.
     Right {
         loaded: Loaded,
         /// The driver's version, or the reason why there is none. None if the driver was not asked.
         driver: Option<Result<String, Problem>>,
-        /// The plan, or the reason why there is none now. Without `enable_cuda_mps` it is empty.
+        /// The plan, or the reason why there is none yet. With `enable_cuda_mps: false` the plan is empty.
         plan: Result<Plan, Problem>,
         /// The entries without a GPU on this host now. The service waits for such a GPU, but the path may also be
         /// mistyped.
@@ -45,7 +45,7 @@ pub enum Checked {
 }
 
 impl Checked {
-    /// The mistakes: problems of the files, and entries that certainly name no GPU of this host.
+    /// The mistakes: problems in the files, and entries that certainly name no GPU of this host.
     pub fn problems(&self) -> Vec<LocatedProblem> {
         match self {
             Self::Refused(Refused { problems, .. }) | Self::Wrong { problems, .. } => problems.clone(),
@@ -55,7 +55,7 @@ impl Checked {
         }
     }
 
-    /// The settings, if the files have no mistakes in themselves.
+    /// The settings, if the files are correct in themselves.
     pub fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,
@@ -63,7 +63,7 @@ impl Checked {
         }
     }
 
-    /// The warnings about the files, without the troubles of the host agent.
+    /// The warnings about the files, without those about the host agent.
     pub fn warnings(&self) -> &[LocatedProblem] {
         match self {
             Self::Refused(refused) => &refused.warnings,
@@ -71,7 +71,7 @@ impl Checked {
         }
     }
 
-    /// The warnings, and the troubles of the platform's host agent.
+    /// All warnings, also those about the platform's host agent.
     pub fn all_warnings(&self) -> impl Iterator<Item = &LocatedProblem> {
         let troubles = self.loaded().into_iter().flat_map(|loaded| &loaded.agent);
         self.warnings().iter().chain(troubles.map(|trouble| &trouble.problem))
@@ -91,7 +91,7 @@ pub fn check(sources: &Sources) -> Checked {
     }
 }
 
-/// Asks NVML. If NVML hangs, the error says so.
+/// Runs a question to NVML. If NVML hangs, the error says so.
 pub fn ask_driver<T: Send + 'static>(
     sysroot: &Path,
     ask: impl FnOnce(Result<&mut GpuQuestions, &Problem>) -> T + Send + 'static,
@@ -110,8 +110,7 @@ pub fn ask_driver<T: Send + 'static>(
     })
 }
 
-/// Runs something that may hang, on a thread of its own. None if it does not end in time. The thread is then left
-/// behind.
+/// Runs a function that may hang, on a new thread. None if it does not return in time. The thread then goes on without a caller.
 pub fn within<T: Send + 'static>(deadline: Duration, what: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (tell, answer) = mpsc::channel();
     std::thread::spawn(move || {

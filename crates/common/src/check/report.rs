@@ -1,4 +1,4 @@
-//! The check of a configuration beside the published values: the mistakes, and the changes that a reload would make.
+//! The check of a configuration together with the published values: the mistakes, and the changes that a reload would make.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::bus::answers::BusAnswer;
 use crate::config::Sources;
 use crate::plan::{GpuPlan, Plan};
 
-/// The outcome of a start or a reload, before it is made.
+/// The result of a start or a reload, without making one.
 #[derive(Debug)]
 pub struct CheckReport {
     checked: Checked,
@@ -17,8 +17,8 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// Reads the files, looks at the host and asks the service. Without a file on the command line, it reads the file of
-    /// the service.
+    /// Reads the files, looks at the host and asks the service. Without a file on the command line, this reads the file of the
+    /// service.
     pub async fn new(Sources { config, sysroot }: Sources) -> Self {
         let bus = BusAnswer::ask().await;
         let config = config.or_else(|| bus.config(&sysroot));

@@ -1,7 +1,7 @@
-//! Settings that are right for this service, but stop the platform's host agent or its containers.
+//! Settings that are correct for this service, but with which the platform's host agent or its containers fail.
 //!
-//! The agent reads the same files itself. Unless it reads D-Bus, it accepts only a render node as the name of a GPU,
-//! and gives every container the configured pipe directory.
+//! The agent reads the same files. Unless the agent uses D-Bus, it accepts only a render node as the name of a GPU, and gives
+//! every container the configured pipe directory.
 
 use std::path::Path;
 
@@ -38,13 +38,13 @@ pub struct Trouble {
     pub path: Option<DevicePath>,
 }
 
-/// Returns whether the host belongs to the platform, whose own keys stand in the same files. Without the platform there is no agent.
+/// Returns true if the host belongs to the platform: then the files have the platform's own keys too. Other hosts have no agent.
 pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
     !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }
 
-/// All troubles of these settings. If MPS is off, the agent ignores entries of its type, and only the keys without a value
-/// are left.
+/// All such settings. If MPS is off, the agent ignores entries of the type `NVIDIA_MPS`, and only keys without a value can make
+/// it fail.
 pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[EmptyKey]) -> Vec<Trouble> {
     let mut troubles: Vec<Trouble> = empty.iter().map(without_value).collect();
     if !settings.enabled {
@@ -101,7 +101,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
     troubles
 }
 
-/// The agent does not take a key without a value for a key that is not set.
+/// The agent does not treat a key without a value like a missing key.
 fn without_value(EmptyKey { key, origin, read_as }: &EmptyKey) -> Trouble {
     let found = format!("no value, so the key is not set for this service, and {read_as}");
     let problem = LocatedProblem::new(origin.clone(), *key, found, "write a value or remove the line");

@@ -1,9 +1,9 @@
 //! `host_container_device.yml`: the GPUs to serve, and the number of slices of each.
 //!
 //! The file belongs to the host agent and lists devices of many types. This service serves the type `NVIDIA_MPS`. An entry of
-//! another type only says that others use the device, so mistakes in such an entry are ignored. But an entry that may have been
-//! meant as `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is served, and a typing error must
-//! not have that effect.
+//! another type only says that the device is used for something else, so mistakes in such an entry are ignored. But an entry
+//! whose type may be a misspelt `NVIDIA_MPS` is an error: without any `NVIDIA_MPS` entry every GPU of the host is served, and a
+//! typing error must not cause that.
 
 use std::collections::HashMap;
 use std::num::NonZeroU32;
@@ -72,7 +72,7 @@ fn items<'t>(
         return if empty { Ok((place(None), Vec::new())) } else { Err(missing) };
     };
     match list.value {
-        // An entry lacks the keys that stand outside, so anything said about the entries would be wrong.
+        // A key of an entry is outside of the list, so any further problem of the entries would be misleading.
         _ if findings.problems.len() > before => Ok((origin, Vec::new())),
         Value::List(items) if items.len() > MAX_ENTRIES => {
             let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
@@ -87,7 +87,7 @@ fn items<'t>(
     }
 }
 
-/// The problem of an entry's key at the left edge of the file.
+/// The problem of an entry's key that is at the left edge of the file, outside of the list.
 fn outside(origin: Origin, key: &str) -> LocatedProblem {
     let remedy = match key {
         "path" => "begin an entry with it: `- path: ...` below `devices:`",
@@ -96,7 +96,7 @@ fn outside(origin: Origin, key: &str) -> LocatedProblem {
     LocatedProblem::new(origin, key, "stands outside of the list devices", remedy)
 }
 
-/// An entry's keys. Each may have any spelling with the same words, as for the host agent: `virtual-number`,
+/// The keys of an entry. As for the host agent, other spellings with the same words are accepted: `virtual-number`,
 /// `virtualNumber`.
 const KEYS: [&str; 9] = [
     "path",
@@ -114,7 +114,7 @@ const KEYS: [&str; 9] = [
 const SLICE_KEYS: [&str; 3] = ["memory", "thread_percentage", "max_clients"];
 
 struct Entry<'t> {
-    /// For messages: `devices[2]`.
+    /// The name in messages: `devices[2]`.
     name: String,
     origin: Origin,
     /// The value of each key, with the line of the key.
@@ -127,7 +127,7 @@ impl<'t> Entry<'t> {
         LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
-    /// The entry. None if it is unusable. `findings` has the problem then.
+    /// The entry. None if it is unusable; then `findings` has the problem.
     fn read(mut self, value: Value<'t>, findings: &mut Findings) -> Option<DeviceEntry> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
@@ -147,12 +147,12 @@ impl<'t> Entry<'t> {
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
         let own = self.own_sizes(findings);
-        // Where the list is unusable, nothing else says how many slices there are.
+        // If the list `slices` is unusable, the number of slices is not known.
         let slices = own.as_deref().and_then(|own| findings.checked(self.number(own)));
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
         let overcommit = findings.checked(self.optional("overcommit", boolean));
-        // Only now, so that every problem is reported at once.
+        // The keys are unwrapped only here, so that every problem is reported at once.
         let mps = Some(MpsEntry {
             slices: slices?,
             each: each?,
@@ -163,7 +163,7 @@ impl<'t> Entry<'t> {
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
-    /// The number of slices: that of the list of their own keys, if there is one.
+    /// The number of slices. If the entry has a list `slices`, it is the length of the list.
     fn number(&self, own: &[SliceKeys]) -> Result<NonZeroU32, LocatedProblem> {
         let remedy = "write the number of slices of the GPU, 1 to 999";
         let listed = u32::try_from(own.len()).ok().and_then(NonZeroU32::new);
@@ -190,7 +190,7 @@ impl<'t> Entry<'t> {
         })
     }
 
-    /// The keys of each slice of its own. Empty if there is no such list, None if it is unusable.
+    /// The keys of the list `slices`, for each slice. Empty if there is no such list, None if the list is unusable.
     fn own_sizes(&mut self, findings: &mut Findings) -> Option<Vec<SliceKeys>> {
         const WRITE_LIST: &str = "write a list of 1 to 999 slices, each as {memory: 20GiB}";
         let Some(Node { line, value }) = self.fields.remove("slices") else { return Some(Vec::new()) };
@@ -226,12 +226,12 @@ impl<'t> Entry<'t> {
             }
             Some(size)
         });
-        // Each is read, so that every problem is reported at once.
+        // All of them are read first, so that every problem is reported at once.
         let own: Vec<Option<SliceKeys>> = own.collect();
         own.into_iter().collect()
     }
 
-    /// Takes these keys. It warns of unknown keys and keys that appear twice.
+    /// Takes these keys out of the pairs. Adds warnings about unknown keys and duplicate keys.
     fn fill(&mut self, pairs: Vec<Pair<'t>>, keys: &[&'static str]) -> Vec<LocatedProblem> {
         let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
@@ -325,12 +325,12 @@ fn words(key: &str) -> String {
     words
 }
 
-/// A text with more bytes is never taken for a misspelt type.
+/// The most bytes of a text that can count as a misspelt type.
 const LONGEST_SLIP: usize = 64;
 
-/// True if the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in one letter
-/// that is added, missing, wrong or swapped with its neighbour. With two wrong letters `NVIDIA_GPU` would be accepted
-/// too.
+/// True if the type differs from `NVIDIA_MPS` only in capitals, in the characters between the words, and in at most one letter
+/// that is added, missing, wrong or swapped with its neighbour. If two wrong letters were allowed, `NVIDIA_GPU` would count as
+/// misspelt too.
 fn is_near_miss(device_type: &str) -> bool {
     let letters = |text: &str| text.to_ascii_lowercase().replace(|c: char| !c.is_ascii_alphanumeric(), "");
     let (found, ours) = (letters(device_type), letters(MPS_TYPE));
@@ -387,7 +387,7 @@ mod tests {
         entries
     }
 
-    /// Line, key and finding of each problem or warning.
+    /// The line, key and text of each problem or warning.
     fn told(problems: &[LocatedProblem]) -> Vec<(usize, &str, &str)> {
         let line = |problem: &LocatedProblem| problem.origin.line.unwrap_or_default();
         problems.iter().map(|p| (line(p), p.key.as_str(), p.problem.found.as_str())).collect()
@@ -416,7 +416,7 @@ mod tests {
         assert_eq!(entries(text), [entry]);
     }
 
-    /// The documentation of the platform has the file like this.
+    /// This is the file in the platform's documentation.
     #[test]
     fn a_key_of_an_entry_at_the_left_edge_is_named_with_its_line() {
         for (text, expected) in [
@@ -747,7 +747,7 @@ mod tests {
         for text in ["", "# nothing\n", "---\n", "devices:\n", "devices: []\n", "devices: ~\n", "{}"] {
             assert_eq!(entries(text), [], "{text:?}");
         }
-        // Without NVIDIA_MPS entries every GPU is served, so a misspelt `devices` must be an error.
+        // Without NVIDIA_MPS entries every GPU is served, and a misspelt `devices` must not cause that.
         let (_, findings) = read("device:\n- path: x\n");
         assert_eq!(told(&findings.problems), [(0, "devices", "no such list")]);
         assert_eq!(findings.unknown_keys.len(), 1);
@@ -925,7 +925,7 @@ mod tests {
         }
     }
 
-    /// The path, whether the entry is ours, and its keys.
+    /// The path, true if the type is `NVIDIA_MPS`, and its keys.
     type AnyEntry = (String, bool, MpsEntry);
 
     prop_compose! {

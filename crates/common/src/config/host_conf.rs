@@ -1,7 +1,7 @@
 //! `host.conf` and `host_local.conf`: their two syntaxes, and every key that this service reads.
 //!
-//! The files belong to the platform's host agent, which has dozens of other keys in them. This service does not check
-//! the agent's keys.
+//! The files belong to the platform's host agent, which reads dozens of other keys from them. This service does not check the
+//! agent's keys.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -16,25 +16,25 @@ use super::{Findings, MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The result of the files that are read so far.
+/// The settings from the files that were read so far.
 pub(super) struct Draft {
     pub(super) settings: Settings,
     pub(super) device_file: Option<PathBuf>,
     pub(super) local_file: Option<PathBuf>,
-    /// The place of each key's value. A key without a place has its default.
+    /// The line of each key's value. A key that is not here has its default.
     origins: BTreeMap<&'static str, Origin>,
     /// The keys without a value that the host agent reads too. For this service they are not set.
     pub(super) empty: Vec<EmptyKey>,
 }
 
-/// A key without a value, and the host agent's reading of it, in words.
+/// A key without a value, and the meaning that the host agent gives it, in words.
 pub(super) struct EmptyKey {
     pub(super) key: &'static str,
     pub(super) origin: Origin,
     pub(super) read_as: &'static str,
 }
 
-/// The agent's reading of a key that takes no text.
+/// The host agent's reaction to such a key that can't be a text.
 const MISTAKE: &str = "with it the platform's host agent does not start";
 
 /// Stores a value in the draft. The error names the allowed values.
@@ -83,28 +83,27 @@ const KEYS: [(&str, Setter); 21] = [
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
     }),
     ("servers_path", |draft, value| {
-        // The host agent's own key, which is not checked here. A path that is none leads to no records.
+        // This key belongs to the host agent, which checks it. Without a valid path there are no records.
         draft.settings.supervision.servers_path = PathBuf::from(value.text().as_ref());
         Ok(())
     }),
 ];
 
-/// The most bytes that a socket's path may have. Control daemons of 535, 550 and 555 refuse the last byte that
-/// `sockaddr_un` has room for.
+/// The most bytes of a socket's path. Control daemons of 535, 550 and 555 refuse a path that uses the last byte of `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 106;
 
-/// The control daemon's socket with the longest name. The control daemon does not start without this socket.
+/// The control daemon's socket with the longest name. Without this socket, the control daemon does not start.
 const LONGEST_SOCKET: &str = "control_privileged";
 
-/// The end of the name of the directory that only control daemons use.
+/// The suffix of the directory that only control daemons use.
 const PRIVATE_SUFFIX: &str = ".private";
 
-/// The log directory by default, where the usual one would be in the pipe directory. NVIDIA's own default may have the log of a
-/// foreign control daemon.
+/// The default log directory if the usual one would be in the pipe directory. NVIDIA's own default is not used, since a foreign
+/// control daemon may have its log there.
 pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
-    /// The place of the directories that only control daemons use, beside the pipe directory.
+    /// The path of the directory that only control daemons use. It is next to the pipe directory.
     pub fn private_directory(&self) -> PathBuf {
         let mut directory = self.pipe_directory.clone().into_os_string();
         directory.push(PRIVATE_SUFFIX);
@@ -112,7 +111,7 @@ impl Settings {
     }
 }
 
-/// True if a control daemon can make its sockets in this directory, as far as the length of its path goes.
+/// True if the path of this directory is short enough for the sockets of a control daemon.
 pub fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
 }
@@ -147,7 +146,7 @@ impl Draft {
                 self.empty.extend(read_as(key, syntax).map(|read_as| EmptyKey { key, origin, read_as }));
                 continue;
             }
-            // The host agent also takes the text of the later file; a mistake stays one.
+            // The host agent also takes the text from the later file. But a value that it can't read stays a mistake.
             self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
@@ -160,14 +159,14 @@ impl Draft {
         }
     }
 
-    /// A problem at the first of these keys that a file sets.
+    /// A problem with the first of these keys that is set in a file.
     fn problem_at(&self, keys: [&str; 2], found: String, remedy: &str) -> Option<LocatedProblem> {
         let (key, origin) = keys.iter().find_map(|key| self.origins.get_key_value(key))?;
         Some(LocatedProblem::new(origin.clone(), *key, found, remedy))
     }
 
-    /// Keeps the log directory out of the pipe directory, as far as no file names it. A control daemon without a private
-    /// directory makes its FIFO `log` in the pipe directory, and writes no log if a directory of that name is there.
+    /// Moves the default log directory out of the pipe directory. A control daemon without a private directory makes its FIFO
+    /// `log` in the pipe directory, and writes no log if there is a directory of that name.
     fn place_log(&mut self, findings: &mut Findings) {
         let Settings { pipe_directory, log_directory, .. } = &mut self.settings;
         if !log_directory.starts_with(&*pipe_directory) {
@@ -243,8 +242,8 @@ impl Draft {
     }
 }
 
-/// The host agent's reading of this key without a value. None for a key that the agent does not read, and where its answer
-/// is ours.
+/// The meaning that the host agent gives this key without a value. None if the agent does not read the key, or treats it like
+/// this service.
 fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
         (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
@@ -258,7 +257,7 @@ fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
-    /// If a key appears twice, the last one counts.
+    /// YAML. If a key appears twice, the last one counts.
     Yaml,
     /// `key = value`, an older form that the host agent still reads. If a key appears twice, the first one counts.
     KeyValue,
@@ -278,7 +277,7 @@ fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Pair<'t>>), Locat
     key_value_lines(text).map(|pairs| (Syntax::KeyValue, pairs)).ok_or(refused)
 }
 
-/// Reads the `key = value` form. None if a line is neither that nor a `[section]`, or if there is no such line.
+/// Reads the `key = value` form. None if some line is neither that nor a `[section]`, or if no line is a key.
 fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
     let mut pairs = Vec::new();
     for (at, line) in text.lines().enumerate() {
@@ -315,7 +314,7 @@ struct Chosen<'t> {
     value: Value<'t>,
 }
 
-/// The values of this service's keys, in file order. Each key appears once.
+/// The values of the keys of this service, in the order of the file. Each key appears once.
 fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Findings) -> Vec<Chosen<'t>> {
     let mut chosen: Vec<Chosen<'t>> = Vec::new();
     for (Node { line, value: written }, Node { value, .. }) in pairs {
@@ -354,7 +353,7 @@ fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Fi
     chosen
 }
 
-/// The largest number of wrong letters in a key that is still taken for the device file's key.
+/// The most wrong letters with which an unknown key still counts as a misspelt `container_device_config_file`.
 const SLIPS: usize = 3;
 
 fn is_nearly_device_file(name: &str) -> bool {
@@ -362,13 +361,13 @@ fn is_nearly_device_file(name: &str) -> bool {
         && strsim::osa_distance(&name.to_lowercase(), DEVICE_FILE_KEY) <= SLIPS
 }
 
-/// The remedy for an unknown key that looks like a key of this service.
+/// The remedy for an unknown key that is probably a misspelt key of this service.
 fn meant_for_us(name: &str) -> Option<String> {
     let lower = name.to_lowercase();
     if let Some((key, _)) = KEYS.iter().find(|(key, _)| *key == lower) {
         return Some(format!("keys are written in lower case: {key}"));
     }
-    // KEYS also has the platform's own keys with this prefix.
+    // This compares only the prefix, since the platform has further keys with it.
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
 }
 
@@ -380,12 +379,12 @@ fn seconds(value: &Value<'_>, range: RangeInclusive<u64>) -> Result<Duration, Pr
     whole(value, range, "seconds").map(Duration::from_secs)
 }
 
-/// A text that may be empty, which means the same as an unset key.
+/// A text. An empty text means the same as a missing key.
 fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, Problem>) -> Result<Option<T>, Problem> {
     if value.as_text().is_some_and(|text| text.is_empty()) { Ok(None) } else { read(value).map(Some) }
 }
 
-/// The absolute path of a file. It is not normalised, since messages show it as it is written.
+/// The absolute path of a file. Messages show it as it is written, so it is not normalised.
 fn file(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     if text.starts_with('/') && !text.contains(char::is_control) {
@@ -410,8 +409,8 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
     }
 }
 
-/// The path of a directory that stands in options of container engines: in `--volume=HOST:CONTAINER`, and unquoted in a shell,
-/// which splits it at blanks and replaces patterns.
+/// The path of a directory for the options of container engines. It appears in `--volume=HOST:CONTAINER`, and unquoted in a
+/// shell, which would split it at blanks and expand patterns.
 fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {
@@ -519,7 +518,7 @@ mod tests {
     fn a_quoted_yes_is_text() {
         assert_eq!(problem("# x\nenable_cuda_mps: \"yes\"\n"), bad(2, "enable_cuda_mps", "found \"yes\""));
         assert_eq!(problem("enable-cuda-mps: 'on'"), bad(1, "enable_cuda_mps", "found \"on\""));
-        // The older form has no YAML words.
+        // The older form does not know the words of YAML.
         assert_eq!(problem("enable_cuda_mps = yes"), bad(1, "enable_cuda_mps", "found \"yes\""));
     }
 
@@ -589,7 +588,7 @@ mod tests {
                 "{FILE}:3: cuda_mps_replicas: already set on line 1; the last one counts; remove one of them"
             )
         );
-        // A value that does not count is not checked.
+        // A value that is overridden is not checked.
         assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, LogLevel::Warn);
     }
 
@@ -643,7 +642,7 @@ mod tests {
         assert!(problems("a: &a [*a]\n")[0].problem.found.contains("alias"));
     }
 
-    /// `options=$(yunion-mpsctl env ... --format docker) && docker run $options` is what the documents teach.
+    /// The documents show `options=$(yunion-mpsctl env ... --format docker) && docker run $options`.
     #[test]
     fn the_pipe_directory_is_one_word_of_an_option() {
         for path in ["/x y/pipe", "/a:b/pipe", "/a*b", "/a?b", "/a[b", "/a\\b", "/a\u{3000}b"] {
@@ -868,7 +867,7 @@ mod tests {
         }
     }
 
-    /// The defaults in the manual page, read as a file, equal the defaults in the code.
+    /// The defaults in the manual page are a valid file and equal the defaults in the code.
     #[test]
     fn the_manual_page_has_every_key_with_its_default() {
         let page = include_str!("../../../../packaging/man/yunion-mps-host.conf.5");
@@ -896,7 +895,7 @@ mod tests {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.,é$'-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
 
-    /// A directory that both forms can write. In the older form # begins a comment even within quotes.
+    /// A directory whose path can be written in both forms. In the older form # begins a comment even within quotes.
     fn any_directory() -> impl Strategy<Value = PathBuf> {
         "/[a-zA-Z0-9_é][a-zA-Z0-9_.:, é-]{0,20}[a-z]".prop_map(PathBuf::from)
     }
@@ -956,7 +955,7 @@ mod tests {
         }
     }
 
-    /// The lines that an administrator would write for these settings: key, value, and whether the value needs quotes.
+    /// The lines that an administrator would write for these settings: key, value, and true if the value needs quotes.
     fn written(settings: &Settings) -> Vec<(&'static str, String)> {
         let path = |path: &Path| format!("\"{}\"", path.display());
         let mut lines = vec![

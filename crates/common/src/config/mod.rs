@@ -27,15 +27,15 @@ use yaml::Value;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// `enable_cuda_mps`. If it is false, no device is published.
+    /// The key `enable_cuda_mps`. If it is false, no device is published.
     pub enabled: bool,
-    /// True if a file sets `enable_cuda_mps`. It may be false only because no file mentions it.
+    /// True if a file sets `enable_cuda_mps`. Otherwise `enabled` is false by default.
     pub says_enabled: bool,
     /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
     /// `cuda_mps_log_directory`: the directory of control.log.
     pub log_directory: PathBuf,
-    /// The line that puts the log directory into the pipe directory, where control daemons make files of their own.
+    /// The line that puts the log directory into the pipe directory, where control daemons make their own files.
     pub log_in_pipe: Option<Origin>,
     /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
     pub replicas: NonZeroU32,
@@ -56,12 +56,12 @@ pub struct Settings {
     pub devices: Vec<DeviceEntry>,
     /// The files that were read, in the order in which they were layered.
     pub sources: Vec<PathBuf>,
-    /// The files that were looked for, and are not there.
+    /// The files that do not exist.
     pub absent: Vec<PathBuf>,
 }
 
 impl Default for Settings {
-    /// The settings without any file: nothing is served.
+    /// The settings without any file. They serve nothing.
     fn default() -> Self {
         Self {
             enabled: false,
@@ -88,17 +88,17 @@ impl Default for Settings {
     }
 }
 
-/// The settings that a supervisor of a control daemon goes by, beside the plan.
+/// The settings that a supervisor needs besides the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervision {
-    /// `cuda_mps_set_compute_mode`. If it is false, the compute mode is left alone.
+    /// `cuda_mps_set_compute_mode`. If it is false, the service does not change compute modes.
     pub set_compute_mode: bool,
     /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
     pub quit_timeout: Duration,
-    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before it is ended with them.
+    /// `cuda_mps_fault_grace`: the time that the clients of a faulted server have before the server is ended together with them.
     pub fault_grace: Duration,
-    /// `cuda_mps_log_max_size`, in bytes (the key is in MiB): the size at which the control daemon's log is moved away and
-    /// a new one begun.
+    /// `cuda_mps_log_max_size`, in bytes (the key is in MiB): the size at which the control daemon's log is renamed and a new log
+    /// begins.
     pub log_max_bytes: u64,
     /// `servers_path`: the directory in which the host agent keeps the records of its guests.
     pub servers_path: PathBuf,
@@ -116,15 +116,14 @@ impl Default for Supervision {
     }
 }
 
-/// One entry of the device file, of any type. An entry of another type claims a GPU that this service must then leave
-/// alone.
+/// An entry of the device file, of any type. The service does not use the GPU of an entry with another type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceEntry {
     pub name: String,
     pub origin: Origin,
     /// `type`, verbatim.
     pub device_type: String,
-    /// `path`, classified. None if the entry has no path, which some other types allow, but `NVIDIA_MPS` does not.
+    /// `path`, classified. None if the entry has no path: some other types need none.
     pub path: Option<DevicePath>,
     /// Present on `NVIDIA_MPS` entries only.
     pub mps: Option<MpsEntry>,
@@ -142,29 +141,29 @@ impl DeviceEntry {
 pub struct MpsEntry {
     /// `virtual_number`: the number of slices of the GPU.
     pub slices: NonZeroU32,
-    /// The keys that hold for each slice.
+    /// The keys that apply to each slice.
     pub each: SliceKeys,
-    /// `slices`: the keys of each slice by its ordinal, which override those for each. Empty if all slices are alike.
+    /// `slices`: the keys of each slice by its ordinal, which override `each`. Empty if all slices are equal.
     pub own: Vec<SliceKeys>,
     /// `isolation`, if the entry overrides the topology.
     pub isolation: Option<Isolation>,
-    /// `overcommit`: the slices may have more memory together than the GPU has.
+    /// `overcommit`: the slices together may have more memory than the GPU.
     pub overcommit: bool,
 }
 
 /// The keys about the size of a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SliceKeys {
-    /// `memory` in MiB, if it overrides the share of the GPU's memory.
+    /// `memory` in MiB. Without it, a slice has its share of the GPU's memory.
     pub memory_mib: Option<NonZeroU64>,
-    /// `thread_percentage`, 1 to 100, if it overrides the policy.
+    /// `thread_percentage`, 1 to 100. Without it, the policy applies.
     pub thread_percentage: Option<u8>,
-    /// `max_clients`: the most clients, if it overrides the share of the places.
+    /// `max_clients`. Without it, a slice has its share of the clients that the GPU can have.
     pub max_clients: Option<NonZeroU32>,
 }
 
 impl MpsEntry {
-    /// The keys of an entry that has only this number of slices.
+    /// The keys of an entry that only sets this number of slices.
     pub fn with_slices(slices: NonZeroU32) -> Self {
         Self { slices, each: SliceKeys::default(), own: Vec::new(), isolation: None, overcommit: false }
     }
@@ -182,7 +181,7 @@ impl MpsEntry {
     }
 }
 
-/// The kind of name by which an entry's `path` names its GPU.
+/// The kinds of names by which an entry's `path` names its GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DevicePath {
     RenderNode(PathBuf),
@@ -192,7 +191,7 @@ pub enum DevicePath {
     ShortPci(PciAddress),
     /// A GPU UUID, `GPU-` and 36 characters, lower case.
     Uuid(String),
-    /// `/dev/nvidiaN`, by its N.
+    /// The number N of `/dev/nvidiaN`.
     NvidiaMinor(u32),
     /// Any other text, verbatim. For an `NVIDIA_MPS` entry this is an error. The plan writes the message, since it
     /// knows the GPUs and can name the right path.
@@ -200,7 +199,7 @@ pub enum DevicePath {
 }
 
 impl fmt::Display for DevicePath {
-    /// The spelling that a user would write.
+    /// The spelling of a user.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::RenderNode(node) => write!(f, "{}", node.display()),
@@ -235,13 +234,13 @@ pub enum Topology {
     PerSlice,
 }
 
-/// `isolation`: the place that a fault stays in.
+/// `isolation`: the largest thing that a fault affects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString, strum::Display)]
 #[strum(serialize_all = "snake_case")]
 pub enum Isolation {
-    /// The GPU: its slices have a control daemon in common, and compute at the same time.
+    /// The GPU: its slices share a control daemon, and compute at the same time.
     Gpu,
-    /// The slice: each has a control daemon of its own, and they take turns on the GPU.
+    /// The slice: each has its own control daemon, and the slices take turns on the GPU.
     Slice,
 }
 
@@ -254,8 +253,8 @@ impl Settings {
         })
     }
 
-    /// The reason why no GPU is to be served, while MPS is not enabled. A directory with a misspelt name is found by the files
-    /// that are missed.
+    /// The reason why no GPU is served while MPS is not enabled. It names the files that do not exist, which shows a misspelt
+    /// directory.
     pub fn why_not_enabled(&self) -> Problem {
         if self.says_enabled {
             return format!("{ENABLE_KEY} is false").into();
@@ -308,25 +307,25 @@ pub enum CpuAffinity {
     None,
 }
 
-/// `cuda_mps_memory_limit`: who keeps the clients of a slice together to its memory.
+/// `cuda_mps_memory_limit`: who enforces that the clients of a slice together stay within its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum MemoryLimit {
-    /// The kernel, where it can. This service watches as well.
+    /// The kernel, if it can. This service watches the memory too.
     #[default]
     Auto,
     /// The service watches the memory; the kernel enforces no limit.
     Watch,
 }
 
-/// `cuda_mps_overuse`: the answer to a slice with more clients, or more memory in use, than its budget has.
+/// `cuda_mps_overuse`: the consequence when a slice has more clients, or uses more memory, than its budget allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum OnOveruse {
-    /// Tell of it.
+    /// A message.
     #[default]
     Report,
-    /// Tell of it, and end the GPU work of the newest clients of the slice until the rest fits.
+    /// A message, and the end of the GPU work of the newest clients of the slice, until the rest fits.
     Terminate,
 }
 
@@ -344,22 +343,22 @@ pub enum MayTerminate {
 pub struct Sources {
     /// The main file, if the command line names it. Otherwise the service searches for it.
     pub config: Option<PathBuf>,
-    /// The directory below which every path is looked up, also the paths in the files: `/` on a real host.
+    /// The directory below which every path is looked up, including the paths in the files. It is `/` on a real host.
     pub sysroot: PathBuf,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Loaded {
     pub settings: Settings,
-    /// Problems that an administrator should look at, although they stop nothing.
+    /// Problems that an administrator should look at, although GPUs are served.
     pub warnings: Vec<LocatedProblem>,
     /// True if the host belongs to the platform.
     pub platform: bool,
-    /// Settings that are right for this service, but stop the platform's host agent or its containers.
+    /// Settings that are correct for this service, but with which the platform's host agent or its containers fail.
     pub agent: Vec<agent::Trouble>,
-    /// The keys that this service does not know, with their places. They help only in a search for a typing error.
+    /// The keys that this service does not know, with their places. They help only to find a typing error.
     pub unknown_keys: Vec<(Origin, String)>,
-    /// The keys that a later file sets again, each with the overridden place and the place that counts.
+    /// The keys that a later file overrides, each with the overridden place and the place that counts.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
 }
 
@@ -377,12 +376,12 @@ struct Findings {
     warnings: Vec<LocatedProblem>,
     unknown_keys: Vec<(Origin, String)>,
     overridden: Vec<(&'static str, Origin, Origin)>,
-    /// An unknown key that was probably meant to be the key of the device file.
+    /// An unknown key that is probably a misspelt `container_device_config_file`.
     nearly_device_file: Option<LocatedProblem>,
 }
 
 impl Findings {
-    /// The value, or its problem among the others.
+    /// The value. On an error, the problem is added and the result is None.
     fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
         read.map_err(|problem| self.problems.push(problem)).ok()
     }
@@ -416,16 +415,15 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     }
 }
 
-/// The default place of the main file. Messages name it if there is no main file.
+/// The default path of the main file. Messages name it if there is no main file.
 pub const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
-/// The first place of the main file. The platform's programs read ./etc/host.conf, and all of them run in this
-/// directory. The service's own working directory is no substitute: under systemd it is /, and /etc/host.conf belongs
-/// to the C library.
+/// The first path to try for the main file. The platform's programs read ./etc/host.conf and run in this directory. This service
+/// can't use its own working directory: under systemd it is /, and /etc/host.conf belongs to the C library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
-    /// The files that were read, for a message. If there are none, the main file that was looked for.
+    /// The files that were read, for a message. If there are none, the main file that does not exist.
     pub fn files(&self) -> String {
         match self.settings.sources.as_slice() {
             [] => MAIN_FILE.to_owned(),
@@ -433,9 +431,9 @@ impl Loaded {
         }
     }
 
-    /// The reason why this configuration must not replace a configuration that serves GPUs, although it has no mistake: it
-    /// would end the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Most often such a
-    /// host.conf is being written, or was removed.
+    /// The reason why this configuration must not replace a configuration that serves GPUs, although it is correct: it would end
+    /// the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Usually host.conf is just being
+    /// written, or was removed.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
@@ -451,7 +449,7 @@ fn listed(files: &[PathBuf]) -> String {
 }
 
 impl Sources {
-    /// The possible places of the main file. The first file that exists is used.
+    /// The paths to try for the main file, in order. The first file that exists is used.
     pub fn main_files(&self) -> Vec<&Path> {
         match &self.config {
             Some(file) => vec![file],
@@ -480,7 +478,7 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
 fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     let before = findings.problems.len();
     match (&draft.device_file, findings.nearly_device_file.take()) {
-        // Without a device file every GPU is served, and a typing error must not have that effect.
+        // Without a device file every GPU is served, and a typing error must not cause that.
         (None, problem) => findings.problems.extend(problem),
         (Some(_), problem) => findings.warnings.extend(problem),
     }
@@ -502,15 +500,15 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
             None => {}
         }
     }
-    // A host without MPS may keep this file for devices of other types, or may have forgotten it, so its problems
-    // become warnings. If there is another problem, `enabled` may be false by mistake, so they stay problems.
+    // A host without MPS may use this file for devices of other types, or may have an outdated one, so its problems become
+    // warnings. But if there is another problem, MPS may be off by mistake, so they stay problems.
     if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }
 }
 
-/// The warning about a device file without an entry of ours: every GPU is served then. An administrator who has written the
-/// number of slices for that knows it.
+/// The warning about a device file without an entry of the type `NVIDIA_MPS`: every GPU is served then. There is no warning if
+/// the administrator has set `cuda_mps_replicas`, which is for this case.
 fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     let Settings { enabled, devices, replicas, .. } = &draft.settings;
     let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());
@@ -556,7 +554,7 @@ pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     }
 }
 
-/// The text of a file, if the bytes can be the text of a configuration file at all.
+/// The text of a file. An error if the bytes are no text.
 fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
     let damaged = |at: usize, found, remedy| {
         let line = Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
@@ -585,21 +583,21 @@ where
     })
 }
 
-/// A number of slices. The platform's `addr` column has 16 characters. In a PCI domain other than 0000 the longest name
-/// of a slice is `0001:1a:00.0-999`, so a slice's number has at most three digits.
+/// A number of slices. The platform's `addr` column has 16 characters, as many as the name `0001:1a:00.0-999`. So a slice's
+/// ordinal has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// A number of clients. No GPU holds as many as the largest.
+/// A number of clients. The largest allowed number is more than any GPU can have.
 fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// The most MiB that can be written for a slice: 16 TiB.
+/// The most MiB that a slice can be given in the file: 16 TiB.
 const MOST_MEMORY_MIB: u64 = 16 << 20;
 
-/// An amount of memory, in MiB, or with its unit.
+/// An amount of memory: a number of MiB, or a number with its unit.
 fn memory(value: &Value<'_>) -> Result<NonZeroU64, Problem> {
     let text = value.text();
     let (number, unit) = match (text.strip_suffix("GiB"), text.strip_suffix("MiB")) {
@@ -786,7 +784,7 @@ mod tests {
         }
     }
 
-    /// A typing error in a key is often the reason for a problem.
+    /// Often a problem has its cause in a misspelt key.
     #[test]
     fn problems_hide_no_warning() {
         let main = b"enable_cuda_mps: true\ncuda_mps_replica: 4\ncuda_mps_replicas: 0\n".as_slice();
@@ -889,7 +887,7 @@ mod tests {
         let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
         assert_eq!(loaded.warnings.len(), 1);
         assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
-        // They are problems if it is not certain that MPS is off.
+        // They stay problems if it is not certain that MPS is off.
         let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
     }
@@ -904,7 +902,7 @@ mod tests {
             let [problem] = problems.as_slice() else { panic!("{problems:?}") };
             assert_eq!((problem.origin.line, problem.key.as_str()), (Some(2), slip));
             assert!(problem.problem.remedy.contains(DEVICE_FILE_KEY), "{problem}");
-            // The typing error hides nothing if the right key is there too, or if nothing is served.
+            // The misspelt key does no harm if the correct key is there too, or if nothing is served.
             let named = format!("{main}{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let loaded = load_files(&[(MAIN_FILE, named.as_bytes()), (DEVICE_FILE, ONE_GPU)]).unwrap();
             assert_eq!(loaded.warnings, problems);
@@ -934,7 +932,7 @@ mod tests {
             let [problem] = <[LocatedProblem; 1]>::try_from(problems).unwrap();
             assert_eq!(problem.origin, Origin { file: DEVICE_FILE.into(), line }, "{problem}");
         }
-        // Each text is repeated up to the largest size that is read. Texts like these make the parser slow.
+        // Each text is repeated up to the largest file size. Such texts make the parser slow.
         for unit in ["[", "- ", "a: ", "a\n", "- a\n", "? ", "&a ", "! ", "'", "\u{e9}"] {
             let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
             content.truncate(1024 * 1024);
@@ -968,7 +966,7 @@ mod tests {
             problem.to_string(),
             "/etc/yunion/host.conf: is a directory and no regular file; put a regular file there"
         );
-        // Unlike a file without permissions, a loop of links can't be read by root either.
+        // Root can read a file without permissions, but not a loop of links.
         fs::remove_dir(&main).unwrap();
         symlink("host.conf", &main).unwrap();
         let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
@@ -981,7 +979,7 @@ mod tests {
         assert_eq!(problem.problem.found, "is a device and no regular file");
     }
 
-    /// The example with each line that holds a key uncommented.
+    /// The example file with each line uncommented that has a key.
     fn uncommented(example: &str) -> String {
         let line = |line: &str| match line.strip_prefix('#') {
             Some(rest) if rest.starts_with(|c: char| !c.is_whitespace()) || rest.starts_with("  type:") => {

@@ -1,8 +1,8 @@
-//! YAML as the settings need it: every key with its line, duplicate keys in their order, and for each text whether it
-//! was quoted, since YAML 1.1 reads a plain `yes` as true and a quoted one as text.
+//! YAML as the settings need it: every key with its line, duplicate keys in order, and for each text if it was quoted. The last
+//! point matters, since YAML 1.1 reads a plain `yes` as true and a quoted `yes` as text.
 //!
-//! `serde_yaml`'s own `Value` has none of these. But `serde_yaml` lends texts out of its input instead of copying them, so
-//! the address of such a text gives its line, and the byte after it shows whether a quotation mark ended it.
+//! `serde_yaml::Value` has none of these. But `serde_yaml` borrows texts from its input instead of copying them. So the address
+//! of a text gives its line, and the byte after it shows if a quotation mark ended the text.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -17,8 +17,8 @@ use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
-    /// The line, from 1. For a text it is the text's own, for a list or mapping the first line that is known in it.
-    /// None for a number, a boolean or null, since their key has the line.
+    /// The line, from 1. For a list or mapping it is the first known line in it. None for a number, a boolean or null: the line
+    /// of the key is used then.
     pub(super) line: Option<usize>,
     pub(super) value: Value<'t>,
 }
@@ -29,7 +29,7 @@ impl<'t> Node<'t> {
     }
 }
 
-/// A value. YAML 1.2 decides the type of a plain scalar. `as_bool` and the like apply the platform's rules.
+/// A value. YAML 1.2 decides the type of a plain scalar. `as_bool` and similar methods apply the platform's rules.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value<'t> {
     Null,
@@ -66,12 +66,12 @@ impl Value<'_> {
         }
     }
 
-    /// A whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as octal,
-    /// which is hardly ever meant.
+    /// A whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as octal, and
+    /// hardly any user means that.
     pub(super) fn as_integer(&self) -> Option<i128> {
         match self {
             Self::Integer(value) => Some(*value),
-            // The decimal digits of a whole number are exact.
+            // The decimal digits of a float without a fraction are exact.
             Self::Float(value) if value.fract() == 0.0 => format!("{value:.0}").parse().ok(),
             Self::Text { text, quoted } => {
                 let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
@@ -98,12 +98,12 @@ impl Value<'_> {
         self.as_text().unwrap_or_default()
     }
 
-    /// The problem that this value is wrong.
+    /// The problem that this value is not allowed.
     pub(super) fn wrong(&self, remedy: impl Into<String>) -> Problem {
         Problem::new(self.found(), remedy)
     }
 
-    /// The value in a message: on one line, of bounded length, without control characters.
+    /// The value for a message: on one line, shortened, and without control characters.
     pub(super) fn found(&self) -> String {
         match self {
             Self::Null => "found nothing".to_owned(),
@@ -115,7 +115,7 @@ impl Value<'_> {
     }
 }
 
-/// The name of a key from a file, made safe for a message.
+/// The name of a key from a file, without control characters.
 pub(super) fn printable(key: &str) -> String {
     clean(&cut(key, SHOWN_CHARS))
 }
@@ -162,30 +162,30 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
         None => ("not valid YAML", "correct that line or the line before it"),
     };
-    // The parser's message may repeat keys of the file.
+    // The parser's message may quote keys of the file.
     let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
 
-/// The number of values that aliases may add to the values in the file.
+/// The number of values that aliases may add.
 const ALIAS_ALLOWANCE: usize = 65_536;
 
 /// The parser's time grows with the square of the number of open brackets, so a file full of brackets would take hours.
 const MAX_BRACKETS: usize = 1024;
 
-/// The parser's time grows with the square of the length of a text with blanks: one of 1 MiB would take a minute.
+/// The parser's time grows with the square of the length of a text with blanks: 1 MiB would take a minute.
 const MAX_LINE_BYTES: usize = 16 << 10;
 
-/// The greatest depth of nested lists and mappings. An alias that contains itself would have no end.
+/// The greatest depth of nested lists and mappings. An alias that contains itself would nest without end.
 const MAX_DEPTH: u8 = 32;
 
 /// The facts about the input that every node needs.
 struct Source<'t> {
     text: &'t str,
     newlines: Vec<usize>,
-    /// The amount that may still be built. An alias repeats its value, so a small file could ask for any amount. A file
-    /// without aliases never reaches the limit, since each value and each copied byte takes at least half a byte of the
-    /// file.
+    /// The number of values and copied bytes that may still be built. An alias repeats its value, so a small file could ask for
+    /// any number. A file without aliases never reaches the limit, since each value and each copied byte takes at least half a
+    /// byte of the file.
     budget: Cell<usize>,
 }
 
@@ -197,7 +197,7 @@ impl<'t> Source<'t> {
         Ok(())
     }
 
-    /// The text that `serde_yaml` lent out of the input.
+    /// A text that `serde_yaml` borrows from the input.
     fn lent(&self, text: &'t str) -> Node<'t> {
         let start = text.as_ptr().addr().checked_sub(self.text.as_ptr().addr());
         let start = start.filter(|start| *start <= self.text.len());
@@ -265,7 +265,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
-        // The number is too large for any setting. As text it can be shown as it is.
+        // The number is too large for any setting. As a text it can be shown unchanged.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
         Ok(Node::without_line(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
@@ -278,8 +278,8 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         Ok(self.source.lent(text))
     }
 
-    /// A text that is not in the input in this form: it has escapes, is folded or spans several lines. Such a plain
-    /// text is neither a boolean nor a number, so all of these texts count as quoted.
+    /// A text that is not in the input in this form: it has escapes, is folded or spans several lines. A plain text like that is
+    /// neither a boolean nor a number, so it does not matter that all these texts count as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.source.spend(text.len())?;
         Ok(Node::without_line(Value::Text { text: text.to_owned().into(), quoted: true }))
@@ -315,12 +315,12 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 }
 
-/// Adds the pairs of a merge key, `<<`, which stands for the pairs of the mappings in its value. As in the platform's
-/// parser, these pairs count at the place of the merge key: a later key overrides them, and they override an earlier one.
+/// Adds the pairs of a merge key, `<<`, which inserts the pairs of the mappings in its value. As in the platform's parser, these
+/// pairs count at the place of the merge key: a later key overrides them, and they override an earlier one.
 fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
     match value {
         Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),
-        // Of several mappings the first one counts most.
+        // If a key is in several of the mappings, the first one counts.
         Value::List(items) => {
             for item in items.into_iter().rev() {
                 let Value::Map(_) = item.value else { return Err(BAD_MERGE) };
@@ -332,8 +332,8 @@ fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), 
     Ok(())
 }
 
-/// The pairs of a mapping without the merged ones that a later key overrides. Overriding is the purpose of merging, so such
-/// a key is no duplicate.
+/// The pairs of a mapping, without merged pairs that a later key overrides. Overriding is the purpose of merging, so such a key
+/// is no duplicate.
 fn without_overridden(pairs: Vec<(Pair<'_>, bool)>) -> Vec<Pair<'_>> {
     let mut later = BTreeSet::new();
     let counts = |(pair, merged): &(Pair<'_>, bool)| {
@@ -355,7 +355,7 @@ mod tests {
         parse(Path::new("/etc/x.yml"), text)
     }
 
-    /// Each key of a mapping with its line and its value.
+    /// Each key of a mapping, with its line and its value.
     fn pairs(text: &str) -> Vec<(String, Option<usize>, Value<'_>)> {
         let Value::Map(pairs) = read(text).unwrap().value else { panic!("not a mapping: {text}") };
         let name = |node: &Node<'_>| node.value.as_text().unwrap_or_default().into_owned();
@@ -502,7 +502,7 @@ mod tests {
         }
         let problem = read(&laughs).unwrap_err();
         assert!(problem.problem.found.contains("aliases repeat too much"), "{problem}");
-        // The limit also holds for one large list that is named very often, and for a long text that has to be copied.
+        // The limit also applies to one large list to which many aliases refer, and to a long text that has to be copied.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
         assert!(read(&wide).unwrap_err().problem.found.contains("aliases repeat too much"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(10_000), "- *a\n".repeat(2_000));

@@ -1,19 +1,18 @@
-//! The immutable flag of a directory, which `chattr +i` sets too. No process makes, removes or renames anything in such a
-//! directory, changes its mode, or removes it. Only `CAP_LINUX_IMMUTABLE` takes the flag away, and root in a container does
-//! not have it.
-//! Sockets there take clients as ever.
+//! The immutable flag of a directory, the same as that of `chattr +i`. In such a directory no process can make, remove or rename
+//! anything; and no process can remove the directory or change its mode. Removing the flag needs `CAP_LINUX_IMMUTABLE`, which
+//! root in a container does not have. Clients can still connect to sockets there.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{IFlags, Mode, OFlags};
 use rustix::io::{Errno, Result};
 
-/// True if the directory has the flag. The error is that of a file system without such flags.
+/// True if the directory has the flag. An error if the file system has no such flags.
 pub fn is_set(directory: impl AsFd) -> Result<bool> {
     Ok(rustix::fs::ioctl_getflags(readable(directory)?)?.contains(IFlags::IMMUTABLE))
 }
 
-/// Sets the flag, or takes it away. It fails without the capability, and on a file system without such flags.
+/// Sets or removes the flag. Fails without the capability, and on a file system without such flags.
 pub fn set(directory: impl AsFd, immutable: bool) -> Result<()> {
     let directory = readable(directory)?;
     let before = rustix::fs::ioctl_getflags(&directory)?;
@@ -22,7 +21,7 @@ pub fn set(directory: impl AsFd, immutable: bool) -> Result<()> {
     if flags == before { Ok(()) } else { rustix::fs::ioctl_setflags(&directory, flags) }
 }
 
-/// Makes a change in a directory of ours. The directory loses the flag if the flag is in the way.
+/// Makes a change in a directory of the service. If the flag prevents the change, the flag is removed first.
 pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result<T> {
     match change() {
         Err(Errno::PERM) if set(directory, false).is_ok() => change(),
@@ -30,7 +29,7 @@ pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result
     }
 }
 
-/// The flags are those of an open directory, and an `O_PATH` descriptor is none.
+/// The flags need an open directory, and an `O_PATH` descriptor is none.
 fn readable(directory: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::openat(directory, ".", flags, Mode::empty())

@@ -1,6 +1,6 @@
-//! Questions that may never be answered: to NVML about a GPU that fell off its bus, to the kernel about a process that
-//! is stuck in the driver. A question that hangs keeps its thread for good. So each kind of question has only a few
-//! threads, and questions of one kind that hang can't block the other kinds.
+//! Questions without a guaranteed answer: to NVML about a GPU that has fallen off the bus, or to the kernel about a process that
+//! is stuck in the driver. A question that hangs occupies its thread for ever. So each kind of question has only a few threads,
+//! and hanging questions of one kind can't block the other kinds.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,8 +18,8 @@ impl Blocking {
         Self(Arc::new(Semaphore::new(threads)))
     }
 
-    /// Asks on a thread of its own. None if there is no answer within `patience`, since the question hangs or since
-    /// other hanging questions have all threads, or if the question panicked.
+    /// Asks on a thread of its own. None if there is no answer within `patience`: the question hangs, hanging questions occupy
+    /// all threads, or the question has panicked.
     pub async fn ask<T: Send + 'static>(
         &self,
         patience: Duration,
@@ -27,7 +27,7 @@ impl Blocking {
     ) -> Option<T> {
         let answer = async {
             let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
-            // The thread itself gives the permit back, since the caller may have stopped waiting by then.
+            // The thread itself releases the permit, since the caller may no longer wait then.
             let asked = tokio::task::spawn_blocking(move || (question(), thread));
             asked.await.ok().map(|(answer, _)| answer)
         };

@@ -6,21 +6,21 @@ use mps_core::Tenure;
 /// `nvidia-smi --query-gpu=compute_mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 pub enum ComputeMode {
-    /// Any number of processes may.
+    /// Any number of processes may use the GPU.
     Default,
-    /// One thread may. NVIDIA has deprecated this mode.
+    /// One thread may use the GPU. NVIDIA has deprecated this mode.
     #[strum(to_string = "Exclusive_Thread")]
     ExclusiveThread,
-    /// No process may.
+    /// No process may use the GPU.
     Prohibited,
-    /// One process may, such as an MPS server.
+    /// One process may use the GPU, such as an MPS server.
     #[strum(to_string = "Exclusive_Process")]
     ExclusiveProcess,
 }
 
 impl ComputeMode {
-    /// The mode of a GPU that is served. In `EXCLUSIVE_PROCESS` the server of one control daemon can open the GPU, and no
-    /// program slips past it. Several control daemons can't share a GPU in that mode.
+    /// The mode of a GPU that is served. `EXCLUSIVE_PROCESS` is for one control daemon: its server can open the GPU, and no
+    /// program without MPS can. Several control daemons can't share a GPU in that mode.
     pub fn while_served(tenure: Tenure) -> Self {
         match tenure {
             Tenure::Alone => Self::ExclusiveProcess,
@@ -28,7 +28,7 @@ impl ComputeMode {
         }
     }
 
-    /// True if it lets one process in at most.
+    /// True if at most one process may use the GPU.
     pub fn is_exclusive(self) -> bool {
         matches!(self, Self::ExclusiveProcess | Self::ExclusiveThread)
     }

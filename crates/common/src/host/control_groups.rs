@@ -1,4 +1,4 @@
-//! Control groups as the kernel shows them: the control group of a process, and whether a control group still is.
+//! Control groups as the kernel shows them: the control group of a process, and the existence and use of a control group.
 //!
 //! On a host with several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts, in which the service manager and
 //! every container runtime put processes. Otherwise there is one hierarchy.
@@ -15,10 +15,10 @@ use super::proc;
 /// The mount of the one hierarchy, or of all hierarchies.
 const MOUNT: &str = "/sys/fs/cgroup";
 
-/// A file of the version 2 of control groups alone, which has one hierarchy.
+/// A file that exists only with cgroup v2, which has one hierarchy.
 const ONE_HIERARCHY: &str = "/sys/fs/cgroup/cgroup.controllers";
 
-/// The most control groups that are looked at below one, to see whether any has a process.
+/// The most descendants of a control group in which processes are searched for.
 const MOST: usize = 256;
 
 /// The hierarchy of the control groups of this host.
@@ -48,7 +48,7 @@ impl Hierarchies {
             Self::One => "",
             Self::OfTheServiceManager => "name=systemd",
         };
-        // A number, the hierarchy, and a path with names that a tenant may have chosen, colons included.
+        // The line has a number, the hierarchy, and a path. A tenant may have chosen names in the path, which can have colons.
         cgroups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             (fields.next()? == wanted).then(|| fields.next())?
@@ -59,7 +59,7 @@ impl Hierarchies {
 /// The path of the control group of a process.
 ///
 /// # Errors
-/// The process has ended, or is in no control group of that kind.
+/// The process has ended, or is in no control group of that hierarchy.
 pub fn path_of(pid: u32) -> io::Result<String> {
     let cgroups = proc::cgroups_text(pid)?;
     let path = Hierarchies::of_this_host().path_in(&cgroups);
@@ -69,7 +69,7 @@ pub fn path_of(pid: u32) -> io::Result<String> {
 /// The control group at a path.
 ///
 /// # Errors
-/// There is none.
+/// There is no such control group.
 pub fn find(path: &str) -> io::Result<ControlGroup> {
     let found = fs::symlink_metadata(directory(path))?;
     if !found.is_dir() {
@@ -78,7 +78,7 @@ pub fn find(path: &str) -> io::Result<ControlGroup> {
     Ok(ControlGroup { path: path.to_owned(), inode: found.ino() })
 }
 
-/// True if a process is the only one of its control group.
+/// True if a process is the only one in its control group.
 pub fn is_alone(pid: u32) -> bool {
     let pids = path_of(pid).and_then(|path| fs::read_to_string(directory(&path).join("cgroup.procs")));
     pids.is_ok_and(|pids| pids.lines().eq([pid.to_string()]))
@@ -89,10 +89,10 @@ pub fn directory(path: &str) -> PathBuf {
     Hierarchies::of_this_host().directory(path)
 }
 
-/// Returns whether the name of the control group at a path is believed. `hierarchy` is a name in `/proc/PID/cgroup`.
+/// Returns true if the name of the control group at a path can be trusted. `hierarchy` is a name in `/proc/PID/cgroup`.
 pub fn is_believed(hierarchy: &str, path: &str) -> bool {
     let mount = match hierarchy {
-        // On a host with several hierarchies too, this one may be in use.
+        // A host with several hierarchies may use this one too.
         "" if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
         "" => PathBuf::from(MOUNT),
         named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
@@ -100,7 +100,7 @@ pub fn is_believed(hierarchy: &str, path: &str) -> bool {
     is_named_by_root(owners(mount, path))
 }
 
-/// The users of a control group and of each one above it, from the top.
+/// The owners of a control group and of its ancestors, from the top.
 fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32>> {
     path.split('/').filter(|name| !name.is_empty()).map(move |name| {
         directory.push(name);
@@ -108,13 +108,13 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
     })
 }
 
-/// The use of a control group: removed, empty or with processes.
+/// The use of a control group: removed, empty, or with processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
         Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
-        // A pod has a process of its own until it ends. The kubelet removes its control group some time later.
+        // A pod has a process of its own until it ends. The kubelet removes the pod's control group some time later.
         Ok(_) | Err(_) => match pod_of(&group.path) {
             Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
             _ => GroupUse::Gone,
@@ -122,7 +122,7 @@ pub fn use_of(group: &ControlGroup) -> GroupUse {
     }
 }
 
-/// Returns whether neither the control group at a path nor any control group below it has a process.
+/// Returns true if neither the control group at a path nor any of its descendants has a process.
 fn is_empty(path: &str) -> bool {
     let directory = directory(path);
     match fs::read_to_string(directory.join("cgroup.events")) {
@@ -131,7 +131,7 @@ fn is_empty(path: &str) -> bool {
     }
 }
 
-/// True if neither this control group nor any below it has a process, as far as that can be seen.
+/// True if neither this control group nor any descendant is known to have a process.
 fn has_no_process(top: PathBuf) -> bool {
     let mut left = vec![top];
     let mut looked_at = 0;
@@ -149,8 +149,8 @@ fn has_no_process(top: PathBuf) -> bool {
     true
 }
 
-/// The control group of a container with this id, from the path of the control group of one of its processes. A process may be
-/// in a control group below it. The whole path, if no name in it has the id.
+/// The control group of a container with this id, from the path of the control group of one of its processes, which may be a
+/// descendant. The whole path if no name in it has the id.
 pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     let is_its = |name: &str| {
         let name = name.strip_suffix(".scope").unwrap_or(name);
@@ -164,8 +164,7 @@ pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     above.find(|path| path.rsplit('/').next().is_some_and(is_its)).unwrap_or(path)
 }
 
-/// Why a control group has no single owner: processes of all users are in it, or a user can put any of the user's processes
-/// there.
+/// Why a control group has no single owner: it has processes of all users, or a user can move any own process into it.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
     let is = |prefix: &str, suffix: &str| {
@@ -219,7 +218,7 @@ mod tests {
             (Hierarchies::One, both, Some("/unified")),
             (Hierarchies::One, "0::/a/xname=systemd:/b", Some("/a/xname=systemd:/b")),
             (Hierarchies::OfTheServiceManager, "0::/a", None),
-            // A tenant has named a control group so.
+            // A tenant has given a control group this name.
             (
                 Hierarchies::OfTheServiceManager,
                 "2:cpu:/own/x:name=systemd:/victim\n1:name=systemd:/own",

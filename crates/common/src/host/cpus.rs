@@ -8,7 +8,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::proc;
 
-/// A set of CPUs. It has at least one.
+/// A set of CPUs. It has at least one CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpus(CpuSet);
 
@@ -19,8 +19,8 @@ impl Cpus {
         (set.count() > 0).then_some(Self(set))
     }
 
-    /// Reads a list of the kernel: `0-3,8`. None for a list without any CPU, for a text that is no list, and for a CPU
-    /// that no set holds: the 1025th.
+    /// Parses a list of the kernel: `0-3,8`. None for a list without any CPU, for a text that is no list, and for a CPU number
+    /// that is too large: the 1025th CPU.
     pub fn parse(list: &str) -> Option<Self> {
         let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -31,20 +31,20 @@ impl Cpus {
         Self::new(|cpu| ranges.iter().any(|range| range.contains(&cpu)))
     }
 
-    /// The CPUs on which a process may run, as its first thread has them. None if the process has ended, or if the host
-    /// has more CPUs than a set holds.
+    /// The CPUs on which the first thread of a process may run. None if the process has ended, or if the host has more CPUs than
+    /// a set can have.
     pub fn allowed_for(pid: u32) -> Option<Self> {
         let pid = Pid::from_raw(i32::try_from(pid).ok()?)?;
         sched_getaffinity(Some(pid)).ok().map(Self)
     }
 
-    /// The CPUs of this host: its first process is kept from none of them.
+    /// The CPUs of this host: its first process may use all of them.
     pub fn of_host() -> Option<Self> {
         Self::allowed_for(proc::FIRST)
     }
 
-    /// Binds this thread to these CPUs, and with it every program and thread that it starts. A CPU that it must not use
-    /// is left out. If it must not use any of them, nothing changes.
+    /// Binds this thread to these CPUs, and with it every program and thread that it starts. CPUs that are not allowed are left
+    /// out. If none is allowed, nothing changes.
     pub fn bind(self) -> io::Result<()> {
         let own = sched_getaffinity(None)?;
         match Self::new(|cpu| self.0.is_set(cpu) && own.is_set(cpu)) {
@@ -57,7 +57,7 @@ impl Cpus {
         (0..CpuSet::MAX_CPU).all(|cpu| self.0.is_set(cpu) || !other.0.is_set(cpu))
     }
 
-    /// The CPUs of all sets together. None if one of the sets is None, or if there is no set.
+    /// The CPUs of all sets together. None if one of the sets is None, or if there are no sets.
     pub fn union(mut sets: impl Iterator<Item = Option<Self>>) -> Option<Self> {
         let first = sets.next()??;
         sets.try_fold(first, |all, set| {
@@ -65,7 +65,7 @@ impl Cpus {
         })
     }
 
-    /// The list for people, where `all` stands for all CPUs of the host.
+    /// The list for people. `all` stands for all CPUs of the host.
     pub fn describe(self) -> String {
         let all = Self::of_host().is_some_and(|host| self.includes(host));
         if all { "all".to_owned() } else { self.to_string() }
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(Cpus::of_host().unwrap().describe(), "all");
     }
 
-    /// In threads of its own: a binding can't be taken back by a thread that may use one CPU only.
+    /// In new threads: a thread that is bound to one CPU can't remove the binding itself.
     #[test]
     fn a_thread_is_bound_to_the_cpus_that_it_may_use() {
         let own = || Cpus(sched_getaffinity(None).unwrap());

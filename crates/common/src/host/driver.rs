@@ -1,5 +1,5 @@
-//! Everything that differs by the series of NVIDIA's driver, or by the generation of a GPU: since when it is so, and
-//! how that is known. No other module compares a driver's version or a compute capability.
+//! All differences between the series of NVIDIA's driver and between generations of GPUs, with the source of each fact. No other
+//! module compares a driver's version or a compute capability.
 //!
 //! | | from driver | on GPUs from | known from |
 //! |---|---|---|---|
@@ -21,26 +21,26 @@
 //! | [`PROTOCOL`]: 2 | any | any | the documentation: from 615 on the variable wins over options |
 //! | [`process_record`]: 32 bytes | 535.43 to 535.86 | any | reports about these drivers; 535.98 went back to the 24 of
 //! `nvml.h` |
-//! | memory limits of a control group, which the kernel holds: by the functions of NVML | 615 | not known | the documentation
+//! | memory limits that the kernel enforces for a control group: if NVML has the functions | 615 | not known | the documentation
 //! and `nvml.h` of CUDA 13.4 |
 //!
-//! The rest is documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses nothing of this:
+//! The following facts are documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses none of them:
 //!
 //! | | from driver | on GPUs from |
 //! |---|---|---|
 //! | static partitions of SMs | 590 | Ampere |
-//! | faults of SMs stay in a static partition, with no guarantee | 610 | Ampere |
-//! | namespaces with limits of their own (protocol 3) | 615 | Volta |
+//! | faults of SMs usually stay in a static partition | 610 | Ampere |
+//! | namespaces with their own limits (protocol 3) | 615 | Volta |
 
 use std::ffi::OsString;
 use std::fmt;
 
 use nvml_calls::processes::{LONG_RECORD, RECORD};
 
-/// A GPU's compute capability, major and minor. None where NVML does not say it: it is taken for an old one.
+/// A GPU's compute capability, major and minor. None if NVML does not report it: such a GPU counts as old.
 pub type Capability = Option<(u32, u32)>;
 
-/// The series of a driver, 580 of 580.159.04. An unknown series is older than all others.
+/// The series of a driver: 580 for 580.159.04. An unknown series counts as older than all others.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Series(u32);
 
@@ -51,7 +51,7 @@ impl Series {
     }
 }
 
-/// The driver and the GPU from which on something is so.
+/// The first driver series and the first GPU generation that have a property.
 #[derive(Debug, Clone, Copy)]
 pub struct Since {
     pub series: u32,
@@ -59,18 +59,18 @@ pub struct Since {
 }
 
 impl Since {
-    /// True if it is so on this GPU with this driver.
+    /// True if this GPU has the property with this driver.
     pub fn holds(self, driver: Series, gpu: Capability) -> bool {
         driver.0 >= self.series && self.holds_on(gpu)
     }
 
-    /// True if it is so on this GPU with some driver.
+    /// True if this GPU has the property with some driver.
     pub fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
     }
 }
 
-/// The newest series that this service was tried with.
+/// The newest series with which this service was tried.
 pub const NEWEST_TRIED: Series = Series(580);
 
 impl fmt::Display for Series {
@@ -86,25 +86,24 @@ const VOLTA: (u32, u32) = (7, 0);
 /// The limits of memory and threads are enforced.
 pub const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// One server serves the clients of every user. The control daemon decides whether its driver can: it is started with
-/// the option, and again without it if it refuses it.
+/// One server serves the clients of every user. The control daemon decides if its driver can do that: it is started with the
+/// option, and again without the option if it refuses it.
 pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
-/// A client needs no right to write to the pipe directory.
+/// A client does not need the right to write to the pipe directory.
 pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
 
 /// A client of a multi-user server needs nothing but a hard link to the control daemon's socket, in any directory, and
 /// no memory that it shares with the host.
 pub const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
 
-/// NVML lists the clients of MPS apart from the other processes on a GPU. Where it does not, a list without clients says
-/// nothing about who is there.
+/// NVML lists the clients of MPS apart from the other processes on a GPU. Otherwise an empty list of clients has no meaning.
 pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
 const CLIENTS_48: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// The number of clients that a GPU can hold at once.
+/// The number of clients that a GPU can have at once.
 pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
     if CLIENTS_60.holds(driver, gpu) {
         60
@@ -124,10 +123,10 @@ pub fn process_record(version: &str) -> usize {
     }
 }
 
-/// The option for multi-user mode, which every series knows that has this mode.
+/// The option for multi-user mode. Every series with this mode knows it.
 const MULTI_USER_OPTION: &str = "-multiuser-server";
 
-/// The option that keeps a control daemon in the foreground, and the option for the background.
+/// The options that start a control daemon in the foreground and in the background.
 const FOREGROUND: &str = "-f";
 const BACKGROUND: &str = "-d";
 
@@ -136,22 +135,22 @@ pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
     [FOREGROUND].into_iter().chain(multi_user.then_some(MULTI_USER_OPTION)).collect()
 }
 
-/// The FIFO through which a control daemon gets the log of its servers, in its pipe directory. Where it can't make the FIFO,
-/// neither it nor a server writes a line.
+/// The FIFO through which a control daemon gets the log of its servers, in its pipe directory. If the control daemon can't make
+/// the FIFO, neither it nor a server writes a log.
 pub const LOG_FIFO: &str = "log";
 
-/// True if these arguments start a control daemon. With others its program is a front end.
+/// True if these arguments start a control daemon. Otherwise the program is a front end.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
     arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }
 
-/// True if a control daemon that has ended says in this line that it did not know an option. It then takes itself for a
-/// front end, and finds no control daemon.
+/// True if a control daemon that has ended says in this line that it did not know an option. Then its program acts as a front end
+/// and finds no control daemon.
 pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
 }
 
-/// Returns whether a server says that the GPUs are not connected yet: CUDA's error 802.
+/// Returns true if a server says that the GPUs are not connected yet: CUDA's error 802.
 pub fn fabric_is_not_ready(line: &str) -> bool {
     line.contains("system not yet initialized")
 }
@@ -161,16 +160,16 @@ pub fn finds_no_control_daemon(said: &str) -> bool {
     said.contains("Cannot find MPS control daemon")
 }
 
-/// True if the control daemon does not know the command that it answers so.
+/// True if this answer of a control daemon says that it does not know the command.
 pub fn is_unknown_command(answer: &str) -> bool {
     answer.starts_with("Unknown command")
 }
 
-/// The variable for the protocol of a control daemon and of a front end, and the protocol of the service's commands. Where
-/// the variable is not set, a newer driver may speak another one.
+/// The environment variable for the protocol of a control daemon and a front end, and the protocol of the service's commands.
+/// Without the variable, a newer driver may use another protocol.
 pub const PROTOCOL: (&str, &str) = ("CUDA_MPS_PROTOCOL_VERSION", "2");
 
-/// Asks the control daemon's program for the version of CUDA that it is of.
+/// Makes the control daemon's program print its CUDA version.
 pub const VERSION_OPTION: &str = "-v";
 
 #[cfg(test)]
@@ -206,7 +205,7 @@ mod tests {
         }
     }
 
-    /// All of it, for people to read.
+    /// A text for people, with all of these facts.
     #[test]
     fn drivers_and_gpus_differ_so() {
         let mut listed = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();

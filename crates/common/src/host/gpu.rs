@@ -10,7 +10,7 @@ use crate::problem::Problem;
 
 pub const NVIDIA: u16 = 0x10de;
 
-/// The capability of a GPU's PCI Express link, not its state of the moment.
+/// The capability of a GPU's PCI Express link, not its present state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
     /// The rate in lspci's spelling, `8GT/s`.
@@ -20,7 +20,7 @@ pub struct PcieLink {
 }
 
 impl PcieLink {
-    /// The PCI Express version with this rate, in the platform's spelling: `3.0`, or `unknown`.
+    /// The PCI Express version that has this rate, in the platform's spelling: `3.0`, or `unknown`.
     pub fn version(&self) -> &'static str {
         self.version_and_lane().0
     }
@@ -30,8 +30,8 @@ impl PcieLink {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
 
-    /// The version, and the GB/s of one lane. The platform compares these texts, so its rounding is kept, and its -1
-    /// for an unknown rate too.
+    /// The version, and the GB/s of one lane. The platform compares these texts, so this uses the platform's rounding, and its -1
+    /// for an unknown rate.
     fn version_and_lane(&self) -> (&'static str, f64) {
         match self.rate.as_str() {
             "2.5GT/s" => ("1.0", 0.25),
@@ -53,12 +53,12 @@ pub struct PciDevice {
     /// The PCI vendor number, 0x10de for NVIDIA.
     pub vendor: u16,
     pub device: u16,
-    /// The kernel driver that holds the device: `nvidia`, `vfio-pci`. None if no driver holds it or /sys doesn't say.
+    /// The kernel driver of the device: `nvidia`, `vfio-pci`. None if the device has no driver, or if /sys does not say.
     pub driver: Option<String>,
     pub render_node: Option<PathBuf>,
     pub card_node: Option<PathBuf>,
     pub numa_node: Option<i32>,
-    /// The CPUs near it. None if /sys doesn't say.
+    /// The CPUs near the device. None if /sys does not say.
     pub local_cpus: Option<Cpus>,
     /// The link's capability. None if the device shows none.
     pub link: Option<PcieLink>,
@@ -67,8 +67,7 @@ pub struct PciDevice {
 }
 
 impl PciDevice {
-    /// The kernel driver that holds the device, if it is not NVIDIA's. `vfio-pci` holds a GPU that is passed through to
-    /// a virtual machine.
+    /// The kernel driver of the device, if it is not NVIDIA's. A GPU that is passed through to a virtual machine has `vfio-pci`.
     pub fn foreign_driver(&self) -> Option<&str> {
         self.driver.as_deref().filter(|driver| *driver != "nvidia")
     }
@@ -78,7 +77,7 @@ impl PciDevice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     pub pci: PciDevice,
-    /// The facts from the driver, or the reason why there are none, in words for an administrator (`GPU is lost ...`).
+    /// The facts from the driver, or the reason for their absence, in words for an administrator (`GPU is lost ...`).
     pub nvml: Result<NvmlFacts, Problem>,
 }
 

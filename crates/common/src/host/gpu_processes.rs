@@ -1,25 +1,24 @@
-//! The processes on a GPU: which of them are clients of MPS, and which would keep a server from starting.
+//! The processes on a GPU: which are clients of MPS, and which prevent the start of a server.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::terms::GpuProcess;
 
-/// The name of an MPS server, cut to the 15 characters that the kernel keeps. The control daemon's name is cut to the
-/// same text.
+/// The name of an MPS server, cut to the 15 characters that the kernel stores. The control daemon's name is cut to the same text.
 const MPS_SERVER: &str = "nvidia-cuda-mps";
 
-/// The two lists of processes that NVML keeps for a GPU.
+/// The two lists of processes that NVML has for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Contexts {
     /// All processes by PID, each with its memory in MiB.
     pub(super) compute: BTreeMap<u32, Option<u64>>,
-    /// The clients of MPS servers, in the same form. None if there is no such list that counts, as before Volta.
+    /// The clients of MPS servers, in the same form. None if there is no reliable list, as before Volta.
     pub(super) mps: Option<BTreeMap<u32, Option<u64>>>,
 }
 
 impl Contexts {
-    /// True if this process is a client of a server. If the GPU keeps no list of clients, every process beside a server counts
-    /// as a client, since the service can't know better.
+    /// True if this process is a client of a server. Without a list of clients, every process on a GPU that has a server counts
+    /// as a client.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {
             Some(clients) => clients.contains_key(&pid),
@@ -30,13 +29,13 @@ impl Contexts {
         }
     }
 
-    /// The PIDs of the clients of MPS servers. None if they were not listed, which does not mean that there are none.
+    /// The PIDs of the clients of MPS servers. None if they were not listed, although there may be some.
     pub(super) fn clients(&self) -> Option<BTreeSet<u32>> {
         Some(self.mps.as_ref()?.keys().copied().collect())
     }
 
     pub(super) fn processes(&self, command: impl Fn(u32) -> Option<String>) -> Vec<GpuProcess> {
-        // A new client may be in the second list only.
+        // A new client may be only in the second list.
         let mut all = self.mps.clone().unwrap_or_default();
         all.extend(&self.compute);
         all.into_iter()
@@ -44,8 +43,8 @@ impl Contexts {
             .collect()
     }
 
-    /// The processes that would keep a server from starting: they are no clients of a server, and no server is there
-    /// yet. A process that has just ended is left out.
+    /// The processes that prevent the start of a server: there is no server yet, and they are not its clients. A process that has
+    /// just ended is left out.
     pub(super) fn foreign(&self, command: impl Fn(u32) -> Option<String>) -> Vec<(u32, String)> {
         let strangers = self.compute.keys().filter(|pid| !self.is_client(**pid, &command));
         let strangers: Vec<_> = strangers.filter_map(|pid| Some((*pid, command(*pid)?))).collect();

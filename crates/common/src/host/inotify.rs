@@ -1,4 +1,4 @@
-//! The kernel's inotify: an instance of it, or the reason why there is none left.
+//! inotify: finds out if another instance can be made, and otherwise why not.
 
 use std::fs::File;
 use std::io;
@@ -12,12 +12,12 @@ pub fn new_instance() -> io::Result<std::os::fd::OwnedFd> {
     Ok(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?)
 }
 
-/// True if this error says that there is not enough of something. Any other one is about one file.
+/// True if this error means that the kernel has no more of a resource. Any other error is about one file.
 pub fn is_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::NOMEM)
 }
 
-/// The kernel has one number for "no instance left" and "no open file left".
+/// The kernel has the same error number for "no instance left" and for "no open file left".
 pub fn no_files() -> bool {
     File::open("/dev/null").is_err()
 }
@@ -42,7 +42,7 @@ pub fn shortage(errno: Errno, no_files: bool) -> Problem {
     }
 }
 
-/// Why this user can't watch a file any more. None if he can.
+/// Why this user can't watch another file. None if the user can.
 pub fn none_left() -> Option<Problem> {
     let watched = new_instance().and_then(|queue| Ok(inotify::add_watch(&queue, "/", WatchFlags::CREATE)?));
     let errno = Errno::from_io_error(&watched.err()?)?;

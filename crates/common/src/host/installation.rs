@@ -1,21 +1,21 @@
-//! Drivers that are on the host by half: their module is loaded, and their library or their programs are elsewhere.
+//! Drivers that are only partly on the host: their module is loaded, but their library or programs are elsewhere.
 
 use std::fs;
 use std::path::Path;
 
 use crate::problem::Problem;
 
-/// The file that the loaded module has, with its version.
+/// The file that the loaded module makes, with its version.
 const MODULE: &str = "proc/driver/nvidia/version";
 
-/// The place at which NVIDIA's GPU operator mounts the file system of its container with the driver.
+/// The directory to which NVIDIA's GPU operator mounts the file system of its driver container.
 const OPERATORS: &str = "run/nvidia/driver";
 
-/// The remedy where the driver is the operator's.
+/// The remedy if the driver belongs to the operator.
 const ON_THE_HOST: &str = "install the same driver with its MPS programs on the host, and let the operator leave it alone \
                            (driver.enabled=false)";
 
-/// The problem if the module of a driver is loaded, for a host without its library.
+/// The problem if the module of a driver is loaded, but the host does not have its library.
 pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     let module = fs::read_to_string(sysroot.join(MODULE)).ok()?;
     let loaded = format!("NVIDIA's kernel module {} is loaded, and its libraries are", version(&module));
@@ -25,7 +25,7 @@ pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     })
 }
 
-/// The problem if a program is in the container with the operator's driver, for a host that does not have it.
+/// The problem if the host does not have a program, but the operator's driver container has it.
 pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     let operators = sysroot.join(OPERATORS);
     operators.join("usr/bin").join(program).exists().then(|| {

@@ -29,15 +29,15 @@ impl Inventory {
         Series::parse(self.driver.as_deref().unwrap_or_default())
     }
 
-    /// The CPUs, if the host has others too.
+    /// These CPUs. None if they are all CPUs of the host.
     pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
         (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }
 
-    /// Reads the facts from the bus, the driver and pci.ids. It never fails. A fact that can't be read is missing, and
-    /// if the result has a place for the reason, the reason is there.
+    /// Reads the facts from the bus, the driver and pci.ids. This never fails: a fact that can't be read is missing, with the
+    /// reason if the result has a field for it.
     ///
-    /// `nvml` asks an open driver, or is the reason why there is none.
+    /// `nvml` is an open driver, or the reason why there is none.
     pub fn read(sysroot: &Path, nvml: Result<&mut GpuQuestions, &Problem>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
@@ -154,7 +154,7 @@ mod tests {
             on_bus("00:08.0", NVIDIA, Some("nvidia")),
             on_bus("03:00.0", 0x1002, Some("amdgpu")),
         ];
-        // NVML has an order of its own, and 0001:1a:00.0 is not in /sys.
+        // NVML lists in another order, and 0001:1a:00.0 is not in /sys.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
         let lost = address("00:08.0");
         let told = ToldByNvml {

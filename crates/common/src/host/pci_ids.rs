@@ -1,15 +1,12 @@
-//! Marketing names from the PCI ID list that lspci reads.
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// The places where distributions keep the list. The first file that can be opened is used.
+/// The paths of the list in different distributions. The first file that can be opened is used.
 const PLACES: [&str; 3] = ["usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "usr/share/pci.ids"];
 
-/// The names of these devices (vendor, device): the text in the square brackets. A device without such a text is left
-/// out.
+/// The names of these devices (vendor, device): the text in square brackets. A device without such a text is left out.
 pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     if wanted.is_empty() {
         return BTreeMap::new();
@@ -18,7 +15,7 @@ pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(
     file.map(|file| parse(BufReader::new(file), wanted)).unwrap_or_default()
 }
 
-/// Stops without an error if the list can't be read further, since names are optional.
+/// Ends without an error if the list can't be read further, since names are optional.
 fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     let mut names = BTreeMap::new();
     let mut vendor = None;
@@ -27,7 +24,7 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
         let text = String::from_utf8_lossy(&line);
         let text = text.trim_end();
         if let Some(entry) = text.strip_prefix('\t') {
-            // A second tab starts a subsystem. The rest of such a line does not begin with a number.
+            // After a second tab comes a subsystem. The rest of such a line does not begin with a number.
             let device = vendor.zip(numbered(entry)).map(|(vendor, (device, name))| ((vendor, device), name));
             if let Some((id, name)) = device
                 && wanted.contains(&id)
@@ -36,8 +33,7 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
                 names.insert(id, name.to_owned());
             }
         } else if !text.is_empty() && !text.starts_with('#') {
-            // A line of the class list at the end (`C 03 ...`) does not begin with such a number, so it ends the vendor
-            // before it.
+            // A line of the class list at the end (`C 03 ...`) does not begin with such a number, so the last vendor ends there.
             vendor = numbered(text).map(|(vendor, _)| vendor);
         }
         line.clear();
@@ -52,8 +48,8 @@ fn numbered(text: &str) -> Option<(u16, &str)> {
     if plain { Some((u16::from_str_radix(digits, 16).ok()?, name.trim_start())) } else { None }
 }
 
-/// The name in the brackets, by the platform's rule for `code name [model]`: from the last opening bracket after a
-/// blank to the last closing bracket.
+/// The name in brackets, by the platform's rule for `code name [model]`: from the last opening bracket after a blank to the last
+/// closing bracket.
 fn in_brackets(name: &str) -> Option<&str> {
     let (inside, _) = name.rsplit_once(']')?;
     let (code_name, model) = inside.rsplit_once(" [")?;

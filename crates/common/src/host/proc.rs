@@ -1,9 +1,9 @@
-//! The files under /proc. Only this module reads there.
+//! The files under /proc. No other module reads there.
 //!
-//! A process can give itself any name, and the kernel cuts a name after 15 bytes, in the middle of a character too. So
-//! none of these files need be text. All of them are read as bytes, up to a bound. A caller that reads about a process
-//! which may end holds that process (see `mps::hold`), since another process may get its PID at any moment. An error
-//! says that the process has ended or that its file can't be read.
+//! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So these files may not
+//! be valid text. They are read as bytes, up to a limit. If a process may end during a read, the caller needs a handle of the
+//! process (see `mps::hold`), since another process may get its PID at any moment. An error means that the process has ended or
+//! that the file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -16,24 +16,24 @@ use std::time::{Duration, SystemTime};
 
 use rustix::io::Errno;
 
-/// Stands for this process in place of a PID.
+/// Stands for this process where a PID is expected.
 pub const OWN: &str = "self";
 
-/// The map of the user ids of the own user namespace.
+/// The map of the user ids of this process's user namespace.
 pub const OWN_UID_MAP: &str = "/proc/self/uid_map";
 
-/// The program of this process, for starting it once more.
+/// The program of this process, to start it again.
 pub const OWN_PROGRAM: &str = "/proc/self/exe";
 
 /// The list of mounted file systems, relative to a root directory.
 pub const MOUNTS: &str = "/proc/mounts";
 
-/// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new
-/// process, but a process can declare any part of its memory to be its environment.
+/// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new process, but a
+/// process can name any part of its memory as its environment.
 const MAX_BYTES: u64 = 8 << 20;
 
-/// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts, and the mounts
-/// that its runtime has made come first.
+/// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts. The mounts that its
+/// runtime has made come first.
 const MOUNTINFO_BYTES: u64 = 1 << 20;
 
 /// The first process of the host.
@@ -50,7 +50,7 @@ fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     beginning(path, MAX_BYTES)
 }
 
-/// The error about a file of a process that lacks what it should have.
+/// The error for a file of a process that lacks an expected line.
 fn lacks(process: impl Display, file: &str, found: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{} {found}", path(process, file).display()))
 }
@@ -76,16 +76,16 @@ pub fn pids() -> Vec<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// True if this error says that no such process runs. With any other error it may run.
+/// True if this error means that there is no such process. With any other error the process may run.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// True if a process has a child that runs.
+/// True if a process has a running child.
 ///
 /// # Errors
-/// The process has ended: it has no children any more, but who they were is not known. Or some process can't be looked at,
-/// since the service has no descriptor left for example, and may be a child.
+/// The process has ended: then its children have another parent. Or some process that may be a child can't be read, for example
+/// since the service has no file descriptor left.
 pub fn has_children(pid: u32) -> io::Result<bool> {
     if stat(pid)?.has_ended() {
         return Err(io::ErrorKind::NotFound.into());
@@ -99,7 +99,7 @@ pub fn has_children(pid: u32) -> io::Result<bool> {
     is_parent(pid, others)
 }
 
-/// True if one of these processes is a child that runs.
+/// True if one of these processes is a running child.
 fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     for other in others {
         match other {
@@ -157,7 +157,7 @@ pub fn stat(pid: u32) -> io::Result<Stat> {
     Stat::parse(&read(path(pid, "stat"))?).ok_or_else(|| lacks(pid, "stat", "is cut short"))
 }
 
-/// The state of each of its threads. Threads that have ended are left out.
+/// The states of its threads. Threads that have ended are left out.
 pub fn threads(pid: u32) -> Vec<Stat> {
     let threads = fs::read_dir(path(pid, "task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
@@ -193,7 +193,7 @@ impl ProcessStatus {
         self.has(signal, "SigBlk:")
     }
 
-    /// Returns whether the process is the first of its PID namespace, and this is not the host's.
+    /// Returns true if the process is the first one in its PID namespace, and that is not the host's.
     pub fn is_first_of_its_namespace(&self) -> bool {
         let pids = line(&self.0, "NSpid:").unwrap_or_default();
         let mut pids = pids.split_ascii_whitespace().rev();
@@ -210,12 +210,12 @@ pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
     read(path(process, "status")).map(ProcessStatus)
 }
 
-/// Returns whether every thread of a process blocks a signal. One of them takes the signal when it asks for it.
+/// Returns true if every thread of a process blocks a signal. A thread of such a process may wait for the signal with sigwait.
 ///
 /// # Errors
 /// The process has ended.
 pub fn blocks(pid: u32, signal: i32) -> io::Result<bool> {
-    // Most processes are answered by their first thread.
+    // For most processes the first thread is enough.
     if !status(pid)?.blocks(signal) {
         return Ok(false);
     }
@@ -224,13 +224,13 @@ pub fn blocks(pid: u32, signal: i32) -> io::Result<bool> {
     Ok(statuses.map(ProcessStatus).all(|thread| thread.blocks(signal)))
 }
 
-/// The name of a process as the kernel keeps it, 15 bytes at most. None if the process has ended.
+/// The name of a process as the kernel stores it, at most 15 bytes. None if the process has ended.
 pub fn name(pid: u32) -> Option<String> {
     Some(text(&read(path(pid, "comm")).ok()?).trim_end().to_owned())
 }
 
-/// The program of a process: the path of its file, otherwise the name that the kernel keeps. Empty if there is no such
-/// process. A file may have any name, so characters that could break a line or control a terminal are replaced.
+/// The program of a process: the path of its file, or else the name that the kernel stores. Empty if there is no such process. A
+/// file may have any name, so characters that could break a line or control a terminal are replaced.
 pub fn program(pid: u32) -> String {
     let file = fs::read_link(path(pid, "exe")).map(|file| file.to_string_lossy().into_owned());
     let program = file.unwrap_or_else(|_| name(pid).unwrap_or_default());
@@ -246,7 +246,7 @@ pub fn arguments(pid: u32) -> Vec<OsString> {
     arguments.map(|argument| OsStr::from_bytes(argument).to_owned()).collect()
 }
 
-/// The path by which a process's descriptor can be opened again, even if the file has moved.
+/// The path through which a process's file descriptor can be opened again, even if the file was renamed.
 pub fn open_file(process: impl Display, descriptor: i32) -> PathBuf {
     path(process, &format!("fd/{descriptor}"))
 }
@@ -259,7 +259,7 @@ pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
     fs::write(path(OWN, "oom_score_adj"), score.to_string())
 }
 
-/// The environment that a process was given or declares to have. This call may hang like [`arguments`].
+/// The environment that a process was started with, or names as its environment. This call may hang like [`arguments`].
 pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
@@ -269,8 +269,8 @@ pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
     variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
 }
 
-/// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. Users who may make
-/// control groups can give them any name.
+/// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. A user who may make control groups
+/// can give them any name.
 pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
@@ -285,8 +285,8 @@ pub fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/mnt"))
 }
 
-/// True if a process sees other file systems than this process and the host do, as in a container. An error if the
-/// process has ended, or if only root may know.
+/// True if a process sees other file systems than this process and the host do, as in a container. An error if the process has
+/// ended, or if only root may find out.
 pub fn is_elsewhere(pid: u32) -> io::Result<bool> {
     let its = mount_namespace(pid)?;
     let host = [mount_namespace(OWN), mount_namespace(FIRST)];
@@ -301,7 +301,7 @@ pub fn root(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "root"))
 }
 
-/// The mounts that a process sees below its root directory, a line for each.
+/// The mounts that a process sees below its root directory, one line for each.
 pub fn mountinfo(process: impl Display) -> io::Result<Vec<u8>> {
     beginning(path(process, "mountinfo"), MOUNTINFO_BYTES)
 }
@@ -326,8 +326,7 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// True if something is mounted at a place, according to a file like /proc/mounts. Below a sysroot that is another
-/// file.
+/// True if something is mounted at this path, according to a file like /proc/mounts. Below a sysroot that is another file.
 pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::problem::Problem;
 
-/// The absolute path of a program that the directories of `PATH` contain and that may be executed.
+/// The absolute path of an executable program in a directory of `PATH`.
 pub fn find_program(name: &str) -> Result<PathBuf, Problem> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }

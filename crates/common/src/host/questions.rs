@@ -1,5 +1,5 @@
-//! Questions of one kind, each about one thing and on a thread of its own: a GPU that falls off its bus can hold a question
-//! for ever, and must not keep the others from being known.
+//! Questions of one kind, each about one thing and on its own thread: a GPU that has fallen off the bus can block a question for
+//! ever, and the answers about other GPUs must come nevertheless.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -7,13 +7,13 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The questions that run, by the things that they are about. Of each thing there is one at a time, so a question that hangs
-/// keeps one thread.
+/// The running questions, by the things that they are about. About each thing there is only one question at a time, so a question
+/// that hangs occupies only one thread.
 #[derive(Debug)]
 pub(super) struct ParallelQuestions<K, T> {
     running: BTreeMap<K, JoinHandle<()>>,
     sender: Sender<(K, T)>,
-    /// In a mutex only for `Sync`, which a receiver alone is not.
+    /// The mutex is only for `Sync`, which a receiver alone is not.
     answers: Mutex<Receiver<(K, T)>>,
 }
 
@@ -26,8 +26,8 @@ impl<K, T> Default for ParallelQuestions<K, T> {
 
 impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T> {
     /// Asks about each of these things, and waits as long as answers keep coming: `patience` after the last one for things that
-    /// are asked about now, and `remainder` for things about which an earlier question still runs. A thing without an answer
-    /// is missing in the result.
+    /// are asked about now, and `remainder` for things about which an earlier question still runs. The result has only the things
+    /// with an answer.
     pub(super) fn ask(
         &mut self,
         things: impl IntoIterator<Item = K>,
@@ -35,11 +35,11 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // A late answer is old by now, and shows only that there is an answer again.
+        // A late answer is outdated. It only shows that the thing answers again.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // A thread that has panicked.
+        // A thread that has panicked is finished too.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {
@@ -80,7 +80,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // An error means that the asker no longer waits.
+            // An error means that the caller no longer waits.
             let _ = sender.send((thing, answer));
         })
     }
@@ -108,9 +108,9 @@ mod tests {
         let mut questions = ParallelQuestions::default();
         let mut ask = |patience| questions.ask([1, 7, 9], patience, SHORT, question.clone());
         let others = BTreeMap::from([(1, 2), (9, 18)]);
-        // Two threads of a busy machine have to come to their turn.
+        // On a busy machine two threads may start late.
         assert_eq!(ask(SHORT * 100), others);
-        // A second wait for it is short.
+        // The second wait for the same thing is short.
         let begun = Instant::now();
         assert_eq!(ask(LONG), others);
         assert!(begun.elapsed() < LONG / 2);

@@ -6,12 +6,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Waits on the runtime's own poll, so no timer is needed.
+/// It waits with the runtime's own poll, so no timer is needed.
 #[derive(Debug)]
 pub struct Readable(AsyncFd<OwnedFd>);
 
 impl Readable {
-    /// Registers the descriptor with the running runtime.
+    /// Registers the descriptor with the runtime of the caller.
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
         // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and
         // offers an unsafe function instead. An OwnedFd always returns the same descriptor.
@@ -19,7 +19,7 @@ impl Readable {
         AsyncFd::with_interest(fd, Interest::READABLE).map(Self)
     }
 
-    /// Waits until `read` finds something to read.
+    /// Waits until `read` succeeds. A `read` without data returns `WouldBlock`.
     pub async fn until<T>(&self, mut read: impl FnMut(BorrowedFd<'_>) -> io::Result<T>) -> io::Result<T> {
         loop {
             let mut ready = self.0.readable().await?;

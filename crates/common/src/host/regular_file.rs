@@ -1,4 +1,4 @@
-//! Reads a file that may not be the expected one. It accepts only a regular file of bounded size, and never blocks.
+//! Reads a file that other users may have replaced. It accepts only a regular file of limited size, and never blocks.
 
 use std::fs::{self, File, FileType};
 use std::io::{self, Read};
@@ -17,11 +17,11 @@ pub enum Unreadable {
     TooLarge(u64),
 }
 
-/// The whole content, which has `limit` bytes at most.
+/// The whole content, at most `limit` bytes.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
     // This check comes before the file is opened, since opening a device may have effects.
     check(fs::metadata(path)?.file_type())?;
-    // With NONBLOCK, a FIFO that took the file's place in between does not block.
+    // With NONBLOCK, a FIFO that has replaced the file after the check does not block.
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;
     check(file.metadata()?.file_type())?;
     // Some files of /proc block until the kernel has news, and each line of /proc/kmsg can be read only once.

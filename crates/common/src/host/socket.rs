@@ -1,16 +1,16 @@
-//! The listener of a socket.
+//! The process that listens on a socket.
 
 use std::path::Path;
 
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// The PID of the control daemon that listens in a pipe directory, as the kernel reports it.
+/// The PID of the control daemon that listens in a pipe directory, from the kernel.
 pub fn listener(pipe_directory: &Path) -> Option<u32> {
     connect(pipe_directory).ok()
 }
 
-/// Connects to the socket in a pipe directory, and returns the PID of its listener.
+/// Connects to the socket in a pipe directory, and returns the PID of the process that listens.
 pub fn connect(pipe_directory: &Path) -> Result<u32, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;

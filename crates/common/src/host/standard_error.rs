@@ -1,9 +1,9 @@
-//! Standard error: whether it is the journal, and whether a person sees colours there.
+//! Standard error: if it is the journal, and if colours can be shown there.
 
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
 
-/// systemd says in `JOURNAL_STREAM` which device and inode its socket has; a redirected standard error has others.
+/// systemd sets `JOURNAL_STREAM` to the device and inode of its socket. After a redirection, standard error has others.
 pub fn is_journal() -> bool {
     let said = std::env::var("JOURNAL_STREAM").unwrap_or_default();
     let Some((device, inode)) = said.split_once(':') else { return false };

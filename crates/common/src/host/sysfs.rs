@@ -13,7 +13,7 @@ use super::gpu::{PciDevice, PcieLink};
 /// The PCI base class of display controllers.
 const DISPLAY: u32 = 0x03;
 
-/// Every display device on the PCI bus, in the order of addresses. A device that can't be read doesn't hide the others.
+/// Every display device on the PCI bus, in the order of addresses. A device that can't be read is left out.
 pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     let bus = sysroot.join("sys/bus/pci/devices");
     let entries = fs::read_dir(&bus)
@@ -29,7 +29,7 @@ pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     Ok(devices)
 }
 
-/// None for a device of another class, or a device with files that can't be read.
+/// None for a device of another class, or for a device whose files can't be read.
 fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
     if number(&directory.join("class"))? >> 16 != DISPLAY {
         return None;
@@ -86,21 +86,21 @@ fn link(directory: &Path) -> Option<PcieLink> {
     }
 }
 
-/// The first 256 bytes, which hold every capability that matters here. Users other than root get 64 bytes.
+/// The first 256 bytes, which contain every capability that is needed here. Users other than root get 64 bytes.
 fn config(directory: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok(file) = File::open(directory.join("config")) {
-        // The bytes before an error are still good.
+        // The bytes before an error are valid.
         let _ = file.take(256).read_to_end(&mut bytes);
     }
     bytes
 }
 
-/// The registers are cut short, or the device answers with ones only.
+/// The registers are incomplete, or the device answers only with ones.
 #[derive(Debug, PartialEq, Eq)]
 struct CutShort;
 
-/// Finds the Link Capabilities register in the way lspci finds it.
+/// Finds the Link Capabilities register in the same way as lspci.
 fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
     let byte = |at: usize| config.get(at).copied().ok_or(CutShort);
     let word = |at: usize| Ok(u16::from_le_bytes([byte(at)?, byte(at + 1)?]));

@@ -1,10 +1,10 @@
-//! The requests to systemd: a scope for a control daemon or for a command, and the reason why systemd stops this service.
+//! The requests to systemd: for a scope for a control daemon or a command, and for the reason why this service is stopped.
 //!
-//! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit
-//! stops. So each control daemon gets a scope of its own: a unit for processes that systemd has not started. `systemctl
-//! stop` of such a scope ends the control daemon with all of its servers and clients.
+//! A control daemon must outlive this service, but systemd ends every process in a unit's control group when the unit stops. So
+//! each control daemon gets its own scope, which is a unit for processes that systemd has not started. `systemctl stop` of a
+//! scope ends its control daemon with all servers and clients.
 //!
-//! Each request has a connection of its own: the connection with the bus name may not be open yet, or may be closing.
+//! Each request uses its own connection: the connection with the bus name may not be open yet, or may be closing.
 
 use std::time::Duration;
 
@@ -19,9 +19,9 @@ use crate::problem::Problem;
 /// The deadline for systemd's answer about a unit. A caller waits for the answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The deadline for systemd's answer to everything else, and for the move of a process into its scope. systemd needs
-/// milliseconds, but it answers no request while it reloads its units, which can take seconds on a large host, and after a stop
-/// with an unknown reason the control daemons would be left running. If the bus is gone, a call fails at once.
+/// The deadline for systemd's other answers, and for the move of a process into its scope. systemd needs milliseconds, but
+/// answers no request while it reloads its units, which can take seconds on a large host. The deadline is long, since after a
+/// stop for an unknown reason the control daemons are left running. If the bus has ended, a call fails at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,22 +31,22 @@ const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 /// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
 const MOVE_PAUSE: Duration = Duration::from_millis(2);
 
-/// The time that a control daemon and its servers have to end on SIGTERM when systemd stops the scope. Measured: 4 ms.
-/// systemd's own default of 90 s would only delay a shutdown.
+/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops the scope. Measured: 4 ms.
+/// systemd's default of 90 s would only delay a shutdown.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The reason why this process got SIGTERM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stopping {
-    /// The unit is being stopped, alone or with the host.
+    /// The unit is stopped, alone or together with the host.
     Stop,
-    /// The unit will be started again at once: `systemctl restart`, an upgrade, a start that took too long.
+    /// The unit is started again at once: `systemctl restart`, an upgrade, or a start that took too long.
     Restart,
     /// This process is no service of systemd, so SIGTERM means that it should stop.
     NotUnderSystemd,
-    /// The reason is unknown, with an explanation: systemd did not answer, or systemd has no job for the unit
-    /// (somebody's `kill`, `systemctl kill`, a limit such as `RuntimeMaxSec=`). The clients should be left running
-    /// then, as for a restart: a control daemon can still be stopped later, but a job that was ended is lost.
+    /// The reason is unknown, for the reason in the text: systemd did not answer, or has no job for the unit (`kill`, `systemctl
+    /// kill`, or a limit such as `RuntimeMaxSec=` was the cause). Then the clients should be left running, as for a restart: a
+    /// control daemon can still be stopped later, but a job that was ended is lost.
     Unknown(String),
 }
 
@@ -60,12 +60,11 @@ pub fn runs_us() -> bool {
     own_service().is_some()
 }
 
-/// Moves a process into a scope of its own, `yunion-mps-control-<id>.scope`, and returns that name once the process is
-/// there.
+/// Moves a process into its own scope, `yunion-mps-control-<id>.scope`, and returns the scope's name once the process is there.
 ///
 /// # Errors
-/// This process is no service of systemd, or systemd refuses or does not answer. The process is most likely still in
-/// its old unit, but may also move into the scope a moment later.
+/// This process is no service of systemd, or systemd refuses or does not answer. Then the process is most likely still in its old
+/// unit, but may still be moved a moment later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
@@ -75,10 +74,10 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     Ok(name)
 }
 
-/// Moves this process, and all that it starts, into a scope of its own: `yunion-mps-run-<PID>.scope`.
+/// Moves this process, and all that it starts, into its own scope: `yunion-mps-run-<PID>.scope`.
 ///
 /// # Errors
-/// There is no systemd, or systemd refuses or does not answer. Most likely the process is where it was.
+/// There is no systemd, or systemd refuses or does not answer. Then the process is most likely still in its old unit.
 pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     let pid = std::process::id();
     let name = format!("yunion-mps-run-{pid}.scope");
@@ -91,8 +90,8 @@ pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     arrival(pid, &name).await
 }
 
-/// Waits until systemd has moved a process into a unit. systemd's answer only says that the job is queued. The process's
-/// control group shows that the job is done.
+/// Waits until systemd has moved a process into a unit. The answer of systemd only means that the job is queued. The control
+/// group of the process shows when the job is done.
 async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -114,8 +113,8 @@ async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     }
 }
 
-/// Lifts the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control
-/// group. Otherwise the kernel could end servers, and tenants' jobs with them, to free memory.
+/// Removes the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control group.
+/// Otherwise the kernel could kill servers, and with them tenants' jobs, to free memory.
 pub async fn lift_limits() -> Result<(), Problem> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
@@ -125,7 +124,7 @@ pub async fn lift_limits() -> Result<(), Problem> {
     answer(PATIENCE, &format!("refuses to lift the limits of {own}"), lifted).await
 }
 
-/// Asks systemd which job it has for this service's unit. Takes 10 s at most.
+/// Asks systemd which job it has for this service's unit. Takes at most 10 s.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
     match answer(PATIENCE, &format!("can't be asked what it does with {own}"), own_job()).await {
@@ -137,8 +136,8 @@ pub async fn why_stopping() -> Stopping {
 fn classify(job: Option<&str>, unit: &str) -> Stopping {
     match job {
         Some("stop") => Stopping::Stop,
-        // A start job that still runs while the service is told to stop has taken too long, and systemd starts the
-        // service again. A start job that waits comes right after the stop.
+        // A start job that still runs while the service is told to stop has taken too long, and systemd starts the service again.
+        // A start job that waits runs right after the stop.
         Some("restart" | "try-restart" | "start" | "reload-or-start") => Stopping::Restart,
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
@@ -150,10 +149,10 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
     }
 }
 
-/// The properties of a unit's Unit and Service interfaces, under systemd's names.
+/// The properties of a unit's Unit and Service interfaces, with systemd's names.
 pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
-/// Asks systemd about a service, installed or not. Takes 2 s at most.
+/// Asks systemd about a service, which may not be installed. Takes at most 2 s.
 pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     let asked = async {
         let connection = Connection::system().await?;
@@ -169,7 +168,7 @@ pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. `refused` begins its error.
+/// Waits for an answer of systemd. Its error begins with `refused`.
 async fn answer<T>(
     patience: Duration,
     refused: &str,
@@ -234,8 +233,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     let connection = Connection::system().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::new(&connection).await?;
-    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. Scopes know this
-    // property since systemd 253. Earlier versions behave so anyway.
+    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. systemd 253 and later have this
+    // property for scopes. Earlier versions behave like this without it.
     let policy = ("OOMPolicy", Variant::from("continue"));
     properties.push(policy.clone());
     loop {
@@ -246,7 +245,7 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
             {
                 properties.pop();
             }
-            // The former control daemon with this name has ended, but its servers may still be about to end.
+            // The control daemon before, with the same scope name, has ended, but its servers may still be ending.
             Err(zbus::Error::MethodError(error, ..))
                 if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
@@ -257,24 +256,25 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     }
 }
 
-/// Two defaults are left as they are on purpose. `KillMode=control-group` fits, since servers and clients end with
-/// their control daemon anyway. There is no `BindsTo=` or the like, which would end the scope with this service's unit.
+/// Two defaults are kept on purpose. There is no `BindsTo=` or the like, which would end the scope with this service's unit.=>And
+/// there is no `BindsTo=` or similar setting, which would end the scope together with this service's unit.
+/// `KillMode=control-group` fits, since servers and clients end with their control daemon anyway. There is no `BindsTo=` or the
+/// like, which would end the scope with this service's unit.
 fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
     let stop_timeout = u64::try_from(STOP_TIMEOUT.as_micros()).unwrap_or(u64::MAX);
     vec![
         ("Description", Variant::from(format!("NVIDIA MPS control daemon {id} of {own_unit}"))),
         ("PIDs", Variant::from(vec![pid])),
-        // systemd stops units in the reverse order: at shutdown this service stops first, and ends the control daemon
-        // in order.
+        // systemd stops units in the reverse order: at a shutdown this service stops first, and ends the control daemon itself.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // A failed scope must not keep its name.
+        // A failed scope would keep its name in use.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]
 }
 
-/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it: `\x` and two digits. A
-/// `-` stays, since it has no special meaning here.
+/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it: `\x` and two digits. A `-` is not
+/// escaped, since it has no special meaning here.
 fn scope_name(id: &str) -> String {
     let mut name = "yunion-mps-control-".to_owned();
     for byte in id.bytes() {
@@ -293,12 +293,12 @@ fn own_service() -> Option<String> {
     }
     let cgroup = proc::cgroups_text(proc::OWN).ok()?;
     let unit = unit_of(&cgroup)?;
-    // user@1000.service is the manager of a user's services, and this service is not one of them.
+    // user@1000.service is the manager of a user's services, and this service is never one of them.
     (unit.ends_with(".service") && !unit.starts_with("user@")).then(|| unit.to_owned())
 }
 
-/// The unit of a process, from its /proc/PID/cgroup. systemd keeps its units in the unified hierarchy, or on older
-/// hosts in the hierarchy named systemd. Slices lead to a unit, and the groups below a unit belong to that unit.
+/// The unit of a process, from its /proc/PID/cgroup. systemd has its units in the unified hierarchy, or on older hosts in the
+/// hierarchy named systemd. In the path, slices come before the unit, and groups after the unit belong to it.
 fn unit_of(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| {
         let (_, hierarchy_and_path) = line.split_once(':')?;
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(unit_of(unified), Some("yunion-mps-daemon.service"));
         let legacy = "9:name=systemd:/system.slice/a.service\n4:memory:/system.slice\n0::/\n";
         assert_eq!(unit_of(legacy), Some("a.service"));
-        // The groups of other controllers have names of their own, and a slice holds no processes itself.
+        // In the hierarchies of other controllers the groups have other names. A slice has no processes itself.
         assert_eq!(unit_of("4:memory:/system.slice/a.service\n0::/system.slice\n"), None);
         assert_eq!(
             unit_of("0::/system.slice/yunion-mps-control-a:b.scope/sub\n"),

@@ -1,20 +1,20 @@
-//! Critical errors of GPUs (Xid): their meanings, and what follows from them for the slices of a GPU, after NVIDIA's catalogue
-//! of Xid errors (its immediate actions for A100 and newer GPUs).
+//! Critical errors of GPUs (Xid): their meanings, and their consequences for the slices of a GPU, from NVIDIA's catalogue of Xid
+//! errors (its immediate actions for A100 and newer GPUs).
 
 use std::fmt;
 
 /// The consequence of a critical error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FollowUp {
-    /// A program has made it, and the GPU is well.
+    /// A program has caused it, and the GPU works.
     Application,
-    /// An administrator should look at the GPU, which is still served.
+    /// An administrator should check the GPU, which is still served.
     Look,
-    /// The GPU needs a reset, or the host a reboot, before it takes another client.
+    /// The GPU needs a reset, or the host a reboot, before the GPU takes another client.
     Reset,
 }
 
-/// The driver's own word on a GPU at the moment (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`).
+/// The recovery action that the driver asks for at the moment (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecoveryAction {
     /// Nothing is to be done.
@@ -32,16 +32,16 @@ pub enum RecoveryAction {
 pub struct CriticalError {
     /// The number in NVIDIA's catalogue.
     pub xid: u64,
-    /// The driver's word on it. None with older drivers, and of a GPU that does not answer.
+    /// The recovery action that the driver asks for. None with older drivers, and for a GPU that does not answer.
     pub action: Option<RecoveryAction>,
 }
 
-/// The error that says that another recovery action is due from now on. The driver knows which.
+/// The error after which the driver asks for another recovery action.
 const ACTION_CHANGED: u64 = 154;
 
 use FollowUp::{Application, Look, Reset};
 
-/// The errors that are known, by their numbers.
+/// The known errors, by their numbers.
 const CATALOGUE: [(u64, &str, FollowUp); 35] = [
     (8, "the GPU stopped processing", Application),
     (11, "a command buffer that can't be read", Application),
@@ -86,7 +86,7 @@ impl CriticalError {
         all.find(|(number, ..)| *number == self.xid).map(|(_, meaning, follow_up)| (meaning, follow_up))
     }
 
-    /// The consequence of the error. The driver's own word is stronger than the catalogue.
+    /// The consequence of the error. If the driver asks for an action, that counts instead of the catalogue.
     pub fn follow_up(self) -> FollowUp {
         match (self.action, self.known()) {
             (Some(RecoveryAction::Reset | RecoveryAction::Reboot), _) => Reset,

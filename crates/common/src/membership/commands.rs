@@ -1,20 +1,20 @@
-//! The commands that a client can give its control daemon. NVIDIA's control daemon goes by the user that the kernel reports,
-//! and by the socket: measured on an H200 with driver 580.159.04 (docs/security.md).
+//! The commands that a client can give its control daemon. NVIDIA's control daemon decides by the user that the kernel reports,
+//! and by the socket that the client uses: measured on an H200 with driver 580.159.04 (docs/security.md).
 
 use mps_core::register::MayCommand;
 
-/// As much of a control daemon as a process can get to.
+/// The way in which a process reaches a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reach {
-    /// The process is on the host.
+    /// The process runs on the host.
     Host,
-    /// The control daemon's own directory is mounted in its container, or a directory around it.
+    /// The control daemon's own directory, or an ancestor of it, is mounted in the process's container.
     OwnDirectory,
-    /// No more than the socket `control`.
+    /// Only the socket `control`.
     Control,
 }
 
-/// The rule. `uid` is the effective user id, as the host sees it.
+/// The commands that are allowed. `uid` is the effective user id as seen from the host.
 pub(super) fn may_command(uid: u32, reach: Reach) -> MayCommand {
     match (uid, reach) {
         (0, Reach::Host | Reach::OwnDirectory) => MayCommand::All,
@@ -33,7 +33,7 @@ mod tests {
             [(Reach::Host, "all"), (Reach::OwnDirectory, "all"), (Reach::Control, "neighbours")]
         {
             assert_eq!(may_command(0, reach).to_string(), root, "{reach:?}");
-            // The root of a user namespace is another user of the host.
+            // The root user of a user namespace is another user of the host.
             for uid in [1, 1000, 100_000, u32::MAX] {
                 assert_eq!(may_command(uid, reach).to_string(), "nothing", "{reach:?} {uid}");
             }

@@ -1,9 +1,9 @@
-//! The containers around a process, by its control groups.
+//! Finds the containers of a process by its control groups.
 
 use crate::host::control_groups;
 
-/// The ids of all containers around a process, from its cgroup paths, the innermost of each hierarchy first. Every
-/// runtime puts the 64 hexadecimal digits of the id there, in one form of name or another.
+/// The ids of all containers that contain a process, from its cgroup paths, the innermost of each hierarchy first. Every runtime
+/// uses the 64 hexadecimal digits of the id in a name there, with different prefixes and suffixes.
 pub fn containers_in(cgroups: &str) -> impl Iterator<Item = &str> {
     paths_in(cgroups).flat_map(|path| path.rsplit('/')).filter_map(container_in_name)
 }
@@ -12,13 +12,13 @@ fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
     cgroups.lines().filter_map(|line| line.splitn(3, ':').nth(2))
 }
 
-/// The container that the host's own runtime has made for the process with these cgroup paths: the outermost of a path, if
-/// root has made its control group and each one above it. No other user can have chosen the name then.
+/// The container that the host's own runtime has made for the process with these cgroup paths: the outermost container in a path,
+/// if root has made its control group and all ancestors. Then no other user can have chosen the name.
 pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
     made_by(cgroups, control_groups::is_believed)
 }
 
-/// The same, where `is_believed` says of a hierarchy and a path in it whether that name is believed.
+/// The same. `is_believed` takes a hierarchy and a path in it, and returns true if the name can be trusted.
 fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&str> {
     cgroups.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -28,8 +28,8 @@ fn made_by(cgroups: &str, is_believed: impl Fn(&str, &str) -> bool) -> Option<&s
     })
 }
 
-/// The container's id in the name of a control group. conmon, which looks after a container of podman or CRI-O from outside, has
-/// a group with the container's id too (`libpod-conmon-ID.scope`), and is not in that container.
+/// The container's id in the name of a control group. conmon, which monitors a container of podman or CRI-O from outside, has a
+/// group with the container's id too (`libpod-conmon-ID.scope`), but is not in the container.
 fn container_in_name(name: &str) -> Option<&str> {
     if name.contains("conmon") {
         return None;
@@ -37,7 +37,7 @@ fn container_in_name(name: &str) -> Option<&str> {
     name.split(|c: char| !c.is_ascii_hexdigit()).find(|run| run.len() == 64)
 }
 
-/// The part of the path of a control group that ends with this container.
+/// The path of a control group, cut off after the name of this container.
 pub(super) fn up_to_container(path: &str, id: &str) -> Option<String> {
     let mut above = String::new();
     for name in path.split('/').skip(1) {
@@ -64,7 +64,7 @@ mod tests {
             format!("0::/machine.slice/libpod-{id}.scope/container"),
             format!("0::/system.slice/crio-{id}.scope"),
             format!("3:cpu:/\n0::/default/{id}"),
-            // Cloudpods: below its own parent, in every hierarchy there is.
+            // Cloudpods: below its own parent, in every hierarchy.
             format!("5:cpuset:/cloudpods/{id}\n0::/"),
             format!("0::/cloudpods/{id}"),
             format!("0::/cloudpods.slice/cri-containerd-{id}.scope"),
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn who_may_name_control_groups_makes_no_container_of_the_hosts() {
         let (own, other) = ("a".repeat(64), "b".repeat(64));
-        // A user has the control groups of these units, and makes others in them.
+        // A user owns the control groups of these units, and makes other control groups in them.
         let is_believed = |_: &str, path: &str| {
             !["/hz-job.service/", "/user@1000.service/"].iter().any(|one| path.contains(one))
         };

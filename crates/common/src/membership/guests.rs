@@ -1,7 +1,7 @@
-//! The host agent's records of its guests: which container of which guest has which device.
+//! The host agent's records of its guests: which guest has which containers, and which devices the containers have.
 //!
-//! The agent writes them for itself, in place and not by rename, so a reader can meet half of a file. They hold credentials:
-//! nothing of them but the names here is kept, logged or published.
+//! The agent writes the files in place, without renaming, so a reader may get half of a file. They contain credentials: only the
+//! names here are stored, logged or published.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -24,55 +24,56 @@ use serde::de::DeserializeOwned;
 
 use super::CLAIMS;
 
-/// The records of all containers of one guest: the ids that the container runtime knows them by.
+/// The file with all containers of one guest: the ids that the container runtime uses.
 const CONTAINERS: &str = "containers";
 
-/// The guest with its containers and their devices.
+/// The file with the description of a guest, its containers and their devices.
 const DESCRIPTION: &str = "desc";
 
-/// The type of device that is a slice of ours.
+/// The type of a device that is a slice of this service.
 const OUR_TYPE: &str = "NVIDIA_MPS";
 
 /// The largest file that is read, in bytes. A guest's description has some ten thousand.
 const LARGEST: u64 = 1024 * 1024;
 
-/// The most bytes of all files that are read for one look: in memory the ids of containers take some five times as much, and
-/// several looks go on at once. The ids of 4,096 guests, and the descriptions of a thousand of them, have less.
+/// The most bytes of all files that are read for one look. In memory, the ids of containers need about five times as much, and
+/// several looks may run at once. The ids of 4,096 guests, or the descriptions of a thousand, are smaller.
 const ALL: u64 = 16 * 1024 * 1024;
 
-/// The most guests that are looked at.
+/// The most guests whose records are read.
 const GUESTS: usize = 4096;
 
-/// The longest name that is kept, in characters.
+/// The longest name that is stored, in characters.
 const NAME: usize = 128;
 
-/// The mode bits of a file that others than its owner can write.
+/// The mode bits of a file that users other than its owner can write.
 const WRITTEN_BY_OTHERS: u32 = 0o022;
 
-/// The attempts at a file that is half-written, and the pause between two of them. The agent writes a file in less.
+/// The number of attempts to read a file that is half-written, and the pause between them. The agent needs less time to write a
+/// file.
 const ATTEMPTS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(25);
 
-/// The facts that the records have of one container.
+/// The record of one container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GuestRecord {
     pub(super) names: GuestContainer,
-    /// The guest's devices of this service. The name of a GPU stands for one slice of the GPU.
+    /// The guest's devices of this type. The name of a GPU stands for one slice of the GPU.
     pub(super) devices: Vec<DeviceName>,
 }
 
-/// The records, read at the first question about a container, and valid for one look at processes.
+/// The records. They are read when the first container is asked about, and are used for one look at processes.
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
     room: Room,
-    /// The container of each id, with the directory of its guest and its key there. None for an id that two guests have.
+    /// The containers by id, each with the directory of its guest and its key there. None for an id that two guests have.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
     /// The descriptions that were read.
     guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
 }
 
-/// The bytes that may still be read.
+/// The number of bytes that may still be read.
 #[derive(Debug)]
 struct Room(AtomicU64);
 
@@ -98,7 +99,7 @@ struct RecordedId {
 #[derive(Debug, Clone, Deserialize)]
 struct Guest {
     name: Option<String>,
-    /// The name of its project.
+    /// The name of the guest's project.
     tenant: Option<String>,
     containers: Option<Vec<Container>>,
 }
@@ -160,21 +161,21 @@ impl Guest {
     }
 }
 
-/// The beginning of a name, in one line and without commands for a terminal: it stands in the labels of bindings and in events.
+/// The beginning of a name, on one line and without control characters, since it is used in labels of bindings and in events.
 fn shortened(name: Option<&str>) -> String {
     let plain = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     name.unwrap_or_default().chars().take(NAME).map(plain).collect()
 }
 
-/// The reason why a record is not believed, or not yet. It holds nothing of the record.
+/// The reason why a record is not used, or not yet. It contains nothing from the record.
 #[derive(Debug)]
 enum BadRecord {
-    /// Not there or not to be read.
+    /// The record does not exist or can't be read.
     Failed(io::Error),
-    /// Others than the service's user can write it, or it is no regular file or directory.
+    /// Users other than the service's user can write the record, or it is no regular file or directory.
     NotTheAgents,
     TooLarge,
-    /// The files that were read before it have used up the bytes for all.
+    /// The files that were read before it have used up the allowed bytes.
     NoRoom,
     /// The record may be half-written.
     NotUnderstood {
@@ -245,13 +246,13 @@ fn keep(
 ) {
     for (key, RecordedId { cri_id }) in found {
         let Some(id) = cri_id else { continue };
-        // An id belongs to one container. Where two records have it, at least one of them lies.
+        // An id belongs to one container. If two records have it, at least one of them is wrong.
         let owner = if containers.contains_key(&id) { None } else { Some((guest.clone(), key)) };
         containers.insert(id, owner);
     }
 }
 
-/// The directories of guests, each with the records of one.
+/// The directories of guests, one for each guest.
 fn guests_in(directory: &Path) -> Result<Vec<OsString>, BadRecord> {
     let opened = File::from(openat(CWD, directory, directory_flags(), Mode::empty())?);
     believed(&fstat(&opened)?)?;
@@ -269,7 +270,7 @@ fn read_file<T: DeserializeOwned>(
     let flags = directory_flags() | OFlags::NOFOLLOW;
     let guest = openat(CWD, directory.join(guest), flags, Mode::empty())?;
     believed(&fstat(&guest)?)?;
-    // With NONBLOCK, a FIFO does not block.
+    // With NONBLOCK, opening a FIFO does not block.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = File::from(openat(&guest, file, flags, Mode::empty())?);
     believed(&fstat(&file)?)?;
@@ -284,10 +285,10 @@ fn read_file<T: DeserializeOwned>(
         return Err(BadRecord::NoRoom);
     }
     let mut bytes = Vec::new();
-    // Where the agent writes more meanwhile, this is half of a file.
+    // If the agent writes more at this moment, this is half of a file.
     file.take(found.len()).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
     room.take(bytes.len() as u64);
-    // The words of the error could quote the file.
+    // The text of this error could quote the file.
     let place =
         |error: serde_json::Error| BadRecord::NotUnderstood { line: error.line(), column: error.column() };
     serde_json::from_slice(&bytes).map_err(place)
@@ -297,13 +298,13 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECTORY
 }
 
-/// The agent writes its records as root. A record that another user can write is a claim.
+/// The agent writes its records as root. A record that another user can write proves nothing.
 fn believed(stat: &Stat) -> Result<(), BadRecord> {
     let is_the_agents = stat.st_uid == geteuid().as_raw() && stat.st_mode & WRITTEN_BY_OTHERS == 0;
     if is_the_agents { Ok(()) } else { Err(BadRecord::NotTheAgents) }
 }
 
-/// Reads until the file is whole. The reason is reported if the file can't be read.
+/// Reads until the file is complete. If it can't be read, the reason is logged.
 fn believed_file<T: DeserializeOwned>(
     directory: &Path,
     guest: &OsString,
@@ -321,7 +322,7 @@ fn believed_file<T: DeserializeOwned>(
     read.inspect_err(|error| not_read(&directory.join(guest).join(file), error))
 }
 
-/// The records of containers that are there and do not count, each with the reason.
+/// The records of containers that exist and are not used, each with the reason.
 pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
     let guests = match guests_in(directory) {
         Ok(guests) => guests,
@@ -336,7 +337,7 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
             }
         };
         match believed_file::<BTreeMap<String, RecordedId>>(directory, &guest, CONTAINERS, &room) {
-            // A virtual machine has no containers, and its description is not read.
+            // A virtual machine has no containers, so its description is not needed.
             Ok(containers) if containers.is_empty() => {}
             Ok(_) => {
                 if let Err(error) = believed_file::<Guest>(directory, &guest, DESCRIPTION, &Room::new()) {
@@ -448,7 +449,7 @@ mod tests {
             assert_eq!([guest, container, project], ["train-1", "main", "vision"]);
         }
         assert_eq!(servers.record_of(&id('a')), None);
-        // The container runtime does not know this one yet.
+        // The container runtime does not know this container yet.
         servers.write("guest", &json!({"c-1": {"id": "c-1", "cri_id": null}}), &description(&[]));
         assert_eq!(servers.record_of(ID), None);
         servers.write(
@@ -525,7 +526,7 @@ mod tests {
         ));
     }
 
-    /// A damaged directory costs a look no more than its share of memory, and people read why.
+    /// However damaged the directory is, a look reads only the allowed bytes, and the reason is logged.
     #[test]
     fn all_files_together_are_bounded() {
         let servers = Servers::new();
@@ -540,7 +541,7 @@ mod tests {
         let told = records_without_effect(servers.0.path());
         let words = "all files together are larger than 16777216 bytes; it is not read";
         assert!(told.len() == 2 && told.iter().all(|(_, why)| why == words), "{told:?}");
-        // A file that is too large takes the room of no other.
+        // A file that is too large does not use up the bytes for others.
         servers.one("good", &id('b'), &[("00:06.0-1", None)]);
         for number in 0..ALL / LARGEST + 2 {
             fs::write(servers.file(&format!("g{number}"), CONTAINERS), large.clone() + " ").unwrap();
@@ -548,7 +549,7 @@ mod tests {
         assert_eq!(names(&servers.record_of(&id('b')).unwrap().devices), ["00:06.0-1"]);
     }
 
-    /// The agent writes in place: a reader who comes in between waits for the rest.
+    /// The agent writes in place: a reader that gets half of a file waits for the rest.
     #[test]
     fn a_half_written_record_is_read_again() {
         let servers = Servers::new();
@@ -567,7 +568,7 @@ mod tests {
         }
     }
 
-    /// The records hold credentials, and whatever stands in an error can come into a log.
+    /// The records contain credentials, and the text of an error may be logged.
     #[test]
     fn an_error_quotes_nothing_of_a_record() {
         let servers = Servers::new();

@@ -1,19 +1,19 @@
-//! Finds the owner and the slices of each process that may be a client. The table has the sources, and how far each source can
-//! be believed. The order of trust between the sources is in the core (`register/evidence.rs`).
+//! Finds the owner and the slices of each process that may be a client. The core (`register/evidence.rs`) has the order of trust
+//! between the sources.
 //!
-//! Root binds a control group to slices, and no program leaves its control group without root of the host. So a binding counts
-//! whatever is mounted, and whatever the environment says. And no other process can claim such a slice by its environment.
+//! Root binds a control group to slices, and a program can't leave its control group unless it is root on the host. So a binding
+//! counts no matter what is mounted or stands in the environment, and no other process can claim such a slice by its environment.
 //!
-//! A container's runtime mounts the directories of the container's slices, and no program in the container can mount
-//! another slice's. So in a container the mounts count, whatever the environment says. The environment counts where no
-//! runtime has mounted a slice's directory: on the host, and where an agent has mounted the pipe directory itself. There
-//! the slice is named by a variable of its own, or is the one in which directory the process looks for its control daemon.
+//! A container's runtime mounts the directories of the container's slices, and no program in the container can mount the
+//! directory of another slice. So in a container the mounts count, no matter what the environment says. The environment counts if
+//! no runtime has mounted a slice's directory: on the host, or if an agent has mounted the pipe directory itself. It names the
+//! slice in a variable, or by the directory in which the process looks for its control daemon.
 //!
-//! Mounts prove nothing in a user namespace that an unprivileged user has made: there, that user can mount any directory
-//! that the user sees. So a process's mounts count only in the user namespace of the service, or in a container that
-//! the host's own runtime has made. A tenant in such a container can make a user namespace, too. So in another user
-//! namespace a slice counts only if the first process of the container has its directory as well, and if neither process
-//! sees a whole pipe directory, from which the tenant could have mounted it.
+//! Mounts prove nothing in a user namespace that an unprivileged user has made, since that user can mount any visible directory
+//! there. So a process's mounts count only in the user namespace of the service, or in a container that the host's own runtime
+//! has made. A tenant in such a container can make another user namespace. So in a user namespace other than the service's, a
+//! slice counts only if the first process of the container also sees the slice's directory, and if neither process sees a whole
+//! pipe directory, from which the tenant could have mounted the directory.
 
 mod commands;
 pub mod containers;
@@ -50,17 +50,17 @@ pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 /// The environment variable that names the directory in which a process looks for its control daemon.
 pub const PIPE_DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
-/// The most slices that a process can claim. A container has one of each GPU.
+/// The most slices that a process can claim. A container has at most one slice of each GPU.
 const CLAIMS: usize = 64;
 
 const ANCESTORS: usize = 32;
 
-/// The slices of control daemons, as far as they are known without a look at processes.
+/// The slices of control daemons, as far as they are known without looking at processes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Slices {
-    /// The pipe directories, with the directories of slices in them.
+    /// The pipe directories, in which slices have directories.
     pipe_directories: Arc<BTreeSet<PathBuf>>,
-    /// The control daemons' own directories, in which their privileged sockets are.
+    /// The control daemons' own directories, which contain their privileged sockets.
     own_directories: BTreeSet<PathBuf>,
     gpus: BTreeMap<String, GpuId>,
     bindings: Arc<SliceBindings>,
@@ -80,7 +80,7 @@ impl Slices {
         slices
     }
 
-    /// The same with further GPUs, by UUID: a control daemon keeps its GPUs while it runs, whatever is planned.
+    /// The same with further GPUs, by UUID: a running control daemon keeps its GPUs, even if the plan changes.
     #[must_use]
     pub fn and_of<'a>(mut self, gpus: impl IntoIterator<Item = (&'a str, GpuId)>) -> Self {
         self.gpus.extend(gpus.into_iter().map(|(uuid, gpu)| (uuid.to_owned(), gpu)));
@@ -94,7 +94,7 @@ impl Slices {
         self
     }
 
-    /// The same with the directories that the control daemons have for themselves.
+    /// The same with the control daemons' own directories.
     #[must_use]
     pub fn commanded_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
         self.own_directories.extend(directories.into_iter().map(Path::to_owned));
@@ -107,7 +107,7 @@ impl Slices {
         Self { bindings: Arc::clone(bindings), ..self }
     }
 
-    /// The same with the records that the host agent keeps of its guests in this directory.
+    /// The same with this directory of the host agent's records of its guests.
     #[must_use]
     pub fn recorded_in(self, servers: &Path) -> Self {
         Self { servers: Some(servers.to_owned()), ..self }
@@ -119,7 +119,7 @@ impl Slices {
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
-    /// The part of a process's slices that counts on the GPU with this UUID; all of them if it uses no GPU yet.
+    /// The part of a process's slices that is on the GPU with this UUID. All of them if the process uses no GPU yet.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
@@ -128,50 +128,50 @@ impl Slices {
     }
 }
 
-/// The places of the directories of slices, and all else that is the same for every process. It is made for one look at
-/// processes, where the kernel may be asked: the environment of a process can be held up by the driver.
+/// The places of the slices' directories, and everything else that is equal for all processes. It is made for one look at
+/// processes, on a thread on which the kernel may be asked: reading an environment can hang in the driver.
 #[derive(Debug)]
 pub struct SliceMounts {
-    /// The pipe directories, with the directories of slices in them.
+    /// The pipe directories, in which slices have directories.
     pipes: Vec<Place>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     own: Vec<Place>,
-    /// The mount namespaces of the host: the service's own, and that of the first process.
+    /// The mount namespaces of the host: that of the service, and that of the first process.
     host: Vec<PathBuf>,
     /// The service's user namespace.
     user: Option<PathBuf>,
-    /// The first process of each container, once a caller has asked for one.
+    /// The first process of each container, found when a caller asks for one.
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
-    /// The names of the host's users, as a text.
+    /// The text of the file with the names of the host's users.
     users: String,
 }
 
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Sight {
-    /// The slices with a directory that is the root of a mount.
+    /// The slices whose directory is the root of a mount.
     slices: BTreeSet<SliceId>,
-    /// True if a mount leads into or around a pipe directory.
+    /// True if a mount shows a part of a pipe directory, or contains one.
     pipe: bool,
-    /// True if a mount leads to or around a pipe directory, or to the directory of all slices in it.
+    /// True if a mount contains a pipe directory, or the directory of all slices in it.
     whole: bool,
-    /// True if a mount leads to or around a control daemon's own directory.
+    /// True if a mount contains a control daemon's own directory.
     own: bool,
 }
 
-/// All that was seen of a process without a look at its memory.
+/// All that was found out about a process without reading its memory.
 #[derive(Debug)]
 pub struct ProcessSight {
     evidence: Evidence,
     reach: Reach,
-    /// All bindings: no process can claim a slice that another control group has.
+    /// All bindings: no process can claim a slice that is bound to another control group.
     bindings: Arc<SliceBindings>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
 
 impl SliceMounts {
-    /// Finds the places of the pipe directories. A directory that is not there has no slice.
+    /// Finds the places of the pipe directories. A directory that does not exist has no slices.
     pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
         let places = |directories: &BTreeSet<PathBuf>| {
@@ -190,10 +190,11 @@ impl SliceMounts {
         }
     }
 
-    /// Looks at a process without its memory, which may be held up. If its environment has a say, its slices are not known yet.
+    /// Looks at a process without reading its memory, which could hang. If the environment counts for this process, its slices
+    /// are not known yet.
     ///
     /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The process has ended, or can't be read.
     pub fn look_at(&self, process: ProcessId) -> io::Result<(KnownClient, ProcessSight)> {
         let pid = process.pid;
         let seen = self.see(pid)?;
@@ -216,16 +217,16 @@ impl SliceMounts {
             command: proc::name(pid).unwrap_or_default(),
             ..KnownClient::only(process)
         };
-        // Another process may have had its PID meanwhile.
+        // Another process may have had its PID during the look.
         if identity::read(pid)? == process { Ok((client, seen)) } else { Err(Errno::SRCH.into()) }
     }
 
-    /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its
-    /// ancestors are looked at too. So are ancestors in other namespaces, up to the host, for a sandbox in a container:
-    /// the sandbox has the slices of the container. But it reaches no directory that only its ancestors see.
+    /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its ancestors
+    /// count too. So do ancestors in other namespaces, up to the host, for a sandbox in a container: the sandbox has the slices
+    /// of the container. But the sandbox reaches no directory that only its ancestors see.
     ///
     /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The process has ended, or can't be read.
     fn see(&self, pid: u32) -> io::Result<ProcessSight> {
         let (mut believed, mut all) = (false, Sight::default());
         let (mut own_namespace, mut last) = (None, None);
@@ -256,7 +257,7 @@ impl SliceMounts {
             Some(_) if all.own => Reach::OwnDirectory,
             Some(_) => Reach::Control,
         };
-        // Without a slice and a pipe directory, the way by which the process has come to the GPU is not known.
+        // If the process sees neither a slice nor a pipe directory, it is not known how it reached the GPU.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();
@@ -277,12 +278,13 @@ impl SliceMounts {
     }
 
     fn binding_of(&self, pid: u32) -> Option<&Binding<SliceId>> {
-        // Most hosts have none, and the kernel need not be asked.
+        // Most hosts have no bindings, and then the kernel need not be asked.
         self.bindings.iter().next()?;
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
-    /// The container of a process with this record, with the devices of the GPUs of which it is not bound to a slice yet.
+    /// The container of a process with this record. Its devices are those on GPUs of which the process is not bound to a slice
+    /// yet.
     fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
         let binding = self.binding_of(pid);
         if binding.is_some_and(|its| its.by == BoundBy::Root) {
@@ -304,8 +306,8 @@ impl SliceMounts {
         records.record_of(of_the_hosts(&proc::cgroups_text(pid).ok()?)?)
     }
 
-    /// The mount namespace of a process and its root directory there, which make its list of mounts. None on the host,
-    /// and for an ancestor that has just ended.
+    /// The mount namespace of a process and its root directory there: processes with the same ones have the same list of mounts.
+    /// None on the host, and for an ancestor that has just ended.
     fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
         let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
         match place {
@@ -316,8 +318,8 @@ impl SliceMounts {
         }
     }
 
-    /// The slices of a process that root of the host, or a runtime of the host, has mounted. None if the mounts that the
-    /// process sees prove nothing at all.
+    /// The slices of a process whose directories root of the host, or a runtime of the host, has mounted. None if the mounts of
+    /// the process prove nothing.
     fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<SliceId>> {
         let its = proc::user_namespace(process).ok();
         if its.is_some() && its == self.user {
@@ -353,15 +355,15 @@ impl SliceMounts {
 }
 
 impl ProcessSight {
-    /// Returns whether the environment of the process has a say about its slices.
+    /// Returns true if the environment of the process counts for its slices.
     pub fn asks_environment(&self) -> bool {
         self.evidence.asks_environment()
     }
 
-    /// The slices of the process. This asks for the memory of the process if its environment has a say.
+    /// The slices of the process. This reads the memory of the process if its environment counts.
     ///
     /// # Errors
-    /// The process has ended, or can't be looked at.
+    /// The process has ended, or can't be read.
     pub fn slices(&self, pid: u32) -> io::Result<Option<Membership>> {
         let claim = if self.asks_environment() {
             claimed(&proc::environment(pid)?, &self.pipe_directories)
@@ -373,7 +375,7 @@ impl ProcessSight {
     }
 }
 
-/// The tenant that a process of this user works for.
+/// The tenant of a process of this user.
 fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
         Some(id) => id.to_owned(),
@@ -382,7 +384,7 @@ fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     Ok(Tenant { uid, container })
 }
 
-/// Returns true if this control group exists. A group that was made again under the same path is another.
+/// Returns true if this control group exists. A group that was removed and made again with the same path is another group.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }
@@ -395,7 +397,7 @@ fn bound(binding: &Binding<SliceId>) -> Membership {
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
 }
 
-/// The parent of a process, the parent's parent and so on. It ends where another process may have the PID by now.
+/// The parent of a process, the parent's parent and so on. It stops where a PID may belong to another process by now.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     let parent = |child: &proc::Stat| {
         let parent = proc::stat(child.parent).ok()?;
@@ -424,7 +426,7 @@ fn first_processes() -> BTreeMap<String, u32> {
     oldest.into_iter().map(|(id, (_, pid))| (id, pid)).collect()
 }
 
-/// The slices that stand in the environment of a process: by their names, or one by its directory.
+/// The slices in the environment of a process: by their names, or one slice by its directory.
 fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Vec<DeviceName> {
     let named = named(environment);
     if named.is_empty() {
@@ -439,18 +441,18 @@ fn named(environment: &[u8]) -> Vec<DeviceName> {
         proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
     for name in value.unwrap_or_default().split(',').take(CLAIMS) {
-        // Anything but a name is left out, since every user can read the list.
+        // Anything but a name is left out, since every user can read the published names.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     slices
 }
 
-/// The slice with a directory of this path below the pipe directory: `slices/00_06.0-1`.
+/// The slice whose directory has this path below the pipe directory: `slices/00_06.0-1`.
 fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }
 
-/// The slice in which directory a process with this environment looks for its control daemon.
+/// The slice in whose directory a process with this environment looks for its control daemon.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();
@@ -531,7 +533,7 @@ mod tests {
         SliceMounts::find(&slices.commanded_in(directories))
     }
 
-    /// The mounts of a container that has this directory at a place of its own.
+    /// The mounts of a container in which this directory is mounted at another path.
     fn seen(directory: &Path) -> Sight {
         let pipe = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();

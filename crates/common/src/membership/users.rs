@@ -2,8 +2,8 @@
 
 use std::fs;
 
-/// The host's users. Users that only a directory service knows stay without a name, since such a service can take long
-/// to answer.
+/// The file with the host's users. Users that only a directory service knows have no name here, since such a service can take
+/// long to answer.
 const USERS: &str = "/etc/passwd";
 
 /// The text with all names.

@@ -1,4 +1,4 @@
-//! The control daemons that serve the usable GPUs, and the comparison of a control daemon with a later plan.
+//! The control daemons for the usable GPUs, and the comparison of a control daemon with a later plan.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,29 +21,29 @@ use crate::problem::LocatedProblem;
 pub struct ControlDaemonPlan {
     pub id: DaemonId,
     pub pipe_directory: PathBuf,
-    /// The directory of the control daemon alone, in which it makes its sockets. The pipe directory then has a link to the
-    /// socket for clients. None if it makes its sockets in the pipe directory.
+    /// The directory in which only the control daemon makes its sockets. The pipe directory then has a link to the socket for
+    /// clients. None if the sockets are in the pipe directory.
     pub private_directory: Option<PathBuf>,
-    /// `CUDA_MPS_LOG_DIRECTORY`.
+    /// The control daemon's `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
-    /// The directory in which each of its slices has a directory with a link to its socket. None if its clients have to
-    /// connect in the pipe directory.
+    /// The directory that contains the directories of its slices, each with a link to its socket. None if clients have to connect
+    /// in the pipe directory.
     pub slice_directories: Option<PathBuf>,
     /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
     /// order of entries.
     pub gpus: Vec<ServedGpu>,
-    /// The default active thread percentage: the largest percentage of its GPUs.
+    /// The default active thread percentage: the largest percentage of its slices.
     pub thread_percentage: u8,
-    /// True if to ask for one server for the clients of every user.
+    /// True if one server should serve the clients of every user.
     pub multiuser: bool,
-    /// True if the control daemon is started without that if its driver refuses it.
+    /// True if the control daemon is started without multi-user mode when its driver refuses it.
     pub multiuser_optional: bool,
     pub prewarm: bool,
-    /// The CPUs near its GPUs, if it is bound to them.
+    /// The CPUs near its GPUs, if it should be bound to them.
     pub cpus: Option<Cpus>,
 }
 
-/// A running control daemon: the properties that only another control daemon can change.
+/// A running control daemon: the properties that can't be changed while it runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Present<'a> {
     pub pipe_directory: &'a Path,
@@ -52,18 +52,18 @@ pub struct Present<'a> {
     pub log_directory: &'a Path,
     pub gpus: &'a [String],
     pub multiuser: bool,
-    /// True if it was to be bound to the CPUs near its GPUs.
+    /// True if the control daemon was started with a binding to the CPUs near its GPUs.
     pub near_cpus: bool,
 }
 
 impl ControlDaemonPlan {
-    /// The names of these of its GPUs, by UUID, as far as they are known.
+    /// The names of those of its GPUs that have these UUIDs and a known name, by UUID.
     pub fn gpu_names(&self, uuids: &[String]) -> BTreeMap<String, String> {
         let its = self.gpus.iter().filter(|gpu| uuids.contains(&gpu.uuid));
         its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
     }
 
-    /// The GPUs that the control daemon serves as planned only after a new order beyond that of `before`.
+    /// The GPUs with slices that are served as planned only once the control daemon has got this order, after the order `before`.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
@@ -85,7 +85,7 @@ impl ControlDaemonPlan {
         self.id.tenure()
     }
 
-    /// True if it looks for programs without MPS on a GPU for all control daemons that take turns there: one is enough.
+    /// True if this control daemon looks for programs without MPS on a GPU. One of those that take turns there does it for all.
     pub fn stands_guard(&self) -> bool {
         self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.sizes.contains_key(&0))
     }
@@ -105,8 +105,8 @@ impl ControlDaemonPlan {
         [(size.memory_mib, gpu.memory_limit_mib), threads]
     }
 
-    /// The part of this plan that a running control daemon can't fulfil, so that another must take its place. A GPU
-    /// that is not `reachable` is ignored.
+    /// The part of this plan that a running control daemon can't fulfil, so that it has to be replaced. A GPU that is not
+    /// `reachable` is ignored.
     pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
         let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
@@ -134,7 +134,7 @@ impl ControlDaemonPlan {
     }
 }
 
-/// The control daemons for the GPUs that can be served now. It gives slices their directories.
+/// The control daemons for the GPUs that can be served now. This also sets the directories of slices.
 pub(super) fn control_daemons(
     gpus: &mut [GpuPlan],
     settings: &Settings,
@@ -161,7 +161,7 @@ pub(super) fn control_daemons(
     let control_daemons: Vec<ControlDaemonPlan> =
         all.filter_map(|(gpus, slice)| control_daemon(gpus, slice, settings, inventory)).collect();
     for gpu in gpus {
-        // A GPU that can't be served now keeps the directories that it has beside the others.
+        // A GPU that can't be served now gets the directories that it has when it is served.
         let pipe_directory = gpu.slice_pipe_directory(0);
         let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == pipe_directory);
         gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
@@ -169,20 +169,20 @@ pub(super) fn control_daemons(
     control_daemons
 }
 
-/// The longest path of a socket, in bytes, with the zero at its end: `sun_path` of `sockaddr_un`.
+/// The most bytes of a socket's path, with the zero at its end: the size of `sun_path` in `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// The private directory of the control daemon with this pipe directory. It is beside the pipe directory of the settings,
-/// since links can't lead to another file system, and since whatever is inside is given to containers.
+/// The private directory of the control daemon with this pipe directory. It is next to the configured pipe directory: on another
+/// file system no hard links would be possible, and everything inside the pipe directory is mounted in containers.
 fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
     let below = pipe_directory.strip_prefix(&settings.pipe_directory).ok()?;
     let base = settings.private_directory();
-    // Joined with nothing, a path would end with a slash.
+    // Joining an empty path would add a slash.
     let directory = if below.as_os_str().is_empty() { base } else { base.join(below) };
     config::has_room_for_sockets(&directory).then_some(directory)
 }
 
-/// The directories of the slices of these GPUs, where clients can connect in any directory.
+/// The directory of the slices' directories for these GPUs, if clients can connect in any directory.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
     let directories = settings.pipe_directory.join(DIRECTORIES);
     let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices().saturating_sub(1)).directory_name());
@@ -191,7 +191,7 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// The control daemon of these GPUs, or of one slice of a GPU, which has this pipe directory.
+/// The control daemon with this pipe directory, for these GPUs, or for one slice of a GPU.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -216,9 +216,9 @@ fn control_daemon(
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
     let private_directory = linked.then(|| private_directory(&pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
-    // The client counts the ordinals of limits. In a container that sees one GPU, the default of ordinal 0 applies to that
-    // GPU, whichever GPU it is. A client's own limit can only be lower than the default, so no default may be below the
-    // limit of any slice.
+    // The ordinals in limits are those that the client sees. In a container with one GPU, ordinal 0 is that GPU, and the default
+    // of ordinal 0 applies to it, even if it has another ordinal on the host. A client's own limit can only lower the default, so
+    // no default may be below the limit of any slice.
     let ordinals =
         |gpu: &GpuPlan| only.map_or(0..gpu.slices(), |slice| slice.ordinal..slice.ordinal.saturating_add(1));
     let sizes: Vec<SliceSize> =
@@ -231,7 +231,7 @@ fn control_daemon(
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: gpu.places,
-        // Of several control daemons, the control daemon of a client is unknown.
+        // NVML does not say to which of several control daemons a client belongs.
         clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {
@@ -241,7 +241,7 @@ fn control_daemon(
         gpus: gpus.iter().map(served).collect(),
         thread_percentage,
         multiuser,
-        // A server of a user's own would have to get into the directory of the control daemon.
+        // Without multi-user mode, a server runs as its user, and has to have access to the control daemon's directory.
         multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
@@ -250,7 +250,7 @@ fn control_daemon(
     })
 }
 
-/// Checks that the log directory is not where a control daemon makes its FIFO.
+/// Checks that no log directory is where a control daemon makes its FIFO.
 pub(super) fn each_writes_a_log(
     control_daemons: &[ControlDaemonPlan],
     settings: &Settings,
@@ -273,7 +273,7 @@ pub(super) fn each_writes_a_log(
     if problems.is_empty() { Ok(()) } else { Err(PlanError::Problems(problems)) }
 }
 
-/// Warns of slices for which the control daemon's defaults, which fit its largest slice, are too large.
+/// Adds a warning for slices that are smaller than the control daemon's defaults, which are those of its largest slice.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
         let holder = match control_daemon.id {
@@ -295,7 +295,7 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
     }
 }
 
-/// The limits of the slices that have less than the default, in words. None if no slice has less.
+/// The limits of the slices that are smaller than the default, in words. None if no slice is smaller.
 fn smaller(
     gpu: &GpuPlan,
     served: &ServedGpu,
@@ -326,7 +326,7 @@ mod tests {
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
     use crate::problem::Origin;
 
-    /// A slice waits for the control daemon only if its own limits change, and with them the default that it needs.
+    /// A slice has to wait for another control daemon only if its own limits change, and with them the default that it needs.
     #[test]
     fn a_slice_with_unchanged_limits_waits_for_nothing() {
         let plan_of = |slices: [(u64, u8); 3]| {
@@ -363,14 +363,14 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            // The default is larger than the new limits before and after the change.
+            // The default is larger than the new limits, before and after the change.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
-            // The default grows, but the other slices keep their own limits.
+            // The default grows, but the other slices' own limits stay.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
             // The default was smaller than the second slice's new limit.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
-            // The default shrinks.
+            // The default gets smaller.
             ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
             ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
             ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),
@@ -438,11 +438,12 @@ mod tests {
         );
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
-        // With one GPU each, the defaults are the limits of its slices.
+        // If each control daemon has one GPU, its defaults are the limits of the GPU's slices.
         assert_eq!(plan.gpus[0].warnings, []);
     }
 
-    /// With a private directory the FIFO is there, and a control daemon below has another FIFO than `log`.
+    /// A control daemon with a private directory has its FIFO there, and for a control daemon in a subdirectory, `log` in the
+    /// pipe directory is no FIFO.
     #[test]
     fn a_control_daemon_that_would_write_no_log_is_an_error() {
         let silent = |version: &str, topology, log: &str| {
@@ -525,7 +526,7 @@ mod tests {
         assert_eq!(linked(&settings, &inventory), None);
     }
 
-    /// Containers are given the pipe directory, with all that is in it.
+    /// The pipe directory is mounted in containers, with everything in it.
     #[test]
     fn a_private_directory_is_beside_the_pipe_directory() {
         let mut inventory = h200s();
@@ -576,7 +577,7 @@ mod tests {
         assert_eq!(cpus(Topology::PerGpu, CpuAffinity::Auto, [Some("0-63"), Some("0-127")]), [None, None]);
     }
 
-    /// Other CPUs near a GPU, such as after one was switched off, are no reason for another control daemon.
+    /// When the CPUs near a GPU change, for example because one was switched off, the control daemon is not replaced.
     #[test]
     fn only_the_key_needs_another_control_daemon() {
         let mut daemon = plan(&with(vec![(node(128), 2)]), &h200s()).unwrap().control_daemons.remove(0);
@@ -623,7 +624,7 @@ mod tests {
         assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
     }
 
-    /// A slice is served only once its directory leads somewhere.
+    /// A slice is served only once its directory has a link.
     #[test]
     fn a_gpu_with_new_slices_waits_for_their_directories() {
         let mut inventory = h200s();

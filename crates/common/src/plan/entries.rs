@@ -1,5 +1,5 @@
-//! From the entries of the device file to the GPUs that are to be served. Without an entry of type `NVIDIA_MPS` these
-//! are all GPUs that no entry of another type claims.
+//! From the entries of the device file to the GPUs that should be served. Without an entry of type `NVIDIA_MPS` these are all
+//! GPUs that have no entry of another type.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,7 +16,7 @@ pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
     /// The keys of its own entry, or the number of slices of every GPU.
     pub keys: MpsEntry,
-    /// The reason why the GPU has gone. None if it is there.
+    /// The reason why the GPU is missing. None if it is there.
     pub gone: Option<Problem>,
 }
 
@@ -30,7 +30,7 @@ pub(super) fn wanted<'a>(
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
     let mut missing = Vec::new();
-    // Without a driver, only the text of two paths can show that they name the same GPU.
+    // Without a driver, two paths are known to name the same GPU only if their texts are equal.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
         let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
@@ -79,7 +79,7 @@ pub(super) fn wanted<'a>(
     }
     match not_yet {
         _ if !problems.is_empty() => {
-            // The report has these too, so that all problems can be corrected at once.
+            // These are reported too, so that all problems can be corrected at once.
             let certain = missing.into_iter().filter(|missing| missing.certain);
             problems.extend(certain.map(|missing| missing.problem));
             Err(PlanError::Problems(problems))
@@ -90,8 +90,8 @@ pub(super) fn wanted<'a>(
     }
 }
 
-/// An address without a domain keeps its former GPU, so that no other GPU is served in its place after that GPU has
-/// gone.
+/// An address without a domain still means the same GPU as before. After that GPU has been removed, another GPU with this address
+/// is not served instead.
 fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     match (path, find(path, before)) {
         (DevicePath::ShortPci(_), Ok(gpu)) => DevicePath::Pci(gpu.pci.address),
@@ -99,8 +99,8 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     }
 }
 
-/// The GPU to which the path led in the former plan, and whether it has gone, so that the facts about it come from that
-/// plan. None if another GPU has its address now.
+/// The GPU that the path has named in the former plan, and true if the GPU is missing now, so that the facts from that plan are
+/// used. None if another GPU has its address now.
 fn known_before<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -114,7 +114,7 @@ fn known_before<'a>(
     }
 }
 
-/// Every NVIDIA GPU that no entry claims, in PCI order. A GPU that another kernel driver holds is left out.
+/// Every NVIDIA GPU without an entry, in PCI order. A GPU with another kernel driver is left out.
 fn unclaimed<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -125,7 +125,7 @@ fn unclaimed<'a>(
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
             Ok(address) => claimed.extend(address),
-            // If the GPU of the claim is unknown, serving any GPU might take it from its user.
+            // If it is not known which GPU the entry names, each GPU may be the one, and could be in use.
             Err(problem) => {
                 not_yet.get_or_insert(problem);
             }
@@ -145,7 +145,7 @@ fn unclaimed<'a>(
     wanted
 }
 
-/// The use of each GPU, if none is left to serve.
+/// The use of each GPU, if no GPU is left to serve.
 pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
     let mut others = Vec::new();
     let mut remedy = "";
@@ -212,7 +212,7 @@ mod tests {
         );
     }
 
-    /// The service then serves nothing, and the reason shows a mistyped type.
+    /// Then the service serves nothing, and the reason shows a mistyped type.
     #[test]
     fn if_all_gpus_have_another_use_each_use_is_named() {
         let settings = and_other(no_entries(), Some(pci("1a:00.0")));
@@ -264,7 +264,7 @@ mod tests {
                 format!("devices.yml:3: devices[1].path: {found}; {all}")
             );
             assert_eq!(plan.control_daemons[0].gpus.len(), 1);
-            // An entry counts as NVIDIA_MPS even if its GPU is not there, so the other GPU is not served instead.
+            // An entry of the type `NVIDIA_MPS` counts even if its GPU is missing, so the other GPU is not served instead.
             assert!(plan.configured.may_have("GPU-0") && plan.configured.may_have("GPU-x"));
             assert!(!plan.configured.may_have("GPU-1"));
         }
@@ -291,15 +291,15 @@ mod tests {
         assert_eq!((after.gpus[1].slices(), after.gpus[1].size(0).memory_mib), (2, 61440));
         assert_eq!(after.control_daemons[0].gpus.len(), 1);
         assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
-        // The plan stays the same if it is made again, and it is as before when the GPU is back.
+        // If the plan is made again it stays the same, and when the GPU is back, the plan is as before.
         assert_eq!(plan_after(&settings, &without, &after.gpus).unwrap(), after);
         assert_eq!(plan_after(&settings, &whole, &after.gpus).unwrap(), before);
-        // A different GPU at its address does not take its place.
+        // Another GPU at the same address does not replace it.
         let mut other = without;
         other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 122_880, (9, 0)));
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
-        // The same GPU under another name keeps its place.
+        // The same GPU with another name stays in the plan.
         let mut renamed = h200s();
         renamed.gpus[1].pci.render_node = None;
         let after = plan_after(&settings, &renamed, &before.gpus).unwrap();
@@ -321,7 +321,7 @@ mod tests {
         }
     }
 
-    /// The CPU time for sixteen times as many entries is about sixteen times as long, not 256 times.
+    /// With sixteen times as many entries the CPU time is about sixteen times as long, not 256 times.
     #[test]
     fn the_time_grows_with_the_number_of_entries_and_not_with_its_square() {
         let inventory = without_driver(h200s());

@@ -1,4 +1,4 @@
-//! The plan for one GPU as plain data: its slices with their limits and names, and the ailments of the GPU itself.
+//! The plan for one GPU as plain data: its slices with their limits and names, and the problems of the GPU itself.
 
 use std::path::PathBuf;
 
@@ -17,34 +17,34 @@ pub struct GpuPlan {
     /// The slices, by their ordinals.
     pub sizes: Vec<SliceSize>,
     pub isolation: Isolation,
-    /// The most clients that a control daemon can have on it.
+    /// The most clients that a control daemon can have on the GPU.
     pub places: u32,
-    /// True if its clients can be counted.
+    /// True if clients on the GPU can be counted.
     pub clients_counted: bool,
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
-    /// The pipe directory of its control daemon. If each slice has one, their pipe directories are in this one.
+    /// The pipe directory of its control daemon. If each slice has a control daemon, their pipe directories are inside this one.
     pub pipe_directory: PathBuf,
-    /// The directory of the directories of its slices, if each slice has one.
+    /// The directory that contains the directories of its slices, if each slice has one.
     pub slice_directories: Option<PathBuf>,
-    /// The CPUs near it, if its control daemon and its clients are to run there. None if these are all CPUs.
+    /// The CPUs near the GPU, if its control daemon and its clients should run there. None if these are all CPUs.
     pub cpus: Option<Cpus>,
 }
 
 pub const HELD: &str = "gpu-held";
 
-/// The slices of the GPU can't have a control daemon each.
+/// The name of the problem that the slices of the GPU can't have a control daemon each.
 pub(super) const INSEPARABLE: &str = "isolation-impossible";
 
 impl GpuPlan {
-    /// The reason why it can't be served now, if there is one.
+    /// The reason why the GPU can't be served now, if there is one.
     pub fn unusable(&self) -> Option<String> {
         let obstacles: Vec<String> = self.obstacles.iter().map(|one| one.problem.to_string()).collect();
         (!obstacles.is_empty()).then(|| obstacles.join("; "))
     }
 
-    /// True if the GPU can be served, even if not now. If not, an administrator has to change the GPU first.
+    /// True if the GPU can be served, now or later, without a change of the GPU by an administrator.
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
             Ok(facts) => {
@@ -60,12 +60,12 @@ impl GpuPlan {
         u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
     }
 
-    /// The size of this slice. A slice that is not there has nothing.
+    /// The size of this slice. All zero for a slice that does not exist.
     pub fn size(&self, ordinal: u32) -> SliceSize {
         usize::try_from(ordinal).ok().and_then(|ordinal| self.sizes.get(ordinal)).copied().unwrap_or_default()
     }
 
-    /// The largest parts of its slices' sizes.
+    /// The largest value of each part of its slices' sizes.
     pub fn largest(&self) -> SliceSize {
         SliceSize::largest(&self.sizes)
     }
@@ -80,8 +80,8 @@ impl GpuPlan {
         self.clients_counted.then(|| self.size(ordinal).max_clients)
     }
 
-    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has places of its own,
-    /// or NVML can't say what the GPU is.
+    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has its own, or if NVML
+    /// can't read the GPU.
     pub fn shared_places(&self) -> Option<u32> {
         (self.isolation == Isolation::Gpu && self.gpu.facts().is_some()).then_some(self.places)
     }
@@ -102,7 +102,7 @@ impl GpuPlan {
         Some(self.slice_directories.as_ref()?.join(self.slice(ordinal).directory_name()))
     }
 
-    /// The processes without MPS, if they alone keep the GPU from being served.
+    /// The processes without MPS, if they are the only reason why the GPU is not served.
     pub fn holders(&self) -> &[(u32, String)] {
         match (&self.gpu.nvml, self.obstacles.as_slice()) {
             (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.state.foreign_processes,
@@ -111,8 +111,8 @@ impl GpuPlan {
     }
 }
 
-/// The obstacles, except for processes that hold the GPU. It gives all of them at once, so that no administrator corrects one
-/// only to meet the next.
+/// The obstacles, except for processes that use the GPU. All of them are returned at once, so that an administrator can correct
+/// all before the next attempt.
 pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
     match &gpu.nvml {
         Ok(facts) => settings(gpu, facts),

@@ -47,7 +47,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let mut gpu = (*gpu).clone();
     let obstacles = match gone {
         Some(problem) => {
-            // The processes that used the GPU must not be ended any more.
+            // The processes that have used the GPU are not there any more.
             gpu.nvml.as_mut().into_iter().for_each(|facts| facts.state.foreign_processes.clear());
             vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
         }
@@ -79,7 +79,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     }
 }
 
-/// The obstacle if processes would keep an MPS server from starting.
+/// The obstacle if processes prevent the start of an MPS server.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     let exclusive = facts.state.compute_mode.is_some_and(ComputeMode::is_exclusive);
     if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
@@ -120,7 +120,7 @@ fn inseparable(
     Some(NamedProblem::new(INSEPARABLE, found, remedy))
 }
 
-/// Warns of entries of another type for a GPU that is served. Their users can't work with its compute mode.
+/// Adds warnings for entries of another type that name a GPU which is served. Their users can't work with its compute mode.
 pub(super) fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
     let claims = |entry: &&DeviceEntry, address| paths::claimed_by(entry, inventory) == Some(address);
     let (ours, others): (Vec<_>, Vec<_>) = settings.devices.iter().partition(|entry| entry.mps.is_some());
@@ -184,7 +184,7 @@ mod tests {
             assert_eq!(plan.gpus[1].slices(), 2);
             let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
             assert_eq!(daemon.gpus.len(), 1);
-            // The percentage of a GPU that is left out does not count.
+            // The percentage of a GPU that can't be served does not count.
             assert_eq!(daemon.thread_percentage, 25);
             assert_eq!(plan.gpus[0].warnings, []);
         }

@@ -1,4 +1,4 @@
-//! The arithmetic of limits: the limits of one slice with their rounding.
+//! The limits of one slice, with their rounding.
 
 use std::num::{NonZeroU32, NonZeroU64};
 use std::ops::RangeInclusive;
@@ -23,12 +23,12 @@ pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 
     u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
 }
 
-/// The most clients of one of N slices of a GPU that can hold this many.
+/// The most clients of one of N slices of a GPU that can have this many clients.
 pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
     (places / slices.get()).max(1)
 }
 
-/// The number of slices among which the places and the threads of the GPU's control daemon are divided.
+/// The number of slices that share the clients and the threads of one control daemon on the GPU.
 pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     match isolation {
         Isolation::Gpu => slices,
@@ -36,22 +36,22 @@ pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     }
 }
 
-/// The memory that the CUDA context of a process takes, in MiB, with this percentage of the threads: the least, and the most.
-/// A fixed part and a part for each multiprocessor were measured with driver 580: 147 with 25 % on an H100, 514 with 100 % on
-/// an H200. The least is that of a GPU with 27 multiprocessors, and the most has some reserve.
+/// The memory, in MiB, that the CUDA context of a process needs with this percentage of the threads: the least and the most. It
+/// has a fixed part and a part for each multiprocessor, measured with driver 580: 147 MiB with 25 % on an H100, 514 MiB with 100
+/// % on an H200. The least is for a GPU with 27 multiprocessors, and the most includes some reserve.
 pub fn context_mib(thread_percentage: u8) -> RangeInclusive<u64> {
     const FIXED: u64 = 32;
     let percent = u64::from(thread_percentage);
     FIXED + percent..=FIXED + 7 * percent
 }
 
-/// The key that asks for more memory than the GPU has, or leaves a slice without room for a client.
+/// The key that asks for more memory than the GPU has, or leaves too little memory for a client of a slice.
 pub(super) fn wrong_size(gpu: &Gpu, keys: &MpsEntry, settings: &Settings) -> Option<(&'static str, Problem)> {
     let total = gpu.facts()?.memory_total_mib?;
     too_little(gpu, total, keys, settings).or_else(|| too_much(gpu, total, keys))
 }
 
-/// The key that gives a slice less memory than the context of one client takes.
+/// The key that gives a slice less memory than the context of one client needs.
 fn too_little(
     gpu: &Gpu,
     total: u64,
@@ -101,7 +101,7 @@ fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry) -> Option<(&'static str, Pro
     Some((key, Problem::new(found, remedy)))
 }
 
-/// The memory that the slices have together, in MiB, if that is more than the GPU has.
+/// The memory of the slices together, in MiB, if that is more than the GPU has.
 pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
     let share = memory_mib(total, keys.slices);
     let memory = |size: SliceKeys| size.memory_mib.map_or(share, NonZeroU64::get);
@@ -116,11 +116,11 @@ pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
 /// A limit of a slice, and the control daemon's default for it.
 pub(super) type Limit = (u64, u64);
 
-/// True if the slice's clients get this limit only after the control daemon has another default than `before`. A slice
-/// that keeps its own limit waits for nothing, even if the default changes.
+/// True if the slice's clients get this limit only after the control daemon has got another default than `before`. A slice whose
+/// own limit stays has to wait for nothing, even if the default changes.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
-    // A default below the slice's new limit gives its clients too little. If the slice's new limit is also the new
-    // default, the old default does not limit its clients to it.
+    // If the default is below the slice's new limit, its clients get too little. If the slice's new limit is also the new
+    // default, clients do not set a limit themselves, so the old default would apply.
     own != own_before && default != default_before && (own > default_before || own == default)
 }
 
@@ -177,7 +177,7 @@ mod tests {
             none[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"),
             "{none:?}"
         );
-        // GiB were meant.
+        // The administrator meant GiB.
         let mut settings = with(vec![(node(128), 4)]);
         settings.devices[0].mps.as_mut().unwrap().each.memory_mib = NonZeroU64::new(20);
         assert_eq!(
@@ -200,7 +200,7 @@ mod tests {
         keys.own = vec![size(8192, None), size(20, None)];
         let told = problems(&settings, &p40());
         assert!(told[0].starts_with("devices.yml:2: devices[0].slices: 20 MiB"), "{told:?}");
-        // Alone in its control daemon, a slice has all threads.
+        // If a slice has its own control daemon, it has all threads.
         let mut settings = with(vec![(node(128), 4)]);
         let keys = settings.devices[0].mps.as_mut().unwrap();
         (keys.each.memory_mib, keys.isolation) = (NonZeroU64::new(100), Some(Isolation::Slice));

@@ -1,9 +1,8 @@
 //! The plan: the control daemons to run, with their GPUs, slices and limits. It is a pure function of the settings and
 //! the host's GPUs.
 //!
-//! The way of the data: `entries` finds the GPUs that the configuration asks for, and asks `paths` for the GPU behind
-//! each path. `gpus` plans each of them with the `limits` of its slices and its `warnings`. `control_daemons` divides
-//! the usable GPUs among control daemons.
+//! `entries` finds the GPUs that the configuration asks for, with `paths` for the GPU of each path. `gpus` plans each GPU, with
+//! the `limits` of its slices and its `warnings`. `control_daemons` divides the usable GPUs among control daemons.
 
 mod control_daemons;
 mod entries;
@@ -29,28 +28,29 @@ use crate::problem::{LocatedProblem, Problem};
 /// plan of a configuration without GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
-    /// Every GPU of the configuration, in its order, served or not.
+    /// Every GPU of the configuration, in the order of the configuration. Not all of them can be served.
     pub gpus: Vec<GpuPlan>,
     pub missing: Vec<Missing>,
     pub control_daemons: Vec<ControlDaemonPlan>,
     /// The GPUs of the configuration, by UUID.
     pub configured: Configured,
-    /// The reason why there is no GPU, in words for an administrator. Empty if there is a GPU, or if none is asked for.
+    /// The reason why the plan has no GPU, in words for an administrator. Empty if it has a GPU, or if the configuration asks for
+    /// none.
     pub nothing: String,
 }
 
-/// An entry of the device file without a GPU on this host now. The GPU may come, or come back.
+/// An entry of the device file without a GPU on this host now. The GPU may be added later, or come back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
     pub problem: LocatedProblem,
     pub path: DevicePath,
-    /// True if this is certain. It is not while a GPU that may be the right one can't be asked.
+    /// True if it is certain that the host does not have the GPU. False while a GPU that may be the right one does not answer.
     pub certain: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlanError {
-    /// The configuration is wrong until someone corrects it. This has every problem, at least one.
+    /// The configuration is wrong, and has to be corrected. This has every problem, at least one.
     Problems(Vec<LocatedProblem>),
     /// The host has none of the configured GPUs. This has their entries, at least one.
     Missing(Vec<Missing>),
@@ -62,8 +62,8 @@ pub fn problems(missing: &[Missing]) -> Vec<LocatedProblem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }
 
-/// Makes the plan. A GPU that does not work or is not there is a state of that GPU or of its entry, and no error. A GPU
-/// from the plan `before` that has gone keeps its place, so its devices become unhealthy but still exist.
+/// Makes the plan. A GPU that does not work or is missing is no error: the plan says so. A GPU of the plan `before` that is
+/// missing now stays in the plan, so its devices become unhealthy but still exist.
 pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
     let before = Inventory {
         driver: Ok(String::new()),

@@ -1,4 +1,4 @@
-//! From the path in an entry of the device file to the GPU on this host, or to the reason why it leads to none.
+//! From the path in an entry of the device file to the GPU on this host, or to the reason why there is none.
 
 use std::path::Path;
 
@@ -11,13 +11,13 @@ use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::Problem;
 
 pub(super) enum Miss {
-    /// The path never leads to one.
+    /// The path can never name a GPU.
     Wrong(Problem),
-    /// The path leads to several.
+    /// The path names several GPUs.
     Ambiguous(Problem),
-    /// The path leads to none now. That is not certain while a GPU that may be the right one can't be asked.
+    /// The path names no GPU now. That is not certain while a GPU that may be the right one does not answer.
     Absent { problem: Problem, certain: bool },
-    /// Nothing is known without a driver: the reason why there is none.
+    /// Without a driver the path tells nothing. This is the reason why there is no driver.
     NotYet(Problem),
 }
 
@@ -52,7 +52,7 @@ pub(super) fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'
     gpu.ok_or_else(|| not_nvidia(path.to_string(), device, inventory))
 }
 
-/// True if a path without a GPU may belong to this GPU, since the host does not report the GPU's name of that kind.
+/// True if the path may name this GPU, because the host does not report the GPU's name of that kind.
 pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
@@ -61,7 +61,7 @@ pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     }
 }
 
-/// The display device that an entry of another type claims. None if it claims none.
+/// The display device that an entry of another type names. None if it names none.
 pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, Problem> {
     if let DevicePath::Other(text) = path {
         return Ok(behind(text, inventory).map(|device| device.address));
@@ -80,7 +80,7 @@ pub(super) fn claimed_by(entry: &DeviceEntry, inventory: &Inventory) -> Option<P
     claim(entry.path.as_ref()?, inventory).ok()?
 }
 
-/// The paths that would be right on this host.
+/// The paths that are allowed on this host.
 pub(super) fn choices(inventory: &Inventory) -> String {
     let paths: Vec<_> = inventory
         .gpus
@@ -102,7 +102,7 @@ fn devices(inventory: &Inventory) -> impl Iterator<Item = &PciDevice> {
     inventory.gpus.iter().map(|gpu| &gpu.pci).chain(&inventory.others)
 }
 
-/// Finds a GPU by a fact that only NVML knows. A GPU that NVML can't ask may be the right one.
+/// Finds a GPU by a fact that only NVML knows. A GPU that NVML can't read may be the right one.
 fn with_facts<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -123,7 +123,7 @@ fn with_facts<'a>(
     }
 }
 
-/// The GPU is not there if the driver works. Otherwise nothing is known yet.
+/// If the driver works, the GPU is missing. Otherwise nothing is known yet.
 fn absent(inventory: &Inventory, found: String) -> Miss {
     match &inventory.driver {
         Ok(_) => Miss::Absent { problem: Problem::new(found, choices(inventory)), certain: true },
@@ -165,7 +165,7 @@ fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem::new(found, choices(inventory)))
 }
 
-/// A path of none of the accepted kinds.
+/// A path that is of none of the accepted kinds.
 fn no_path(text: &str, inventory: &Inventory) -> Miss {
     let quoted = format!("{text:?}");
     let kind = if is_card_node(text) {
@@ -189,7 +189,7 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem { found, remedy })
 }
 
-/// The device behind a card node or a link. Neither is accepted, but the message can name the right path.
+/// The device of a card node or a link. Neither is accepted, but the message can name the right path.
 fn behind<'a>(text: &str, inventory: &'a Inventory) -> Option<&'a PciDevice> {
     let address = by_path_address(text);
     devices(inventory).find(|device| {
@@ -266,7 +266,7 @@ mod tests {
         }
     }
 
-    /// The platform itself leaves out the domain of a GPU's address.
+    /// The platform itself writes a GPU's address without the domain.
     #[test]
     fn an_address_without_a_domain_finds_the_only_gpu_in_any_domain() {
         let one = gpu("0001:1a:00.0", 128, "GPU-1", 122_880, (9, 0));
@@ -288,11 +288,11 @@ mod tests {
                 "devices.yml:2: devices[0].path: 1a:00.0 may be 0001:1a:00.0 or 0002:1a:00.0; write the address with its domain"
             ]
         );
-        // If the GPU of another entry's claim is ambiguous, no GPU is served.
+        // If it is ambiguous which GPU an entry of another type names, no GPU is served.
         let claimed = and_other(no_entries(), Some(short("1a:00.0")));
         assert!(not_yet(&claimed, &several).contains("1a:00.0 may be"));
         assert_eq!(served(&plan(&claimed, &both).unwrap()), ["0001:1a:00.0"]);
-        // When the GPU goes, no other GPU takes its place.
+        // If the GPU is removed, no other GPU replaces it.
         let other = host(vec![gpu("0002:1a:00.0", 129, "GPU-2", 122_880, (9, 0))]);
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!(served(&after), ["0001:1a:00.0"]);
@@ -339,7 +339,7 @@ mod tests {
         inventory.gpus[2].pci.render_node = None;
         let (certain, reason) = alone(node(130), &inventory);
         assert!(!certain && reason.contains("modprobe nvidia-drm"), "{reason}");
-        // A GPU in a virtual machine never gets a render node on the host.
+        // A GPU that is passed through to a virtual machine has no render node on the host.
         inventory.gpus[2].pci.driver = Some("vfio-pci".to_owned());
         assert!(alone(node(130), &inventory).0);
     }

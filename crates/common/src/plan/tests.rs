@@ -105,7 +105,8 @@ pub(super) fn p40() -> Inventory {
     host(vec![gpu("00:06.0", 128, P40, 23040, (6, 1))])
 }
 
-/// GPU-0 to GPU-3 of 120 GiB, which any number of slices in the tests divides, at 0000:1a:00.0 to 0000:1d:00.0, render nodes 128 to 131.
+/// GPU-0 to GPU-3 at 0000:1a:00.0 to 0000:1d:00.0, with the render nodes 128 to 131. Each has 120 GiB, so that the numbers of
+/// slices in the tests divide the memory without a rest.
 pub(super) fn h200s() -> Inventory {
     let at = ["1a:00.0", "1b:00.0", "1c:00.0", "1d:00.0"];
     let gpus =
@@ -126,7 +127,7 @@ pub(super) fn without_driver(mut inventory: Inventory) -> Inventory {
     inventory
 }
 
-/// The missing entries of a plan without any GPU: whether each is certain, and its text.
+/// The missing entries of a plan without any GPU: true if the absence is certain, and the text.
 pub(super) fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
     match plan(settings, inventory) {
         Err(PlanError::Missing(missing)) => {
@@ -213,10 +214,10 @@ fn a_gpu_with_an_unknown_uuid_may_be_configured() {
     let named = plan(&settings, &inventory).unwrap().configured;
     let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
     assert_eq!(told(&named), [true, true, false, false]);
-    // A GPU without a known UUID may be any GPU except the GPUs that are known.
+    // A GPU without a known UUID may be any GPU except the known ones.
     inventory.gpus[1].nvml = Err("an error".into());
     assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
-    // A GPU that foreign processes hold is named as well.
+    // A GPU that programs without MPS use is named as well.
     let mut inventory = h200s();
     facts(&mut inventory, 1).state.foreign_processes = vec![(7, "x".to_owned())];
     let held = plan(&settings, &inventory).unwrap();

@@ -1,5 +1,5 @@
-//! The CDI spec: the slices as devices of `yunion.io/mps`, for container runtimes that know the Container Device
-//! Interface. `docs/cdi.md` gives the reasons.
+//! The CDI spec: the slices as devices of `yunion.io/mps`, for container runtimes that support the Container Device Interface.
+//! `docs/cdi.md` gives the reasons.
 
 use std::fs;
 use std::io;
@@ -14,30 +14,32 @@ use crate::published::container::{ChosenSlice, Mount, container_config, gives_gp
 use crate::published::snapshot::{GpuView, Snapshot};
 use crate::whole_file;
 
-/// The spec's name in its directory. The convention is the vendor and the class.
+/// The name of the file with the spec. By convention it consists of the vendor and the class.
 pub const FILE: &str = "yunion.io-mps.json";
 
-/// The vendor and the class of every device. A runtime takes `yunion.io/mps=NAME`.
+/// The vendor and the class of every device. In a container runtime the name of a device is `yunion.io/mps=NAME`.
 pub const KIND: &str = "yunion.io/mps";
 
-/// The seconds after which a runtime gives up on a hook. The hook itself waits 25 s at most for a slice.
+/// The seconds after which a runtime stops waiting for a hook. The hook itself waits at most 25 s for a slice.
 const HOOK_SECONDS: u32 = 30;
 
-/// The service's spec is far smaller; a foreign file need not be read.
+/// The service's spec is far smaller. A file of another program need not be read.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
-/// The earliest version in which a device's name may begin with a digit. A runtime refuses a later one than its own.
+/// The earliest version of CDI in which a device's name may begin with a digit. A runtime refuses a version that is later than
+/// its own.
 const VERSION: &str = "0.5.0";
 
-/// The name of the device that only binds a container to a slice. The settings of a container with slices of several GPUs are
-/// made for all of them together, and the devices of the slices would overwrite each other's.
+/// The name of the device that only binds a container to a slice. For a container with slices of several GPUs, the settings have
+/// to be made for all slices together; the slices' own devices would overwrite each other's settings.
 pub fn binding_device(slice: &str) -> String {
     format!("bind-{slice}")
 }
 
 /// The spec of all planned slices. The hook of each slice runs yunion-mpsctl, which binds the container's control group to the
-/// slice. The hook waits for a slice that is not served at this moment, and refuses a slice with the reason. An engine that does
-/// not find a name can't say why, and does not try again. None if no slice is planned: a spec without devices is not valid.
+/// slice. If the slice is not served, the hook waits for it; if it can't be had, the hook fails with the reason. So even such
+/// slices are in the spec: an engine that does not find a name can't give the reason, and does not try again. None if no slice is
+/// planned: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
         snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();
@@ -48,19 +50,19 @@ pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     Some(format!("{spec:#}\n"))
 }
 
-/// The two devices of a slice: with its settings and its hook, and with the hook alone.
+/// The two devices of a slice: one with its settings and its hook, and one with the hook alone.
 fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [Value; 2] {
     let name = gpu.slice_name(ordinal);
-    // The hook of a user without root can't ask the service, so a drain is marked here.
+    // A hook that runs without root can't ask the service, so the spec says if the slice is drained.
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
     let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
     let hooks = json!([hook(hooks, &bind)]);
-    // The hook refuses a container for a GPU that NVML does not list.
+    // If NVML does not list the GPU, the device has no settings, and its hook fails.
     let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
         Ok(config) => {
-            // A container may have several devices, and a runtime makes one mount of two at the same place.
+            // A container may have several devices, and a runtime makes only one of two mounts with the same target.
             let config = config.at_own_places();
-            // NVIDIA's own spec says "void" there, so that NVIDIA's hook does not give the container a GPU a second time.
+            // NVIDIA's own spec sets this variable to "void", so that NVIDIA's hook does not add a GPU again.
             let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
             let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
             let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();
@@ -74,8 +76,8 @@ fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [V
     ]
 }
 
-/// The runtime calls it when the container's first process is in its control group, and before the container's program runs. If
-/// it fails, the container does not start.
+/// The runtime calls the hook when the container's first process is in its control group, and before the container's program
+/// starts. If the hook fails, the container does not start.
 fn hook(program: &Path, arguments: &[&str]) -> Value {
     let name = program.file_name().unwrap_or_default().to_string_lossy();
     let arguments: Vec<&str> = [&*name].into_iter().chain(arguments.iter().copied()).collect();
@@ -103,8 +105,8 @@ pub enum CdiError {
     File { file: String, what: &'static str, error: io::Error },
 }
 
-/// Writes the spec into `directory`, unless it is there already. A reader never sees half of it. After an error the
-/// file is as it was.
+/// Writes the spec into `directory`, unless the file has it already. A reader never sees half of it. After an error the old file
+/// is unchanged.
 pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
     directories::open(directory)?;
     let file = directory.join(FILE);
@@ -115,7 +117,7 @@ pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
     written.map_err(|error| CdiError::File { file: file.display().to_string(), what: "written", error })
 }
 
-/// The spec that is there. A link is none.
+/// The present content of the file. None for a link.
 fn read(file: &Path) -> Option<Vec<u8>> {
     fs::symlink_metadata(file).ok().filter(fs::Metadata::is_file)?;
     regular_file::read(file, MAX_BYTES).ok()

@@ -1,4 +1,4 @@
-//! The settings that make a container a client of slices: a pure function of the Snapshot and the names asked for.
+//! The settings that make a container a client of slices: a pure function of the Snapshot and the names that were asked for.
 
 use std::path::{Path, PathBuf};
 
@@ -10,28 +10,28 @@ use crate::published::snapshot::{GpuView, Snapshot, drained};
 use mps_core::access::Obstacle;
 use mps_core::terms::{SliceId, SliceSize};
 
-/// The place of a slice's directory in a container. The directories of further slices are beside it, with their names.
+/// The path of a slice's directory in a container. The directories of further slices are next to it, with the slices' names.
 const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 
-/// The variables by which NVIDIA's container runtime gives a container its GPUs, and the parts of the driver.
+/// The variables with which NVIDIA's container runtime chooses the GPUs of a container, and the parts of the driver.
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 const DRIVER_CAPABILITIES: &str = "NVIDIA_DRIVER_CAPABILITIES";
 
-/// The variable with the CPUs near the GPUs of a container. Nothing in this service reads it: it is for the program that starts
-/// the container.
+/// The variable with the CPUs near the GPUs of a container. This service does not read it: it is for the program that starts the
+/// container.
 const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 
-/// The memory that one process of a container can use, as a fraction of the GPU's memory, and in MiB. Nothing in this
-/// service reads them: they are for inference servers, which find the memory of the whole GPU and not of their slice.
+/// The memory that one process of a container can use, as a fraction of the GPU's memory, and in MiB. This service does not read
+/// them: they are for inference servers, which see the memory of the whole GPU and not of their slice.
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
-/// The variables from which a hook of NVIDIA's container toolkit sets the limit that the kernel holds for a container, in MiB,
-/// the hard one and the reserved one. An image may have them. The hook of this service sets the memory of the slice there.
+/// The variables from which a hook of NVIDIA's container toolkit sets the memory limits of a container that the kernel enforces,
+/// the hard and the reserved one, in MiB. An image may set them. The hook of this service puts the memory of the slice there.
 const TOOLKIT_LIMIT: &str = "NVIDIA_GPU_MEMORY_LIMIT";
 const TOOLKIT_REQUEST: &str = "NVIDIA_GPU_MEMORY_REQUEST";
 
-/// The part of a GPU's memory that no process can allocate, in MiB: of the driver, a server and one context. Measured: 1208
+/// The part of a GPU's memory that no process can allocate, in MiB: the driver, a server and one context use it. Measured: 1208
 /// on an H200 with driver 580.
 const NEVER_FREE_MIB: u64 = 1280;
 
@@ -66,7 +66,7 @@ impl ContainerConfig {
         devices_in(&self.environment)
     }
 
-    /// The same with each slice's directory at a place that no other slice has: a container may get several of these.
+    /// The same with a path for each slice's directory that no other slice uses: a container may get several of these settings.
     #[must_use]
     pub fn at_own_places(mut self) -> Self {
         for mount in self.mounts.iter_mut().filter(|mount| mount.container == Path::new(SLICE_DIRECTORY)) {
@@ -79,14 +79,13 @@ impl ContainerConfig {
     }
 }
 
-/// The place in a container that no other slice's directory has.
+/// The path of a slice's directory in a container that no other slice uses.
 fn own_place(directory: &Path) -> PathBuf {
     let name = directory.file_name().unwrap_or_default().to_string_lossy();
     format!("{SLICE_DIRECTORY}-{name}").into()
 }
 
-/// Returns whether a variable gives a container its GPUs. A CDI device of NVIDIA's sets it as well, so that no GPU is given
-/// twice.
+/// Returns true if a variable chooses the GPUs of a container. NVIDIA's CDI devices set it too, and must not add a GPU again.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
@@ -104,10 +103,10 @@ pub struct Mount {
     pub read_only: bool,
 }
 
-/// The wrong letters with which a name is still taken for another one.
+/// The most wrong letters with which a name still counts as a misspelling of another one.
 const SLIPS: usize = 2;
 
-/// The most names that are offered for a wrong one.
+/// The most names that an error suggests for a wrong one.
 const OFFERED: usize = 3;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -116,18 +115,18 @@ pub enum ContainerError {
     NotReady(String),
     #[error("no slice was named; `yunion-mpsctl list` shows the names")]
     NoneNamed,
-    /// A name that stands for nothing, and the names that look like it.
+    /// A name that no slice or GPU has, and similar names.
     #[error("there is no slice or GPU {asked:?}{}", offer(.near))]
     NoSuchDevice { asked: String, near: Vec<String> },
-    /// A name among which to choose that is nothing's, and the GPUs that there are.
+    /// A name that no slice, GPU or model has, and the GPUs of the host.
     #[error("no slice, GPU or model is called {asked:?}; there are {there}")]
     NoneCalled { asked: String, there: String },
-    /// None of the slices to choose from can be had. The easiest of the obstacles; None: they are full.
+    /// None of the candidates is free. This is the obstacle that is easiest to overcome; None if all of them are full.
     #[error("no slice is free: {why}")]
     NoneFree { why: String, easiest: Option<Obstacle> },
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
     NoUuid { device: String, reason: String },
-    /// A slice that the asker may not have now, or a GPU without a slice that it may have.
+    /// A slice that the program may not have now, or a GPU without a slice that it may have.
     #[error("{}", refusal(.device, .obstacle))]
     Refused { device: String, obstacle: Obstacle },
     #[error(
@@ -138,7 +137,7 @@ pub enum ContainerError {
 }
 
 impl ContainerError {
-    /// No plan exists yet, for the reason that the state of the service has.
+    /// There is no plan yet, for the reason that the state of the service gives.
     pub fn not_ready(snapshot: &Snapshot) -> Self {
         Self::NotReady(match snapshot.reason.as_str() {
             "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
@@ -171,7 +170,7 @@ fn refusal(device: &str, obstacle: &Obstacle) -> String {
     }
 }
 
-/// The end of the sentence about a name that stands for nothing.
+/// The end of the message about an unknown name.
 fn offer(near: &[String]) -> String {
     match near {
         [] => "; `yunion-mpsctl list` shows the names".to_owned(),
@@ -181,8 +180,8 @@ fn offer(near: &[String]) -> String {
 
 /// The settings for a container that uses these slices.
 ///
-/// Slices of one GPU can't be joined: the control daemon's defaults are the limits of one slice, and a client can only tighten
-/// them. So two slices of one GPU get the same answer as one slice.
+/// Slices of one GPU can't be combined: the control daemon's defaults are the limits of one slice, and a client can only lower
+/// them. So two slices of one GPU have the same settings as one slice.
 pub fn container_config(
     snapshot: &Snapshot,
     slices: &[ChosenSlice<'_>],
@@ -239,8 +238,8 @@ pub fn container_config(
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
 }
 
-/// The mounts of a client that connects in the first of these directories. By the others the service knows which slices the
-/// container has.
+/// The mounts of a client that connects in the first of these directories. The other directories show the service which slices
+/// the container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
         let container = if number == 0 { SLICE_DIRECTORY.into() } else { own_place(&host) };
@@ -260,16 +259,16 @@ fn pipe_directory_mounts(
         container: directory.to_owned(),
         read_only,
     };
-    // The root user of a container that may write to the pipe directory can remove or replace the control daemon's sockets
-    // for all users: `rm -rf /tmp/*` at the start of a container is enough.
+    // The root user of a container with write access to the pipe directory can remove or replace the control daemon's sockets for
+    // all users: `rm -rf /tmp/*` at the start of a container is enough.
     let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
-/// `0=5760M` for one GPU, which is always device 0 of the client; UUIDs for several GPUs, since CUDA chooses their order in
-/// the container.
+/// `0=5760M` for one GPU, which is always device 0 of the client. UUIDs for several GPUs, since CUDA chooses their order in the
+/// container.
 fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     let limits: Vec<String> = gpus
         .iter()
@@ -281,7 +280,7 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     limits.join(",")
 }
 
-/// The memory that one process can use on each of these GPUs. Empty if that is not known, or nothing is left.
+/// The memory that one process can use on each of these GPUs. Empty if that is not known, or if nothing is left.
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let total = gpu.plan.gpu.facts()?.memory_total_mib?;
@@ -311,7 +310,7 @@ mod tests {
     use crate::published::access::choose;
     use crate::published::samples::{gpu, snapshot};
 
-    /// The settings for a program of which nothing is known, where nothing is bound.
+    /// The settings for a program of unknown origin, without any bindings.
     fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, ContainerError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
@@ -390,7 +389,7 @@ mod tests {
         assert_eq!(config.gpus, ["GPU-2", "GPU-1"]);
     }
 
-    /// An inference server that takes this part of the GPU's memory finds it free.
+    /// An inference server can allocate this fraction of the GPU's memory.
     #[test]
     fn the_usable_memory_is_a_part_of_the_slice_and_of_the_gpu() {
         let usable = |total: u64, limit: u64| {
@@ -512,7 +511,7 @@ mod tests {
             with(&|facts| facts.state.compute_mode = Some(crate::host::compute_mode::ComputeMode::Prohibited)),
             refused
         );
-        // A program without MPS ends some day.
+        // A program without MPS ends at some time.
         assert_eq!(
             with(&|facts| facts.state.foreign_processes = vec![(7, "job".to_owned())]),
             refused_by(Obstacle::Unserved("the reason".to_owned()))

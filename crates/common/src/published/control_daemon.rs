@@ -1,4 +1,4 @@
-//! A control daemon as others see it.
+//! The published state of a control daemon.
 
 use std::path::PathBuf;
 use std::time::SystemTime;
@@ -11,15 +11,15 @@ use crate::host::cpus::Cpus;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum ControlDaemonState {
-    /// Being started and configured.
+    /// The control daemon is being started and configured.
     Starting,
-    /// Serves clients, with its limits confirmed as far as they can be.
+    /// The control daemon serves clients. Its limits are confirmed as far as the driver allows.
     Ready,
     /// The server has met a fatal GPU error.
     Faulted,
-    /// Died or would not start; tried again after a pause.
+    /// The control daemon has died or could not be started. The service tries again after a pause.
     Backoff,
-    /// Something outside must change first; the reason says what.
+    /// Something outside must change first. The reason says which.
     Waiting,
     Stopping,
 }
@@ -28,29 +28,29 @@ pub enum ControlDaemonState {
 pub struct ControlDaemonView {
     pub id: DaemonId,
     pub state: ControlDaemonState,
-    /// Why; empty when ready.
+    /// Why the control daemon is in this state; empty if it is ready.
     pub reason: String,
     /// The PID; None when no control daemon runs.
     pub pid: Option<u32>,
     pub servers: Vec<u32>,
     pub pipe_directory: PathBuf,
-    /// The directory in which it makes its sockets, and in which root finds it with NVIDIA's front end.
+    /// The directory of its sockets. Root reaches it there with NVIDIA's front end.
     pub control_directory: PathBuf,
     pub log_directory: PathBuf,
     /// True if one server serves every user; None before that is known.
     pub multiuser: Option<bool>,
-    /// The CPUs on which it may run: a list, or `all`. None while none runs.
+    /// The CPUs on which it may run: a list, or `all`. None if it does not run.
     pub cpus: Option<String>,
-    /// The CPUs to which it is to be bound. None if it is not to be bound.
+    /// The CPUs to which it should be bound. None if it should not be bound.
     pub wanted_cpus: Option<Cpus>,
     /// The number of starts since this service started.
     pub starts: u32,
-    /// The number of times since then that a control daemon has followed an earlier control daemon.
+    /// The number of times since then that a control daemon was replaced by a new one.
     pub restarts: u32,
-    /// The number of times since then that a server has followed an earlier server.
+    /// The number of times since then that a server was replaced by a new one.
     pub server_restarts: u32,
     /// The number of fatal GPU errors of its servers since then.
     pub faults: u32,
-    /// Since when it is in this state.
+    /// The time since when it is in this state.
     pub since: SystemTime,
 }

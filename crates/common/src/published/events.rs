@@ -1,28 +1,27 @@
-//! The events that an administrator would want to know. There is room for a few, and a fault must not go for what comes later.
+//! The events for administrators. Only the last ones are stored, and faults stay longer than others.
 
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};
 
-/// The most events that are kept.
+/// The most events that are stored.
 pub const EVENTS_KEPT: usize = 32;
 
-/// The most faults among them that stay however many other events come later.
+/// The number of faults that stay, even if many other events follow.
 pub const FAULTS_KEPT: usize = 8;
 
-/// Something that happened and that an administrator would want to know.
+/// An event for administrators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// When, for people.
+    /// The time of day.
     pub at: SystemTime,
-    /// When, in order: the time of day can be set back.
+    /// The time for sorting, since the time of day can be set back.
     pub seen: Instant,
     pub text: String,
-    /// A GPU or a server has failed, or clients have lost their work.
+    /// True if a GPU or a server has failed, or clients have lost their work.
     pub fault: bool,
-    /// The PID, the container or the slices of a request that has ended GPU work, as the request named them. Empty for every
-    /// other event.
+    /// The PID, the container or the slices that a request to end GPU work has named. Empty for every other event.
     pub ended_for: Vec<String>,
-    /// The clients with the work that such a request has ended, in words.
+    /// The clients whose work such a request has ended, in words.
     pub ended_clients: String,
 }
 
@@ -38,7 +37,7 @@ impl Event {
         }
     }
 
-    /// The end of the GPU work of these clients for a request that has named `ended_for`, in words `whom`.
+    /// The event that a request for `ended_for`, in words `whom`, has ended the GPU work of these clients.
     pub fn ended(whom: &str, ended_for: Vec<String>, clients: String) -> Self {
         let text = format!("GPU work ended for {whom}, of {clients}");
         Self { ended_for, ended_clients: clients, ..Self::now(text) }
@@ -50,7 +49,7 @@ impl Event {
 pub struct Events(VecDeque<Event>);
 
 impl Events {
-    /// Adds an event. If there is no room, the oldest one goes that is not among the last faults.
+    /// Adds an event. If there are too many, the oldest event is removed that is not among the last faults.
     pub fn push(&mut self, event: Event) {
         if self.0.len() >= EVENTS_KEPT {
             let faults = self.0.iter().filter(|event| event.fault).count();

@@ -1,4 +1,4 @@
-//! The slices among which the service chooses for a caller that leaves the choice to it: the one with the fewest clients.
+//! Chooses a slice for a caller that does not name one: the slice with the fewest clients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,24 +12,24 @@ use crate::published::client::ClientView;
 use crate::published::container::{ChosenSlice, ContainerError};
 use crate::published::snapshot::{GpuView, Named, Snapshot};
 
-/// The most reasons that an error names of each GPU.
+/// The most reasons for each GPU in an error.
 const REASONS: usize = 2;
 
-/// A slice among which the service chooses.
+/// A slice that can be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
     pub slice: SliceId,
-    /// The most clients that it may have, if it has as many.
+    /// Set if the slice has as many clients as it may have: that number.
     pub full: Option<u32>,
 }
 
-/// The slices that are meant: all of the host, or those with one of these names. A name is that of a slice or a GPU, or a part
-/// of a model's name. The slice with the fewest clients comes first. Among several, those on the GPU with the fewest clients
-/// come first, in the order of the configuration. A slice among the `recent` ones, which were just given out, has a client more
-/// each time: a program is a client only once it has started CUDA.
+/// The slices that can be chosen: all of the host, or those that match a name. A name is that of a slice or a GPU, or a part of a
+/// model's name. The slice with the fewest clients comes first. Slices with the same number are sorted by the number of clients
+/// on their GPU, then by the order of the configuration. Each mention in `recent`, the slices that were just handed out, counts
+/// as one more client: a program becomes a client only when it starts to use CUDA.
 ///
 /// # Errors
-/// A name stands for nothing, or nothing is known of the GPUs.
+/// A name is unknown, or the GPUs are not known yet.
 pub fn candidates(
     snapshot: &Snapshot,
     names: &[String],
@@ -42,7 +42,7 @@ pub fn candidates(
     let all = || snapshot.slices();
     let meant = |gpu: &GpuView, ordinal: u32, name: &str| match snapshot.find(name) {
         Some(Named::Slice(of, number)) => of.plan.slice(number) == gpu.plan.slice(ordinal),
-        // Two GPUs that are lost have the same UUID, which is none.
+        // GPUs that are lost have no UUID, so two of them would compare as equal.
         Some(Named::Gpu(of)) => of.plan.gpu.id() == gpu.plan.gpu.id(),
         None => is_model(gpu, name),
     };
@@ -65,15 +65,15 @@ pub fn candidates(
             ((on_slice, on_gpu), Candidate { slice, full })
         })
         .collect();
-    // The sort is stable: slices with as many clients stay in the order of the configuration.
+    // The sort is stable: slices with the same number of clients stay in the order of the configuration.
     counted.sort_by_key(|(clients, _)| *clients);
     Ok(counted.into_iter().map(|(_, candidate)| candidate).collect())
 }
 
-/// The first candidate that is not full and that the asker may have.
+/// The first candidate that is not full and that the program may have.
 ///
 /// # Errors
-/// There is none, and each GPU has its reason.
+/// There is none. The error has the reasons for each GPU.
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     candidates: &[Candidate],
@@ -81,7 +81,7 @@ pub fn choose<'s>(
     asker: Asker<'_>,
 ) -> Result<ChosenSlice<'s>, ContainerError> {
     let mut easiest: Option<Obstacle> = None;
-    // By the place of the GPU in the configuration: the reasons, each with its number of slices.
+    // The reasons for each GPU, in the order of the configuration, each with the number of its slices.
     let mut refused: BTreeMap<Option<usize>, (&GpuView, BTreeMap<String, usize>)> = BTreeMap::new();
     for Candidate { slice, full } in candidates {
         let Some(Named::Slice(gpu, ordinal)) = snapshot.find(&slice.to_string()) else { continue };
@@ -116,7 +116,7 @@ fn obstacle_in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-/// The first reasons of a GPU. Where each slice has a control daemon of its own, each may have another reason.
+/// The first reasons of a GPU. If each slice has its own control daemon, the reasons may differ.
 fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],
@@ -133,7 +133,7 @@ fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     format!("{}: {}", gpu.plan.gpu.id(), named.join(", "))
 }
 
-/// Returns whether this is a part of a name of the GPU's model.
+/// Returns true if the text is a part of the name of the GPU's model.
 fn is_model(gpu: &GpuView, name: &str) -> bool {
     let part = name.to_lowercase();
     let by_nvidia = gpu.plan.gpu.facts().map(|facts| facts.name.to_lowercase());
@@ -167,12 +167,12 @@ fn names(client: &ClientView) -> impl Iterator<Item = &DeviceName> {
     client.client.slices.iter().flat_map(|known| &known.slices)
 }
 
-/// Returns whether a client was given this slice.
+/// Returns true if the client has this slice.
 fn has(client: &ClientView, slice: SliceId) -> bool {
     names(client).any(|name| *name == DeviceName::Slice(slice))
 }
 
-/// Returns whether a client uses this GPU, or still waits for a server of it.
+/// Returns true if the client uses this GPU, or waits for a server of it.
 fn uses(client: &ClientView, gpu: &GpuView) -> bool {
     if client.gpu_uuid.is_empty() {
         names(client).any(|name| name.gpu() == gpu.plan.gpu.id())
@@ -252,13 +252,13 @@ mod tests {
         let (p40, h200) = ("GPU-06", "GPU-07");
         for (of, expected) in [
             (&[][..], "00:06.0-0"),
-            // An idle GPU comes before an idle slice of a busy one.
+            // A slice of an idle GPU comes before an idle slice of a busy GPU.
             (&[(p40, "00:06.0-0")], "00:07.0-0"),
             (&[(p40, "00:06.0-0"), (h200, "00:07.0-0")], "00:06.0-1"),
             (&[(p40, "00:06.0-0"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
-            // A client that waits for a server has a slice and no GPU yet.
+            // A client that waits for a server has a slice, but no GPU yet.
             (&[("", "00:06.0-0"), ("", "00:07.0-1"), ("", "00:07.0-1")], "00:06.0-1"),
-            // A client without a known slice is somewhere on its GPU.
+            // A client without a known slice counts for its GPU.
             (&[(p40, "")], "00:07.0-0"),
             (&[(p40, "00:06.0-0 00:07.0-1"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
         ] {
@@ -281,7 +281,7 @@ mod tests {
         ] {
             assert_eq!(chosen(&host, &[], &clients(of), recent).unwrap(), expected, "{recent:?}");
         }
-        // A choice is no refusal: a command that has ended within the minute leaves the slice to the next one.
+        // A slice that was handed out lately can still be chosen: a short command may have ended already.
         assert_eq!(chosen(&host, &["00:07.0-1"], &[], &["00:07.0-1"; 3]).unwrap(), "00:07.0-1");
     }
 

@@ -1,11 +1,11 @@
-//! Several slices of one GPU, given to one container or command. MPS can't join slices, so together they are one slice.
+//! Several slices of one GPU for one container or command. MPS can't combine slices, so together they count as one slice.
 
 use std::collections::BTreeMap;
 
 use mps_core::terms::DeviceName;
 
-/// The GPUs of which `devices` names several slices, each with these slices. `devices` has published names, each once,
-/// with commas, as `YUNION_MPS_DEVICE` has them; the name of a GPU stands for one slice of it.
+/// The GPUs of which `devices` names several slices, with these slices. `devices` has published names with commas, each once,
+/// like `YUNION_MPS_DEVICE`. The name of a GPU stands for one slice of it.
 pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
     let mut by_gpu: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for name in devices.split(',') {

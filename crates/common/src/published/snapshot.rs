@@ -1,5 +1,4 @@
-//! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line are made from it
-//! alone.
+//! The Snapshot: everything that this service publishes, as plain data. D-Bus and the unit's status line use nothing else.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -20,49 +19,50 @@ use crate::published::usage::SliceUse;
 /// The most slices that the reason of a GPU names.
 const NAMED: usize = 4;
 
-/// The service's state in one word, as D-Bus has it. A reader treats an unknown word as `degraded`.
+/// The service's state in one word, as on D-Bus. A reader treats an unknown word as `degraded`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Default, strum::Display, strum::EnumString, strum::VariantNames,
 )]
 #[strum(serialize_all = "snake_case")]
 pub enum State {
-    /// `enable_cuda_mps` is false: nothing is served, nothing is wrong.
+    /// `enable_cuda_mps` is false: nothing is served, and that is no problem.
     Disabled,
-    /// The first pass over the GPUs has not ended.
+    /// The service has not looked at all GPUs yet.
     #[default]
     Starting,
     /// Every configured GPU is served.
     Ready,
-    /// Some GPUs are served, or none while a control daemon on its way out has clients, a server gets over a fatal GPU error or
-    /// something beside the control daemon is not ready, or something needs an administrator's attention.
+    /// Only some GPUs are served; or none, but that will end without an administrator, as when a control daemon that should end
+    /// has clients, a server recovers from a fatal GPU error, or something beside the control daemon is not ready; or all are
+    /// served, but something needs an administrator's attention.
     Degraded,
-    /// No GPU is served, and that does not end by itself as planned.
+    /// No GPU is served, and that will not end without an administrator.
     Failed,
     Stopping,
 }
 
-/// Everything published, at one generation.
+/// Everything that is published, with its generation.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Snapshot {
-    /// Grows by one with every change of what `ListDevices` or `ListGpus` returns.
+    /// The number of changes of what `ListDevices` or `ListGpus` returns.
     pub generation: u64,
     pub state: State,
-    /// Why, in one line; empty when ready.
+    /// The reason for the state, in one line; empty if it is ready.
     pub reason: String,
     pub enabled: bool,
     /// True if users who are not root may end their own GPU work.
     pub users_may_terminate: bool,
-    /// The driver's version; empty when there is none.
+    /// The driver's version; empty if there is no driver.
     pub driver_version: String,
     pub pipe_directory: PathBuf,
     pub log_directory: PathBuf,
-    /// The configured GPUs in configuration order, with their slices; None before the first plan exists. A GPU that has
-    /// not changed is the same one in the next Snapshot.
+    /// The configured GPUs in configuration order, with their slices; None before the first plan exists. For an unchanged GPU the
+    /// next Snapshot has the same `Arc`.
     pub gpus: Option<Vec<Arc<GpuView>>>,
     pub control_daemons: Vec<ControlDaemonView>,
     /// The slices to which control groups are bound.
     pub bindings: Arc<SliceBindings>,
-    /// The last things that happened, oldest first.
+    /// The last events, oldest first.
     pub events: Events,
 }
 
@@ -71,13 +71,13 @@ pub struct GpuView {
     pub plan: GpuPlan,
     /// True if a client that starts now is served with the planned limits. Drained slices change nothing here.
     pub healthy: bool,
-    /// Why not, or what to know though it is; empty when there is nothing to say.
+    /// Why clients are not served, or a warning; empty if there is nothing to say.
     pub reason: String,
-    /// True if the GPU needs a reset: its slices are given to no new client, and its present clients compute on.
+    /// True if the GPU needs a reset: no new client gets its slices, and its present clients go on.
     pub needs_reset: bool,
-    /// As last seen.
+    /// The compute mode when it was last read.
     pub compute_mode: Option<ComputeMode>,
-    /// The ids of the control daemons that serve it.
+    /// The ids of the GPU's control daemons.
     pub control_daemons: Vec<String>,
     pub confirmed_thread_percentage: Option<u8>,
     /// The memory limit that a running server has confirmed, in MiB.
@@ -86,30 +86,30 @@ pub struct GpuView {
     pub drained: BTreeSet<u32>,
     /// The bindings of each slice that is bound, by its ordinal.
     pub bound: BTreeMap<u32, BoundSlice>,
-    /// The slices for which the kernel was to hold the memory of the control group that is bound to them, by their ordinals:
-    /// whether it does, or why not.
+    /// The slices whose memory limit the kernel should enforce for the bound control group, by their ordinals: Ok if it does, or
+    /// the reason.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
-    /// The slices with a control daemon of their own that has as many clients as it can hold, by their ordinals, in words.
+    /// The slices with their own control daemon that have as many clients as possible, by their ordinals, in words.
     pub full: BTreeMap<u32, String>,
-    /// The slices that are not served for a reason of their own, by their ordinals, and why: no control daemon serves the
-    /// slice, or its directory leads to none. No drained slice is here.
+    /// The slices that are not served for a reason that is not the GPU's, by their ordinals, with the reason: no control daemon
+    /// serves the slice, or its directory has no link. Drained slices are not among them.
     pub unserved: BTreeMap<u32, String>,
-    /// All MPS clients on the GPU together, also those without a known slice. None if they are not known.
+    /// All MPS clients on the GPU together, including those without a known slice. None if they are not known.
     pub in_use: Option<InUse>,
-    /// The clients of each slice together. Empty if they are not known.
+    /// The clients of each slice. Empty if they are not known.
     pub uses: Vec<SliceUse>,
 }
 
 /// The bindings of a slice.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BoundSlice {
-    /// The owners' names, for people: the first names, and the number of the others.
+    /// The names of the first owners, for people, and the number of the others.
     pub by: String,
-    /// The paths of the first ones' control groups.
+    /// The paths of the first owners' control groups.
     pub groups: Vec<String>,
 }
 
-/// The thing behind a name.
+/// The device that has a name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Named<'a> {
     Gpu(&'a GpuView),
@@ -123,9 +123,10 @@ impl Snapshot {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
-    /// The slice behind a name such as `00:06.0-1`, or the GPU behind `00:06.0` or a UUID. An address may have its domain
-    /// and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. An ordinal
-    /// has one spelling only, so that a slice has no second name.
+    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. An ordinal has one spelling only,
+    /// so that a slice has no second name.=>Each ordinal has only one spelling, so that a slice has only one name. An address may
+    /// have its domain and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. An
+    /// ordinal has one spelling only, so that a slice has no second name.
     pub fn find(&self, name: &str) -> Option<Named<'_>> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -164,12 +165,12 @@ impl GpuView {
         self.slice_served(ordinal) && !self.drained.contains(&ordinal)
     }
 
-    /// Returns whether the clients of the slice are served with its limits. A drain changes nothing for them.
+    /// Returns true if the clients of the slice are served with its limits. Draining changes nothing for them.
     pub fn slice_served(&self, ordinal: u32) -> bool {
         self.healthy && !self.unserved.contains_key(&ordinal)
     }
 
-    /// Why not, or what to know though it is.
+    /// Why clients of the slice are not served, or a warning.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
@@ -178,8 +179,8 @@ impl GpuView {
         joined(full.into_iter().chain(drained).chain(unserved).chain(over), &self.reason)
     }
 
-    /// The reason of the GPU itself, which also says how many slices are drained, which have no link, and which are over
-    /// their budgets.
+    /// The reason of the GPU itself. It also gives the numbers of slices that are drained, have no link, or are over their
+    /// budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices()));
@@ -189,7 +190,7 @@ impl GpuView {
         joined(of_slices.chain(full), &self.reason)
     }
 
-    /// The slices that are not served for a reason of their own: the first with its reason.
+    /// The slices that are not served for a reason that is not the GPU's, with the reason of the first.
     pub fn unserved(&self) -> Option<String> {
         let (ordinal, why) = self.unserved.first_key_value()?;
         let more = match self.unserved.len().saturating_sub(1) {
@@ -199,8 +200,8 @@ impl GpuView {
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
     }
 
-    /// The enforcement of a slice's memory over all its clients together: by the kernel, or by this service's watch. None if
-    /// there is none.
+    /// Who enforces a slice's memory for all its clients together: the kernel, or this service's watch. None if the memory is not
+    /// enforced.
     pub fn memory_enforced_by(&self, ordinal: u32) -> Option<&'static str> {
         match self.kernel_limits.get(&ordinal) {
             Some(Ok(())) => Some("kernel"),
@@ -219,7 +220,7 @@ impl GpuView {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
 
-    /// In which way a slice is over its budget, if it is.
+    /// How a slice exceeds its budget, if it does.
     fn overuse(&self, ordinal: u32) -> Option<&str> {
         self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
     }
@@ -248,7 +249,7 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// The name that is published for it.
+    /// Its published name.
     pub fn id(&self) -> DeviceName {
         match self {
             Self::Gpu(gpu) => DeviceName::Gpu(gpu.plan.gpu.id()),

@@ -79,8 +79,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults, makes the links for clients, and sets the limits of each server: of a running one, of one that is about
-    /// to start, and of one that is started ahead of the first client.
+    /// Sets the defaults, makes the links for clients, and sets the limits of each server: of a running one, of one about to
+    /// start, and of one started ahead of the first client.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
         let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();

@@ -25,7 +25,7 @@ const CHECK_SOON: Duration = Duration::from_millis(100);
 /// The time between two counts of the clients while a change waits for their end. The log reports most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
-/// A task for a control daemon that serves. Of two tasks that are due at the same moment, the one that comes first here is done
+/// A task for a control daemon that serves. Of two tasks that are due at the same moment, the first in this list is done
 /// first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Task {

@@ -1,4 +1,4 @@
-//! Full GPUs: who counts the clients when, and what is shown and told of it.
+//! Full GPUs: when clients are counted, and what is shown and reported.
 
 use mps_core::mps::Meaning;
 use mps_core::serve::{Ended, Failure};
@@ -7,7 +7,7 @@ use super::{SERVER, Story};
 
 const REFUSED: Meaning = Meaning::ClientRefused { server: SERVER, capacity: 48 };
 
-/// Clients come, at this time, as the log tells.
+/// Clients come at this time, as the log reports.
 fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     story.host().at(at, move |host| {
         for pid in pids {
@@ -17,7 +17,7 @@ fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     });
 }
 
-/// A client has left, as the log tells.
+/// A client has left, as the log reports.
 fn leaves(story: &Story, at: u64, pid: u32) {
     story.host().at(at, move |host| host.client_leaves(pid));
 }
@@ -44,7 +44,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
 fn a_full_gpu_is_counted_again_until_it_has_a_place() {
     let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
-    // Nobody says so.
+    // The log does not report it.
     story.host().at(17_000, |host| host.only_stay(&[1]));
     story.served(40_000);
     let counts = story.times("clients 200");
@@ -133,7 +133,7 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
     assert!(full(&story, "A").contains("48"));
     story.served(8000);
     assert_eq!(full(&story, "A"), "");
-    // And not again, though more come: their number says enough.
+    // And not again, though more clients are refused: the number of clients is enough.
     come(&story, 8100, "A", &[2]);
     story.host().at(8100, |host| host.says(REFUSED));
     story.served(25_000);
@@ -181,7 +181,7 @@ fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     leaves(&story, 2000, 1);
     story.served(2300);
     assert_eq!(unlisted(&story, "A"), Some(0));
-    // The check has them counted as well, since NVML can't say.
+    // The health check also causes a count, since NVML does not list the clients.
     story.forget();
     story.served(62_400);
     assert!(story.calls("clients") > 0);

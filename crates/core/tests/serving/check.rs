@@ -1,4 +1,4 @@
-//! The health check: who answers, who can get to it, what it asks of the GPUs, and what becomes of misses.
+//! The health check: which process answers, who can reach it, its questions to GPUs, and the consequences of missing answers.
 
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::{Ended, Failure};
@@ -9,7 +9,7 @@ fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
 }
 
-/// A control daemon that has served for a while. Whatever was told before is forgotten.
+/// A control daemon that has served for a while. Earlier calls and messages are forgotten.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);
@@ -106,7 +106,7 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.words.is_empty());
     assert!(story.host().reader.ends_when_idle);
-    // Silence makes that no better.
+    // A missing answer does not change that.
     story.host().stage.answers = silent();
     story.served(61_000);
     assert_eq!(story.shown(), shown);
@@ -184,7 +184,7 @@ fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.ends_when_idle && story.has_done("put off"));
     assert!(story.has_done("keep the state file, stays: false"));
-    // The last one ends without a word.
+    // The last client ends without a line in the log.
     story.host().at(46_000, |host| host.only_stay(&[]));
     assert_eq!(story.serve(60_000), Some(Ok(Ended::Stopped)));
     let counts = story.times("client PIDs");
@@ -253,7 +253,7 @@ fn the_end_of_the_control_daemon_is_a_failure_with_its_words() {
     story.host().at(5000, |host| host.end(None));
     let text = "the control daemon ended".to_owned();
     assert_eq!(story.serve(6000), Some(Err(Failure::Ended { text, refuses_multiuser: false })));
-    // It is noticed while the GPUs are read, too.
+    // The end is noticed even while the GPUs are read.
     let mut story = served(&["A"]);
     story.host().during("read GPUs", |host| host.end(None));
     assert!(matches!(story.serve(40_000), Some(Err(Failure::Ended { .. }))));
@@ -310,7 +310,7 @@ fn one_that_could_not_be_reached_is_checked_at_once() {
             .starts_with("Waiting, not serving: its directory was removed or replaced (nobody listens)")
     );
     assert_eq!(story.times("inspect with limits"), [0]);
-    // The next act does not try to tell it anything.
+    // The next act sends it no commands.
     story.break_off(|_| {});
     story.forget();
     story.served(200);

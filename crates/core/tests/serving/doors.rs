@@ -1,4 +1,4 @@
-//! The door: programs that come wait while somebody decides by a count of clients.
+//! The door: new programs wait while a decision depends on the number of clients.
 
 use mps_core::mps::Meaning;
 use mps_core::serve::{Ended, Requested};
@@ -15,7 +15,7 @@ fn misfit() -> Story {
     story
 }
 
-/// The places of these calls, each the first of its name.
+/// The positions of these calls, each the first with its name.
 fn order(story: &Story, calls: &[&str]) -> Vec<u128> {
     calls.iter().map(|call| *story.times(call).first().unwrap()).collect()
 }
@@ -33,7 +33,7 @@ fn the_clients_are_counted_behind_the_closed_door() {
     assert!(!story.has_done("lead again") && !story.has_done("let go"), "the next one lets them go");
 }
 
-/// A program that would be given a slice of it would wait, and begin without MPS.
+/// A program that got a slice of it would wait, and then start without MPS.
 #[test]
 fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();

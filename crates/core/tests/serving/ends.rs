@@ -75,7 +75,7 @@ fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
     assert_eq!(story.calls("client PIDs"), 0);
-    // It comes while it is asked.
+    // A client comes during the question.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -115,7 +115,8 @@ fn nobody_knows_where_nvml_says_nothing() {
 
 #[test]
 fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
-    // The log has said so, the control daemon says so, also of a server that nobody knows yet, or says nothing of it.
+    // The log has reported it; or the control daemon reports it, even for a server that is not known yet; or the control daemon
+    // does not report it.
     for case in 0..4 {
         let mut story = with_clients(&[]);
         story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -205,7 +206,7 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let mut story = misfit(&[1, 2]);
     assert_eq!(asked(&mut story, Requested::Apply { force: true }), (Some(Ended::Stopped), vec![Ok(())]));
     assert_eq!(story.calls("quit (Forced)"), 1);
-    // Nobody knows whether there are clients.
+    // It is not known if there are clients.
     let mut story = misfit(&[]);
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));

@@ -1,4 +1,4 @@
-//! Fatal GPU errors: who is told, when it is over, and who may be ended for it.
+//! Fatal GPU errors: which clients are reported, when the error is over, and which clients may be ended for it.
 
 use mps_core::mps::{Meaning, ServerStatus};
 use mps_core::serve::Failure;
@@ -24,7 +24,7 @@ fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> St
     story
 }
 
-/// The server is well again, and these clients are left.
+/// The server has recovered, and these clients are left.
 fn recovers(story: &Story, at: u64, left: &'static [u32]) {
     story.host().at(at, |host| {
         host.only_stay(left);
@@ -125,7 +125,7 @@ fn a_server_is_ended_behind_the_closed_door() {
 fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All who were hit go, and the client that has just come through the door is at work.
+    // All clients that were hit end, and a client that has just connected works.
     story.host().during("clients", |host| {
         host.during("read on", |host| {
             host.stage.gone.insert(1);
@@ -144,7 +144,7 @@ fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
 fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All who were hit go, another client comes and meets an error, and the log says nothing of it.
+    // All clients that were hit end, and another client comes and meets an error of which the log says nothing.
     story.host().during("clients", |host| {
         host.during("inspect", |host| {
             host.stage.gone.insert(1);
@@ -178,7 +178,7 @@ fn a_server_is_left_to_clients_that_are_well() {
     let why = "still there: 1; end them, since the server is left to its 1 client on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // The last one of them ends, and its GPU was not hit.
+    // The last client on the GPU that was hit ends.
     story.host().at(61_000, |host| host.only_stay(&[1]));
     story.served(70_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
@@ -217,14 +217,14 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     story.served(60_000);
     assert!(story.shown().contains("left to its 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // NVML can't say who is on the GPU that was not hit.
+    // NVML can't list the clients on the GPU that was not hit.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
     let why = "it is left alone, since its clients are not all known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // On the GPU that was hit, everybody has lost his work.
+    // On the GPU that was hit, all clients have lost their work.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
@@ -258,7 +258,7 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(10_300);
     recovers(&story, 11_000, &[]);
-    // Just after it has said that it is well.
+    // Right after the server has reported that it has recovered.
     story.host().at(11_000, |host| {
         host.during("read on", |host| {
             host.is_status(SERVER, ServerStatus::Fault);

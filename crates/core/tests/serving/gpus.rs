@@ -1,4 +1,4 @@
-//! GPUs that a control daemon goes without, compute modes, and programs without MPS.
+//! GPUs that are left out, compute modes, and programs without MPS.
 
 use std::time::Duration;
 
@@ -132,7 +132,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
 }
 
-/// A reload that lets the service set modes changes them by itself.
+/// After a reload that lets the service set modes, it sets them without a restart.
 #[test]
 fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     let mut story = Story::with_gpus(&["A"]);
@@ -151,7 +151,7 @@ fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     assert!(has_told(&story), "{:?}", story.host().reader.words);
 }
 
-/// A program without MPS is told, and keeps nobody out: the servers take turns with it.
+/// A program without MPS is reported, but does not prevent the start of a server: the servers take turns with it.
 #[test]
 fn no_server_is_kept_out_where_control_daemons_take_turns() {
     let mut story = served(&["A"]);
@@ -168,7 +168,7 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 
-/// A list that NVML does not give is no empty list.
+/// If NVML does not return a list, that is not an empty list.
 #[test]
 fn programs_without_mps_stay_known_while_nvml_lists_nobody() {
     let mut story = served(&["A"]);
@@ -205,7 +205,7 @@ fn clients_that_the_control_daemon_lists_are_no_bypasses() {
     story.served(45_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
     assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
-    // NVML says that a process is a client, and the control daemon does not know it: another control daemon's.
+    // NVML lists a process as a client that the control daemon does not know: it belongs to another control daemon.
     story.host().only_stay(&[]);
     story.host().process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     story.served(60_000);

@@ -1,4 +1,4 @@
-//! Limits: how they get into force, are told late or not at all, and are changed by others.
+//! Limits: how they are put in force, are reported late or never, and are changed by other programs.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use mps_core::serve::{Ended, Failure};
 
 use super::{SERVER, Setting, Story};
 
-/// A control daemon with a server of before.
+/// A control daemon with a server from before.
 fn with_server(story: &Story) {
     let mut host = story.host();
     host.defaults = Setting { percentage: 50, mib: [1024, 0, 0] };
@@ -18,7 +18,7 @@ fn percentage(story: &Story, server: u32) -> u8 {
     story.host().servers[&server].setting.percentage
 }
 
-/// Of servers to come, and of the server that the service has started.
+/// The percentages of servers that are started later, and of the server that the service has started.
 fn percentages(story: &Story) -> (u8, u8) {
     let host = story.host();
     (host.defaults.percentage, host.servers[&SERVER].setting.percentage)
@@ -122,7 +122,7 @@ fn a_server_that_keeps_other_limits_is_a_failure() {
     with_server(&story);
     story.once(async |serving| serving.read_on().await);
     story.wanted.gpus[0].memory_limit_mib = 512;
-    // Somebody sets them back as soon as they are set.
+    // Another program sets them back as soon as they are set.
     story.host().at(1, |host| host.says(Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 7 << 20 }));
     story.host().log_is_lost = true;
     let Some(Err(Failure::Failed(text))) = story.serve(5000) else { panic!("it does not serve") };

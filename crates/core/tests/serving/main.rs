@@ -1,5 +1,5 @@
-//! Stories of serving: a host does as the story says, and the service does its work on it. They are of states that the histories
-//! have no promise for: what is told, what is asked, and in which order.
+//! Stories of serving: a host behaves as the story says, and the service works on it. They test what no promise of the histories
+//! covers: messages, questions, and their order.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::unnecessary_wraps)]

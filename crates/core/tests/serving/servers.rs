@@ -1,4 +1,4 @@
-//! Servers that come and end, also before anybody can watch them, and the pauses before the next one.
+//! Servers that start and end, even before the service watches them, and the pauses before the next one.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
     let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
-    // The next one ends at once: nobody has listed it.
+    // The next server ends at once, before any list had it.
     story.host().starts_fail = true;
     story.served(10_100);
     assert_eq!(
@@ -50,7 +50,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
     let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     {
-        // Nobody says that it has ended.
+        // Nothing reports that it has ended.
         let mut host = story.host();
         host.servers.clear();
         host.server_comes_in = Duration::MAX;
@@ -59,7 +59,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
     assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
 }
 
-/// The process of a killed server ends before its control daemon takes note of that and lets another one start.
+/// The process of a killed server ends before its control daemon notices that and allows another one.
 #[test]
 fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     let mut story = Story::with_gpus(&["A"]);
@@ -75,7 +75,7 @@ fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     );
 }
 
-/// The log tells of the end of a server before its process is seen to end.
+/// The log reports the end of a server before its process is seen to end.
 #[test]
 fn the_end_of_a_server_is_told_with_its_own_pid() {
     let mut story = Story::with_gpus(&["A"]);
@@ -115,7 +115,7 @@ fn a_server_of_another_user_counts_as_one() {
 fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
     let mut story = Story::with_gpus(&["A"]);
     for server in 0..100 {
-        // Whichever server there is ends so long after its start.
+        // Each server ends this long after its start.
         let server = SERVER + server;
         story.host().during("watch", move |host| {
             let ends = u64::try_from(host.now.as_millis()).unwrap() + lives_for;
@@ -196,7 +196,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
         story.forget();
         story.host().at(10_000, |host| {
             host.server_ends(SERVER, 0);
-            // It keeps somebody, or it would end.
+            // It has a client, otherwise it would end.
             host.client(1, 300, "A");
         });
         story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));

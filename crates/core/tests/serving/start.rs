@@ -1,4 +1,4 @@
-//! Starts: who makes way, which GPUs it gets, and multi-user mode.
+//! Starts: which other control daemon is ended before, which GPUs the new one gets, and multi-user mode.
 
 use std::pin::pin;
 
@@ -16,7 +16,7 @@ struct HostStart {
     has_pipe: bool,
     stays: bool,
     has_no_program: bool,
-    /// The ways in which the processes come up, one after the other.
+    /// The results of the processes that are started, one after the other.
     come_up: Vec<Result<(), Failure>>,
     spawned: Vec<(Vec<GpuUuid>, bool)>,
     forgotten: usize,
@@ -246,7 +246,7 @@ fn one_that_ends_for_another_reason_is_not_started_again() {
     for multiuser in [true, false] {
         let mut shell = HostStart::with_gpus(&["A"]);
         let text = "it does not know the option".to_owned();
-        // Without multi-user mode, the words are somebody else's.
+        // Without multi-user mode, another program has written the words.
         let ended = Failure::Ended { text, refuses_multiuser: !multiuser };
         shell.come_up = vec![Err(ended.clone())];
         let (started, _) = shell.start(&["A"], WantedUsers { multiuser, ..MULTIUSER });
@@ -262,7 +262,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     }
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
-    // Once is not enough.
+    // A single look is not enough.
     assert!(shell.shell.host().stage.bypasses.values().all(|(seen, _)| seen.is_empty()));
     let noted = format!("{reach:?}");
     assert!(noted.contains("ProcessId { pid: 7,") && !noted.contains("ProcessId { pid: 8,"), "{noted}");

@@ -1,5 +1,5 @@
-//! `yunion-mpsctl bind` and `unbind`: the slices of a control group. A container runtime calls `bind --oci` as a hook, before
-//! the program of a container runs.
+//! `yunion-mpsctl bind` and `unbind`: bind slices to a control group, and end the binding. A container runtime calls `bind --oci`
+//! as a hook, before the program of a container runs.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ use common::host::proc;
 use common::published::snapshot::drained;
 use common::text::printable;
 
-/// The most bytes of a container's state that are read. A runtime writes some hundred, and the annotations.
+/// The most bytes of a container's state that are read. A runtime writes some hundred bytes, and the annotations.
 const STATE: u64 = 1024 * 1024;
 
 #[derive(Debug, Args)]
@@ -73,7 +73,7 @@ pub(crate) struct Unbind {
     control_group: Option<String>,
 }
 
-/// The state of a container, as runtimes tell it to hooks.
+/// The state of a container, as runtimes pass it to hooks.
 #[derive(Debug, Deserialize)]
 struct ContainerState {
     id: String,
@@ -82,7 +82,7 @@ struct ContainerState {
     annotations: BTreeMap<String, String>,
 }
 
-/// The annotations by which containerd and CRI-O name a container of Kubernetes: the namespace, the pod, the container.
+/// The annotations with which containerd and CRI-O name a container of Kubernetes: the namespace, the pod and the container.
 const KUBERNETES: [[&str; 3]; 2] = [
     [
         "io.kubernetes.cri.sandbox-namespace",
@@ -93,7 +93,7 @@ const KUBERNETES: [[&str; 3]; 2] = [
 ];
 
 impl ContainerState {
-    /// `namespace/pod/container`, if it is a container of Kubernetes.
+    /// `namespace/pod/container`, for a container of Kubernetes.
     fn in_pod(&self) -> Option<String> {
         let name = |keys: &[&str; 3]| {
             let names: Vec<&str> =
@@ -113,7 +113,7 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     let Some(ToBind { devices, group, label, waits_for_owner }) = wanted(arguments)? else { return Ok(()) };
     let wish = SliceWish { names: devices, free: false, share: arguments.share };
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
-    // A container or job is about to start, and must not fail since the service restarts at this moment.
+    // A container or job that is about to start must not fail because the service is just restarting.
     let waits = arguments.hook.oci || arguments.slurm;
     let will_be_free =
         |error: &BusError| waits_for_owner && matches!(error, BusError::Refused(RequestError::Taken(_)));
@@ -133,12 +133,12 @@ struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
     label: String,
-    /// The kubelet has given the devices to this container, and gives a device to one pod at a time. So an owner of a device is
-    /// a container of a pod that was deleted by force, and ends soon.
+    /// True if the kubelet has given the devices to this container. The kubelet gives a device to one pod at a time, so any other
+    /// owner is a container of a pod that was deleted by force, and ends soon.
     waits_for_owner: bool,
 }
 
-/// None, if there is nothing to bind.
+/// None if there is nothing to bind.
 fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     if arguments.slurm {
         let job = slurm::job()?;
@@ -172,14 +172,14 @@ pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut d
     Ok(())
 }
 
-/// Clap has seen to it that one of both is there.
+/// Clap ensures that one of them is set.
 fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
     control_group
         .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
 }
 
-/// Returns whether the service is just restarted. A service that ends before it answers may have bound the control group, which
-/// then is bound as before.
+/// Returns true if the service is just restarting. If it has ended before it answered, the control group may be bound already,
+/// and binding it again does no harm.
 fn is_away(error: &BusError) -> bool {
     match error {
         BusError::NotRunning => true,
@@ -188,7 +188,7 @@ fn is_away(error: &BusError) -> bool {
     }
 }
 
-/// A runtime that can't write the state of the container may call that a failure.
+/// A runtime that can't write the container's state to standard input may treat that as a failure.
 fn ignore_input() {
     let _ = io::copy(&mut io::stdin().take(STATE), &mut io::sink());
 }
@@ -205,12 +205,12 @@ fn container_state(input: impl Read) -> Result<ContainerState, String> {
     Ok(state)
 }
 
-/// True if this is the runtime of a user without root: the bus would not know the user.
+/// True in a container runtime that runs without root: the bus would not accept its user.
 fn is_in_user_namespace() -> bool {
     fs::read_to_string(proc::OWN_UID_MAP).is_ok_and(|map| !is_whole(&map))
 }
 
-/// True if a map of user ids is that of the host: each id stands for itself.
+/// True if a map of user ids is that of the host: each id means itself.
 fn is_whole(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }

@@ -26,10 +26,10 @@ use common::text::printable;
 /// The pause between two looks at the clients.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// The time for which the clients may be unknown, for example while the service is upgraded.
+/// The longest time for which the clients may be unknown, for example while the service is upgraded.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most clients that a terminal shows.
+/// The most clients that are shown on a terminal.
 const ROWS: usize = 15;
 
 #[derive(Debug, Args)]
@@ -54,7 +54,7 @@ pub(crate) struct What {
 
 pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     match drain_and_wait(daemon, arguments, out).await {
-        // Elsewhere a reader that has left is no error. Here the status says whether clients are left.
+        // Elsewhere a closed pipe is no error. Here the exit status says if clients are left.
         Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
             "the reader of the output has gone, so the waiting has ended; the drain stays".to_owned(),
         )),
@@ -64,7 +64,7 @@ pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
 
 async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let names = &arguments.what.names;
-    // Caught first: the end of the waiting is said at any time.
+    // The signals are caught first, so that the message about the end of the waiting always comes.
     let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
     let mut signals = CaughtSignals::catch(signals)?;
     daemon.drain(names).await?;
@@ -90,7 +90,7 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
         signal = signals.next() => signal,
     };
     if is_drawn_on() {
-        // Behind the "^C" of the terminal.
+        // A new line after the "^C" of the terminal.
         writeln!(out)?;
     }
     let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };
@@ -121,14 +121,14 @@ fn pronoun(names: &[String]) -> &'static str {
 
 /// The clients that a drain waits for.
 struct Scope {
-    /// Every client of the service.
+    /// True for every client of the service.
     all: bool,
-    /// The slices of the GPUs with something that is drained, and whether each is drained.
+    /// The slices of the GPUs that have a drained slice, each with true if it is drained.
     slices: Vec<(Device, bool)>,
 }
 
 impl Scope {
-    /// The meaning of the names at this moment: a reload may take a GPU away that still has clients.
+    /// The slices behind the names are determined once: a reload may remove a GPU that still has clients.
     async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
         if names.is_empty() {
             return Ok(Self { all: true, slices: Vec::new() });
@@ -146,8 +146,8 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// The first pipe directory of these GPUs that has the socket of its control daemon itself. A program that has it
-    /// can't be kept from it.
+    /// The first pipe directory of these GPUs that has the socket of its control daemon itself. A drain can't exclude a program
+    /// that has this directory.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -156,11 +156,11 @@ impl Scope {
         Some(&open.pipe_directory)
     }
 
-    /// True if a client may be one of a drained slice. A client that does not say its slice may be one of any.
+    /// True if a client may use a drained slice. A client without a known slice may use any slice.
     fn has(&self, client: &Client) -> bool {
         let given: Vec<&str> = given(client).collect();
         let names = |name: &String| given.contains(&name.as_str());
-        // The GPU of a client that waits for a server is not known yet.
+        // A client that waits for a server has no known GPU yet.
         let waits = client.gpu.is_empty();
         let its = || self.slices.iter().filter(|(slice, _)| waits || is_on(client, slice));
         let mut known = its().filter(|(slice, _)| names(&slice.addr)).peekable();
@@ -172,13 +172,13 @@ impl Scope {
         self.all || says_no_slice || known.any(|(_, is_drained)| *is_drained)
     }
 
-    /// The processes on the GPUs that have no other slices than drained ones, or on all.
+    /// True for a process without MPS on a GPU whose slices are all drained, or on any GPU if everything is drained.
     fn bypasses(&self, client: &Client) -> bool {
         let mut its = self.slices.iter().filter(|(slice, _)| is_on(client, slice)).peekable();
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    /// None: the service or a control daemon starts, and its clients are not known yet.
+    /// None: the service or a control daemon is starting, and its clients are not known yet.
     async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {
             return Ok(None);
@@ -187,7 +187,7 @@ impl Scope {
             daemon.clients().await?.into_iter().partition(|client| client.bypass);
         bypassing.retain(|client| self.bypasses(client));
         clients.retain(|client| self.has(client));
-        // The service may have been started again in between.
+        // The service may have been restarted since the last answer.
         let is_known = !clients.is_empty() || knows_its_clients(daemon).await?;
         Ok(is_known.then_some(RemainingClients { clients, bypassing }))
     }
@@ -197,7 +197,7 @@ fn is_on(client: &Client, slice: &Device) -> bool {
     slice.device_path.as_ref() == Some(&client.gpu)
 }
 
-/// A look at the clients.
+/// The result of a look at the clients.
 struct RemainingClients {
     /// The clients that are waited for.
     clients: Vec<Listed<Client>>,
@@ -205,7 +205,7 @@ struct RemainingClients {
     bypassing: Vec<Listed<Client>>,
 }
 
-/// True if no control daemon is just being taken over: its clients would not be listed.
+/// True if no control daemon is just being taken over: until that is done its clients are not listed.
 async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
     let service = daemon.service().await?;
     let daemons = daemon.control_daemons().await?;
@@ -232,7 +232,7 @@ fn no_client(bypassing: &[Listed<Client>]) -> String {
     format!("No client is left. Not waited for, since it is without MPS: {}.", describe(bypassing))
 }
 
-/// Says that clients are waited for since their slices are not known, if there are any.
+/// A note that some clients are waited for only because their slices are not known; empty if there are none.
 fn unplaced(clients: &[Listed<Client>]) -> String {
     let unplaced = clients.iter().filter(|client| client.device.is_none());
     let pids: Vec<String> = unplaced.take(ROWS).map(|client| client.pid.to_string()).collect();
@@ -291,12 +291,13 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
 /// The clients as they were shown last.
 #[derive(Default)]
 struct DrainScreen {
-    /// A terminal shows the present clients. Anything else gets a line for each that is there, comes or ends.
+    /// True for a terminal, where the present clients are drawn. Otherwise each client gets a line when it is found, comes or
+    /// ends.
     redraws: bool,
     drawn: Passing,
-    /// The last sentence.
+    /// The last summary.
     last: String,
-    /// The clients in lines, by PID.
+    /// The PIDs of the clients that were printed.
     told: Vec<u32>,
 }
 
@@ -329,7 +330,7 @@ impl DrainScreen {
     }
 }
 
-/// The clients for a terminal; nothing if there are none.
+/// The clients for a terminal; empty if there are none.
 fn drawn(clients: &[Listed<Client>]) -> String {
     if clients.is_empty() {
         return String::new();

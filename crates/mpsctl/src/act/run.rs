@@ -1,10 +1,10 @@
-//! `yunion-mpsctl run`: the parent of a GPU program that takes care of its neighbours.
+//! `yunion-mpsctl run`: starts a GPU program, and passes signals to it in a way that does not harm other clients.
 //!
-//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach
-//! the command before its GPU work has been ended, not even the terminal's own. The terminal signals its foreground
-//! process group, and that stays ours: the command runs in a session of its own, which no terminal controls. There the
-//! descriptors of the terminal that it inherits still work, for reading as well: job control stops only processes that
-//! have it as their controlling terminal. The terminal is never changed by us, so there is nothing to put back.
+//! A signal that ends a program in the middle of a kernel is a fault for every client on its GPU. So no signal may reach the
+//! command before its GPU work has ended, not even the terminal's. The terminal signals its foreground process group, which
+//! remains that of this process: the command runs in a new session without a controlling terminal. The descriptors of the
+//! terminal that it inherits still work there, for reading too, since job control stops only processes whose controlling terminal
+//! it is. The terminal itself is never changed, so nothing has to be restored.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -35,16 +35,16 @@ use common::bus::proxy::{BusError, DaemonProxy, GroupOf, SliceWish};
 use common::host::{control_groups, proc, systemd};
 use common::text::printable;
 
-/// The time that the GPU work may take to end before the signal is passed on nevertheless. Measured: 50 ms.
+/// The time after which a signal is passed on even if the GPU work has not ended. Measured: 50 ms.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The most characters of a program in a label.
+/// The most characters of a program's name in a label.
 const NAME: usize = 24;
 
 /// The first argument of the process that becomes the command.
 const BECOME: &str = "become-command";
 
-/// The signals that would end or stop us alone, and SIGWINCH, which the terminal sends to us alone.
+/// The signals that would end or stop only this process, and SIGWINCH, which the terminal sends only to this process.
 const CAUGHT: [Signal; 8] = [
     Signal::INT,
     Signal::QUIT,
@@ -78,9 +78,9 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     let answer = take(&daemon, &wish).await?;
     ensure_reachable(&answer)?;
     warn_of_several(&answer);
-    // The command may run for weeks; by the time of a signal this connection could be one to a bus that is gone.
+    // The command may run for weeks. When a signal comes, the bus may have been restarted, and this connection would be closed.
     drop(daemon);
-    // Caught first: a signal that arrives while the command starts must not end us alone.
+    // The signals are caught first: a signal that comes while the command starts must not end only this process.
     let mut signals = CaughtSignals::catch(&CAUGHT)?;
     let mut child = Command::new(proc::OWN_PROGRAM)
         .arg(BECOME)
@@ -102,7 +102,7 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
-                // Slurm may repeat its signal within milliseconds, and if nothing helps it kills.
+                // Slurm may repeat its signal within milliseconds, and sends SIGKILL if the program does not end.
                 _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
@@ -117,10 +117,10 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     }
 }
 
-/// Sees to it, if that can be, that this process of root is alone in its control group, and says whether it is. Then the
-/// control group can be bound to slices, and the command's own words do not count. A command of a session, or of a terminal of
-/// a desktop, gets a scope. A command of a unit with other processes stays there, since systemd ends it with the unit, and so
-/// does one of Slurm, which ends its jobs likewise.
+/// Tries to put this process, if it runs as root, into a control group of its own, and returns true if it is alone there. Then
+/// the control group can be bound to slices, and the environment of the command does not count. A command in a session, or in a
+/// terminal of a desktop, gets a scope. A command in a unit with other processes stays there, since systemd has to end it
+/// together with the unit; a command of Slurm stays too, since Slurm ends its jobs in the same way.
 async fn takes_control_group(command: &[OsString]) -> bool {
     if !geteuid().is_root() || !systemd::runs_host() {
         return false;
@@ -140,14 +140,14 @@ async fn takes_control_group(command: &[OsString]) -> bool {
 /// A name for people: the command and this process.
 fn label(command: &[OsString]) -> String {
     let program = command.first().map(Path::new).and_then(Path::file_name).unwrap_or_default();
-    // A label has a limit.
+    // The length of a label is limited.
     let program: String = program.to_string_lossy().chars().take(NAME).collect();
     format!("{} (PID {})", printable(&program), id())
 }
 
-/// If the arguments (the first one is the program's name) ask for it, this process leaves its session and becomes the
-/// command that they name. If that fails, returns the exit status that a shell has for a command that it does not find or
-/// can't execute.
+/// If the arguments (the first one is the program's name) begin with [`BECOME`], this process starts a new session and executes
+/// the command in them. On a failure it returns the exit status that a shell has for a command that is not found or can't be
+/// executed.
 pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Option<u8> {
     let [_, ask, command, rest @ ..] = arguments else { return None };
     if ask != BECOME {
@@ -161,8 +161,8 @@ pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Opt
     Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
 }
 
-/// The words about a command line (its first word is the program's name) in which a command follows the devices without
-/// the `--` between them.
+/// The message for a command line (its first word is the program's name) in which a command follows the devices without the `--`
+/// between them.
 pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     let [_, subcommand, words @ ..] = arguments else { return None };
     let words: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
@@ -174,7 +174,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     if command.is_empty() {
         return None;
     }
-    // With --free a model may be named, so the beginning of the command can't be told.
+    // With --free a word may be the name of a model, so it is not known where the command begins.
     let is_free = words.iter().any(|word| word == "--free");
     let meant = if is_free {
         "yunion-mpsctl run --free [GPU or model] -- CMD".to_owned()
@@ -187,7 +187,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
 }
 
-/// True if a word is the name of a slice or of a GPU by its form: `00:06.0-1`, `GPU-76aef7ff-...`.
+/// True if a word has the form of the name of a slice or a GPU: `00:06.0-1`, `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
     DeviceName::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }
@@ -198,25 +198,25 @@ struct ProcessGroup(Pid);
 
 impl ProcessGroup {
     fn send(self, signal: Signal) {
-        // Before it has left our session it is only a process. It may also have ended in this moment.
+        // Until the command has started its new session, there is only a process with this PID. It may also have just ended.
         if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
             let _ = kill_process(self.0, signal);
         }
     }
 
-    /// True if a signal would not end the command.
+    /// True if the command has a handler for a signal, or ignores it.
     fn handles(self, signal: Signal) -> bool {
         let signal = signal.as_raw();
         proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
     }
 
-    /// Signals the command itself, and not its child processes: they may not handle the signal.
+    /// Signals only the command itself, since its child processes may not handle the signal.
     fn signal(self, signal: Signal) {
         let _ = kill_process(self.0, signal);
     }
 
-    /// Stops with the command, as job control has it, until this process is continued. SIGTSTP would do nothing: job control
-    /// protects process groups that no shell looks after.
+    /// Stops the command and this process, like job control, until this process is continued. SIGTSTP would do nothing: the
+    /// kernel ignores it in a process group without a shell.
     fn suspend(self) {
         self.send(Signal::STOP);
         let _ = kill_process(getpid(), Signal::STOP);
@@ -226,7 +226,7 @@ impl ProcessGroup {
 
 type Release = Pin<Box<dyn Future<Output = ()>>>;
 
-/// Waits for the release that a signal waits for, and gives that signal.
+/// Waits for the release of GPU work before a signal, and returns that signal.
 async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     match waiting {
         Some((signal, release)) => {
@@ -239,7 +239,7 @@ async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     }
 }
 
-/// Ends the GPU work of the command and of every process that it has started, as far as possible in a few seconds.
+/// Ends the GPU work of the command and of all processes that it has started, as far as that is possible in a few seconds.
 async fn release(command: ProcessGroup) {
     let seconds = RELEASE_TIMEOUT.as_secs();
     let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
@@ -265,7 +265,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let mut result = Ok(());
     while let Some(ended) = terminations.join_next().await {
         match ended {
-            // A client that the service does not know has gone by itself in the meantime.
+            // A client that the service does not know has ended by itself meanwhile.
             Ok(Ok(()) | Err(BusError::Refused(RequestError::NoSuchClient(_)))) | Err(_) => {}
             Ok(Err(error)) => result = Err(error),
         }
@@ -273,10 +273,10 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     result
 }
 
-/// True if a process is `root`, descends from it, or is in the session that it leads: an orphan has no ancestor, but
-/// stays in its session.
+/// True if a process is `root`, or descends from it, or is in the session of `root`: an orphan has lost its ancestor, but stays
+/// in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
-    // Parents can't form a ring, but they are read one after the other and may change in between.
+    // Parents can't form a ring, but they are read one after the other and may change meanwhile.
     for _ in 0..1000 {
         if pid == root {
             return true;
@@ -290,7 +290,7 @@ fn descends(mut pid: u32, root: u32) -> bool {
     false
 }
 
-/// The command's exit status, as a shell shows it.
+/// The command's exit status, in the form that a shell uses.
 fn exit_status(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)

@@ -64,8 +64,8 @@ pub(crate) async fn terminate(
     Ok(())
 }
 
-/// The clients that had work, as the service names them in an event. A control daemon is not asked for them: a control daemon that
-/// hangs would be busy with that question first. None if there were none, or the service does not answer.
+/// The clients that had work, as the service names them in an event. The control daemons are not asked, since a hung one would
+/// first be busy with that question. None if no client had work, or if the service does not answer.
 async fn whose(daemon: &DaemonProxy, whom: &Whom, asked: SystemTime) -> Option<String> {
     let named = match whom {
         Whom { pid: Some(pid), .. } => vec![pid.to_string()],

@@ -1,4 +1,4 @@
-//! The configuration files: their mistakes for us and for the host agent, and whether they are in force.
+//! The configuration files: their mistakes for this service and for the host agent, and if they are in force.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -41,7 +41,7 @@ fn configuration(facts: &Facts) -> Outcome {
                 let name = if *certain { "configuration-wrong" } else { "no-plan" };
                 findings.push(of_problem(Severity::Error, name, problem));
             }
-            // A missing driver is the cause, and has a check of its own.
+            // The cause is the missing driver, which another check reports.
             if let (Err(problem), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
                 let problem = problem.clone().or_remedy("yunion-mpsctl check says more");
                 findings.push(finding(Severity::Error, "no-plan", "the GPUs", problem));
@@ -58,7 +58,7 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// True if only root can read a file, which is no mistake.
+/// True if a file can be read only by root, which is no mistake.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()
@@ -73,12 +73,12 @@ fn overridden(facts: &Facts) -> Outcome {
     })
 }
 
-/// The host agent reads the same files, and understands less of them.
+/// The host agent reads the same files, and supports less.
 fn agent(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.agent, |it| [of_problem(Severity::Warning, it.name, &it.problem)])
 }
 
-/// Compares the published GPUs with a new plan. A GPU that came or went since then does not concern the files.
+/// Compares the published GPUs with a new plan. A GPU that was added or removed since then is no difference in the files.
 fn loaded(facts: &Facts) -> Outcome {
     let (loaded, published, plan) = (facts.loaded()?, facts.published()?, facts.plan()?);
     let mut findings: Vec<Finding> = Vec::new();
@@ -112,7 +112,7 @@ fn loaded(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// The platform starts every program with a slice. Without it people start their programs themselves.
+/// The platform starts each program with a slice. Without the platform, users start their programs themselves.
 fn programs(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let finds_by_itself = facts.directories()?.iter().any(|(pipe, _)| pipe == Path::new(WHERE_CUDA_LOOKS));
@@ -120,7 +120,7 @@ fn programs(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let isolations: Vec<Isolation> = facts.plan()?.gpus.iter().map(|gpu| gpu.isolation).collect();
-    // Compute mode DEFAULT lets in every program.
+    // Compute mode DEFAULT allows every program.
     let open = "has the whole GPU, without MPS and without limits";
     let closed = "gets the error 46, busy or unavailable";
     let gets = match (isolations.contains(&Isolation::Slice), isolations.contains(&Isolation::Gpu)) {

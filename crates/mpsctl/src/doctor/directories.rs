@@ -31,7 +31,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("ageing by systemd-tmpfiles", ageing),
 ];
 
-/// A file system with fewer free bytes counts as full: a control daemon's log grows by as many in an hour.
+/// A file system with fewer free bytes counts as full: the log of a control daemon grows by this much in an hour.
 const ROOM: u64 = 1 << 20;
 
 /// The rules are those of the service itself.
@@ -51,7 +51,7 @@ fn refused(facts: &Facts) -> Outcome {
     })
 }
 
-/// True if a control daemon of ours that runs uses the directory.
+/// True if a running control daemon of the service uses the directory.
 fn in_use(facts: &Facts, directory: &Path) -> bool {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     running.any(|daemon| {
@@ -60,7 +60,7 @@ fn in_use(facts: &Facts, directory: &Path) -> bool {
     })
 }
 
-/// Clients of every user must reach the directory through all parents, and only its owner may write there.
+/// Clients of every user must be able to reach the directory through all its ancestors, and only root may write to it.
 fn closed(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for (pipe, _) in facts.directories()? {
@@ -87,7 +87,7 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Root can command a control daemon through the daemon's own directory, from a container too.
+/// Through a control daemon's own directory root can command it, even from a container.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     each(&facts.published()?.control_daemons, |daemon| {
@@ -122,7 +122,7 @@ fn private(facts: &Facts) -> Outcome {
     })
 }
 
-/// A container that can write to a directory without the flag can take its link away, or put a socket of its own there.
+/// A container that can write to a directory without the immutable flag can remove the link there, or make its own socket.
 fn changeable(facts: &Facts) -> Outcome {
     let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
     let serving = daemons.iter().filter(|daemon| daemon.state == ControlDaemonState::Ready);
@@ -170,7 +170,7 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
             format!("see dmesg for the reason, then mount -o remount,rw $(stat -c %m {directory})"),
         ));
     }
-    // A file system that does not count its files has 0 of them.
+    // A file system that does not count files reports a total of 0.
     let found = if system.f_files > 0 && system.f_favail == 0 {
         "its file system can hold no more files".to_owned()
     } else if room < ROOM {
@@ -182,13 +182,13 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     Some(error("file-system-full", &directory, found, remedy))
 }
 
-/// A control daemon keeps running when its socket is removed, and clients no longer find it.
+/// If its socket is removed, a control daemon goes on running, but clients no longer find it.
 fn sockets(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);
         let pid = daemon.pid.filter(|_| serves)?;
         let own = socket(Path::new(&daemon.control_directory), pid);
-        // The pipe directory leads nowhere while no slice takes clients.
+        // While no slice takes clients, the pipe directory has no link.
         let devices = facts.published().ok()?.devices.iter().flatten();
         let mut its = devices
             .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
@@ -197,11 +197,11 @@ fn sockets(facts: &Facts) -> Outcome {
     })
 }
 
-/// The fault of the socket in a directory where this control daemon is to be found.
+/// The problem with the socket in a directory in which clients look for this control daemon.
 fn socket(directory: &Path, pid: u32) -> Option<Finding> {
     let socket = directory.join("control");
     match listener(directory) {
-        // The missing directory is the cause, and has a check of its own.
+        // The cause is the missing directory, which another check reports.
         _ if !directory.is_dir() => None,
         Some(other) if other != pid => Some(error(
             "pipe-directory-taken",
@@ -244,7 +244,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
             return Err(format!("only root can read {}", state_file.display()).into());
         }
-        // The service that runs knows the content; the next one would not.
+        // The running service has the content in memory, but the next one would not.
         let remedy = if facts.published().is_ok() {
             "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
              another's"
@@ -265,7 +265,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Clients and servers exchange data there.
+/// Clients and servers exchange data through it.
 fn shared_memory(facts: &Facts) -> Outcome {
     let directory = facts.file("/dev/shm");
     let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
@@ -319,7 +319,7 @@ fn selinux(facts: &Facts) -> Outcome {
     Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
 }
 
-/// The directories of tmpfiles.d(5). A file in an earlier one hides the files of its name in later ones.
+/// The directories of tmpfiles.d(5). A file in an earlier directory hides files with the same name in later ones.
 const TMPFILES: [&str; 4] =
     ["/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/local/lib/tmpfiles.d", "/usr/lib/tmpfiles.d"];
 
@@ -351,14 +351,14 @@ fn ageing(facts: &Facts) -> Outcome {
     })
 }
 
-/// The line by which the contents of a directory are removed: the nearest line that names it or a directory above it, if that
-/// has an age, and no line spares them (x). Patterns are not read: the lines of the remedy are none.
+/// The line because of which systemd-tmpfiles removes the content of a directory: the nearest line for it or for an ancestor, if
+/// that line has an age and no line of type x excludes the directory. Lines with patterns are ignored: the remedy has none.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (Some(kind), Some(path)) = (fields.first(), fields.get(1)) else { continue };
-        // Lines with ! count at boot alone, and other kinds make files or change them.
+        // Lines with ! count only at boot, and lines of other types only make files or change them.
         let counts = kind.starts_with(['x', 'd', 'D', 'e', 'v', 'q', 'Q', 'C']) && !kind.contains('!');
         if !counts || !directory.starts_with(path) {
             continue;
@@ -391,11 +391,11 @@ mod tests {
         assert_eq!(aged("/run/pipe", &[TMP]), None);
         assert_eq!(aged(pipe, &["D /tmp 1777 root root -"]), None);
         assert_eq!(aged(pipe, &["D! /tmp 1777 root root 10d", "# q /tmp 1777 root root 10d", "q"]), None);
-        // Only the directory itself is spared by X, its contents are not.
+        // X excludes only the directory itself, not its content.
         assert_eq!(aged(pipe, &[TMP, "X /tmp/nvidia-mps"]), Some(TMP));
         assert_eq!(aged(pipe, &["x /tmp/nvidia-mps/pipe", TMP]), None);
         assert_eq!(aged(pipe, &["d /tmp/nvidia-mps 0755 root root -", TMP]), None);
-        // The shipped lines, together with the line of a common distribution.
+        // The shipped lines, together with a line of a common distribution.
         let shipped = include_str!("../../../../systemd/yunion-mps-daemon.tmpfiles.conf");
         let lines: Vec<&str> = shipped.lines().chain([TMP]).collect();
         for (directory, expected) in

@@ -36,7 +36,7 @@ fn driver(facts: &Facts) -> Outcome {
     })
 }
 
-/// All that the service knows of newer drivers, it knows from documents.
+/// The service knows newer drivers only from documentation.
 fn untried(facts: &Facts) -> Outcome {
     let version = facts.inventory.driver.as_ref().map_err(|_| "there is no driver")?;
     each((Series::parse(version) > NEWEST_TRIED).then_some(version), |version| {
@@ -62,7 +62,7 @@ fn programs(facts: &Facts) -> Outcome {
     })
 }
 
-/// The PATH of the service that runs, or else the PATH that its unit would give it.
+/// The PATH of the running service, or else the PATH that its unit sets.
 fn path_of_service(facts: &Facts) -> Result<String, Problem> {
     if let Some(pid) = facts.published().ok().and_then(|published| published.pid) {
         return Ok(variable(pid, "PATH")?.unwrap_or_default());
@@ -77,7 +77,7 @@ fn path_of_service(facts: &Facts) -> Result<String, Problem> {
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
     each(PROGRAMS, |name| {
-        // A program that is missing everywhere has a finding already.
+        // A program that does not exist anywhere has a finding already.
         let found = find_program(name).ok()?;
         find_program_in(name, path.as_ref()).err()?;
         let directory = found.parent().unwrap_or(Path::new("/")).display();
@@ -90,7 +90,7 @@ fn service_path(facts: &Facts) -> Outcome {
     })
 }
 
-/// The control daemon's program prints the version of CUDA that it is of, from driver 580 on.
+/// From driver 580 on, the control daemon's program prints its CUDA version.
 fn version(facts: &Facts) -> Outcome {
     let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
     let program = facts.program_cuda.ok_or("the control daemon's program does not say its version")?;
@@ -127,7 +127,7 @@ fn nodes(facts: &Facts) -> Outcome {
         let Ok(metadata) = fs::metadata(facts.file(&node)) else {
             return Some(error("device-node-missing", node.display(), "it does not exist", remedy));
         };
-        // Render nodes belong to a group of their own, and CUDA does not open them.
+        // Render nodes are excepted: they belong to a group of their own, and CUDA does not open them.
         let open = node.starts_with("/dev/dri") || metadata.mode() & 0o006 == 0o006;
         if open {
             return None;
@@ -148,7 +148,7 @@ fn nodes(facts: &Facts) -> Outcome {
     })
 }
 
-/// The kernel counts instances by user, so only root's are the service's.
+/// The kernel counts instances for each user, and the service runs as root.
 fn inotify(facts: &Facts) -> Outcome {
     if !facts.own_processes() {
         return Err("the processes of this machine are not the host's".into());

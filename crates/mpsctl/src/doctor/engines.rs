@@ -1,4 +1,4 @@
-//! Container engines on this host, and the runtime by which they stop containers.
+//! Container engines on this host, and the runtime with which they stop containers.
 
 use std::path::Path;
 
@@ -8,16 +8,16 @@ use common::config::below;
 
 pub(super) const CHECKS: &[Check] = &[("the runtimes of container engines", runtimes)];
 
-/// The beginning of the name of each of our runtimes.
+/// The beginning of the name of each runtime of this service.
 const OURS: &str = "yunion-mps-";
 
 struct Engine {
     name: &'static str,
-    /// Each of them shows that the engine is there.
+    /// Files, each of which shows that the engine is installed.
     traces: &'static [&'static str],
-    /// The files that may name a runtime, the usual one first.
+    /// The files that may name a runtime, the usual file first.
     files: &'static [&'static str],
-    /// The words for the usual one.
+    /// The lines for the usual file.
     lines: &'static str,
 }
 
@@ -44,7 +44,7 @@ const ENGINES: [Engine; 3] = [
     },
 ];
 
-/// The files are not parsed: the name of the runtime says enough.
+/// The files are not parsed: they only have to contain the name of the runtime.
 fn runtimes(facts: &Facts) -> Outcome {
     let place = |path: &&str| below(&facts.sources.sysroot, Path::new(path));
     let is_there = |engine: &&Engine| engine.traces.iter().any(|trace| place(trace).exists());

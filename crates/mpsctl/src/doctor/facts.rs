@@ -1,4 +1,4 @@
-//! The facts of the host at this moment: gathered once, and not judged here.
+//! The facts about the host at this moment. They are gathered once; other modules judge them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -33,7 +33,7 @@ pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 /// The program of a control daemon.
 pub(super) const CONTROL: &str = "nvidia-cuda-mps-control";
 
-/// The name of control daemons and servers, as the kernel keeps it.
+/// The name of control daemons and servers in the kernel, which cuts it.
 const MPS_COMMAND: &str = "nvidia-cuda-mps";
 
 pub(super) struct Facts {
@@ -55,9 +55,9 @@ pub(super) struct Facts {
 
 #[derive(Debug, Clone)]
 pub(super) struct GpuNow {
-    /// True if the driver keeps the GPU's state while no program uses it; None if it did not say.
+    /// True if the driver keeps the GPU's state while no program uses it. None if the driver did not say.
     pub(super) persistence: Option<bool>,
-    /// The PIDs of the MPS servers on it.
+    /// The PIDs of the MPS servers on the GPU.
     servers: Vec<u32>,
 }
 
@@ -65,16 +65,16 @@ pub(super) struct GpuNow {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FoundDaemon {
     pub(super) pid: u32,
-    /// The trace by which it was found, for people.
+    /// How it was found, for people.
     pub(super) trace: String,
     /// The directory in which it listens, if that is known.
     pub(super) pipe_directory: Option<PathBuf>,
-    /// True if it sees other file systems than we do, as in a container.
+    /// True if it sees other file systems than doctor does, as in a container.
     pub(super) elsewhere: bool,
 }
 
 impl FoundDaemon {
-    /// Made from the environment and the name space of the process.
+    /// Reads the environment and the namespace of the process.
     fn new(pid: u32, trace: String) -> Self {
         let own = proc::mount_namespace(proc::OWN).ok();
         let elsewhere = proc::mount_namespace(pid).is_ok_and(|its| own != Some(its));
@@ -91,7 +91,7 @@ impl Facts {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
             Err(refused) => Checked::Refused(refused),
         };
-        // RUNTIME_DIRECTORY is of the unit in which doctor runs, if it runs in one.
+        // RUNTIME_DIRECTORY would be that of the unit in which doctor runs.
         let runtime_directory = config::below(&sources.sysroot, Path::new("/run/yunion-mps-daemon"));
         let mut facts = Self {
             checked,
@@ -115,17 +115,17 @@ impl Facts {
         config::below(&self.sources.sysroot, path.as_ref())
     }
 
-    /// True if the processes of this machine are the host's.
+    /// True if the processes of this machine are those of the host that is checked.
     pub(super) fn own_processes(&self) -> bool {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// The settings of the files. The errors of this function and of the next ones say why there is nothing to check.
+    /// The settings. Like the following functions, it returns the reason why checks are not possible as an error.
     pub(super) fn loaded(&self) -> Result<&Loaded, Problem> {
         self.checked.loaded().ok_or_else(|| "the configuration can't be read".into())
     }
 
-    /// The settings, where MPS is switched on.
+    /// The settings, if MPS is switched on.
     pub(super) fn enabled(&self) -> Result<&Settings, Problem> {
         let settings = &self.loaded()?.settings;
         if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".into()) }
@@ -143,7 +143,7 @@ impl Facts {
         self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".into())
     }
 
-    /// The control daemons that the service publishes; none if it does not answer.
+    /// The control daemons that the service publishes. None if the service does not answer.
     pub(super) fn own_control_daemons(&self) -> &[Listed<ControlDaemon>] {
         self.bus.published().map(|published| published.control_daemons.as_slice()).unwrap_or_default()
     }
@@ -153,7 +153,7 @@ impl Facts {
         self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.facts()?)))
     }
 
-    /// Pipe and log directory of each planned control daemon; without a plan, the directories of the settings.
+    /// Pipe and log directory of each planned control daemon. Without a plan, the directories of the settings.
     pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, Problem> {
         let settings = self.enabled()?;
         let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
@@ -184,8 +184,8 @@ impl Facts {
             || written.iter().any(|running| identity::read(daemon).is_ok_and(|now| now == running.process))
     }
 
-    /// Finds them by the sockets in the configured directories and in the default directory of CUDA, by the servers on our
-    /// GPUs, and, if the processes of this machine are the host's, by their name.
+    /// Finds control daemons by the sockets in the configured directories and in CUDA's default directory, by the servers on the
+    /// GPUs, and, if the processes of this machine are the host's, by their names.
     fn find_control_daemons(&self) -> Vec<FoundDaemon> {
         let mut found: Vec<FoundDaemon> = Vec::new();
         let mut add = |daemon: FoundDaemon| {
@@ -217,7 +217,7 @@ impl Facts {
     }
 }
 
-/// Reads the configuration. Its file system may hang.
+/// Reads the configuration on another thread, since the file system may hang.
 fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let all = sources.clone();
     check::within(DEADLINE, move || config::load(&all)).unwrap_or_else(|| {
@@ -245,8 +245,8 @@ fn ask_driver(sysroot: &Path) -> (Inventory, BTreeMap<String, GpuNow>, Option<u3
     answer.unwrap_or_else(|reason| (Inventory::read(sysroot, Err(&reason)), BTreeMap::new(), None))
 }
 
-/// Asks the control daemon's program for its version. A program that doesn't know the option acts as a front end, and must
-/// not find a control daemon then.
+/// Asks the control daemon's program for its version. A program that does not know the option acts as a front end, which must not
+/// find a control daemon.
 async fn program_cuda() -> Option<u32> {
     let mut command = Command::new(find_program(CONTROL).ok()?);
     command
@@ -273,8 +273,8 @@ fn is_mps(pid: u32) -> bool {
     proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
 }
 
-/// Servers have the same short name; only the arguments tell a control daemon from a server. The name is read first: the
-/// arguments are in the memory of the process, and a read of them hangs if the process hangs.
+/// Servers have the same short name, so only the arguments distinguish a control daemon. The name is read first: the arguments
+/// are in the memory of the process, and reading them hangs if the process hangs.
 fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;

@@ -1,4 +1,4 @@
-//! The GPUs: the reasons why one is not served, and the things that its users will meet.
+//! The GPUs: the reasons why one is not served, and the limitations that its users will notice.
 
 use mps_core::terms::DaemonId;
 
@@ -35,7 +35,7 @@ fn names(gpu: &Gpu) -> String {
 fn unusable(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let gpu = &plan.gpu;
-        // Nothing keeps a GPU from being served that is served.
+        // A GPU that is served has no obstacle.
         let served = gpu.uuid().is_some_and(|uuid| served(facts, uuid));
         let obstacles = plan.obstacles.iter().filter(move |obstacle| obstacle.name != HELD || !served);
         obstacles.map(|NamedProblem { name, problem }| {
@@ -49,7 +49,7 @@ fn served(facts: &Facts, uuid: &str) -> bool {
     mode_while_served(facts, uuid).is_some()
 }
 
-/// The compute mode that a GPU has to have. None if no control daemon of ours that runs has the GPU.
+/// The compute mode that a GPU must have. None if no running control daemon of the service has the GPU.
 fn mode_while_served(facts: &Facts, uuid: &str) -> Option<ComputeMode> {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     let serving = running.find(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))?;
@@ -139,7 +139,7 @@ fn warnings(facts: &Facts) -> Outcome {
     })
 }
 
-/// Slices that take turns have all threads each.
+/// If slices take turns, each has all threads.
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();

@@ -1,7 +1,7 @@
-//! `yunion-mpsctl doctor`: the problems of this host, each with its remedy.
+//! `yunion-mpsctl doctor`: finds problems on this host, with a remedy for each.
 //!
-//! The facts are gathered once; every check is a function of them, and the modules group the checks by subject. The
-//! rules for the configuration, the plan and the directories stand in the modules that the service itself uses.
+//! The facts are gathered once, and every check is a function of them; each module has the checks of one subject. The rules for
+//! the configuration, the plan and the directories are in the modules that the service uses too.
 
 mod configuration;
 mod directories;
@@ -32,7 +32,7 @@ use common::counted::counted;
 use common::problem::Problem;
 use common::text::printable;
 
-/// The time that a look at the host may take. A file system or a program may hang.
+/// The longest time for looking at the host. A file system or a program may hang.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The exit status when the worst finding is a warning.
@@ -59,11 +59,11 @@ pub(super) struct Arguments {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Severity {
-    /// Something is not served, or not as it is published.
+    /// Something is not served, or not as published.
     Error,
-    /// The host works now, but will fail or surprise its users.
+    /// The host works now, but something will fail later or surprise its users.
     Warning,
-    /// Worth knowing.
+    /// Information.
     Info,
 }
 
@@ -83,9 +83,9 @@ struct Finding {
     /// The finding's name, which never changes.
     name: &'static str,
     severity: Severity,
-    /// The file, the GPU or the process.
+    /// The file, the GPU or the process that the finding is about.
     subject: String,
-    /// The remedy is the command to type, or the line to write.
+    /// The remedy is a command to type, or a line to write.
     #[serde(flatten)]
     problem: Problem,
 }
@@ -124,7 +124,7 @@ fn edit_unit(setting: &str) -> String {
 /// The findings of a check, or the reason why the check was not possible.
 type Outcome = Result<Vec<Finding>, Problem>;
 
-/// The findings about each of these.
+/// A finding for each of these.
 #[expect(clippy::unnecessary_wraps, reason = "checks end with it")]
 fn each<T, F: IntoIterator<Item = Finding>>(
     of: impl IntoIterator<Item = T>,
@@ -147,10 +147,10 @@ struct NotChecked {
 #[derive(Debug, Serialize)]
 struct DoctorReport {
     findings: Vec<Finding>,
-    /// The number of checks that were made.
+    /// The number of checks that were possible.
     #[serde(rename = "checks_made")]
     made: usize,
-    /// Without this list, an empty list of findings would prove little.
+    /// The checks that were not possible: without them, an empty list of findings would prove little.
     not_checked: Vec<NotChecked>,
 }
 
@@ -159,7 +159,7 @@ impl DoctorReport {
         match outcome {
             Ok(findings) => {
                 self.made += 1;
-                // Directories can share a parent, which gives the same finding twice.
+                // Directories may have the same parent, which gives the same finding twice.
                 for finding in findings {
                     if !self.findings.contains(&finding) {
                         self.findings.push(finding);
@@ -176,7 +176,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {
-        // As a value: its keys are sorted as in every other output.
+        // Converted to a value first, so that the keys are sorted as in every other output.
         print_json(out, &serde_json::to_value(&report)?)?;
     } else {
         write(&report, arguments.verbose, out)?;
@@ -215,7 +215,7 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
     }
     let unnamed = serving::gpus(facts, &report.findings);
     report.add(serving::GPUS, unnamed);
-    // The sort is stable: within one severity, causes stay before their effects.
+    // The sort is stable: within one severity, causes stay before their consequences.
     report.findings.sort_by_key(|finding| finding.severity);
     report
 }

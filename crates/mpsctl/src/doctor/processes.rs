@@ -1,4 +1,4 @@
-//! Control daemons that the service has not started, and limits of its own control daemons.
+//! Control daemons that the service has not started, and limits of the service's control daemons.
 
 use super::facts::Facts;
 use super::{Check, Outcome, Severity, each, edit_unit, finding, warning};
@@ -9,14 +9,14 @@ use common::problem::Problem;
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of others", foreign), ("the limit of open files", open_files)];
 
-/// The most open files that a client costs its server: with the usual 1024, fewer than 60 clients fit.
+/// The most open files that a server needs for a client: with the usual limit of 1024, fewer than 60 clients are possible.
 const FILES_PER_CLIENT: u64 = 20;
 
-/// The files that a server has open by itself. Measured: 42 with one GPU.
+/// The open files of a server without clients. Measured: 42 with one GPU.
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // Foreign control daemons can't be told from ours without a list of ours.
+    // Foreign control daemons can be recognised only with a list of the service's own.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("it is not known which control daemons are ours".into());
     }
@@ -25,9 +25,9 @@ fn foreign(facts: &Facts) -> Outcome {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
-            // The control daemon's directory is not on the host, and its programs can't be trusted.
+            // The control daemon's directory is not on the host, and the programs in the container can't be trusted.
             Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
-            // A process can put anything in its environment, and root will type this line.
+            // A process can write anything into its environment, and root will type this line.
             Some(path) => format!(
                 "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
                 quoted(&path.display().to_string())

@@ -1,6 +1,6 @@
-//! The service: its place on the bus, its unit, and the remains of the program that it replaces.
+//! The service: its name on the bus, its unit, and leftovers of the program that it replaces.
 
-// All checks have one type, with a Result for the checks that may lack a fact.
+// All checks have one type. It is a Result, since some checks may lack a fact.
 #![allow(clippy::unnecessary_wraps)]
 
 use std::fs;
@@ -45,7 +45,7 @@ fn bus(facts: &Facts) -> Outcome {
             };
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
-        // The bus works, and to restart it would hurt everything else on the host.
+        // The bus works, and restarting it would harm everything else on the host.
         BusAnswer::Silent => error(
             "service-silent",
             UNIT,
@@ -91,7 +91,7 @@ fn unit_state(facts: &Facts) -> Outcome {
     Ok(judge_state(facts.unit.as_ref().map_err(Clone::clone)?))
 }
 
-/// The gravest thing that systemd knows of a service that is not running, with its remedy.
+/// The gravest problem that systemd reports about a service that is not running, with its remedy.
 pub(crate) async fn why_not_running() -> Option<String> {
     let unit = systemd::unit(UNIT).await.ok()?;
     let gravest = judge_state(&unit).into_iter().find(|finding| finding.severity == Severity::Error);
@@ -171,7 +171,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     };
     for directory in needed {
         let covered = protected.iter().any(|path| directory.starts_with(path));
-        // These directories stay writable under strict too.
+        // These directories stay writable with `ProtectSystem=strict` too.
         let apart = ["/dev", "/proc", "/sys"].iter().any(|path| directory.starts_with(path));
         if covered && !apart && !granted.iter().any(|path| directory.starts_with(path)) {
             findings.push(error(
@@ -193,7 +193,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// A file in /etc hides the file of the package. A link to /dev/null is a mask, which the unit's state shows.
+/// A file in /etc hides the file of the package. A link to /dev/null masks the unit, which the unit's state shows.
 fn shadowed(facts: &Facts) -> Outcome {
     let hidden = Path::new("/etc/systemd/system").join(UNIT);
     let file = facts.file(&hidden);
@@ -303,7 +303,8 @@ mod tests {
         }
     }
 
-    /// A pipe directory that the unit allows by its own name is a mount of its own, and has no private directory beside it.
+    /// A pipe directory that the unit names in `ReadWritePaths=` is a mount of its own, so it has no private directory next to
+    /// it.
     #[test]
     fn the_remedy_allows_the_parent() {
         let strict = unit(&json!({"ProtectSystem": "strict"}));

@@ -1,4 +1,4 @@
-//! Problems that the service itself reports, and problems that its clients will notice.
+//! Problems that the service reports, and problems that its clients will notice.
 
 use std::collections::BTreeMap;
 
@@ -33,23 +33,23 @@ pub(super) const CHECKS: &[Check] = &[
     ("clients that wait for those of other users", waiting),
 ];
 
-/// The subject of [`gpus`], which comes after all checks.
+/// The subject of [`gpus`], which runs after all other checks.
 pub(super) const GPUS: &str = "the health of the GPUs";
 
-/// The most files that one finding names.
+/// The most files that a finding names.
 const RECORDS: usize = 4;
 
-/// The remedy where the service itself gives the reason.
+/// The remedy if the service's reason says what to do.
 const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
 
-/// The remedy for tenants who are root of the host.
+/// The remedy for tenants who are root on the host.
 const OTHER_USER: &str = "run such containers as a user of their own or in a user namespace";
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
 }
 
-/// A client for a finding: `7 (python3)`.
+/// A client in a finding: `7 (python3)`.
 pub(super) fn named(client: &Client) -> String {
     format!("{} ({})", client.pid, client.command)
 }
@@ -77,7 +77,7 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 ),
             )),
             ControlDaemonState::Waiting => {
-                // One without a process waits for something of others, and the reason says how to end it.
+                // A control daemon without a process waits for something outside, and the reason says how to end that.
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
                 } else {
@@ -93,12 +93,12 @@ fn control_daemons(facts: &Facts) -> Outcome {
     })
 }
 
-/// The severity of something that may keep a GPU from being served.
+/// The severity of something that may prevent a GPU from being served.
 pub(super) fn unless_served(is_served: bool) -> Severity {
     if is_served { Severity::Warning } else { Severity::Error }
 }
 
-/// The GPUs that are not served, as is published, and that no error among the findings names.
+/// The GPUs that are published as not served, and that no error in the findings names.
 pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
     let published = facts.published()?;
     let errors = || findings.iter().filter(|finding| finding.severity == Severity::Error);
@@ -109,7 +109,7 @@ pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
         let names = |text: &str| names.into_iter().flatten().any(|name| text.contains(name));
         errors().any(|error| names(&error.subject) || names(&error.problem.found))
     };
-    // The state starting changes within a minute.
+    // A service that is starting changes its state within a minute.
     let is_starting = |gpu: &&Listed<Gpu>| {
         let mut daemons = published.control_daemons.iter();
         daemons.any(|one| one.id == gpu.control_daemon && one.state == ControlDaemonState::Starting)
@@ -132,7 +132,7 @@ fn slices(facts: &Facts) -> Outcome {
     each(sick, |device| [error("slice-not-served", &device.addr, &device.reason, DO_WHAT_IT_SAYS)])
 }
 
-/// A problem of no GPU and no control daemon, such as a new configuration that was refused.
+/// A problem that concerns no GPU and no control daemon, such as a refused new configuration.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let state = &published.service.state;
@@ -153,8 +153,8 @@ fn service(facts: &Facts) -> Outcome {
     )])
 }
 
-/// The slices for which the kernel was to hold the memory of a control group, and does not. The service watches as well, so
-/// this is no fault.
+/// The slices whose memory limit the kernel should enforce for a control group, and does not. It is no error, since the service
+/// watches the memory too.
 fn kernel_limits(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default().iter();
     each(devices, |device| {
@@ -180,7 +180,7 @@ fn limits(facts: &Facts) -> Outcome {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
-        // Control daemons of slices with different sizes confirm different limits, so the GPU has none.
+        // Control daemons of slices with different sizes confirm different limits, so the GPU has no common limit.
         let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == Isolation::Gpu;
         for gpu in served().filter(is_common) {
             let pairs = [
@@ -220,13 +220,13 @@ fn devices(facts: &Facts) -> Outcome {
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };
-    // Clients that bypass MPS or wait have findings of their own. A client may be listed for several GPUs.
+    // Clients that bypass MPS or wait have their own findings. A client may be listed for several GPUs.
     let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
         let found = clients.iter().filter(|client| !client.bypass && !client.waiting && of(client));
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
     };
     let nameless = list(&|client| client.device.is_none());
-    // A program on the host has no other way than its environment, unless its control group is bound.
+    // A program on the host can name its slice only in its environment, unless its control group is bound.
     let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
     let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();
@@ -254,7 +254,7 @@ fn devices(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// The clients of such a container have no slice, or only claim a slice.
+/// The clients of a container whose record is not used have no slice, or only claim one.
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
@@ -278,7 +278,7 @@ fn records(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Nothing is wrong with a slice that is full, nor with a GPU: all their clients are served.
+/// A full slice or GPU is no error: all its clients are served.
 fn full(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let is_full = |device: &&Listed<Device>| {
@@ -302,7 +302,8 @@ fn full(facts: &Facts) -> Outcome {
     })
 }
 
-/// Clients in containers that can harm others by commands. A process of root's on the host can do that anyway.
+/// Clients in containers that can harm other clients by commands to a control daemon. Root's processes on the host can do that
+/// anyway.
 fn commanders(facts: &Facts) -> Outcome {
     let clients = &facts.published()?.clients;
     // A client may be listed for several GPUs.
@@ -313,12 +314,12 @@ fn commanders(facts: &Facts) -> Outcome {
     let all = list(&|client| {
         let is_contained =
             || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-        // A word that this version does not know is more than these.
+        // A word that this version does not know may mean more commands than these.
         let is_harmless =
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
-    // No program on the host has so little.
+    // Every program on the host has access to more than the socket.
     let neighbours =
         list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();
@@ -367,7 +368,7 @@ fn drained(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Slices with clients that have more together than one slice.
+/// Slices whose clients together use more than the slice has.
 fn budgets(facts: &Facts) -> Outcome {
     each(facts.published()?.devices.iter().flatten(), |device| {
         let overuse = device.overuse.as_deref().filter(|overuse| !overuse.is_empty())?;
@@ -388,7 +389,7 @@ fn budgets(facts: &Facts) -> Outcome {
     })
 }
 
-/// Control daemons that run on other CPUs than they are to be bound to.
+/// Control daemons that run on other CPUs than those to which they should be bound.
 fn cpus(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
@@ -405,7 +406,7 @@ fn cpus(facts: &Facts) -> Outcome {
     })
 }
 
-/// Without multi-user mode the users of a control daemon take turns, and a client that waits prints nothing.
+/// Without multi-user mode the users of a control daemon take turns, and a client that waits for its turn prints nothing.
 fn waiting(facts: &Facts) -> Outcome {
     let clients = facts.published()?.clients.iter().flatten();
     each(clients.filter(|client| client.waiting), |client| {

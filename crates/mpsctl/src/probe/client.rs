@@ -1,5 +1,5 @@
-//! A CUDA client of ours: this program started again, in the environment of a slice. Its argument is the request, its
-//! stdout gets the answer, and then it ends. It runs no kernel, so its end is no fault for its neighbours, however it ends.
+//! A CUDA client for measurements: this program is started again, in the environment of a slice. Its argument is the request, and
+//! it prints the answer to stdout and ends. It runs no kernel, so it causes no fault for other clients, even if it is killed.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -21,10 +21,10 @@ use common::host::proc;
 /// The first argument of the process that becomes a CUDA client; the second is a [`CudaRequest`] in JSON.
 const BECOME: &str = "become-cuda-client";
 
-/// A pipe directory that does not exist. Root alone could make it, so nothing listens in it.
+/// A pipe directory that does not exist. Only root could make it, so no process listens there.
 const NOWHERE: &str = "/nonexistent";
 
-/// The time that an answer may take: a server that has to start takes seconds.
+/// The longest time for an answer: the start of a server takes seconds.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(120);
 
 const END_DEADLINE: Duration = Duration::from_secs(5);
@@ -33,8 +33,8 @@ const END_DEADLINE: Duration = Duration::from_secs(5);
 pub(super) enum CudaRequest {
     /// Count the multiprocessors, without a context.
     Count,
-    /// Open a context and report its GPU. Then allocate until an allocation fails or that many MiB are reached, and free
-    /// all of it.
+    /// Open a context and report its GPU. Then allocate until an allocation fails or this many MiB are allocated, and free
+    /// everything.
     Look { allocate: Option<u64> },
 }
 
@@ -44,7 +44,7 @@ pub(super) struct ContextFacts {
     pub(super) sms: u32,
     pub(super) memory_free: u64,
     pub(super) memory_total: u64,
-    /// The memory that it got; None where it did not try.
+    /// The allocated memory. None if nothing was to be allocated.
     #[serde(rename = "memory_allocated")]
     pub(super) allocated: Option<u64>,
 }
@@ -53,18 +53,18 @@ pub(super) struct ContextFacts {
 pub(super) struct Environment(Vec<(String, String)>);
 
 impl Environment {
-    /// The environment that the daemon answers for a slice, as in `yunion-mpsctl run`.
+    /// The environment that the daemon returns for a slice, as in `yunion-mpsctl run`.
     pub(super) async fn of_slice(daemon: &DaemonProxy, name: &str) -> Result<Self> {
         Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
     }
 
-    /// The same without the limits: only the limits of the control daemon are left.
+    /// The same without the slice's limits, so that only the control daemon's defaults apply.
     pub(super) fn without_limits(&self) -> Self {
         let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
         Self(self.0.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect())
     }
 
-    /// The same GPU with no control daemon.
+    /// The same GPU without a control daemon.
     pub(super) fn without_mps(&self) -> Self {
         let mut environment = self.without_limits();
         for (name, value) in &mut environment.0 {
@@ -78,7 +78,7 @@ impl Environment {
     /// Starts a client in this environment, and waits for its answer and its end.
     pub(super) async fn ask<T: DeserializeOwned>(&self, request: CudaRequest) -> Result<T> {
         let mut command = Command::new(proc::OWN_PROGRAM);
-        // With the caller's own settings of this kind it would be a client of something else.
+        // The caller's own variables would make it a client of another slice.
         let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
             command.env_remove(name);
@@ -90,7 +90,7 @@ impl Environment {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            // Ctrl-C is for us: the client gives its memory back and ends by itself.
+            // Ctrl-C must reach only this process: the client frees its memory and ends by itself.
             .process_group(0)
             .spawn()
             .map_err(|error| Error::System("start a process", error))?;
@@ -115,14 +115,14 @@ impl Environment {
     }
 }
 
-/// Ends the GPU work of a client that hangs. It ends by itself once its calls return.
+/// Ends the GPU work of a client that hangs. The client ends once its calls return.
 async fn end_client(pid: u32) {
     let terminate = async { DaemonProxy::connect().await?.terminate_client(pid).await };
     let _ = timeout(END_DEADLINE, terminate).await;
 }
 
-/// If the arguments (the first one is the program's name) ask for it, this process is a CUDA client for one request.
-/// Returns its exit status.
+/// If the first argument after the program's name is [`BECOME`], this process is a CUDA client for one request. Returns its exit
+/// status.
 pub(crate) fn become_cuda_client(arguments: &[OsString], out: &mut dyn Write) -> Option<u8> {
     let [_, ask, request] = arguments else { return None };
     if ask != BECOME {

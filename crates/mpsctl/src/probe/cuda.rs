@@ -1,5 +1,5 @@
-//! A CUDA context, for the subcommand that looks at a GPU as a client does. Each use needs a process of its own, since the driver takes a slice's limits from the environment of the process and keeps them until it
-//! ends.
+//! A CUDA context, to see a GPU as a client does. Each use needs a new process, since the driver reads a slice's limits from the
+//! environment once, and keeps them until the process ends.
 
 use std::ffi::CStr;
 use std::io::Write;
@@ -31,8 +31,8 @@ impl CudaError {
     }
 }
 
-/// Ends the process with a message if the driver's library, or a function in it, is missing. The binding panics then,
-/// so this must be called before any other function here.
+/// Makes a missing library, or a missing function in it, end the process with a message. The binding panics then, so this must be
+/// called before any other function here.
 pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>().map(String::as_str);
@@ -60,7 +60,7 @@ pub(crate) struct GpuContext {
 }
 
 impl GpuContext {
-    /// Makes the context. From then on this process is an MPS client.
+    /// Makes the context. After that this process is an MPS client.
     pub(crate) fn open() -> Result<Self, CudaError> {
         let failed = |error| CudaError::new("opening a CUDA context", error);
         let context = CudaContext::new(0).map_err(failed)?;
@@ -73,14 +73,14 @@ impl GpuContext {
         count.map(number).map_err(|error| CudaError::new("counting the multiprocessors", error))
     }
 
-    /// The memory that is free for this process, and the whole memory that it sees, in MiB.
+    /// The free memory for this process, and the total memory that it sees, in MiB.
     pub(crate) fn memory(&self) -> Result<(u64, u64), CudaError> {
         let memory = self.context.mem_get_info();
         let (free, total) = memory.map_err(|error| CudaError::new("asking for the free memory", error))?;
         Ok(((free / MIB) as u64, (total / MIB) as u64))
     }
 
-    /// Allocates memory until it is used up or `most_mib` is reached, frees it, and returns the amount.
+    /// Allocates memory until an allocation fails or `most_mib` is reached, frees it, and returns the amount.
     pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, CudaError> {
         let failed = |error| CudaError::new("allocating memory", error);
         let most = usize::try_from(most_mib).unwrap_or(usize::MAX);
@@ -97,7 +97,7 @@ impl GpuContext {
             }
         }
         drop(blocks);
-        // This reports an error that occurred while the memory was freed.
+        // This returns an error that occurred while the memory was freed.
         self.context.check_err().map_err(failed)?;
         Ok(got as u64)
     }

@@ -1,4 +1,4 @@
-//! `yunion-mpsctl probe`: the limits of a slice, beside the SMs and the memory of a CUDA client of it.
+//! `yunion-mpsctl probe`: compares the limits of a slice with the SMs and the memory of a CUDA client.
 
 use std::io::{self, Write};
 
@@ -18,11 +18,11 @@ pub(crate) mod client;
 mod cuda;
 mod raw;
 
-/// The tolerated difference in multiprocessors: GPUs hand them out in pairs.
+/// The tolerated difference in multiprocessors: GPUs assign them in pairs.
 const SMS_TOLERANCE: u32 = 2;
 
-/// The most that a context takes of the memory limit, in MiB: a fixed part, and a part for each multiprocessor. An H200
-/// takes 28 and 3.7.
+/// The most memory of a context that counts against the limit, in MiB: a fixed part, and a part for each multiprocessor. An H200
+/// needs 28 and 3.7.
 const CONTEXT_MIB: u64 = 128;
 const CONTEXT_MIB_PER_SM: u64 = 6;
 
@@ -54,7 +54,7 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     for device in chosen {
         let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
         let mut report = ProbeReport::new(device, &devices, others);
-        // A device that was named is tried in any case.
+        // A slice that was named is tried in any case.
         if arguments.device.is_none() && !device.healthy {
             let health = health::describe(device);
             let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
@@ -74,7 +74,7 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
 }
 
-/// The first slice of each size of each GPU that is not drained. Where all are, it is the first.
+/// The first slice of each size of each GPU that is not drained. If all of a size are drained, the first one.
 fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Vec<&'d Listed<Device>> {
     let mut first: Vec<&Listed<Device>> = Vec::new();
     for device in devices {
@@ -91,7 +91,7 @@ fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Ve
     first
 }
 
-/// The slice with this name. The name of a GPU stands for one slice of it, as everywhere.
+/// The slice with this name. The name of a GPU stands for one of its slices, as in other subcommands.
 async fn named<'a>(
     daemon: &DaemonProxy,
     name: &str,
@@ -105,8 +105,8 @@ async fn named<'a>(
     device.ok_or_else(|| Error::Failed(format!("slice {slice} no longer exists")))
 }
 
-/// A control daemon that knows no multi-user mode serves one user, until the last client of that user has ended. A client
-/// of another user waits until then, which can be weeks.
+/// A control daemon without multi-user mode serves one user until the last client of that user has ended. A client of another
+/// user waits until then, which can take weeks.
 async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
@@ -133,7 +133,7 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ProbeLimits {
     thread_percentage: u32,
-    /// In MiB; none where the daemon couldn't learn the GPU's memory.
+    /// In MiB. None if the daemon could not read the GPU's memory.
     memory: Option<u64>,
 }
 
@@ -158,10 +158,10 @@ struct ProbeReport<'a> {
     control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    /// A client with the limits of the slice, and a client that brings none.
+    /// A client with the limits of the slice, and a client without limits of its own.
     found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
-    /// The reason why the report is incomplete.
+    /// The reason why the result is incomplete.
     error: Option<String>,
 }
 
@@ -195,7 +195,8 @@ impl<'a> ProbeReport<'a> {
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = environment.ask(look(self.slice)).await?;
-        // A client's environment can only tighten the limits. Loosened limits show only without it.
+        // A client's environment can only lower the limits. If the control daemon's own limits are too high, only a client
+        // without such an environment shows that.
         let without_limits = environment.without_limits().ask(look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {
@@ -271,7 +272,7 @@ impl<'a> ProbeReport<'a> {
     }
 }
 
-/// The differences between the limits and the things that a client got, on a GPU with that many multiprocessors.
+/// The differences between the limits and what a client got, on a GPU with `all` multiprocessors.
 fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> Vec<String> {
     let mut differences = Vec::new();
     let (sms, percentage) = (limits.sms(all), limits.thread_percentage);
@@ -279,11 +280,11 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
         let found = seen.sms;
         differences.push(format!("{who} has {found} SMs instead of {sms} ({percentage} % of {all})"));
     }
-    // A limit above the memory of the GPU can't be seen.
+    // A limit above the memory of the GPU has no visible effect.
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // The context counts against the limit too, so a client never gets all of the limit.
+    // The context counts against the limit too, so a client can never allocate the whole limit.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(
@@ -319,7 +320,7 @@ mod tests {
     fn what_was_measured_is_what_is_promised() {
         assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
         assert_eq!(differences("it", QUARTER, ContextFacts { allocated: None, ..MEASURED }, 132), [""; 0]);
-        // One slice that is the whole GPU: NVML counts a little more than CUDA.
+        // One slice with the whole GPU: NVML reports a little more memory than CUDA.
         let whole = ProbeLimits { thread_percentage: 100, memory: Some(143_771) };
         let seen = ContextFacts { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
         assert_eq!(differences("it", whole, seen, 132), [""; 0]);

@@ -1,6 +1,6 @@
-//! The driver's calls that have no safe form in the binding: allocating memory with plain cuMemAlloc, and
-//! asking about a GPU without a context. The binding's safe allocations come from a pool, which
-//! allocates large pieces and so hides where a limit is. Only this module contains unsafe code.
+//! Calls of the driver for which the binding has no safe form: allocating memory with cuMemAlloc, and asking about a GPU without
+//! a context. The binding's safe allocations come from a pool, which allocates large pieces and so hides a limit. Only this
+//! module contains unsafe code.
 #![expect(
     unsafe_code,
     reason = "the binding has no safe form of these calls; each block says why it is sound"
@@ -11,7 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-/// Memory of a GPU, whose contents are never read.
+/// Memory of a GPU. Its content is never read.
 #[derive(Debug)]
 pub(super) struct Block {
     context: Arc<CudaContext>,

@@ -1,15 +1,15 @@
-//! Questions on a terminal. With `--yes`, every answer is the default.
+//! Questions on a terminal. With `--yes`, every question gets its default answer.
 
 use std::io::{self, BufRead, IsTerminal, Write};
 
 use crate::{Error, Result};
 
-/// The largest number that an answer can be, as for `--slices`.
+/// The largest number that is accepted as an answer, as for `--slices`.
 pub(super) const MOST: u32 = 999;
 
-/// The way to the answers.
+/// Asks the questions.
 pub(super) struct Questions {
-    /// None: no question is asked.
+    /// None: no question is asked, and every answer is the default.
     answers: Option<Box<dyn BufRead>>,
 }
 
@@ -34,12 +34,12 @@ impl Questions {
         self.answer(question, &default.to_string(), default, read, &help, out)
     }
 
-    /// A question that most people answer with yes.
+    /// A question with the default answer yes.
     pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "Y/n", true, boolean, "y or n", out)
     }
 
-    /// A question that most people answer with no.
+    /// A question with the default answer no.
     pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "y/N", false, boolean, "y or n", out)
     }

@@ -10,25 +10,25 @@ use common::text::printable;
 
 const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 
-/// Everything that was asked.
+/// The answers to all questions.
 pub(super) struct Answers {
     /// True if the host belongs to the platform.
     pub(super) platform: bool,
-    /// True if CUDA programs shall find the control daemon by themselves.
+    /// True if CUDA programs should find the control daemon without any settings.
     by_itself: bool,
-    /// True if each slice has a control daemon of its own.
+    /// True if each slice has its own control daemon.
     isolates_slices: bool,
-    /// The number of slices of every GPU, also of a GPU that comes later, if it is the same.
+    /// The number of slices of every GPU, including GPUs that are added later, if all have the same number.
     of_every: Option<u32>,
-    /// The GPUs that shall have slices, and how many.
+    /// The GPUs that should have slices, and the number of slices of each.
     gpus: Vec<(Gpu, u32)>,
 }
 
 impl Answers {
     /// `slices` has the answer for each group; 0 leaves it out.
     ///
-    /// Without a device file nothing goes wrong if the kernel numbers the render nodes differently at the next boot, and
-    /// a new GPU is served at once. But the platform knows only the GPUs that the device file lists.
+    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next boot, and a new
+    /// GPU is served at once. But the platform knows only the GPUs in the device file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus: Vec<(Gpu, u32)> = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
@@ -40,7 +40,7 @@ impl Answers {
         Self { platform, by_itself, isolates_slices: false, of_every, gpus }
     }
 
-    /// The same, and each slice has a control daemon of its own if it `isolates_slices`.
+    /// The same with this choice for `isolates_slices`.
     pub(super) fn isolating_slices(self, isolates_slices: bool) -> Self {
         Self { isolates_slices, ..self }
     }
@@ -51,13 +51,13 @@ pub(super) struct File {
     pub(super) path: PathBuf,
     /// The whole file.
     pub(super) text: String,
-    /// The lines that matter in it.
+    /// Its lines without comments.
     pub(super) lines: String,
-    /// The words in front of the name of a file that exists: they say where the lines go.
+    /// The text in front of the name of a file that exists already: what to do with the lines.
     pub(super) change: &'static str,
 }
 
-/// The files, in the order in which they are to be written. `loaded` is the configuration that is there.
+/// The files, in the order in which they have to be written. `loaded` is the present configuration.
 pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     let settings = &loaded.settings;
     let (mut files, mut keys) = (Vec::new(), Vec::new());
@@ -110,7 +110,7 @@ fn device_file(path: &Path, gpus: &[(Gpu, u32)]) -> File {
         lines.push_str(&format!("# {}, {}, {}\n", address.short(), printable(&gpu.model()), printable(uuid)));
         let path = match &gpu.pci.render_node {
             Some(node) => node.display().to_string(),
-            // Quoted: without quotes some readers of YAML take digits and colons for a number.
+            // The address is quoted, since some YAML parsers read digits with colons as a number.
             None => format!("\"{address}\""),
         };
         lines.push_str(&format!("- path: {path}\n  type: NVIDIA_MPS\n  virtual_number: {slices}\n"));

@@ -1,4 +1,4 @@
-//! The GPUs of this host, and what a slice of them has.
+//! The GPUs of this host, and the share of a slice.
 
 use std::num::NonZeroU32;
 
@@ -7,7 +7,7 @@ use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
 use common::plan::{self, GpuPlan, Plan};
 
-/// The memory of a slice at which most programs find room. The proposal is as many slices as have about this much.
+/// The memory of a slice that is enough for most programs. Setup proposes the number of slices with about this much memory.
 const PROPOSED_MIB: u64 = 8192;
 
 /// The fewest and the most slices that are proposed.
@@ -18,7 +18,7 @@ pub(super) struct HostGpus {
     inventory: Inventory,
     /// The GPUs that can be served, by model.
     pub(super) groups: Vec<ModelGroup>,
-    /// The GPUs that cannot be served as they are, with the reason.
+    /// The GPUs that can't be served in their present state, with the reason.
     left_out: Vec<(Gpu, String)>,
 }
 
@@ -31,7 +31,7 @@ pub(super) struct ModelGroup {
 
 impl HostGpus {
     pub(super) fn new(inventory: Inventory) -> Self {
-        // The number of slices does not matter for the question which GPUs can be served.
+        // The number of slices has no effect on which GPUs can be served.
         let plan = plan(&inventory, NonZeroU32::MIN, Topology::Shared);
         let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
         let mut groups: Vec<ModelGroup> = Vec::new();
@@ -55,12 +55,12 @@ impl HostGpus {
         Self { inventory, groups, left_out }
     }
 
-    /// True if the service would try to serve a GPU that is left out, if no entry says which GPUs to serve.
+    /// True if the service would try to serve a GPU that is left out, in case no entry says which GPUs to serve.
     pub(super) fn would_serve_more(&self) -> bool {
         self.left_out.iter().any(|(gpu, _)| gpu.pci.foreign_driver().is_none())
     }
 
-    /// True if each slice can have a control daemon of its own.
+    /// True if each slice can have its own control daemon.
     pub(super) fn can_isolate_slices(&self) -> bool {
         let plan = plan(&self.inventory, NonZeroU32::MIN, Topology::PerSlice);
         let can = |gpu: &Gpu| planned(plan.as_ref()?, gpu).map(GpuPlan::servable);
@@ -93,8 +93,8 @@ impl HostGpus {
         format!("With {slices} slices of the {model}, each has {share}.")
     }
 
-    /// The share of every program of the host, where each finds a slice by itself and is held to it. None if a program has the
-    /// whole GPU.
+    /// The share of every program on the host, if programs find a slice without any settings and have its limits. None if a
+    /// program has the whole GPU.
     pub(super) fn describe_program(&self, group: &ModelGroup, slices: u32) -> Option<String> {
         let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
         if slices == 1 || !planned(&plan, group.gpus.first()?)?.limits_enforced {
@@ -106,7 +106,7 @@ impl HostGpus {
         ))
     }
 
-    /// The share of one of this many slices, as the service's own plan has it.
+    /// The share of one of this number of slices, from the service's own plan.
     fn share(&self, group: &ModelGroup, slices: u32) -> String {
         let share = || {
             let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
@@ -122,7 +122,7 @@ impl HostGpus {
 }
 
 impl ModelGroup {
-    /// The number of slices that suits the memory; the default of `cuda_mps_replicas` if the memory is not known.
+    /// The number of slices that fits the memory. If the memory is not known, the default of `cuda_mps_replicas`.
     pub(super) fn proposed(&self) -> u32 {
         let (least, most) = PROPOSED_SLICES;
         let default = Settings::default().replicas.get();

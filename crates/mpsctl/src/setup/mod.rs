@@ -27,10 +27,10 @@ use common::config::{self, Loaded, Sources};
 use common::host::inventory::Inventory;
 use common::text::printable;
 
-/// The exit status if files are there that would have to change.
+/// The exit status if there are files already that would have to change.
 const THERE_ALREADY: u8 = 4;
 
-/// The time in which a running service says so.
+/// The longest time for an answer that shows that the service runs.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -104,7 +104,7 @@ fn failed(words: &str) -> Error {
     Error::Failed(words.to_owned())
 }
 
-/// Looks at the GPUs, and says what is there.
+/// Looks at the GPUs, and prints them.
 fn find_gpus(sysroot: &Path, out: &mut dyn Write) -> Result<HostGpus> {
     let root = sysroot.to_owned();
     let inventory = check::ask_driver(sysroot, move |nvml| Inventory::read(&root, nvml))
@@ -148,7 +148,7 @@ fn ask(
     };
     let asks = !platform && found.can_isolate_slices();
     let isolates = arguments.isolate_slices || asks && ask_isolation(questions, out)?;
-    // Programs without a slice look in the pipe directory itself, where no control daemon of a slice listens.
+    // Programs without a slice look in the pipe directory itself, where the control daemon of a slice does not listen.
     let by_itself = !platform && !isolates && ask_by_itself(&arguments.sysroot, questions, out)?;
     if by_itself {
         let each = found.groups.iter().zip(&slices);
@@ -159,7 +159,7 @@ fn ask(
     Ok(Answers::new(found, &slices, platform, by_itself).isolating_slices(isolates))
 }
 
-/// Asks if a fault is to stay in its slice, and names the price.
+/// Asks if a fault should affect only its slice, and explains the disadvantage.
 fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let said = "A program that fails on the GPU ends the programs of all slices of that GPU. With a control daemon for each \
                 slice it ends the programs of its slice alone. Then the slices take turns: 8 processes of ResNet-50 on 4 slices \
@@ -168,8 +168,8 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
     questions.no_or_yes("Should a fault stay in its slice?", out)
 }
 
-/// Asks if CUDA programs shall find the control daemon by themselves. `doctor` warns of that where containers would find it
-/// too, so it is off there by default.
+/// Asks if CUDA programs should find the control daemon without any settings. The default is no if containers would find it too,
+/// since `doctor` warns about that.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let question = "Should every CUDA program of this host use a slice automatically? Otherwise only programs that are \
                     started with a slice find it.";
@@ -182,7 +182,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
     questions.no_or_yes(question, out)
 }
 
-/// Says what to write where, since files are there already.
+/// Prints the lines for each file, since some files exist already.
 fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8> {
     writeln!(
         out,

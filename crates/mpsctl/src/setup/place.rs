@@ -1,4 +1,4 @@
-//! Puts files where none is: all of them or none, and each as a whole.
+//! Writes new files: all or none of them, and each as a whole.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -9,7 +9,7 @@ use super::files::File;
 use common::config::below;
 use common::whole_file;
 
-/// True if something is there, even if it is a link that leads nowhere.
+/// True if there is a file, even a link without a target.
 pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
     // A file that can't be read must not be replaced either.
     below(sysroot, file)
@@ -17,7 +17,7 @@ pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
         .map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |_| true)
 }
 
-/// Writes the files in this order. If one of them can't be written, none is left. The error names it.
+/// Writes the files in this order. If one of them can't be written, the others are removed. The error names the file.
 pub(super) fn all(sysroot: &Path, files: &[File]) -> Result<(), String> {
     let mut placed: Vec<PathBuf> = Vec::new();
     for file in files {

@@ -56,11 +56,11 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     Ok(())
 }
 
-/// Not every state explains that there is no client: a service that is degraded may serve most of its GPUs.
+/// Not every state explains why there are no clients: a degraded service may serve most of its GPUs.
 fn why_none(service: &Service) -> String {
     match service.state.known() {
         Some(State::Ready) => "No clients: no process uses a GPU that is served.".to_owned(),
-        // A control daemon of others may have clients, which are not known here.
+        // A control daemon that the service has not started may have clients that are not known here.
         Some(State::Degraded) => format!(
             "No clients of this service: no process uses a GPU that it serves. Note that {}",
             describe_state(service)

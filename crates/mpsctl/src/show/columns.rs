@@ -13,7 +13,7 @@ use mps_core::register::SHORT_ID;
 /// The digits of a container's id.
 const ID: usize = 64;
 
-/// The places between the brackets of a bar.
+/// The characters between the brackets of a bar.
 const BAR: i32 = 10;
 
 /// A column of rows.
@@ -21,9 +21,9 @@ pub(crate) struct Column<R> {
     pub(crate) head: Head,
     pub(crate) text: fn(&R) -> String,
     pub(crate) tone: fn(&R) -> Option<Tone>,
-    /// The order of the rows of `top` by this column.
+    /// The order of rows when `top` sorts by this column.
     pub(crate) order: fn(&R, &R) -> Ordering,
-    /// True if only `-o wide` has it.
+    /// True if only `-o wide` shows it.
     is_wide: bool,
 }
 
@@ -58,7 +58,7 @@ impl<R> Column<R> {
     }
 }
 
-/// The table of these rows, with the columns for `-o wide` or without.
+/// The table of these rows. `-o wide` adds columns.
 pub(crate) fn table_of<'r, R: 'r>(
     columns: &[Column<R>],
     rows: impl IntoIterator<Item = &'r R>,
@@ -92,7 +92,7 @@ const COMMAND: Column<Client> =
 const MEMORY: Column<Client> = OfClient::new("MEMORY", |one| with_unit(one.memory_mib, "MiB"))
     .number()
     .order(|a, b| b.memory_mib.cmp(&a.memory_mib));
-/// The oldest first, and those of an unknown age last.
+/// The oldest client first, and clients of unknown age last.
 const AGE: Column<Client> =
     OfClient::new("AGE", |one| one.since.map(|since| time::age(time::from_seconds(since))).shown())
         .expendable(2)
@@ -138,7 +138,7 @@ pub(crate) const GPUS: &[Column<Gpu>] = &[
         .toned(|one| Some(Health::of_gpu(one).tone())),
 ];
 
-/// `list --platform`. The heads are the platform's.
+/// `list --platform`. The headings are the platform's.
 pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
     OfSlice::new("Dev_type", |one| one.dev_type.shown()),
     OfSlice::new("Model", |one| one.model.shown()),
@@ -166,7 +166,7 @@ pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// The control daemons of `status`, with their names for people as ids.
+/// The control daemons of `status`. Their ids are replaced by names for people.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
     OfDaemon::new("STATE", |one| one.state.shown()).toned(tone_of_daemon),
@@ -184,7 +184,7 @@ pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("SERVER", |one| one.servers.shown()).number(),
 ];
 
-/// `clients`, with the addresses of their GPUs as GPUs.
+/// `clients`. Their GPUs are replaced by the GPUs' addresses.
 pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
@@ -209,7 +209,7 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
 pub(crate) const WAITED_FOR: &[Column<Client>] =
     &[PID, USER, OfClient::new("SLICE", slice_or_not_known), GUEST, CONTAINER, COMMAND];
 
-/// The slices of `top`. The last column holds prose, and takes the room that is left.
+/// The slices of `top`. The last column has a longer text, and gets the remaining width.
 pub(crate) const TOP_SLICES: &[Column<Device>] = &[
     SLICE,
     OfSlice::new("GPU", gpu_of_slice).expendable(3).order(|a, b| a.nvidia_index.cmp(&b.nvidia_index)),
@@ -219,11 +219,11 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .order(|a, b| b.memory_used.cmp(&a.memory_used)),
     OfSlice::new("IN USE", bar)
         .expendable(2)
-        // Over its budget.
+        // Red if over its budget.
         .toned(|one| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
-    // The word alone: the reason is that of the whole GPU, and stands above once a slice is selected. The worst first.
+    // Only the word: the reason belongs to the whole GPU, and is shown above when a slice is selected. The worst state first.
     OfSlice::new("STATE", health)
         .toned(|one| Some(Health::of_slice(one).tone()))
         .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
@@ -243,7 +243,7 @@ pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     COMMAND,
 ];
 
-/// The tone of a client that is not served.
+/// The colour of a client that is not served.
 fn tone_of_client(client: &Client) -> Option<Tone> {
     match client {
         Client { bypass: true, .. } => Some(Tone::Bad),
@@ -256,7 +256,7 @@ fn health(slice: &Device) -> String {
     Health::of_slice(slice).word().to_owned()
 }
 
-/// A number beside its limit: `580 / 35942 MiB`.
+/// A number with its limit: `580 / 35942 MiB`.
 fn of_limit<N: ToString>(number: Option<N>, limit: Option<N>, unit: &str) -> String {
     let text = |number: Option<N>| number.map_or_else(|| "-".to_owned(), |number| number.to_string());
     match (number, limit) {
@@ -279,7 +279,7 @@ fn gpu_of_slice(slice: &Device) -> String {
     index.into_iter().chain(slice.model.as_ref().map(Shown::shown)).collect::<Vec<_>>().join(" ")
 }
 
-/// The part of the memory limit that is in use; less than nothing if it is not known.
+/// The fraction of the memory limit that is in use; negative if it is not known.
 fn in_use(slice: &Device) -> f64 {
     match (slice.memory_used, slice.mps_memory_limit) {
         (Some(used), Some(limit)) if limit > 0 => f64::from(used) / f64::from(limit),
@@ -292,7 +292,7 @@ fn bar(slice: &Device) -> String {
     else {
         return "-".to_owned();
     };
-    // The least use is seen.
+    // Even the smallest use is visible.
     let places = i64::from(used.max(0)) * i64::from(BAR);
     let full = (places + i64::from(limit) - 1) / i64::from(limit);
     let bar = (0..i64::from(BAR)).map(|place| if place < full { '|' } else { ' ' });
@@ -314,8 +314,8 @@ fn confirmed(gpu: &Gpu) -> String {
     if known.is_empty() { "-".to_owned() } else { known.join(", ") }
 }
 
-/// The CPUs on which a control daemon may run, and the CPUs to which it is to be bound, if these are others. Empty if it is
-/// not bound, as most are: a column in which nothing stands is not shown.
+/// The CPUs on which a control daemon may run, and if they differ, the CPUs to which it should be bound. Empty if it is not
+/// bound, as usual: an empty column is not shown.
 fn cpus(daemon: &ControlDaemon) -> String {
     match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
         (None, _) | (Some("all"), None) => String::new(),
@@ -356,7 +356,7 @@ pub(crate) fn short_id(client: &Client) -> Option<String> {
     client.container_id.as_ref().map(|id| id.shown().chars().take(SHORT_ID).collect())
 }
 
-/// The names of bindings, with the beginning of a container's id for the whole of it.
+/// The names of bindings, with shortened ids of containers.
 fn short_ids(names: &str) -> String {
     let is_id = |name: &str| name.len() == ID && name.bytes().all(|byte| byte.is_ascii_hexdigit());
     let short = |word: &str| {

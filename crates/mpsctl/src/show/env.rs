@@ -45,9 +45,9 @@ enum EnvFormat {
 }
 
 impl EnvFormat {
-    /// The line that stands for an answer that there is not. `docker run $(yunion-mpsctl env ...) IMAGE` starts the
-    /// container whatever the exit status of env is, and without options the container would have no limits: so there is
-    /// an option, or the name of a device, that every engine refuses. None where nothing at all is refused as well.
+    /// The line to print instead of an answer. `docker run $(yunion-mpsctl env ...) IMAGE` ignores the exit status of env, and
+    /// without options the container would start without limits. So this line is an option, or the name of a device, that every
+    /// engine refuses. None if the engine also refuses an empty answer.
     fn refused_line(self) -> Option<&'static str> {
         match self {
             Self::Shell => Some("false"),
@@ -65,7 +65,7 @@ impl Arguments {
     }
 }
 
-/// The line to print if a command line (its first word is the program's name) is one of env, and wrong.
+/// The line to print for a wrong command line of env (its first word is the program's name).
 pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'static str> {
     let [_, subcommand, words @ ..] = arguments else { return None };
     if subcommand != "env" {
@@ -85,7 +85,7 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
 
 pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let answer = take(daemon, &arguments.devices.wish()?).await?;
-    // Several CDI devices are refused.
+    // For several slices, the names of CDI devices are an error.
     if arguments.format != EnvFormat::Cdi {
         warn_of_several(&answer);
     }
@@ -97,7 +97,7 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
             }
         }
         EnvFormat::Docker => {
-            // NVIDIA_VISIBLE_DEVICES means something to that runtime only.
+            // Only that runtime uses NVIDIA_VISIBLE_DEVICES.
             writeln!(out, "--runtime=nvidia")?;
             write_options(&answer, |_| true, out)?;
         }
@@ -105,7 +105,7 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
             for device in nvidias_devices(&answer) {
                 writeln!(out, "--device={device}")?;
             }
-            // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES, so that NVIDIA's hook does not add the GPU a second time.
+            // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES itself, so that NVIDIA's hook does not add the GPU again.
             write_options(&answer, |name| !gives_gpus(name), out)?;
         }
         EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,
@@ -136,7 +136,7 @@ fn nvidias_devices(answer: &ContainerAnswer) -> impl Iterator<Item = String> {
     answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
 }
 
-/// The slice among the devices of an answer, if there is no other. A CDI device is one slice with one set of limits.
+/// The slice among the devices of an answer, if it is the only one. A CDI device is one slice with one set of limits.
 fn only_slice(devices: &str) -> Result<&str, String> {
     if devices.contains(',') {
         let devices = devices.replace(',', " and ");
@@ -154,7 +154,7 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     Ok(devices)
 }
 
-/// A Compose file with one service, for others to extend: Compose does not care that it has no image then.
+/// A Compose file with one service that other services extend. Compose accepts that this service has no image.
 fn compose_file(answer: &ContainerAnswer) -> Result<String> {
     let mut lines = vec![
         "services:".to_owned(),
@@ -175,12 +175,12 @@ fn compose_file(answer: &ContainerAnswer) -> Result<String> {
     Ok(lines.join("\n") + "\n")
 }
 
-/// A text as YAML, where 00:06.0 would be a number without quotes. Compose replaces what follows a single dollar sign.
+/// A text as YAML, quoted, since 00:06.0 would be read as a number. A dollar sign is doubled, since Compose expands variables.
 fn yaml(text: &str) -> Result<String> {
     Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
 }
 
-/// Says on standard error that several slices of one GPU are not joined: a caller that names several wants more than one slice.
+/// Prints to standard error that several slices of one GPU count as one: a caller that names several expects more.
 pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
     for slices in slices_of_one_gpu::given_several(devices_in(&answer.environment)).values() {
         say(&format!("warning: {}", slices_of_one_gpu::describe(slices)));
@@ -199,8 +199,8 @@ fn document(answer: &ContainerAnswer) -> Value {
     json!({"environment": environment, "mounts": mounts, "gpus": answer.gpus})
 }
 
-/// The environment of a process on this host. It sees a directory at the place that the directory has here. No container
-/// runtime hides the other GPUs from it, and its device 0, to which the memory limit applies, has to be the right one.
+/// The environment of a process on this host. It sees each directory under its path on the host. All GPUs are visible to it, so
+/// `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit applies.
 pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)> {
     let mut environment = answer.environment.clone();
     for (_, value) in &mut environment {
@@ -212,8 +212,8 @@ pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)
     environment
 }
 
-/// Makes sure that a program that is started from here finds its control daemon. A program that does not find it begins without
-/// MPS, or gets error 46.
+/// Makes sure that a program that is started by this process finds its control daemon. A program that does not find one starts
+/// without MPS, or gets error 46.
 ///
 /// # Errors
 /// This process sees other directories than the service.
@@ -227,12 +227,12 @@ pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
              (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set cuda_mps_pipe_directory to a directory outside of it, \
              /run/yunion-mps/pipe for one"
         ))),
-        // Another user may not be allowed to look, and CUDA says that itself.
+        // Another user may not be allowed to look. Then CUDA reports the error.
         _ => Ok(()),
     }
 }
 
-/// A word that a POSIX shell reads as this text.
+/// A word that a POSIX shell expands to this text.
 pub(crate) fn quoted(text: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:,=@%+".contains(c);
     if !text.is_empty() && text.chars().all(plain) {

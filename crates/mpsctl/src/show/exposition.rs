@@ -11,17 +11,17 @@ pub(super) enum ExpositionFormat {
     Prometheus,
 }
 
-/// The names of labels with their values.
+/// The names and values of labels.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
-/// The units of values.
+/// The units in names of metrics.
 const UNITS: [&str; 3] = ["bytes", "ratio", "seconds"];
 
 /// A metric with all its samples.
 #[derive(Debug)]
 pub(super) struct Family {
-    /// Without the service's prefix. A name that ends in `total` is that of a counter. All others are gauges, and the
-    /// name of one with a unit ends in it.
+    /// The name, without the service's prefix. The name of a counter ends in `total`. All other metrics are gauges; if one has a
+    /// unit, its name ends in the unit.
     pub(super) name: &'static str,
     pub(super) help: &'static str,
     pub(super) samples: Vec<(Labels, f64)>,
@@ -44,7 +44,7 @@ impl Family {
         let name = format!("yunion_mps_{}", self.name);
         let without_total = name.strip_suffix("_total");
         let kind = if without_total.is_some() { "counter" } else { "gauge" };
-        // The older format knows only the names of samples.
+        // The older format has no name for a metric apart from its samples.
         let described = match format {
             ExpositionFormat::Openmetrics => without_total.unwrap_or(&name),
             ExpositionFormat::Prometheus => &name,
@@ -60,7 +60,7 @@ impl Family {
     }
 }
 
-/// The labels of a sample as the formats write them.
+/// The labels of a sample in the syntax of both formats.
 fn braces(labels: &Labels) -> String {
     let label = |(name, value): &(&str, String)| {
         let value = value.replace('\\', r"\\").replace('"', r#"\""#).replace('\n', r"\n");

@@ -1,4 +1,4 @@
-//! The last events at a glance: a few lines, and events that say the same are one of them.
+//! The last events in a few lines. Events with the same text share a line.
 
 use crate::show::table::{Shown, Tone, cut, pairs};
 use crate::show::time;
@@ -8,20 +8,20 @@ use common::bus::rows::Event;
 /// The most lines.
 const LINES: usize = 5;
 
-/// The room for the time of an event, and the blanks around it.
+/// The width of the time of an event, with the blanks around it.
 const TIME: usize = "  2026-11-21 12:34:56  ".len();
 
-/// Events with the same words, apart from the processes that they name.
+/// Events with the same text, apart from the processes that they name.
 #[derive(Debug)]
 struct Happened<'e> {
     words: String,
-    /// The last of them.
+    /// The latest of them.
     last: &'e Event,
     times: usize,
 }
 
-/// A heading, and below it the last events, the last one last. The first line is the last fault, if that is older than the others:
-/// people look here for the reason of an error, and many events follow a fault. None if there are no events.
+/// A heading and the last events, in the order of time. If the last fault is older than these, it comes first: users look here
+/// for the reason of an error, and many events follow a fault. None if there are no events.
 pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
     let mut shown = folded(events);
     let surplus = shown.len().saturating_sub(LINES);

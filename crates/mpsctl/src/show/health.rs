@@ -9,13 +9,13 @@ use common::text::printable;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Health {
-    /// A client that starts now is served, and held to its limits.
+    /// A client that starts now is served with its limits.
     Served,
-    /// A client that starts now is served. The GPU holds it to no limits.
+    /// A client that starts now is served, but the GPU does not enforce its limits.
     NotEnforced,
-    /// An administrator keeps new clients out.
+    /// An administrator has drained it, so it takes no new clients.
     Drained,
-    /// No client is served, for the reason that is published beside it.
+    /// No client is served, for the published reason.
     NotServed,
 }
 
@@ -24,7 +24,7 @@ impl Health {
         if device.drained { Self::Drained } else { Self::new(device.healthy, device.limits_enforced) }
     }
 
-    /// Drained slices change nothing here: the others of the same GPU are served.
+    /// Drained slices do not count: the other slices of the GPU are served.
     pub(crate) fn of_gpu(gpu: &Gpu) -> Self {
         Self::new(gpu.healthy, gpu.limits_enforced)
     }
@@ -55,7 +55,7 @@ impl Health {
     }
 }
 
-/// The tone of a state that this version knows.
+/// The colour of a state. None for a state that this version does not know.
 pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     match state.known()? {
         State::Ready => Some(Tone::Well),
@@ -65,7 +65,7 @@ pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     }
 }
 
-/// The tone of a state that this version knows.
+/// The colour of a state. None for a state that this version does not know.
 pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     Some(match daemon.state.known()? {
         ControlDaemonState::Ready => Tone::Well,
@@ -82,7 +82,7 @@ pub(crate) fn describe(device: &Device) -> String {
     said(Health::of_slice(device).word(), &device.reason)
 }
 
-/// The words of the platform's tables, with the reason or a note.
+/// The words that the platform's tables use, with the reason or a note.
 pub(crate) fn for_the_platform(healthy: bool, reason: &str) -> String {
     said(if healthy { "healthy" } else { "not healthy" }, reason)
 }
@@ -91,7 +91,7 @@ fn said(word: &str, reason: &str) -> String {
     if reason.is_empty() { word.to_owned() } else { format!("{word}: {}", printable(reason)) }
 }
 
-/// The state of the service, for a list that it leaves empty.
+/// The state of the service, if a list is empty because of it.
 pub(crate) fn describe_state(service: &Service) -> String {
     match (service.state.shown(), printable(&service.state_reason)) {
         (state, reason) if reason.is_empty() => format!("the service is {state}."),

@@ -45,7 +45,7 @@ struct Form {
     json: bool,
 }
 
-/// A form of a table that is not the usual one.
+/// A form of a table other than the usual one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum Output {
     Wide,
@@ -54,7 +54,7 @@ pub(super) enum Output {
 pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let service = daemon.service().await?;
     let form = &arguments.form;
-    // Programs ask more often, and can have a look made themselves.
+    // Programs ask more often, and can ask for a count of clients themselves.
     if !(form.json || form.names || form.platform) {
         daemon.look_at_clients().await;
     }
@@ -74,7 +74,7 @@ pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut 
     Ok(())
 }
 
-/// Prints rows in the form that is wanted. Returns whether notes belong below them.
+/// Prints rows in the chosen form. Returns true if notes should follow.
 fn print_rows<R>(
     rows: &[Listed<R>],
     what: &str,
@@ -87,7 +87,7 @@ fn print_rows<R>(
     if form.json {
         print_json(out, &rows)?;
     } else if form.names {
-        // The first column has them.
+        // The first column has the names.
         for name in plain.filter_map(|row| columns.first().map(|column| (column.text)(row))) {
             writeln!(out, "{name}")?;
         }
@@ -105,13 +105,14 @@ fn print_rows<R>(
     Ok(false)
 }
 
-/// The address of the GPU with this UUID, by which its slices are named; the text itself if there is none now.
+/// The address of the GPU with this UUID, which is also in the names of its slices. The UUID itself if the GPU does not exist
+/// now.
 pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
     let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(uuid));
     gpu.map_or(uuid, |gpu| &gpu.addr).shown()
 }
 
-/// The rows of an answer. Before the service knows its GPUs, its state says why.
+/// The rows of an answer. Before the service knows its GPUs, the reason of its state.
 fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {
         Err(BusError::Refused(RequestError::NotReady(_))) => Err(Error::Failed(describe_state(service))),
@@ -119,8 +120,8 @@ fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> 
     }
 }
 
-/// The clients of each GPU that no slice of it has, or all of them if those of the slices are not counted. One GPU alone needs no
-/// name.
+/// The clients of each GPU without a known slice; all clients of the GPU if they can't be assigned to slices. A single GPU is not
+/// named.
 fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<Device>]) -> io::Result<()> {
     let number = |clients: u32| counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
     for gpu in gpus {
@@ -138,8 +139,8 @@ fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<
     Ok(())
 }
 
-/// The clients of a GPU that are not among those of its slices, and their memory. None if the clients of a slice are not known, as
-/// before Volta.
+/// The number of clients of a GPU without a known slice, and their memory. None if the clients of slices are not known, as before
+/// Volta.
 fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)> {
     let slices = || devices.iter().filter(|device| device.pci_bdf == gpu.pci_bdf);
     let of_slices: u32 = slices().map(|slice| slice.clients).sum::<Option<u32>>()?;
@@ -148,7 +149,7 @@ fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)
     Some((gpu.clients?.saturating_sub(of_slices), memory))
 }
 
-/// The reason of each GPU, once for all its slices. A service that is not well for another reason says so.
+/// The reason of each GPU, once for all its slices. If the service has a problem of another kind, its reason too.
 pub(super) fn print_notes(out: &mut dyn Write, gpus: &[Listed<Gpu>], service: &Service) -> io::Result<()> {
     let mut notes = pairs();
     let with_reason = gpus.iter().filter(|gpu| !gpu.reason.is_empty());

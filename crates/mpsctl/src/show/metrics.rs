@@ -17,10 +17,10 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 use common::text::printable;
 use common::whole_file;
 
-/// The most clients that have series of their own: all that 16 GPUs with 60 clients each can have.
+/// The most clients with their own series: 16 GPUs with 60 clients each have fewer.
 const MOST_CLIENTS: usize = 1024;
 
-/// The most characters in a label about a client. A container's id has 64.
+/// The most characters in a label of a client. A container's id has 64.
 const LABEL: usize = 64;
 
 #[derive(Debug, Args)]
@@ -40,7 +40,7 @@ pub(crate) struct Arguments {
 pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
-        // The service may have ended meanwhile: then the bus answers in its place.
+        // The service may have ended meanwhile: then the bus answers instead of it.
         Err(BusError::Refused(_) | BusError::Other { .. })
             if matches!(daemon.service().await, Err(BusError::NotRunning)) =>
         {
@@ -71,7 +71,7 @@ pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     Ok(())
 }
 
-/// Writes the file, unless something else than a file is there: a device has the same name for all programs.
+/// Writes the file, unless the path is something other than a regular file, for example a device.
 fn replace(file: &Path, text: &str) -> io::Result<()> {
     if fs::symlink_metadata(file).is_ok_and(|there| !there.is_file()) {
         return Err(io::Error::other("it is there, and is no regular file"));
@@ -79,7 +79,8 @@ fn replace(file: &Path, text: &str) -> io::Result<()> {
     whole_file::write(file, text.as_bytes())
 }
 
-/// A refusal to list the clients is a metric, `yunion_mps_clients_known 0`. Any other failure ends the command.
+/// If the service refuses to list the clients, that becomes the metric `yunion_mps_clients_known 0`. Any other failure ends the
+/// command.
 async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     let service = daemon.service().await?;
     daemon.look_at_clients().await;
@@ -241,23 +242,23 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
     );
 }
 
-/// The slice that the client was given on its GPU.
+/// The slice of the client on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
-    // Two slices of one GPU can't be joined: a client that names both has one.
+    // Two slices of one GPU can't be combined: a client that names both has the first.
     let device = devices.iter().find(|device| {
         given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
     });
     device.map(|device| &**device)
 }
 
-/// The series of the memory of each client, and the number of clients that have none since there are too many.
+/// The series of the clients' memory, and the number of clients without one because there are too many.
 fn series(
     clients: &[Listed<Client>],
     devices: &[Listed<Device>],
     gpus: &[Listed<Gpu>],
 ) -> (Vec<(Labels, f64)>, usize) {
-    // Collectors refuse a text that has a series twice.
+    // Collectors refuse a text in which a series appears twice.
     let known: BTreeMap<(&str, u32), (&Client, i32)> = clients
         .iter()
         .filter(|client| !client.bypass)
@@ -287,12 +288,12 @@ fn series(
     (most.into_iter().map(|(_, client)| sample(client)).collect(), left_out)
 }
 
-/// The text of a label that others have chosen.
+/// The text of a label that another program has chosen, shortened.
 fn bounded(known: Option<&String>) -> String {
     text(known).chars().take(LABEL).collect()
 }
 
-/// A row that the labels of its metrics name.
+/// A row whose labels identify its metrics.
 trait Labelled {
     fn labels(&self) -> Labels;
 }
@@ -320,7 +321,7 @@ impl Labelled for Device {
     }
 }
 
-/// A sample for each state, 1 for the present state.
+/// A sample for each state: 1 for the present state, 0 for the others.
 fn states<'w>(all: impl Iterator<Item = &'w str>, current: &str, labels: &Labels) -> Vec<(Labels, f64)> {
     let sample = |state: &str| {
         let mut labels = labels.clone();
@@ -340,7 +341,7 @@ fn bytes(mib: i32) -> f64 {
     f64::from(mib) * 1_048_576.0
 }
 
-/// A number of things, exact up to 2^53.
+/// A count, which is exact up to 2^53.
 fn number(of: usize) -> f64 {
     of as f64
 }
@@ -363,12 +364,12 @@ impl Families {
         self.0.push(Family { name, help, samples: samples.into_iter().collect() });
     }
 
-    /// A value without labels.
+    /// A metric with one sample without labels.
     fn one(&mut self, name: &'static str, help: &'static str, value: f64) {
         self.add(name, help, [(Vec::new(), value)]);
     }
 
-    /// A value of each row; rows without the value are left out.
+    /// A metric with a sample for each row; rows without the value are left out.
     fn each<R: Labelled, V: Into<Option<f64>>>(
         &mut self,
         name: &'static str,
@@ -379,8 +380,8 @@ impl Families {
         self.add(name, help, rows.iter().filter_map(|row| Some((row.labels(), value(row).into()?))));
     }
 
-    /// Facts as labels of a 1. The type is not info: the parser of `node_exporter` is older than that type, and rejects the
-    /// whole file if it does not know a type.
+    /// Facts as the labels of a sample with the value 1. The type `info` is not used: the parser of `node_exporter` does not know
+    /// it, and rejects a file with an unknown type.
     fn info(&mut self, name: &'static str, help: &'static str, samples: impl IntoIterator<Item = Labels>) {
         self.add(name, help, samples.into_iter().map(|labels| (labels, 1.0)));
     }
@@ -412,7 +413,7 @@ mod tests {
             }),
             json!({"pid": 7, "gpu": "GPU-1", "memory_mib": null}),
             json!({"pid": 6, "gpu": "GPU-1", "memory_mib": 4, "bypass": true}),
-            // A text must not have a series twice.
+            // A series must not appear twice.
             json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
         ]);
         let (series, left_out) = series(&clients, &devices, &gpus);

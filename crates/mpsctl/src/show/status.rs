@@ -24,10 +24,10 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The number of attempts at consistent answers, if the service changes between two of them.
+/// The number of attempts to get consistent answers, if the service changes between two answers.
 const ATTEMPTS: usize = 3;
 
-/// The time that a list of clients may take.
+/// The longest time for the list of clients.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Args)]
@@ -43,14 +43,14 @@ pub(crate) struct Arguments {
     pub(crate) watch: bool,
 }
 
-/// Prints the status. On a terminal that has no room for all of it, the end is left out and not scrolled over the state.
+/// Prints the status. If the terminal has too few rows, the end is left out, so that the state does not scroll away.
 pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let rows = rows().filter(|_| !arguments.json && arguments.output.is_none());
     let Some(rows) = rows else { return status(daemon, arguments, out).await };
     let mut text = Vec::new();
     status(daemon, arguments, &mut text).await?;
     let lines = String::from_utf8_lossy(&text).lines().map(str::to_owned).collect();
-    // The shell has the last row.
+    // The last row is left to the shell's prompt.
     for line in fitted(lines, usize::from(rows).saturating_sub(1)) {
         writeln!(out, "{line}")?;
     }
@@ -60,7 +60,7 @@ pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
 pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
-        // Between two answers the state may change: a state of before must not stand beside a control daemon of after.
+        // The state may change between two answers, and a screen must not mix an old state with new control daemons.
         let now = daemon.service().await?;
         if (&now.state, &now.state_reason) == (&answers.service.state, &answers.service.state_reason) {
             break;
@@ -92,7 +92,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{}", table_of(GPUS, gpus.iter().map(Deref::deref), wide))?;
     }
     let waits = control_daemons.iter().any(|daemon| daemon.state == ControlDaemonState::Waiting);
-    // Control daemons are asked for them, and one may hang: the rest of the screen is worth more.
+    // The clients come from control daemons, and one may hang. The rest of the screen must be shown nevertheless.
     let clients =
         if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
     let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
@@ -118,13 +118,13 @@ impl StatusAnswers {
         }
         let control_daemons = daemon.control_daemons().await?;
         let events = daemon.events().await?;
-        // The state of the service says that it is still starting; the rest is worth showing.
+        // Without GPUs the service is still starting, as its state shows; the rest is shown.
         let gpus = known(daemon.gpus().await)?.unwrap_or_default();
         Ok(Self { service, control_daemons, gpus, events })
     }
 }
 
-/// The reasons of control daemons and GPUs that the service's own reason does not say.
+/// The reasons of control daemons and GPUs that are not part of the service's own reason.
 fn reasons(
     service: &Service,
     control_daemons: &[Listed<ControlDaemon>],
@@ -152,7 +152,7 @@ fn reasons(
     any.then_some(notes)
 }
 
-/// Since when a control daemon waits, and for how many clients, if it waits.
+/// If a control daemon waits: since when, and for how many clients.
 fn how_it_waits(
     daemon: &ControlDaemon,
     all: &[Listed<ControlDaemon>],
@@ -162,13 +162,14 @@ fn how_it_waits(
         return None;
     }
     let since = format!("it waits since {}", time::local(time::from_seconds(daemon.since)));
-    // A GPU that it still holds may be no GPU of its own any more.
+    // A GPU that it still has may belong to another control daemon in the plan.
     let is_of_another =
         |gpu: &String| all.iter().any(|other| other.id != daemon.id && other.gpus.contains(gpu));
     let Some(clients) = clients else { return Some(since) };
     let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
     let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
-    // Another control daemon that is to have its GPU counts as the one with the clients there, so none here does not mean none.
+    // If another control daemon should get the GPU, the clients there are counted for that one, so a count of zero here proves
+    // nothing.
     if left.is_empty() {
         return Some(since);
     }

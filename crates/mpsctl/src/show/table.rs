@@ -1,5 +1,5 @@
-//! Tables and prose for people. They fit the width that COLUMNS or the terminal names, and have colours on a terminal. Where
-//! neither names a width, each row is one line, as long as its texts, for programs that search them.
+//! Tables and texts for people. They fit the width in COLUMNS or of the terminal, and have colours on a terminal. Without a known
+//! width, each row is one line of any length, for programs that search the text.
 
 use std::fmt;
 use std::iter;
@@ -11,36 +11,35 @@ use common::bus::rows::PcieInfo;
 use common::bus::word::Word;
 use common::text::printable;
 
-/// The borders of the platform's own tables: `+---+`, nothing between the rows.
+/// The borders of the platform's tables: `+---+`, and none between rows.
 const PLATFORM: &str = "||--+-++|    ++++++";
 
-/// The blanks between two columns without borders.
+/// The number of blanks between two columns without borders.
 const GAP: u16 = 2;
 
-/// The last column may hold prose, which is broken into lines: where there is less room than this for the prose, other
-/// columns are left out first.
+/// The last column may have a long text, which is wrapped. If its width were less than this, other columns are left out first.
 const PROSE: usize = 24;
 
-/// The least room for a column that is cut.
+/// The smallest width of a column that is cut.
 const SHORTEST: usize = 12;
 
-/// The text of a value that is not known.
+/// The text for an unknown value.
 const UNKNOWN: &str = "-";
 
-/// The width for texts on stdout: the value of COLUMNS, also for a pipe, so that `watch` gets whole lines; otherwise the
-/// width of the terminal. None: no terminal, or a terminal that doesn't know.
+/// The width for texts on stdout: the value of COLUMNS, even for a pipe, so that `watch` gets whole lines; otherwise the width of
+/// the terminal. None if there is no terminal, or if it does not report its size.
 pub(crate) fn width() -> Option<usize> {
     let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.trim().parse().ok());
     let own = || Some(usize::from(rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok()?.ws_col));
     said.filter(|width| *width > 0).or_else(own).filter(|width| *width > 0)
 }
 
-/// True if stdout takes colours: a terminal does, unless `NO_COLOR` or TERM says otherwise.
+/// True if stdout has colours: on a terminal, unless `NO_COLOR` or TERM forbids it.
 pub(crate) fn colour() -> bool {
     is_drawn_on() && std::env::var_os("NO_COLOR").is_none_or(|text| text.is_empty())
 }
 
-/// True if a text on stdout can take the place of an earlier one: on a terminal, unless TERM says otherwise.
+/// True if a text on stdout can replace an earlier one: on a terminal, unless TERM forbids it.
 pub(crate) fn is_drawn_on() -> bool {
     rustix::termios::isatty(rustix::stdio::stdout())
         && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
@@ -48,30 +47,30 @@ pub(crate) fn is_drawn_on() -> bool {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum TableStyle {
-    /// A line of heads and a line for each row. A column without a value in any row is not shown.
+    /// A line of headings and a line for each row. A column without any value is not shown.
     Plain,
-    /// The rows alone, for programs that split them at two blanks: every column is there, and has a text.
+    /// Only the rows, for programs that split them at two blanks: every column is shown, and has a text in every row.
     Rows,
-    /// Names and their values, without heads.
+    /// Names and their values, without headings.
     Pairs,
-    /// With borders. It has the same columns at every width, since programs read it.
+    /// With borders. The columns are the same at every width, since programs read the table.
     Platform,
 }
 
-/// The head of a column, and how its texts stand below it.
+/// The heading of a column, and how its texts are shown.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Head {
     pub(crate) name: &'static str,
-    /// A number, aligned at its last digit.
+    /// True for numbers, which are aligned at the right.
     pub(crate) is_number: bool,
-    /// A text that says more by its end than by its beginning, such as a path.
+    /// True if the end of a text is more important than its beginning, as in a path.
     pub(crate) ends: bool,
-    /// Where there is no room for all columns, the one with the highest number goes first. 0: it stays. The last column
-    /// stays in any case.
+    /// If not all columns fit, the column with the highest number is left out first. 0: it is never left out. Nor is the last
+    /// column.
     pub(crate) expendable: u8,
 }
 
-/// The state that a text describes, for its colour.
+/// The kind of state that a text describes, for its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tone {
     Well,
@@ -87,24 +86,24 @@ pub(crate) struct Table {
     look: TableStyle,
 }
 
-/// A table with columns of texts, and columns of numbers behind them.
+/// A table with columns of texts, followed by columns of numbers.
 pub(crate) fn table(texts: &[&'static str], numbers: &[&'static str]) -> Table {
     let texts = texts.iter().map(|name| Head { name, ..Head::default() });
     let numbers = numbers.iter().map(|name| Head { name, is_number: true, ..Head::default() });
     Table::new(texts.chain(numbers))
 }
 
-/// Names and their values, two columns.
+/// A table of two columns: names and their values.
 pub(crate) fn pairs() -> Table {
     Table { look: TableStyle::Pairs, ..Table::new([]) }
 }
 
-/// Prose, broken into lines at the width for stdout.
+/// A text, wrapped at the width of stdout.
 pub(crate) fn prose(text: &str) -> String {
     prose_in(text, width())
 }
 
-/// A line of a list: its other lines are two blanks further to the right.
+/// An item of a list: its further lines are indented by two blanks.
 pub(crate) fn hanging(text: &str) -> String {
     hanging_in(text, width())
 }
@@ -127,7 +126,7 @@ impl Table {
         Self { heads: heads.into_iter().collect(), rows: Vec::new(), look: TableStyle::Plain }
     }
 
-    /// The same table without the line of heads.
+    /// The same table without headings, if `without` is set.
     pub(crate) fn without_heads(mut self, without: bool) -> Self {
         if without {
             self.look = TableStyle::Rows;
@@ -141,8 +140,8 @@ impl Table {
         self
     }
 
-    /// The same table with the texts of the column that says more by their ends cut there, so that no other column is left
-    /// out for them. Once all rows are there.
+    /// The same table, in which the texts whose end is important are cut in front, so that no other column has to be left out. To
+    /// be called after all rows were added.
     pub(crate) fn shorten(mut self, width: Option<usize>) -> Self {
         let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
             return self;
@@ -152,7 +151,7 @@ impl Table {
             let texts =
                 self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
             let longest = texts.map(|(text, _)| text.chars().count()).max();
-            // The last column keeps its room even if nothing stands in it.
+            // The last column keeps its width even if it is empty.
             let longest = longest.or((index == last).then_some(0))?;
             Some((*head, longest.max(head.name.chars().count())))
         };
@@ -168,12 +167,12 @@ impl Table {
         self
     }
 
-    /// Adds a row, with a text for each head.
+    /// Adds a row, with a text for each column.
     pub(crate) fn add_row(&mut self, texts: impl IntoIterator<Item = impl Into<String>>) {
         self.add_toned_row(texts.into_iter().map(|text| (text.into(), None)));
     }
 
-    /// Adds a row, with a text and its tone for each head.
+    /// Adds a row, with a text and its colour for each column.
     pub(crate) fn add_toned_row(&mut self, cells: impl IntoIterator<Item = (String, Option<Tone>)>) {
         self.rows.push(cells.into_iter().collect());
     }
@@ -209,7 +208,7 @@ impl Table {
         }
         let last = table.column_count().saturating_sub(1);
         for (index, column) in table.column_iter_mut().enumerate() {
-            // Blanks behind the last column would be beyond the edge of a terminal.
+            // Blanks after the last column would be outside of the terminal.
             column.set_padding((0, if index == last { 0 } else { GAP }));
             if self.heads.get(index).is_some_and(|head| head.is_number) {
                 column.set_cell_alignment(CellAlignment::Right);
@@ -228,8 +227,8 @@ impl Table {
         format!("{text}\n{}", prose_in(&note, width))
     }
 
-    /// Leaves out columns until the rest has room, and gives the last column the room that is left. Returns the heads of
-    /// the columns that are left out.
+    /// Leaves out columns until the rest fits, and gives the last column the remaining width. Returns the headings of the columns
+    /// that were left out.
     fn fit(&self, table: &mut comfy_table::Table, width: usize) -> Vec<&'static str> {
         table.set_content_arrangement(ContentArrangement::Dynamic);
         table.set_width(u16::try_from(width).unwrap_or(u16::MAX));
@@ -246,7 +245,7 @@ impl Table {
                 column.set_constraint(ColumnConstraint::Hidden);
             }
         }
-        // Less than a word's room for the prose: then every column has to give.
+        // If even half of the width for the last text is not left, all columns have to be cut.
         if needed(&columns, PROSE / 2) <= width {
             for column in table.column_iter_mut().take(last).filter(|column| is_shown(column)) {
                 column.set_constraint(ColumnConstraint::ContentWidth);
@@ -256,8 +255,8 @@ impl Table {
     }
 }
 
-/// Removes columns until the others have room, the most expendable first, and returns their heads. The last column stays,
-/// and can do with as much room as `prose`.
+/// Removes columns until the rest fits, the most expendable first, and returns their headings. The last column stays, with at
+/// least the width `prose`.
 pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose: usize) -> Vec<&'static str> {
     let mut left_out = Vec::new();
     while needed(columns, prose) > room {
@@ -270,7 +269,7 @@ pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose:
     left_out
 }
 
-/// The least room for these columns.
+/// The smallest width of these columns.
 fn needed(columns: &[(Head, usize)], prose: usize) -> usize {
     let Some(((_, last), others)) = columns.split_last() else { return 0 };
     others.iter().map(|(_, width)| width + usize::from(GAP)).sum::<usize>() + (*last).min(prose)
@@ -286,7 +285,7 @@ fn is_unknown(text: &str) -> bool {
     text.is_empty() || text == UNKNOWN
 }
 
-/// The colours are the terminal theme's own, which its user can read.
+/// The colours of the terminal's own theme, which its user has chosen.
 fn colour_of(tone: Tone) -> Color {
     match tone {
         Tone::Well => Color::DarkGreen,
@@ -332,7 +331,7 @@ impl<T: Shown> Shown for Vec<T> {
     }
 }
 
-/// The text, or its beginning with a sign that it is cut.
+/// The text, or its beginning and a sign that it is cut.
 pub(crate) fn cut(text: &str, room: usize) -> String {
     if text.unicode_truncate(room).0.len() == text.len() {
         return text.to_owned();
@@ -340,7 +339,7 @@ pub(crate) fn cut(text: &str, room: usize) -> String {
     format!("{}…", text.unicode_truncate(room.saturating_sub(1)).0)
 }
 
-/// The text of a number with a unit behind it; `-` if it is not known.
+/// A number with its unit; `-` if it is not known.
 pub(crate) fn with_unit<N: fmt::Display>(number: Option<N>, unit: &str) -> String {
     number.map_or_else(|| UNKNOWN.to_owned(), |number| format!("{number} {unit}"))
 }
@@ -411,7 +410,7 @@ mod tests {
              00:06.0-0  Tesla P40   1 / 12  served\n\
              (no room for UUID; --json has all)"
         );
-        // A reason is broken into lines, a UUID isn't.
+        // A reason is wrapped, a UUID is not.
         let reason = gpus("not served: GPU is lost, which nothing but a reset heals").render(Some(40), false);
         assert!(reason.ends_with("(no room for UUID, MODEL; --json has\nall)"), "{reason}");
     }
@@ -445,7 +444,7 @@ mod tests {
             "State:    degraded: 1 of\n          2 GPUs not\n          served\nVersion:  1.0.0"
         );
         assert_eq!(pairs.render(None, true).matches('\u{1b}').count(), 2);
-        // Colours take no room, and no blanks stand beyond the edge.
+        // Colours do not count for the width, and there are no blanks beyond it.
         for line in pairs.render(Some(24), true).lines() {
             let shown: usize = line
                 .split('\u{1b}')
@@ -471,7 +470,7 @@ mod tests {
     #[test]
     fn text_cannot_command_the_terminal() {
         assert_eq!(printable("a\u{1b}[2Jb\n"), "a\u{fffd}[2Jb\u{fffd}");
-        // C1's CSI, and a text that is shown from right to left.
+        // The control sequence introducer of C1, and a text that is shown from right to left.
         assert_eq!(printable("\u{9b}2J\u{202e}4 yes"), "\u{fffd}2J\u{fffd}4 yes");
         assert_eq!(printable("größe 模型"), "größe 模型");
     }

@@ -5,12 +5,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-/// The moment so many seconds after 1970, as the bus has most of them.
+/// The moment this many seconds after 1970, the form of most moments on the bus.
 pub(crate) fn from_seconds(seconds: i64) -> SystemTime {
     from_microseconds(seconds.saturating_mul(1_000_000))
 }
 
-/// The moment so many microseconds after 1970, as the bus has the times of events.
+/// The moment this many microseconds after 1970, the form of the times of events on the bus.
 pub(crate) fn from_microseconds(microseconds: i64) -> SystemTime {
     let microseconds = u64::try_from(microseconds).unwrap_or_default();
     UNIX_EPOCH.checked_add(Duration::from_micros(microseconds)).unwrap_or(UNIX_EPOCH)
@@ -21,7 +21,7 @@ pub(crate) fn local(at: SystemTime) -> String {
     local_in(at, TimeZone::system())
 }
 
-/// `3 min`: the time since then. A moment that lies ahead, since the clock was set back, is now.
+/// The time since a moment: `3 min`. A moment in the future, because the clock was set back, counts as now.
 pub(crate) fn age(at: SystemTime) -> String {
     span(at.elapsed().unwrap_or_default())
 }
@@ -29,12 +29,12 @@ pub(crate) fn age(at: SystemTime) -> String {
 fn local_in(at: SystemTime, zone: TimeZone) -> String {
     match Timestamp::try_from(at) {
         Ok(at) => at.to_zoned(zone).strftime("%Y-%m-%d %H:%M:%S").to_string(),
-        // Beyond the year 9999.
+        // A moment after the year 9999.
         Err(_) => "-".to_owned(),
     }
 }
 
-/// A span of time at a glance.
+/// A duration in one unit.
 fn span(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..60 => format!("{seconds} s"),

@@ -44,7 +44,7 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
     }
 }
 
-/// Returns when the output has no reader any more.
+/// Returns when the reader of the output has closed the pipe.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut printed = PrintedEvents::default();
@@ -84,13 +84,13 @@ fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()
     Ok(())
 }
 
-/// The last answer, which has been printed.
+/// The last answer, whose events were printed.
 #[derive(Debug, Default)]
 struct PrintedEvents(Vec<Listed<Event>>);
 
 impl PrintedEvents {
-    /// The events that the last answer did not have. A new one need not stand at the end: the time of an event is the
-    /// time at which it was seen.
+    /// The events that the last answer did not have. A new event need not be the last one: its time is the time at which it was
+    /// seen.
     fn new_ones(&mut self, events: Vec<Listed<Event>>) -> Vec<Listed<Event>> {
         let mut before = std::mem::replace(&mut self.0, events);
         let mut new = self.0.clone();
@@ -101,7 +101,8 @@ impl PrintedEvents {
         new
     }
 
-    /// True if events may have come and gone between two answers. Faults stay, so that these are known does not tell.
+    /// True if events may have been missed between two answers, because they were removed again. Known faults do not prove the
+    /// opposite, since faults stay longer.
     fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
         let is_known = |event: &&Listed<Event>| self.0.iter().any(|known| **known == ***event);
         let known = events.iter().filter(is_known).count();
@@ -129,7 +130,7 @@ mod tests {
         for (answer, new) in [
             (vec![1, 2], vec![1, 2]),
             (vec![1, 2], vec![]),
-            // One in the middle, and one twice at once.
+            // One new event in the middle, and two equal ones at the end.
             (vec![1, 5, 2, 3, 3], vec![5, 3, 3]),
             (vec![2, 3, 3, 3], vec![3]),
             // The service was started again.
@@ -150,7 +151,7 @@ mod tests {
         assert!(!printed.may_miss_some(&events(1..=many)));
         assert!(!printed.may_miss_some(&events([many])));
         assert!(printed.may_miss_some(&events(many..2 * many)));
-        // The first ones are faults.
+        // The first events are faults.
         let faults = i64::try_from(FAULTS_KEPT).unwrap();
         assert!(printed.may_miss_some(&events((0..faults).chain(many..2 * many - faults))));
     }

@@ -42,7 +42,7 @@ pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Resu
     }
 }
 
-/// The service once it is ready, or as it is at the end of this time.
+/// The service when it is ready, or at the end of this time.
 async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {
     let deadline = Instant::now() + at_most;
     loop {
@@ -55,7 +55,7 @@ async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<List
     }
 }
 
-/// The time that the service has to answer if the waiting ends meanwhile.
+/// The time for a last answer after the waiting has ended.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
 async fn ask(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {

@@ -1,4 +1,4 @@
-//! Subcommands that wait for the service, or follow it.
+//! Subcommands that wait for the service, or follow its changes.
 
 use std::future::{Future, pending};
 use std::time::Duration;
@@ -22,14 +22,14 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// The time between two looks while the service reports one change after the other.
 const SHORTEST: Duration = Duration::from_millis(250);
 
-/// The service, for looks at it again and again. It may come and go, and so may the bus.
+/// The service, for repeated looks. The service and the bus may end and start again meanwhile.
 #[derive(Debug, Default)]
 struct ReconnectingProxy {
     joined: Option<(DaemonProxy, ServiceChanges)>,
 }
 
 impl ReconnectingProxy {
-    /// The service to ask. Joins the bus, if the bus is not joined now.
+    /// The service to ask. Connects to the bus if there is no connection.
     async fn daemon(&mut self) -> Result<DaemonProxy, BusError> {
         if let Some((daemon, _)) = &self.joined {
             return Ok(daemon.clone());
@@ -40,7 +40,7 @@ impl ReconnectingProxy {
         Ok(daemon)
     }
 
-    /// Waits for the time of the next look: a change, or the end of the period.
+    /// Waits until the next look: after a change, or at the end of the period.
     async fn pause(&mut self) {
         let due = Instant::now() + PERIOD;
         sleep(SHORTEST).await;
@@ -56,12 +56,12 @@ impl ReconnectingProxy {
     }
 }
 
-/// An answer that the service always knows.
+/// An answer for which the service needs no work, or the error that it does not come in time.
 async fn in_time<T, E: From<BusError>>(answer: impl Future<Output = Result<T, E>>) -> Result<T, E> {
     timeout(SIGN_OF_LIFE, answer).await.unwrap_or_else(|_| Err(BusError::Silent.into()))
 }
 
-/// The reason why there is no answer now, for a reader who sees the next answer as soon as there is one.
+/// The reason why there is no answer now. The reader gets the next answer as soon as there is one.
 fn describe(error: &BusError) -> String {
     match error {
         BusError::NotRunning => "yunion-mps-daemon is not running; waiting for it".to_owned(),
@@ -69,7 +69,7 @@ fn describe(error: &BusError) -> String {
     }
 }
 
-/// True if the other end of a pipe was closed. Otherwise only the next event would say so.
+/// True if the other end of a pipe was closed. Otherwise that would be noticed only at the next event.
 fn reader_has_gone() -> bool {
     let stdout = rustix::stdio::stdout();
     let mut asked = [PollFd::new(&stdout, PollFlags::empty())];

@@ -28,13 +28,13 @@ pub struct NvmlFacts {
     pub state: GpuState,
 }
 
-/// The state of a GPU at the moment of the query. The plan is made by it; nothing else may show it, since it ages.
+/// The state of a GPU when it was read. The plan uses it. Nothing else may show it, since it becomes outdated.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuState {
     pub compute_mode: Option<ComputeMode>,
     pub mig_enabled: bool,
-    /// The processes that would keep an MPS server from starting, each with PID and command: they have a context on the
-    /// GPU, they are no MPS clients, and no server is there yet.
+    /// The processes that prevent the start of an MPS server, with PID and command: they have a context on the GPU, they are no
+    /// MPS clients, and there is no server yet.
     pub foreign_processes: Vec<(u32, String)>,
 }
 
@@ -78,12 +78,12 @@ fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Proble
     }
 }
 
-/// None are known where they can't be listed: a server that they keep out says so itself.
+/// If the processes can't be listed, none is reported: a server that can't start says so itself.
 fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(u32, String)>, Problem> {
     let foreign = || {
         let mut foreign = contexts(device, process_record)?.foreign(proc::name);
         if !foreign.is_empty() {
-            // A client that ends between the two lists looks foreign for a moment.
+            // A client that ends between the two lists seems to be foreign for a moment.
             let still = list(device, ProcessList::Compute, process_record)?;
             foreign.retain(|(pid, _)| still.contains_key(pid));
         }

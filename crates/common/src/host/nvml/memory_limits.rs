@@ -1,4 +1,4 @@
-//! The memory limits of control groups: set and read back, and lifted unless others have set them.
+//! The memory limits of control groups. The service sets them and reads them back, and removes only its own.
 
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
@@ -9,10 +9,10 @@ use super::{Driver, MIB, words};
 use crate::host::control_groups;
 
 impl Driver {
-    /// Has the kernel hold a limit for a control group on the GPU with this UUID, or hold it no more.
+    /// Sets or removes a control group's limit on the GPU with this UUID.
     pub fn pursue_memory_limit(&self, uuid: &str, group: &ControlGroup, goal: &LimitGoal) -> LimitOutcome {
         if control_groups::find(&group.path).ok().as_ref() != Some(group) {
-            // A limit ends with its control group.
+            // When a control group is removed, its limit is removed too.
             return match goal {
                 LimitGoal::Hold(_) => LimitOutcome::Refused("the control group has ended".to_owned()),
                 LimitGoal::Lift(_) => LimitOutcome::Reached,
@@ -31,8 +31,8 @@ impl Driver {
         }
     }
 
-    /// The limit is set each time, whatever was there: a control group without a limit of its own reads the limit of one above
-    /// it.
+    /// The limit is set each time, even if it reads as the same: a control group without its own limit shows the limit of its
+    /// nearest ancestor.
     fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<LimitOutcome, NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
         let wanted = mib.saturating_mul(MIB);
@@ -52,8 +52,8 @@ impl Driver {
         })
     }
 
-    /// The memory in a control group that does not count, in words, also if it is not known. Without the controller dmem the
-    /// driver counts no memory from before the limit.
+    /// A text about memory in a control group that the limit does not count, also if the amount is unknown. Without the dmem
+    /// controller the driver does not count memory that was allocated before the limit was set.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {
             return None;

@@ -37,7 +37,7 @@ use facts::{NvmlFacts, numbers};
 pub use told::GpuQuestions;
 pub(super) use told::ToldByNvml;
 
-/// The library's name that every driver installs. The name without a number comes only with development packages.
+/// The name of the library that every driver installs. The name without a number comes only with development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
 
 const MIB: u64 = 1 << 20;
@@ -45,11 +45,11 @@ const MIB: u64 = 1 << 20;
 /// The number of tries for a list of processes that grows while it is copied.
 const TRIES: u32 = 5;
 
-/// The length of one wait for a critical error. No other task waits for its end.
+/// The length of one wait for a critical error. No other task waits for the end of this wait.
 const XID_WAIT_MS: u32 = 60_000;
 
-/// The loaded library. It stays valid while processes and compute modes change. A driver that is reloaded needs a new
-/// one.
+/// The loaded library. It stays valid while processes and compute modes change. After a driver is reloaded, the library has to be
+/// opened again.
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
@@ -58,7 +58,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// Opens the driver of this process. A driver that is not installed may have left traces below the sysroot.
+    /// Opens the driver of this host. If the driver is not installed, files below the sysroot may give the reason.
     pub fn open(sysroot: &Path) -> Result<Self, Problem> {
         let nvml = Nvml::builder().lib_path(OsStr::new(LIBRARY)).init();
         let nvml = nvml.map_err(|error| why_not_open(&error, sysroot))?;
@@ -68,7 +68,7 @@ impl Driver {
             let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
             return Err(Problem::new(found, "reinstall the driver"));
         }
-        // A driver that does not say its version is none of those that differ.
+        // Without a version, the driver does not count as one of those that differ.
         let version = nvml.sys_driver_version().unwrap_or_default();
         Ok(Self { nvml, process_record: driver::process_record(&version) })
     }
@@ -89,7 +89,7 @@ impl Driver {
         self.nvml.device_count().map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))
     }
 
-    /// Returns whether NVML says that the driver is of no use any more, and has to be opened anew.
+    /// Returns true if NVML says that the driver does not work any more and has to be opened again.
     pub fn is_unusable(&self) -> bool {
         matches!(
             self.nvml.device_count(),
@@ -97,7 +97,7 @@ impl Driver {
         )
     }
 
-    /// The GPU with this index. An error if NVML does not say where it is: [`Driver::facts_at`] gives the reason for an
+    /// The GPU with this index. An error if NVML does not report its address: [`Driver::facts_at`] then gives the reason for each
     /// address.
     fn listed(&self, index: u32) -> Result<Gpu, Problem> {
         let device = self.nvml.device_by_index(index).map_err(|error| words(&error));
@@ -121,7 +121,7 @@ impl Driver {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
 
-    /// True if the driver keeps the GPU's state, including its compute mode, while no program has the GPU open.
+    /// True if the driver keeps the GPU's state, including its compute mode, while no program uses the GPU.
     pub fn persistence_mode(&self, uuid: &str) -> Result<bool, Problem> {
         read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
@@ -151,7 +151,7 @@ impl Driver {
     /// The PIDs of the MPS clients on the GPU with this UUID.
     ///
     /// # Errors
-    /// They are not listed, as before Volta: then an empty list would say nothing.
+    /// The clients are not listed, as before Volta: then an empty list would have no meaning.
     pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, Problem> {
         let unlisted = || format!("NVML does not list the clients of GPU {uuid}").into();
         self.contexts(uuid)?.clients().ok_or_else(unlisted)
@@ -162,9 +162,8 @@ impl Driver {
             .map_err(|why| why_not_listed(&why).prefixed("the GPU's processes can't be listed"))
     }
 
-    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`, with the GPU's UUID.
-    /// It ends when `seen` returns false.
-    /// It is an error if no GPU can report critical errors, or none can any longer.
+    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`, with the GPU's UUID. It ends when
+    /// `seen` returns false. An error if no GPU can report critical errors, or can do so any longer.
     pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), Problem> {
         let (events, uuids) = self.xid_events()?;
         loop {
@@ -178,8 +177,8 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            // NVML may not know the UUID of a GPU that has fallen off its bus. Then the error is passed on for every
-            // GPU that does not answer.
+            // NVML may not know the UUID of a GPU that has fallen off the bus. Then `seen` gets the error for every GPU that does
+            // not answer.
             let met = event.device.uuid().map_or_else(
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
@@ -191,8 +190,8 @@ impl Driver {
         }
     }
 
-    /// A set of the critical errors of all GPUs that report them, and the UUIDs of these GPUs. A failed registration
-    /// consumes the set, so the next set is made without that GPU.
+    /// An event set for the critical errors of all GPUs that can report them, and the UUIDs of these GPUs. A failed registration
+    /// consumes the set, so another set is made without that GPU.
     fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), Problem> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'without_refused: loop {
@@ -231,7 +230,7 @@ impl Driver {
     }
 }
 
-/// The driver's word on the action for a GPU. None with older drivers, and of a GPU that does not answer.
+/// The recovery action that the driver asks for. None with older drivers, and for a GPU that does not answer.
 fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
     let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     match values.into_iter().next()?.ok()?.value.ok()? {
@@ -243,7 +242,7 @@ fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
     }
 }
 
-/// The GPU as it is listed. An error if NVML does not say where it is.
+/// The GPU at this index. An error if NVML does not report its address.
 fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, Problem> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
@@ -265,7 +264,7 @@ fn is_gone(error: &NvmlError) -> bool {
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
     let compute = list(device, ProcessList::Compute, process_record)?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    // An empty list would say that there are no clients.
+    // An empty list would mean that there are no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }
@@ -288,7 +287,7 @@ fn list(
     Ok(processes.iter().map(in_mib).collect())
 }
 
-/// The first answer that is not about a list that has grown while it was copied.
+/// The first answer that does not fail because the list has grown while it was copied.
 fn until_it_fits<T>(mut ask: impl FnMut() -> Result<T, NotListed>) -> Result<T, NotListed> {
     let mut answer = ask();
     for _ in 1..TRIES {
@@ -329,7 +328,7 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
 
 /// The reason why NVML can't be used at all, with the remedy.
 fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
-    // NVML has no error code for this, and reports some other error.
+    // NVML has no error code for this, and returns another one.
     if let Some(reason) = no_descriptors() {
         return reason;
     }
@@ -376,7 +375,7 @@ fn no_descriptors() -> Option<Problem> {
     }
 }
 
-/// The dynamic linker's error has no number, so its text decides.
+/// The dynamic linker's error has no number, so its text is compared.
 fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
     let text = error.to_string();
     if text.contains("Too many open files") {

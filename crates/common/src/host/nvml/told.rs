@@ -1,4 +1,4 @@
-//! All facts of NVML about the GPUs of a host, each fact asked for by itself.
+//! All facts of NVML about the GPUs of a host. Each GPU is asked about separately.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use crate::host::gpu::Gpu;
 use crate::host::questions::ParallelQuestions;
 use crate::problem::Problem;
 
-/// The time that a GPU gets from the last answer on: without nvidia-persistenced, NVML wakes one GPU after the other, and each
-/// takes some seconds.
+/// The time for the next answer, counted from the last one. Without nvidia-persistenced, NVML wakes one GPU after the other, and
+/// each takes some seconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The time for a GPU that has not answered an earlier question yet.
+/// The time for a GPU to which an earlier question is still unanswered.
 const REMAINDER: Duration = Duration::from_millis(200);
 
 /// An open driver, and the questions about its GPUs.
@@ -31,10 +31,10 @@ pub struct GpuQuestions {
 pub(crate) struct ToldByNvml {
     /// The driver's version.
     pub(crate) version: String,
-    /// Every GPU that NVML lists with its address, in NVML's order.
+    /// The GPUs whose address NVML lists, in NVML's order.
     pub(crate) listed: Vec<Gpu>,
-    /// The others among those that are on the bus, each with the reason why NVML can't reach it; some answer by their
-    /// addresses.
+    /// The other GPUs on the bus. Some answer when they are asked by address; for the others, the reason why NVML can't reach
+    /// them.
     pub(crate) unlisted: BTreeMap<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
@@ -47,10 +47,10 @@ impl GpuQuestions {
         &self.driver
     }
 
-    /// Asks about all GPUs. `on_bus` are the addresses of those that NVML should know. An error if NVML lists none at all.
+    /// Asks about all GPUs. `on_bus` are the addresses of those that NVML should know. An error if NVML lists no GPU.
     pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<ToldByNvml, Problem> {
         let count = self.driver.count()?;
-        // The version is not needed to serve GPUs.
+        // GPUs can be served without knowing the version.
         let version = self.driver.version().unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
             "unknown".to_owned()
@@ -63,7 +63,7 @@ impl GpuQuestions {
         let addresses: Vec<PciAddress> =
             on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
         let driver = Arc::clone(&self.driver);
-        // One of these may be the GPU that was waited for already.
+        // One of these may be the GPU that has just used up its time.
         let patience = if all_answer { PATIENCE } else { REMAINDER };
         let mut answers = self
             .unlisted

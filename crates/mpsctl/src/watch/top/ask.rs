@@ -1,5 +1,5 @@
-//! The questions to the service, each in a task of its own: an answer that takes its time holds up neither the keys nor
-//! the screen. One question of a kind is under way at a time.
+//! The questions to the service, each kind in a task of its own: a slow answer delays neither the keys nor the screen. At most
+//! one question of a kind is asked at a time.
 
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::task::JoinSet;
@@ -10,7 +10,7 @@ use crate::watch::{ReconnectingProxy, in_time};
 use common::bus::answers::known;
 use common::bus::proxy::{BusError, DaemonProxy};
 
-/// Asks again and again, until the tasks are dropped.
+/// Asks repeatedly until the tasks are dropped.
 pub(super) fn start(events: &UnboundedSender<TopEvent>) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     tasks.spawn(ask_published(events.clone()));
@@ -36,7 +36,7 @@ async fn published(watched: &mut ReconnectingProxy) -> Result<TopAnswers, BusErr
     Ok(TopAnswers { service, devices, events: daemon.events().await? })
 }
 
-/// A control daemon may hang, and the service waits for its answer.
+/// A control daemon may hang, and then the service waits for its answer.
 async fn ask_clients(events: UnboundedSender<TopEvent>) {
     let mut watched = ReconnectingProxy::default();
     loop {
@@ -53,7 +53,7 @@ pub(super) fn end(pid: u32, events: &UnboundedSender<TopEvent>, tasks: &mut Join
     let events = events.clone();
     tasks.spawn(async move {
         let done = async { DaemonProxy::connect().await?.terminate_client(pid).await }.await;
-        // The screen has ended.
+        // This fails if the screen has ended.
         let _ = events.send(TopEvent::Ended(pid, done));
     });
 }

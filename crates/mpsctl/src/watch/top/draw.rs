@@ -21,13 +21,13 @@ use common::bus::proxy::Listed;
 use common::bus::rows::Service;
 use common::counted::counted;
 
-/// The least room for the last column.
+/// The smallest width of the last column.
 const PROSE: usize = 14;
 
-/// The room for the clock, and two blanks in front of it.
+/// The width of the clock, with two blanks in front of it.
 const CLOCK: usize = 10;
 
-/// The least room for events.
+/// The smallest number of rows for events.
 const EVENTS: usize = 3;
 
 const KEYS: &str = "q quit  h keys  Tab table  s sort  r reverse  t terminate";
@@ -46,10 +46,10 @@ const HELP: [&str; 11] = [
     "  any key       leave this page",
 ];
 
-/// A smaller terminal shows a sentence alone.
+/// On a smaller terminal only a message is shown.
 const LEAST: (u16, u16) = (50, 12);
 
-/// Draws in colours or without.
+/// Draws with or without colours.
 pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: bool) {
     let (area, width) = (frame.area(), usize::from(frame.area().width));
     if area.width < LEAST.0 || area.height < LEAST.1 {
@@ -85,7 +85,7 @@ fn length(cells: usize) -> Constraint {
     Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
-/// The service, and what is to be said about it, or about the slice that is selected.
+/// The state of the service, and the reason of the service or of the selected slice.
 fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
     let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
@@ -128,7 +128,7 @@ fn service_facts(model: &Model) -> Vec<Span<'static>> {
     facts
 }
 
-/// As many lines as the facts need. The end of the first one is for the clock.
+/// The facts, on as many lines as needed. The first line leaves space for the clock at its end.
 fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
     for fact in facts {
@@ -148,14 +148,14 @@ fn time_of_day(at: SystemTime) -> String {
     local.split_once(' ').map_or(local.clone(), |(_, time)| time.to_owned())
 }
 
-/// A state that is not known is neither good nor bad.
+/// An unknown state is shown neither as good nor as bad.
 fn tone(service: &Service) -> Tone {
     tone_of_service(&service.state).unwrap_or(Tone::Between)
 }
 
 fn bottom(width: usize, state: &TopState) -> Line<'static> {
     if let Some((_, question)) = &state.question {
-        // The end of the question is the part to answer.
+        // The end of the question has the keys for the answer.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
@@ -170,7 +170,7 @@ fn bottom(width: usize, state: &TopState) -> Line<'static> {
     }
 }
 
-/// The three parts, with as many rows as have room.
+/// The three tables, with as many rows as fit.
 fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
     let (slices, clients) = (state.slices(model), state.clients(model));
     let room = usize::from(area.height).saturating_sub(5);
@@ -189,7 +189,7 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
         of: model.slices_are_of(),
     };
     table.draw(frame, for_slices);
-    // The reason stands above.
+    // The reason is shown above.
     let none = if model.has_clients() && model.unlisted.is_none() { "none" } else { "not known" };
     let of = state.slice.as_ref().map(|slice| format!(" of {}", slice.shown()));
     let table = TopTable {
@@ -220,14 +220,14 @@ fn events(width: usize, rows: usize, model: &Model) -> Text<'static> {
     text
 }
 
-/// The time of day; of an older event the day too.
+/// The time of day; for an event that is older than a day, the date.
 fn at_or_date(at: SystemTime) -> String {
     let is_old = at.elapsed().is_ok_and(|age| age.as_secs() >= 86400);
     if is_old { time::local(at) } else { time_of_day(at) }
 }
 
-/// The rows of slices, clients and events. Clients and slices share what the least events leave, and neither takes more
-/// than it has.
+/// The numbers of rows for slices, clients and events. Clients and slices share what the smallest number of events leaves, and
+/// neither gets more rows than it needs.
 fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, usize, usize) {
     let left = room.saturating_sub(events.min(EVENTS));
     let clients = clients.max(1);
@@ -241,19 +241,19 @@ struct TopTable<'t, R> {
     name: String,
     columns: &'t [Column<R>],
     rows: &'t [&'t Listed<R>],
-    /// A row in front of all others.
+    /// A row before all others.
     front: Option<&'static str>,
     sort: Sort,
-    /// True if the keys go to it.
+    /// True if keys apply to this table.
     is_focused: bool,
-    /// The place of the selected row. The row in front of all others counts as one.
+    /// The position of the selected row. The row before all others counts.
     selected: Option<usize>,
-    /// The time of the rows, if they are old.
+    /// The time of the rows, if they are outdated.
     of: Option<SystemTime>,
 }
 
 impl<R> TopTable<'_, R> {
-    /// As many rows as have room, the selected one among them.
+    /// Draws as many rows as fit, including the selected one.
     fn draw(&self, frame: &mut Frame, area: Rect) {
         let [title, table] = Layout::vertical([length(1), Constraint::Fill(1)]).areas(area);
         let room = usize::from(table.height.saturating_sub(1));
@@ -282,7 +282,7 @@ impl<R> TopTable<'_, R> {
         frame.render_stateful_widget(widget, table, &mut place);
     }
 
-    /// The columns that have room, with their widths, and the heads of the others.
+    /// The columns that fit, with their widths, and the headings of the others.
     fn fit(&self, room: usize) -> (Vec<(&Column<R>, usize)>, Vec<&'static str>) {
         let natural = |column: &Column<R>| {
             let texts = self.rows.iter().map(|row| width(&(column.text)(row)));
@@ -290,7 +290,7 @@ impl<R> TopTable<'_, R> {
         };
         let mut columns: Vec<_> = self.columns.iter().map(|column| (column, natural(column))).collect();
         let mut heads = columns.iter().map(|(column, width)| (column.head, *width)).collect();
-        // The mark stands in front.
+        // The mark of the selected row needs two columns.
         let left_out = without_room(&mut heads, room.saturating_sub(2), PROSE);
         columns.retain(|(column, _)| !left_out.contains(&column.head.name));
         if let Some(((_, prose), others)) = columns.split_last_mut() {
@@ -338,12 +338,12 @@ fn side(head: &Head) -> Alignment {
     if head.is_number { Alignment::Right } else { Alignment::Left }
 }
 
-/// The columns that a text takes on a terminal.
+/// The width of a text on a terminal.
 fn width(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// The text, or its end with a sign that it is cut.
+/// The text, or its end and a sign that it is cut.
 fn cut_in_front(text: &str, room: usize) -> String {
     if width(text) <= room {
         return text.to_owned();
@@ -370,7 +370,7 @@ mod tests {
             let (mut text, mut cells) = (String::new(), cells.iter());
             while let Some(cell) = cells.next() {
                 text += cell.symbol();
-                // A wide character takes the cell behind it too.
+                // A wide character also occupies the next cell.
                 for _ in 1..super::width(cell.symbol()) {
                     cells.next();
                 }
@@ -416,7 +416,7 @@ mod tests {
             assert_eq!(text.contains("0 NVIDIA H200"), width == 120, "{text}");
             assert!(screen.last().unwrap().starts_with(KEYS), "{text}");
         }
-        // The reason of a slice stands above while it is selected, as much of it as has room.
+        // While a slice is selected, as much of its reason as fits is shown above.
         let selected = shown(60, 20, &model(), "jjjj");
         let reason = |line: &String| {
             line.starts_with("00:06.0-3: GPU is lost; nothing but") && line.trim_end().ends_with('…')
@@ -489,7 +489,7 @@ mod tests {
             [cut_in_front("/usr/bin/job", 12), cut_in_front("/usr/bin/job", 6)],
             ["/usr/bin/job", "…n/job"]
         );
-        // Each takes two columns.
+        // Each character is two columns wide.
         assert_eq!([cut("大模型", 6), cut("大模型", 5), cut("大模型", 4)], ["大模型", "大模…", "大…"]);
     }
 

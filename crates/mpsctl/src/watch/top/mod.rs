@@ -28,7 +28,7 @@ mod model;
 mod state;
 mod terminal;
 
-/// The time after which ages and the clock are drawn again.
+/// The time after which the ages and the clock are drawn again.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// Something that may change the screen.
@@ -36,9 +36,9 @@ const PERIOD: Duration = Duration::from_secs(1);
 enum TopEvent {
     Published(Result<TopAnswers, BusError>),
     Clients(Result<Vec<Listed<Client>>, BusError>),
-    /// The end of the GPU work of a process was asked for.
+    /// The answer to a request to end the GPU work of a process.
     Ended(u32, Result<(), BusError>),
-    /// After an error no more keys come.
+    /// A key, or an error after which no more keys come.
     Typed(std::io::Result<Event>),
 }
 
@@ -78,7 +78,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
             next = events.recv() => next,
             _ = ticks.tick() => None,
         };
-        // Several at once are drawn once.
+        // Several events that come together are drawn once.
         while let Some(one) = next {
             match take(one, &mut model, &mut state)? {
                 Action::Draw => {}
@@ -96,7 +96,8 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
     }
 }
 
-/// The whole screen. The library's own question is wrong for a terminal that knows no size, as a serial line.
+/// The size of the screen. The library's own function returns a wrong size if the terminal does not report one, as on a serial
+/// line.
 fn area() -> Rect {
     let (columns, rows) = size();
     Rect::new(0, 0, columns, rows)
@@ -108,7 +109,7 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
         TopEvent::Clients(answer) => model.list(answer),
         TopEvent::Ended(pid, done) => state.ended(pid, &done),
         TopEvent::Typed(Ok(Event::Key(key))) => return Ok(state.key(key, model)),
-        // Another size is seen when the screen is drawn.
+        // A new size is noticed when the screen is drawn.
         TopEvent::Typed(Ok(_)) => {}
         TopEvent::Typed(Err(error)) => return Err(Error::Failed(format!("can't read keys: {error}"))),
     }
@@ -116,7 +117,7 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
     Ok(Action::Draw)
 }
 
-/// Reads keys in a thread of its own, which ends with the program: nothing else can end a read.
+/// Reads keys in a separate thread, which ends with the program: a read can't be interrupted.
 fn read_keys(events: UnboundedSender<TopEvent>) {
     std::thread::spawn(move || {
         loop {

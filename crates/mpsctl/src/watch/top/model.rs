@@ -1,4 +1,4 @@
-//! Everything that `top` knows at a moment.
+//! Everything that `top` knows at one moment.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -6,10 +6,10 @@ use crate::watch::describe;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::{Client, Device, Event, Service};
 
-/// An answer is old after this time without another one.
+/// After this time without a new one, an answer is shown as outdated.
 const OLD: Duration = Duration::from_secs(4);
 
-/// The answers that the service always knows.
+/// The answers for which the service needs no work.
 #[derive(Debug)]
 pub(super) struct TopAnswers {
     pub(super) service: Listed<Service>,
@@ -18,7 +18,7 @@ pub(super) struct TopAnswers {
     pub(super) events: Vec<Listed<Event>>,
 }
 
-/// The last answers, and why there are no newer ones.
+/// The last answers, and the reasons why there are no newer ones.
 #[derive(Debug, Default)]
 pub(super) struct Model {
     pub(super) service: Option<Listed<Service>>,
@@ -38,7 +38,7 @@ impl Model {
         match answer {
             Ok(TopAnswers { service, devices, events }) => {
                 (self.service, self.events, self.silent) = (Some(service), events, None);
-                // The slices of an earlier start stay until the service knows its GPUs again.
+                // After a restart of the service, the slices from before stay until the service knows its GPUs again.
                 if let Some(devices) = devices {
                     self.devices = devices;
                     self.published = Some(Instant::now());
@@ -58,17 +58,17 @@ impl Model {
         }
     }
 
-    /// True if the clients were known at any time.
+    /// True if there ever was an answer about clients.
     pub(super) fn has_clients(&self) -> bool {
         self.listed.is_some()
     }
 
-    /// The time of the slices that are shown, if there was no answer since for some reason or for some time.
+    /// The time of the slices that are shown, if a later answer has failed or is late.
     pub(super) fn slices_are_of(&self) -> Option<SystemTime> {
         old(self.published, self.silent.is_some())
     }
 
-    /// The time of the clients that are shown, if there was no answer since for some reason or for some time.
+    /// The time of the clients that are shown, if a later answer has failed or is late.
     pub(super) fn clients_are_of(&self) -> Option<SystemTime> {
         old(self.listed, self.unlisted.is_some())
     }

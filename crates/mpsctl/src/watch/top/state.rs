@@ -1,4 +1,4 @@
-//! The selection and the question on the screen, and the effect of each key.
+//! The selection and the question on the screen, and what each key does.
 
 use crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
@@ -9,7 +9,7 @@ use common::bus::answers::given;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::{Client, Device};
 
-/// The table that the keys go to.
+/// The table to which keys apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Focus {
     #[default]
@@ -17,7 +17,7 @@ pub(super) enum Focus {
     Clients,
 }
 
-/// A row of the clients: a process is there once for each GPU.
+/// A row of the clients: a process has one row for each GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClientId {
     pid: u32,
@@ -33,7 +33,7 @@ impl ClientId {
 /// The order of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Sort {
-    /// The place of the column.
+    /// The position of the column.
     pub(super) column: usize,
     pub(super) reversed: bool,
 }
@@ -55,13 +55,13 @@ impl Sort {
     }
 }
 
-/// The work of the program for a key.
+/// The reaction of the program to a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Draw,
     /// Quit, with exit status 0.
     Quit,
-    /// Let the shell have the terminal for a while.
+    /// Suspend the program, as for Ctrl-Z.
     Stop,
     /// End the GPU work of this process.
     End(u32),
@@ -70,12 +70,12 @@ pub(super) enum Action {
 #[derive(Debug, Default)]
 pub(super) struct TopState {
     pub(super) focus: Focus,
-    /// The selected slice; None: all of them.
+    /// The selected slice. None: all slices.
     pub(super) slice: Option<String>,
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
     pub(super) sort_clients: Sort,
-    /// The client whose work is to be ended, and the question that is on the screen.
+    /// The client whose work would be ended, and the question on the screen.
     pub(super) question: Option<(ClientId, String)>,
     /// The process that is being ended.
     pub(super) ending: Option<u32>,
@@ -88,7 +88,7 @@ impl TopState {
         self.sort_slices.sorted(SLICES, model.devices.iter())
     }
 
-    /// The clients of the selected slice, or all.
+    /// The clients of the selected slice, or of all slices.
     pub(super) fn clients<'m>(&self, model: &'m Model) -> Vec<&'m Listed<Client>> {
         let is_shown = |client: &&Listed<Client>| {
             self.slice.as_ref().is_none_or(|slice| given(client).any(|one| one == slice))
@@ -96,19 +96,19 @@ impl TopState {
         self.sort_clients.sorted(CLIENTS, model.clients.iter().filter(is_shown))
     }
 
-    /// The place of the selected row among the slices. Place 0 is the row for all.
+    /// The position of the selected row among the slices. Position 0 is the row for all.
     pub(super) fn slice_place(&self, slices: &[&Listed<Device>]) -> usize {
         let place = self.slice.as_ref().and_then(|name| slices.iter().position(|slice| slice.addr == *name));
         place.map_or(0, |place| place + 1)
     }
 
-    /// The place of the selected row among the clients.
+    /// The position of the selected row among the clients.
     pub(super) fn client_place(&self, clients: &[&Listed<Client>]) -> Option<usize> {
         let selected = self.client.as_ref()?;
         clients.iter().position(|client| ClientId::new(client) == *selected)
     }
 
-    /// After news: something that is selected or asked may have gone.
+    /// To be called after a new answer: a selected row may not exist any more.
     pub(super) fn settle(&mut self, model: &Model) {
         if let Some(slice) = &self.slice
             && !model.devices.iter().any(|device| device.addr == *slice)
@@ -126,7 +126,7 @@ impl TopState {
         }
     }
 
-    /// The result of ending a process.
+    /// Shows the result of a request to end the GPU work of a process.
     pub(super) fn ended(&mut self, pid: u32, done: &Result<(), BusError>) {
         self.ending = None;
         self.message = Some(match done {
@@ -191,7 +191,7 @@ impl TopState {
         Action::End(pid)
     }
 
-    /// Changes the order of the table that the keys go to, which has so many columns.
+    /// Changes the order of the table to which keys apply. `change` gets the number of its columns.
     fn sort(&mut self, change: impl FnOnce(&mut Sort, usize)) {
         match self.focus {
             Focus::Slices => change(&mut self.sort_slices, SLICES.len()),
@@ -199,7 +199,7 @@ impl TopState {
         }
     }
 
-    /// Selects another row of the table that the keys go to, by its place and the number of rows.
+    /// Selects another row of the table to which keys apply. `to` gets the position and the number of rows.
     fn select(&mut self, model: &Model, to: impl Fn(usize, usize) -> usize) {
         match self.focus {
             Focus::Slices => {
@@ -218,7 +218,7 @@ impl TopState {
         }
     }
 
-    /// Asks whether to end the work of the selected client.
+    /// Asks if the work of the selected client should be ended.
     fn ask(&mut self, model: &Model) {
         if let Some(pid) = self.ending {
             self.message = Some(format!("The GPU work of process {pid} is still being ended."));
@@ -324,7 +324,7 @@ mod tests {
         let mut state = TopState { help: true, ..TopState::default() };
         assert_eq!(press(&mut state, &model, "\u{3}"), Action::Quit);
         assert_eq!(press(&mut state, &model, "\u{1a}"), Action::Stop);
-        // Any other key leaves the help.
+        // Any other key closes the help.
         assert_eq!(press(&mut state, &model, "q"), Action::Draw);
         assert_eq!(press(&mut state, &model, "q"), Action::Quit);
     }

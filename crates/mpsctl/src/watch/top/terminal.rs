@@ -1,4 +1,4 @@
-//! The terminal: its whole screen, without echo and without lines, and back again in every case.
+//! The terminal: the whole screen, without echo and line mode. It is restored in every case.
 
 use std::fs::File;
 use std::io;
@@ -11,10 +11,10 @@ use crossterm::terminal::{
     enable_raw_mode,
 };
 
-/// True while the terminal is ours.
+/// True while the terminal is changed.
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-/// The terminal is given back when this value ends. A panic gives it back first, so that its message can be read.
+/// The terminal is restored when this value is dropped. A panic restores it first, so that its message can be read.
 #[derive(Debug)]
 pub(super) struct Entered(());
 
@@ -29,7 +29,7 @@ impl Entered {
         Ok(Self(()))
     }
 
-    /// Gives the terminal back while `stopped` runs.
+    /// Restores the terminal while `stopped` runs.
     pub(super) fn interrupt(stopped: impl FnOnce()) -> io::Result<()> {
         leave();
         stopped();
@@ -46,19 +46,19 @@ impl Drop for Entered {
 fn take() -> io::Result<()> {
     ENTERED.store(true, Ordering::SeqCst);
     enable_raw_mode()?;
-    // A terminal that counts the columns of a text in another way must not wrap it.
+    // Without line wrap, since a terminal may count the columns of a text differently.
     execute!(stdout()?, EnterAlternateScreen, Hide, DisableLineWrap)
 }
 
 fn leave() {
     if ENTERED.swap(false, Ordering::SeqCst) {
-        // The error has no reader.
+        // The error can't be shown.
         let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show, EnableLineWrap));
         let _ = disable_raw_mode();
     }
 }
 
-/// Past the lock of the standard output, which another thread may have.
+/// Without the lock of the standard output, which another thread may have.
 fn stdout() -> io::Result<File> {
     Ok(rustix::stdio::stdout().try_clone_to_owned()?.into())
 }
