@@ -1,7 +1,7 @@
-# Everything a person types. Each target does its own set-up: what is missing is installed (as root) or named.
+# The commands for developers. Each target does its own set-up: missing programs are installed (as root) or named.
 BOARD ?= h200
 
-# Each of them has all cores to itself, and installs and fetches what the next one needs as well.
+# Each target uses all cores by itself, and installs and fetches what the next ones need.
 .NOTPARALLEL:
 
 .PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench cluster
@@ -26,7 +26,7 @@ deb: target/packaged ## the Debian packages, in dist, for every distribution fro
 rpm: target/packaged ## the rpms, in dist, for RHEL 8 and 9, openEuler 20.03 and newer, Fedora
 	packaging/rpm/build.sh
 
-# cargo knows what is up to date.
+# cargo knows if it is up to date.
 .PHONY: target/packaged
 target/packaged:
 	scripts/deps.sh packages
@@ -48,8 +48,8 @@ fetch: ## all that make deb rpm takes from the network, which it needs no more t
 demo: ## what the service is for, on one screen, on a simulated host: make demo BOARD=h200, h200x8, mixed or tesla-p40 (RELEASE=1 as in make test)
 	scripts/demo.sh $(BOARD)
 
-# Only root can boot a systemd, which is where the packages are tried. With RELEASE=1 they are those of make deb rpm, which
-# have to be built before. Otherwise they hold the programs of the tests, which takes some minutes less.
+# Only root can boot a systemd, where the packages are tested. With RELEASE=1 these are the packages of make deb rpm, which have
+# to be built before. Otherwise they have the programs of the tests, which saves some minutes.
 export RELEASE STRESS
 PACKAGES_TO_TEST = $(if $(RELEASE),,$(if $(filter 0,$(shell id -u)),under-test))
 

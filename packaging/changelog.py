@@ -13,7 +13,8 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEADING = re.compile(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})$")
-# The epoch: the platform's own package of this name counts by date, 20230911.0-26053021, and ours comes after it.
+# The epoch: the platform's own package of this name has dates as versions, 20230911.0-26053021, and this package must count as
+# newer.
 EPOCH = 1
 
 
@@ -44,7 +45,7 @@ def wrapped(text, first, rest):
     )
 
 
-# The packages' tools know these names in English only, whatever the locale.
+# The package tools accept these names only in English, independent of the locale.
 def day(date):
     return "Mon Tue Wed Thu Fri Sat Sun".split()[date.weekday()]
 

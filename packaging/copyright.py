@@ -36,7 +36,7 @@ def compiled_in(data):
             if need["pkg"] not in seen and not macro and any(kind["kind"] is None for kind in need["dep_kinds"]):
                 seen.add(need["pkg"])
                 todo.append(need["pkg"])
-    # Two versions of a crate may be compiled in, and a set has another order in each run.
+    # Two versions of a crate may be compiled in. They are sorted, since the order of a set differs in each run.
     found = (crates[name] for name in seen if crates[name]["name"] not in OURS)
     return sorted(found, key=lambda crate: (crate["name"], crate["version"]))
 
@@ -49,7 +49,7 @@ def choices(crate):
 def licence_text(crate):
     directory = pathlib.Path(crate["manifest_path"]).parent
     files = sorted(path for path in directory.iterdir() if re.match(r"(licen[cs]e|copying|unlicense)", path.name, re.I))
-    # The Apache licence needs no repeating.
+    # The text of the Apache licence is not repeated.
     files = [path for path in files if path.is_file() and "APACHE" not in path.name]
     if not files:
         sys.exit(f"copyright.py: {crate['name']} {crate['version']} ({crate['license']}) comes without its licence")

@@ -10,7 +10,7 @@ PAGES=${PAGES:-target/pages}
 root=${DESTDIR:-}$PREFIX
 name=yunion-mps-device-plugin
 
-# For sed, which gives these three characters a meaning.
+# Escapes three characters that have a meaning for sed.
 replacement=$(printf '%s\n' "$PREFIX" | sed 's/[\\&#]/\\&/g')
 
 put() { # MODE FILE PATH

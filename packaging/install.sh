@@ -18,7 +18,7 @@ root=${DESTDIR:-}
 share=$root$PREFIX/share
 doc=$share/doc/yunion-mps-daemon
 
-# For sed, which gives these three characters a meaning.
+# Escapes three characters that have a meaning for sed.
 replacement=$(printf '%s\n' "$PREFIX" | sed 's/[\\&#]/\\&/g')
 
 put() { # MODE FILE PATH
@@ -32,9 +32,9 @@ install_program() { # NAME COMPLETIONS
     put 644 "$2/$1.fish" "$share/fish/vendor_completions.d/$1.fish"
 }
 install_program yunion-mps-daemon "$PAGES"
-# It answers the shells itself.
+# yunion-mpsctl itself answers the shells.
 install_program yunion-mpsctl packaging/completions
-# Under these names it is a container runtime, before the one with the rest of the name.
+# Called by these names, it is a container runtime that wraps the runtime with the rest of the name.
 for runtime in runc crun nvidia-container-runtime; do
     ln -sf yunion-mpsctl "$root$PREFIX/bin/yunion-mps-$runtime"
 done

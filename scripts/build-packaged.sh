@@ -1,11 +1,11 @@
 #!/bin/bash
-# Builds what the packages hold: the programs, against the C library of an old distribution, in target/packaged; the
-# manual pages, completions and the copyright file in target/pages. Nothing that is up to date is built again.
-# zig is the linker: it brings the symbols of every version of the C library.
+# Builds the content of the packages: the programs, against the C library of an old distribution, in target/packaged; the manual
+# pages, completions and the copyright file in target/pages. Nothing that is up to date is built again. zig is the linker: it
+# brings the symbols of every version of the C library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The oldest C library that the programs run with: RHEL 8, Debian 10, openEuler 20.03. Their systemd is as old.
+# The oldest C library with which the programs run: that of RHEL 8, Debian 10 and openEuler 20.03. Their systemd is as old.
 GLIBC=$(cat packaging/glibc-version)
 MAX_DAEMON_BYTES=$((5 * 1024 * 1024))
 
@@ -32,7 +32,7 @@ for program in yunion-mps-daemon yunion-mpsctl yunion-mps-device-plugin; do
     newest=$(objdump -T "$built" | grep -o 'GLIBC_[0-9.]*' | sort -uV | tail -n 1)
     [ "$(printf '%s\n' "$newest" "GLIBC_$GLIBC" | sort -V | tail -n 1)" = "GLIBC_$GLIBC" ] ||
         fail "$built needs $newest, newer than GLIBC_$GLIBC"
-    # The packages name no other library.
+    # The packages depend on no other library.
     others=$(readelf -d "$built" | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' |
         sed -E '/^lib(c|m|dl|rt|pthread)\.so\.[0-9]+$|^ld-linux-/d')
     [ -z "$others" ] || fail "$built needs $others, which packages don't depend on"
@@ -42,6 +42,6 @@ done
 bytes=$(stat -c %s target/packaged/yunion-mps-daemon)
 [ "$bytes" -lt "$MAX_DAEMON_BYTES" ] || fail "yunion-mps-daemon has $bytes bytes, the limit is $MAX_DAEMON_BYTES"
 
-# The whole workspace's features, so that it shares what tests have built.
+# With the features of the whole workspace, so that it shares the builds of the tests.
 cargo build --quiet --workspace --locked --bin yunion-mps-pages
 scripts/pages.sh target/debug/yunion-mps-pages

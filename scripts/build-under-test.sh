@@ -1,14 +1,14 @@
 #!/bin/sh
-# Builds the debs and the rpms for tests alone, in target/under-test. They hold the programs that the tests run too, so that
-# nothing is compiled for them: no optimisation, this machine's C library. Their names say that they are no release.
-# All else in them is what `make deb rpm` packs.
+# Builds the debs and the rpms that are only for tests, in target/under-test. They have the programs that the tests run too, so
+# that nothing has to be compiled for them: without optimisation, and with this machine's C library. Their names say that they are
+# no release. Everything else is the same as in the packages of `make deb rpm`.
 set -eu
 cd "$(dirname "$0")/.."
 
 rm -rf target/under-test
 mkdir -p target/under-test/programs
 cargo build --workspace --locked
-# Without the symbols, as the profile of the release has it.
+# Without the symbols, as in the release profile.
 for program in yunion-mps-daemon yunion-mpsctl yunion-mps-device-plugin; do
     install -s -m 755 "target/debug/$program" target/under-test/programs/
 done

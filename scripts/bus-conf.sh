@@ -1,7 +1,7 @@
 #!/bin/sh
-# Writes the configuration of a private bus, with the rules of the system bus and the shipped policy: bus-conf.sh DIRECTORY.
-# The file is DIRECTORY/bus.conf, and the bus listens at DIRECTORY/socket. Whoever calls this has root's part, and
-# this caller's group stands for yunion-mps.
+# Writes the configuration of a private bus, with the rules of the system bus and the shipped policy: bus-conf.sh DIRECTORY. The
+# file is DIRECTORY/bus.conf, and the bus listens at DIRECTORY/socket. The user who calls this has the rights of root there, and
+# the user's group those of yunion-mps.
 set -eu
 cd "$(dirname "$0")/.."
 user=$(id -u)

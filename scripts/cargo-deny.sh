@@ -9,10 +9,10 @@ if command -v cargo-deny >/dev/null 2>&1; then
     program=cargo-deny
 else
     program=.cache/tools/bin/cargo-deny
-    # cargo install does nothing when that version is there.
-    # Not optimised: it runs for two seconds, and an optimised one takes three times as long to build.
+    # cargo install does nothing if this version is installed. It is not optimised: it runs for two seconds, and an optimised
+    # build takes three times as long.
     CARGO_PROFILE_DEV_DEBUG=0 cargo install --debug --quiet --locked --root .cache/tools --version "$VERSION" cargo-deny
 fi
-# With every crate's metadata here the check itself needs no network.
+# With the metadata of every crate on disk, the check itself needs no network.
 cargo fetch --quiet --locked
 "$program" --offline --locked --log-level error check bans licenses sources

@@ -1,12 +1,12 @@
 #!/bin/bash
-# Builds a deb and an rpm from the file that `make dist` has made, in a clean root of Debian without a network, and
-# compares their lists of files with the packages of `make deb rpm`: make check-dist, as root.
-# The root is Debian 13 with the cargo of its backports: no toolchain of ours is in it.
+# Builds a deb and an rpm from the file that `make dist` has made, in a clean root of Debian without a network, and compares their
+# lists of files with the packages of `make deb rpm`: make check-dist, as root. The root is Debian 13 with the cargo of its
+# backports: it has no other toolchain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 SUITE=trixie
-# rpmbuild has a list of packages of its own, which knows none of these: hence --nodeps below.
+# rpmbuild has its own list of packages, in which none of these exist: hence --nodeps below.
 PACKAGES=build-essential,cargo,rustc,python3,debhelper,rpm,xz-utils
 
 version=$(packaging/version.sh)
@@ -41,12 +41,12 @@ mmdebstrap --quiet --variant=minbase --include="$PACKAGES" \
 mkdir "$root/build"
 cp "$source" "$root/build/"
 
-# Whether the optimised programs are small and good is asked elsewhere; here they are only built.
+# Here the programs only have to compile. Other tests check the size and the work of the optimised programs.
 cat >"$root/build/run" <<END
 set -eux
 export HOME=/build LC_ALL=C.UTF-8 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_OPT_LEVEL=0
 export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16
-# The second package finds what the first one has compiled.
+# The second package uses what was compiled for the first one.
 export CARGO_BUILD_BUILD_DIR=/build/compiled
 cargo --version
 cd /build

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Packages of other Debian suites, through the mirror that this machine's apt uses. To be sourced; nothing of the machine is
-# changed, and nobody has to be root.
+# Packages of other Debian suites, through the mirror that this machine's apt uses. This file is to be sourced; it changes nothing
+# of the machine, and needs no root.
 
 KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
@@ -20,8 +20,8 @@ mirrors() {
             ($2 == codename || $2 ~ /^(oldstable|stable|testing|unstable|sid)$/) && !seen[$1]++ { print $1 }'
 }
 
-# Makes sure of the programs that fetching takes, and makes a directory for what is fetched, in the variable scratch, which goes
-# with the script. Who sources this file has a function fail.
+# Makes sure that the programs for fetching exist, and makes a directory for the fetched files, in the variable scratch. The
+# directory is removed when the script ends. The script that sources this file must have a function fail.
 begin_to_fetch() { # PROGRAM...
     local program
     for program in apt-get dpkg-deb "$@"; do
@@ -32,7 +32,7 @@ begin_to_fetch() { # PROGRAM...
     chmod 755 "$scratch" # for apt's own user
 }
 
-# Makes apt-get use lists, sources and caches of its own: then it neither needs root nor touches the machine's.
+# Makes apt-get use its own lists, sources and caches: then it needs no root and changes nothing of the machine.
 write_apt_conf() { # WORK-DIRECTORY
     cat <<END
 Dir::Etc::sourcelist "$1/sources.list";
@@ -58,11 +58,11 @@ END
 unpack_packages() { # MIRROR SUITE COMPONENT WORK-DIRECTORY PACKAGE...
     local mirror=$1 suite=$2 component=$3 work=$4 trust='' deb
     shift 4
-    # In a condition, where this function runs, set -e is off: each step says itself what its failure means.
+    # This function runs in a condition, where set -e has no effect: each step says what happens when it fails.
     mkdir -p "$work/lists/partial" "$work/deb" || return 1
-    # apt's own user downloads for root.
+    # As root, apt downloads as its own user.
     [ "$(id -u)" -ne 0 ] || chown _apt "$work/deb" || return 1
-    # Debian's keys, where apt doesn't trust them by default.
+    # Debian's keys, if apt does not trust them by default.
     [ ! -r "$KEYRING" ] || trust="[signed-by=$KEYRING] "
     echo "deb $trust$mirror $suite $component" >"$work/sources.list" || return 1
     write_apt_conf "$work" >"$work/apt.conf" || return 1
@@ -73,7 +73,7 @@ unpack_packages() { # MIRROR SUITE COMPONENT WORK-DIRECTORY PACKAGE...
     done
 }
 
-# Calls `fetch MIRROR ARGUMENT...` until it succeeds: a mirror may hiccup.
+# Calls `fetch MIRROR ARGUMENT...` until it succeeds: a mirror may fail for a moment.
 from_a_mirror() { # ARGUMENT...
     local pause mirror found
     mapfile -t found < <(mirrors)

@@ -1,7 +1,8 @@
 #!/bin/bash
 # The service's purpose on one screen of 80 columns and 40 rows: a simulated host, a real dbus-daemon, and the programs of the
-# tests; with RELEASE=1 those in the packages of `make deb rpm`, built before. Every step is checked as well as shown, and
-# exit status 0 means that every check held. BINARIES names a directory of programs that are built already.
+# tests; with RELEASE=1 those in the packages of `make deb rpm`, which have to be built before. BINARIES names a directory of
+# programs that are built already.=>BINARIES is a directory with programs that are built already. Every step is checked as well as
+# shown, and exit status 0 means that every check held. BINARIES names a directory of programs that are built already.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +16,7 @@ fail() {
     exit 1
 }
 
-# A step's heading, bold on a terminal.
+# Prints the heading of a step, bold on a terminal.
 step() { # WORDS
     if [ -t 1 ]; then printf '\033[1m%s\033[0m\n' "$*"; else echo "$*"; fi
 }
@@ -45,7 +46,7 @@ is_gone() { # PID
     ! kill -0 "$1" 2>/dev/null
 }
 
-# The PIDs of everything that was started for this demo, however far down: all inherit the mark.
+# The PIDs of all processes of this demo: they inherit the mark.
 marked() {
     grep -lszxF "YUNION_MPS_DEMO=$dir" /proc/[0-9]*/environ | tr -dc '0-9\n'
 }
@@ -63,17 +64,17 @@ cleanup() {
     trap '' HUP INT PIPE TERM
     set +e
     [ -n "$dir" ] || exit "$status"
-    # A signal is no failure of the service.
+    # An end by a signal is no failure of the service.
     if [ "$status" -ne 0 ] && [ "$status" -lt 128 ] && [ -s "$dir/daemon.log" ]; then
         echo "--- the end of the service's log" >&2
         tail -n 30 "$dir/daemon.log" >&2
     fi
-    # The service takes the immutable flag from its directories when it stops.
+    # When the service stops, it removes the immutable flag from its directories.
     if [ -n "$daemon" ] && kill -TERM "$daemon" 2>/dev/null; then
         (wait_for "the service's end" is_gone "$daemon")
     fi
     mapfile -t pids < <(marked)
-    # A shell tells of the end of its own jobs only.
+    # Without this, the shell would report the end of its jobs.
     disown -a
     [ ${#pids[@]} -eq 0 ] || kill -KILL "${pids[@]}" 2>/dev/null
     (wait_for 'the end of all processes' nothing_runs)
@@ -105,7 +106,7 @@ start() {
     daemon=$!
 }
 
-# Every GPU is served, but for the GPU of a board that is in MIG mode on purpose.
+# Every GPU is served, except a GPU that is in MIG mode on purpose.
 serves() {
     is_gone "$daemon" && fail "the service ended before it served"
     yunion-mpsctl list --gpus --json >"$dir/gpus" 2>/dev/null || return 1
@@ -126,7 +127,7 @@ listed() { # SLICE
     [ -n "$pid" ] && yunion-mpsctl clients | grep -q "^ *$pid .* $1 "
 }
 
-# Starts a program in a slice that computes until it is ended or meets an error. Its PID is in pid, once the service lists it.
+# Starts a program in a slice that computes until it is ended or meets an error. After that its PID is in the variable pid.
 client() { # SLICE
     env YUNION_MPS_DEMO="$dir" yunion-mpsctl run "$1" -- cuda-client hold 600 --tell >"$dir/$1" 2>"$dir/errors" &
     runs+=($!)
@@ -181,7 +182,7 @@ serve() {
     [ "$(modes | grep -c Exclusive_Process)" -eq "$(grep -c '"healthy": true' "$dir/gpus")" ] ||
         fail "not every GPU that is served has its compute mode: $(modes)"
     step "2. Compute mode of ${first%-*}: $(sed -n "s/^$uuid, //p" "$dir/before") -> $(mode). The service's list:"
-    # A screen has no room for the 32 slices of a host with eight GPUs.
+    # The 32 slices of a host with eight GPUs do not fit on the screen.
     echo "\$ yunion-mpsctl list | head -n 5     # of $(wc -l <"$dir/names") slices"
     yunion-mpsctl list >"$dir/list"
     head -n 5 "$dir/list"
@@ -250,11 +251,11 @@ survive_kill() {
 
 drain() {
     step "6. A drained slice takes no new program, and its clients finish:"
-    # The path of a client depends on this checkout's.
+    # The path of a client differs between checkouts.
     show yunion-mpsctl drain "$second" | sed "s|$BINARIES/||"
     show_failing yunion-mpsctl run "$second" -- cuda-client props
     grep -q 'is drained' "$dir/errors" || fail "$second was refused for another reason: $(cat "$dir/errors")"
-    # Root's run on a booted host notes that this bus has no systemd.
+    # On a booted host, root's run prints a note that this bus has no systemd.
     grep -v ': note: ' "$dir/errors"
     compute "$one" "$two"
     end_clients
@@ -286,7 +287,7 @@ SECONDS=0
 programs=$BINARIES
 [ -z "${RELEASE:-}" ] || programs=$PWD/target/packaged
 [ -x "$programs/yunion-mps-daemon" ] || fail "there is no $programs/yunion-mps-daemon; make deb rpm builds it"
-# The simulator is in none of the packages.
+# The simulator is not in the packages.
 export PATH="$programs:$BINARIES:$PATH" COLUMNS=80
 echo "Board $board is simulated; the service, its commands and the bus are real."
 
@@ -295,20 +296,20 @@ trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 141' PIPE
 trap 'exit 143' TERM
-# Short: the path of a socket below it must fit in 107 bytes.
+# A short path: the path of a socket below it must fit in 107 bytes.
 dir=$(mktemp -d /tmp/mps-demo.XXXXXX)
 chmod 755 "$dir"
 host=$dir/host
 etc=$host/sysroot/etc/yunion
 exports=$(yunion-mps-sim create "$board" "$host") || fail "no simulated host of board $board"
 eval "$exports"
-# Nothing here reports to a systemd that may have started us.
+# Nothing here must report to a systemd that may have started this script.
 unset NOTIFY_SOCKET JOURNAL_STREAM WATCHDOG_USEC WATCHDOG_PID
-# Where doctor looks for it.
+# doctor looks for it there.
 export RUNTIME_DIRECTORY=$host/sysroot/run/yunion-mps-daemon
 mkdir -p "$host/sysroot/run"
 
-# A bus as closed as the system's.
+# A bus with the same restrictions as the system bus.
 scripts/bus-conf.sh "$dir"
 env YUNION_MPS_DEMO="$dir" dbus-daemon --config-file="$dir/bus.conf" --nofork --nopidfile --print-address \
     >"$dir/bus.address" 2>"$dir/bus.log" &

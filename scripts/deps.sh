@@ -54,7 +54,7 @@ look_packages() {
     needs lintian lintian
     needs rpmbuild rpm
     needs rpmlint rpmlint
-    # Any will do.
+    # Any Python with pip is enough.
     python3 -m pip --version >/dev/null 2>&1 || /usr/bin/python3 -m pip --version >/dev/null 2>&1 ||
         lacks 'python module pip' python3-pip
 }
@@ -75,7 +75,7 @@ look_bench() {
     look_build
     needs dbus-daemon dbus
     needs git git
-    # Its client for the bus is in C.
+    # Its client of the bus is written in C.
     echo '#include <systemd/sd-bus.h>' | cc -x c -fsyntax-only - >/dev/null 2>&1 || lacks systemd/sd-bus.h libsystemd-dev
 }
 
@@ -89,25 +89,25 @@ look_tests() {
     needs script bsdutils
     needs diff diffutils
     needs flock util-linux
-    # Machines that boot a systemd, which only root can have.
+    # Only root can boot machines with a systemd.
     if [ "$(id -u)" -eq 0 ]; then
         needs systemd-nspawn systemd-container
         needs nsenter util-linux
         needs ps procps
-        # All that is in the image of the tests' pods.
+        # The only program in the image of the tests' pods.
         needs busybox busybox-static
     fi
     needs dpkg-deb dpkg
-    # Whether the manual pages are well-formed.
+    # They check the manual pages.
     needs groff groff
     needs mandoc mandoc
-    # Completion in every shell that it is for.
+    # The shells for which there are completions.
     needs bash bash
     needs zsh zsh
     needs fish fish
-    # It installs into a directory.
+    # It tests the installation into a directory.
     needs make make
-    # A clock that jumps, for one process and what it starts.
+    # It simulates a clock that jumps, for one process and its children.
     needs faketime faketime
     # The host agent's package, and the examples of docs/dbus.md and docs/json.md.
     needs go golang-go
@@ -115,19 +115,19 @@ look_tests() {
     [ -e /usr/share/gocode/src/github.com/godbus/dbus/go.mod ] || lacks 'Go package godbus' golang-dbus-dev
     needs jq jq
     needs jsonschema python3-jsonschema
-    # The system's python: a python earlier in PATH can't see the distribution's modules.
+    # The system's python: another python in PATH does not find the distribution's modules.
     /usr/bin/python3 -c 'import dbus' >/dev/null 2>&1 || lacks 'python module dbus' python3-dbus
     /usr/bin/python3 -c 'import prometheus_client.openmetrics.parser' >/dev/null 2>&1 ||
         lacks 'python module prometheus_client' python3-prometheus-client
-    # The kubelet that the device plugin is tried with.
+    # For the kubelet with which the device plugin is tested.
     needs protoc protobuf-compiler
     /usr/bin/python3 -c 'import google.protobuf' >/dev/null 2>&1 || lacks 'python module google.protobuf' python3-protobuf
     /usr/bin/python3 -c 'import grpc' >/dev/null 2>&1 || lacks 'python module grpc' python3-grpcio
-    # Kubernetes' types are made of these.
+    # For Kubernetes' types.
     /usr/bin/python3 -c 'import certifi, dateutil.parser, requests, six, urllib3' >/dev/null 2>&1 ||
         lacks 'python modules certifi, dateutil, requests, six and urllib3' \
             'python3-certifi python3-dateutil python3-requests python3-six python3-urllib3'
-    # The language of its policies comes from PyPI.
+    # For the language of Kubernetes' policies, from PyPI.
     /usr/bin/python3 -m pip --version >/dev/null 2>&1 || lacks 'python module pip' python3-pip
     /usr/bin/python3 -c 'import gi' >/dev/null 2>&1 || lacks 'python module gi' python3-gi
     /usr/bin/python3 -c 'import yaml' >/dev/null 2>&1 || lacks 'python module yaml' python3-yaml
@@ -135,14 +135,14 @@ look_tests() {
 }
 
 look_machines() {
-    # The engines that make containers of slices.
+    # The engines that start containers with slices.
     needs podman podman
     needs newuidmap uidmap
     needs runc runc
     needs dockerd docker.io
     needs docker-compose docker-compose
     needs prometheus-node-exporter prometheus-node-exporter
-    # A cluster of one node.
+    # For a Slurm cluster of one node.
     needs munged munge
     needs slurmctld slurmctld
     needs slurmd slurmd
@@ -165,14 +165,16 @@ look
 if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null 2>&1; then
     echo "installing:$packages" >&2
     export DEBIAN_FRONTEND=noninteractive
-    # Tests start what they need. A package would have its services run on this machine, now and after each boot.
+    # The tests start the services that they need. Otherwise a package would start its services on this machine, now and at each
+    # boot.
     begun=$(mktemp)
     if [ ! -e /usr/sbin/policy-rc.d ]; then
         printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d
         chmod 755 /usr/sbin/policy-rc.d
         trap 'rm -f /usr/sbin/policy-rc.d' EXIT
     fi
-    # A mirror may hiccup, and another program hold the lock. An update that fails for one source is no reason to stop.
+    # A mirror may fail for a moment, and another program may have the lock. An update that fails for one source does not stop the
+    # script.
     for pause in 5 20 0; do
         apt-get update -qq >&2 || :
         # shellcheck disable=SC2086 # a list of words

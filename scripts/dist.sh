@@ -22,12 +22,12 @@ mkdir -p "$stage" dist
 git archive HEAD | tar -x -C "$stage"
 
 mkdir "$stage/.cargo"
-# It prints the settings with which cargo takes the crates from there, and with --quiet it does not.
+# It prints the settings that make cargo use these crates; with --quiet it would not.
 (cd "$stage" && cargo vendor --locked --versioned-dirs vendor >.cargo/config.toml) 2>"$work/log" || {
     cat "$work/log" >&2
     exit 1
 }
-# Binaries for Windows, a third of all bytes: nothing here links them, and a distribution wants none in its sources.
+# Binaries for Windows, a third of all bytes: nothing here links them, and distributions do not want binaries in the sources.
 /usr/bin/python3 - "$stage/vendor" <<'END'
 import json, pathlib, sys
 

@@ -29,12 +29,12 @@ fetch() { # MIRROR
     rm -rf "$dir" "$dir.new" && mkdir -p "$dir.new" || return 1
     plain "$source/kubelet/pkg/apis/deviceplugin/v1beta1/api.proto" >"$dir.new/deviceplugin.proto" || return 1
     plain "$source/cri-api/pkg/apis/runtime/v1/api.proto" >"$dir.new/runtime.proto" || return 1
-    # For kubelet.py, by the machine's own protoc.
+    # For kubelet.py, with this machine's protoc.
     (cd "$dir.new" && protoc --proto_path=. --python_out=. ./*.proto) || return 1
-    # The types alone: the rest of that package reaches clusters.
+    # Only the types: the rest of the package connects to clusters.
     mkdir "$dir.new/kubernetes" && : >"$dir.new/kubernetes/__init__.py" || return 1
     cp -r "$work/tree/usr/lib/python3/dist-packages/kubernetes/client" "$dir.new/kubernetes/" || return 1
-    # Into place in one step: what has its final name is complete.
+    # Renamed in one step: a directory with the final name is complete.
     mv -T "$dir.new" "$dir" || return 1
     echo "fetch-kubernetes-api: $(cd "$work/deb" && echo *.deb) in $dir" >&2
 }

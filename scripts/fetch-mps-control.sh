@@ -32,7 +32,7 @@ fetch() { # MIRROR SUITE SERIES TARGET-DIRECTORY
     "$series".*) ;;
     *) fail "$suite has $PACKAGE $found now, not $series: SERIES in $0 must name a suite that has $series" ;;
     esac
-    # Into place in one step, within one file system: what has its final name is complete.
+    # Renamed in one step, within one file system: a directory with the final name is complete.
     rm -rf "$target" "$target.new" && mkdir "$target.new" || return 1
     cp "$work/tree/usr/bin/nvidia-cuda-mps-control" "$work/tree/usr/sbin/nvidia-cuda-mps-server" \
         "$target.new/" || return 1

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Fetches programs for the tests into DIR (.cache/programs unless given), which is all that has them then: their packages would
-# leave engines, services and users on this machine.
+# Fetches programs for the tests into DIR (.cache/programs unless given). Nothing is installed: the packages would leave engines,
+# services and users on this machine.
 # - of Debian 13: a Docker and a containerd that know CDI (dockerd, docker, containerd with ctr, the shim of runc). Debian 12 has
 #   Docker 20.10 and containerd 1.6.
 # - of this machine's own release, since they need its libraries: runc and promtool.
@@ -32,7 +32,7 @@ fetch() { # MIRROR
     for program in $OTHERS; do
         cp "$scratch/others/tree/$program" "$dir.new/" || return 1
     done
-    # Into place in one step: what has its final name is complete.
+    # Renamed in one step: a directory with the final name is complete.
     mv -T "$dir.new" "$dir" || return 1
     echo "fetch-programs: $("$dir/docker" --version), $("$dir/runc" --version | head -n 1) in $dir" >&2
 }

@@ -13,13 +13,13 @@ fail() {
     exit 1
 }
 
-# Named after what is to be in it.
+# The name depends on the content that the directory should have.
 tools=$PWD/.cache/tools/zig-$(sha256sum "$REQUIREMENTS" | cut -c 1-12)
 mkdir -p .cache/tools
 exec 9>.cache/tools/zig.lock
 flock 9
 if [ ! -d "$tools" ]; then
-    # Any will do.
+    # Any Python is enough.
     from_pypi "$REQUIREMENTS" "$tools" python3 /usr/bin/python3
 fi
 echo "$tools"

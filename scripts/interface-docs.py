@@ -21,7 +21,7 @@ MARKER = "<!-- From here on: made by scripts/interface-docs.py from config/io.yu
 EMITS = "org.freedesktop.DBus.Property.EmitsChangedSignal"
 SIGNAL = {"true": "PropertiesChanged", "const": "never changes", "false": "none"}
 KEY = re.compile(r"  (\w+) ([a-z{}()]+): (.*)")
-# A key inside a key, with its type and its meaning.
+# A key within a key, with its type and its meaning.
 INNER = re.compile(r"(\w+) ([siubx]) \(([^)]*)\)")
 TYPES = {"s": "string", "b": "boolean", "i": "integer", "u": "integer", "x": "integer", "t": "integer"}
 # Names, paths and addresses are code.

@@ -1,19 +1,19 @@
 #!/bin/sh
-# Installs the programs that only the machines of the tests need, container engines and Slurm among them, and leaves all that
-# this changes of the machine's files in DIR (.cache/machine unless given), which tests/e2e/boot.sh lays over them. The machine
-# itself stays as it is. As root.
+# Installs the programs that only the machines of the tests need, such as container engines and Slurm, and leaves all resulting
+# changes of the machine's files in DIR (.cache/machine unless given). tests/e2e/boot.sh mounts them over the machine's files. The
+# machine itself is not changed. Needs root.
 set -eu
 cd "$(dirname "$0")/.."
 
 dir=${1:-.cache/machine}
-# The packages are installed on top of those that the machine has now.
+# The packages are installed in addition to those of the machine.
 made_of=$(cat scripts/deps.sh scripts/machine-root.sh /var/lib/dpkg/status 2>/dev/null | sha256sum)
 [ "$(cat "$dir.made-of" 2>/dev/null)" != "$made_of" ] || exit 0
 
 rm -rf "$dir" "$dir.made-of"
 mkdir -p "$dir"
-# A mount namespace of its own takes every mount away at the end, however that comes. The changes are made in memory: that works
-# where / is itself an overlay, on which another can't write.
+# With a mount namespace of its own, every mount is removed at the end, in any case. The changes are made in memory: that works
+# even if / is an overlay, on which another overlay can't be written.
 unshare --mount --propagation private sh -eu -c '
     mount -t tmpfs -o mode=755,size=4g tmpfs /mnt
     mkdir /mnt/upper /mnt/work /mnt/root
@@ -22,7 +22,7 @@ unshare --mount --propagation private sh -eu -c '
     mount --bind /dev /mnt/root/dev
     mount -t tmpfs tmpfs /mnt/root/run
     mount -t tmpfs tmpfs /mnt/root/tmp
-    # The names of the mirrors are found as here.
+    # The names of the mirrors are resolved as on this machine.
     resolver=$(readlink -f /etc/resolv.conf)
     case $resolver in
     /run/*) mkdir -p "/mnt/root${resolver%/*}" && cp "$resolver" "/mnt/root$resolver" ;;
@@ -30,7 +30,7 @@ unshare --mount --propagation private sh -eu -c '
     chroot /mnt/root sh -s machines <"$1"
     umount /mnt/root/tmp /mnt/root/run /mnt/root/dev /mnt/root/proc
     rm -rf /mnt/upper/var/cache/apt /mnt/upper/var/lib/apt/lists
-    # With the marks for what is removed.
+    # Including the marks for removed files.
     cp -a /mnt/upper/. "$2/"
 ' sh scripts/deps.sh "$dir"
 echo "$made_of" >"$dir.made-of"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Changes the core in one place after another, as a slip of the pen would, and finds out whether a test fails then: make
-# mutants. Names the changes after which none does, and fails where tests catch less than 95 % of all changes. Further options
-# for cargo-mutants are in MUTANTS: MUTANTS="--file crates/core/src/links/*".
+# Changes the core in one place after another, like a mistake in writing, and finds out if a test fails then: make mutants. Names
+# the changes after which no test fails, and fails if tests catch less than 95 % of all changes. Further options for cargo-mutants
+# are in MUTANTS: MUTANTS="--file crates/core/src/links/*".
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -12,8 +12,8 @@ if ! command -v cargo-mutants >/dev/null 2>&1; then
     exit 1
 fi
 
-# The changes are made in a copy: the core and its world, without the test that makes such copies itself. The tests read a page
-# of the documents. Whatever was built there before is still good.
+# The changes are made in a copy of the core and its world. The copy lacks the test that itself makes such copies. The tests read
+# a page of the documents. Former builds there can still be used.
 copy=target/mutants
 rm -rf "$copy/crates" "$copy/tests" "$copy/docs"
 mkdir -p "$copy/crates" "$copy/tests"
@@ -24,18 +24,18 @@ ln -s "$PWD/docs" "$copy/docs"
 cp Cargo.lock clippy.toml "$copy"
 {
     sed -e '/^\[package\]/,$d' -e 's,^members = .*,members = ["crates/core"\, "tests/world"],' Cargo.toml
-    # Quick to build, which is most of the time, though the tests take longer then.
+    # Without optimisation, since building takes most of the time, although the tests take longer then.
     printf '[profile.dev]\nopt-level = 0\ndebug = false\n'
 } >"$copy/Cargo.toml"
 
 status=0
-# Patterns are cargo-mutants' to read.
+# Patterns are for cargo-mutants, not for the shell.
 set -f
 # shellcheck disable=SC2086 # several words, or none
 (cd "$copy" && HISTORIES="${HISTORIES:-300}" cargo mutants --in-place --package yunion-mps-core \
     --config crates/core/mutants.toml ${MUTANTS-}) ||
     status=$?
-# 2: some were not caught. 3: with some the tests went on for ever, which is noticed as well.
+# 2: some changes were not caught. 3: with some the tests did not end, which counts as caught.
 case $status in
 0 | 2 | 3) ;;
 *) exit "$status" ;;

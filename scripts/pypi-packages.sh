@@ -1,7 +1,8 @@
 #!/bin/bash
-# Packages of PyPI, into a directory of their own. To be sourced; nothing of the machine is changed, and nobody has to be root.
+# Packages of PyPI, in a separate directory. This file is to be sourced; it changes nothing of the machine, and needs no root.
 
-# Puts what REQUIREMENTS pins into DIRECTORY, by the first PYTHON that has pip. Who sources this file has a function fail.
+# Installs the pinned packages of REQUIREMENTS into DIRECTORY, with the first PYTHON that has pip. The script that sources this
+# file must have a function fail.
 from_pypi() { # REQUIREMENTS DIRECTORY PYTHON...
     local requirements=$1 directory=$2 candidate python='' pause
     shift 2
@@ -12,7 +13,7 @@ from_pypi() { # REQUIREMENTS DIRECTORY PYTHON...
         fi
     done
     [ -n "$python" ] || fail "no $* with pip (Debian: python3-pip)"
-    # A download may break off.
+    # A download may be interrupted.
     for pause in 5 20 0; do
         rm -rf "$directory.new"
         "$python" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
@@ -22,6 +23,6 @@ from_pypi() { # REQUIREMENTS DIRECTORY PYTHON...
         sleep "$pause"
     done
     [ -d "$directory.new" ] || fail "pip can't install what $requirements names"
-    # Into place in one step: what has its final name is complete.
+    # Renamed in one step: a directory with the final name is complete.
     mv -T "$directory.new" "$directory"
 }

@@ -19,7 +19,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 THREADS_FOR_EACH_CORE = 3
-# Programs with a lane of their own; the others run one after another beside them.
+# These test programs run in parallel to all others. The others run one after another.
 LANES = ["e2e", "it"]
 
 
@@ -77,7 +77,7 @@ def ignored_signals_become_handled():
     names = [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT]
     ignored = [name for name in names if signal.getsignal(name) == signal.SIG_IGN]
     for name in ignored:
-        # A program does not inherit a handler.
+        # Child processes do not inherit a handler.
         signal.signal(name, lambda *_: None)
     return bool(ignored)
 
@@ -117,7 +117,7 @@ def main():
             for loop in loops:
                 loop.kill()
         left_out = sorted(skipped.read_text().splitlines())
-    # A test that fails says why long before the end, and hundreds of lines may follow.
+    # The reason of a failed test is in the middle of the output, and hundreds of lines may follow.
     failed = [program for program in programs if program.status != 0]
     print()
     for program in failed:

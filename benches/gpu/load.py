@@ -79,7 +79,7 @@ def inference():
     if not ON_GPU:
         return lambda: model(image)
 
-    # As an inference engine does: launched one by one, its 160 kernels would measure the CPU.
+    # Like an inference engine: if its 160 kernels were launched one by one, the CPU would be measured.
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode():
         side = torch.cuda.Stream()
@@ -204,7 +204,7 @@ def follow(directory, name, parent):
 
 
 def main():
-    # Nobody waits for the processes.
+    # No process waits for the child processes.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     parent = os.getpid()
     for line in sys.stdin:

@@ -1,9 +1,9 @@
 #!/bin/bash
-# On a host with one GPU: the service and what its clients cost, a small client beside greedy ones, and the works that are
+# On a host with one GPU: the cost of the service and of its clients, a small client next to greedy ones, and the works that are
 # measured for about a second, in three runs. It takes less than eight minutes: benches/gpu/one-gpu.sh BINARIES OUT
 #
-# It needs what run.py and service.py need, but starts a bus of its own, so dbus-daemon has to be there. Compute modes are
-# not touched. What OUT gets is there also if a step fails or takes too long; then the exit status is 1.
+# It needs the same as run.py and service.py, but starts a bus of its own, so dbus-daemon must be installed. Compute modes are not
+# changed. OUT gets the files even if a step fails or takes too long; then the exit status is 1.
 set -u
 bin=$(cd "$1" && pwd) && mkdir -p "$2" && out=$(cd "$2" && pwd) && cd "$(dirname "$0")/../.." || exit 1
 failed=0

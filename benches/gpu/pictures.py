@@ -49,12 +49,12 @@ def hardware(file):
     name, driver, mode = file["gpu"].split(", ")
     gpus = file.get("gpus", 1)
     host = f"host with {gpus} GPU{'s' if gpus > 1 else ''} and {file['cpus']} CPUs"
-    # The page says of all of them that it is Default.
+    # The page says that the mode is Default unless another one is named.
     mode = "" if mode == "Default" else f"compute mode {mode}, "
     return f"{name}, driver {driver}, {mode}{host}, {file['date']}"
 
 
-# The widest of the usual fonts, DejaVu Sans, takes so much of the font size for a character.
+# The width of a character in the widest of the usual fonts, DejaVu Sans, as a part of the font size.
 BOLD, PLAIN = 0.70, 0.62
 
 

@@ -46,7 +46,7 @@ MODES = os.environ["MODES"].split(",") if "MODES" in os.environ else ALL_MODES
 COUNTS = [1, 2, 4, 8, 16]
 WORKS = ["resnet50", "train", "jpeg", "dct", "fma", "wide"]
 PER_GPU = int(os.environ.get("PROCESSES_PER_GPU", "8"))
-# Less is not enough for a step.
+# The least time for a step.
 A_STEP = 3 * RUNS * SECONDS + 5
 
 
@@ -113,7 +113,7 @@ def workloads(run, works, counts):
     def measured(clients, works, count, mode):
         with Group(run.loads, works[0], clients) as group:
             for work in works:
-                # Unless the measurement gets to its end.
+                # Counted as a failure until the measurement succeeds.
                 run.failures[work] += 1
                 said = group.prepare(work)
                 found = median_of([total(group.measure(SECONDS)) for _ in range(RUNS)])
@@ -127,14 +127,14 @@ def workloads(run, works, counts):
         with run.way(mode, count) as way:
             clients = way.clients(count)
             run.note(f"variables of the first process: {clients[0]}")
-            # The processes of load.cu, then the ones of load.py; each does one work after the other.
+            # First the processes of load.cu, then those of load.py; each does one work after the other.
             attempt(clients, [work for work in works if work not in IN_PYTORCH], count, mode)
             attempt(clients, [work for work in works if work in IN_PYTORCH], count, mode)
             if "jpeg" in works and run.failures["jpeg"]:
                 attempt(clients, ["dct"], count, mode)
 
     def attempt(clients, works, count, mode):
-        # A failure may take long: no work has many of them.
+        # A failure may take long, so no work is tried again often.
         chosen = [work for work in works if run.failures[work] < (1 if work == "jpeg" else 2)]
         if chosen:
             name = f"{'+'.join(chosen)} in {count}, {mode}"
@@ -142,7 +142,7 @@ def workloads(run, works, counts):
 
     for count in counts:
         for mode in MODES:
-            # One slice is the whole GPU, whatever the policy.
+            # With one slice, which is the whole GPU, all policies are the same.
             if count == 1 and mode in POLICIES[1:]:
                 continue
             run.step(f"{'+'.join(works)} in {count}, {mode}", lambda: one(mode, count))
@@ -245,7 +245,7 @@ def topology(run):
                 raise Failure(f"{len(names)} slices: {names}")
             for line in cpus_of_mps():
                 run.note(f"topology, {name}: {line}")
-            # The slices of a GPU stand beside each other.
+            # The slices of one GPU follow each other.
             halves = [slice(n * PER_GPU, (n + 1) * PER_GPU) for n in range(len(gpus))]
             order = list(dict.fromkeys(client["CUDA_VISIBLE_DEVICES"] for client in clients))
             run.note(f"topology, {name}: {order}, {clients[0]}")
@@ -314,7 +314,7 @@ def isolation(run):
             group.prepare("resnet50")
             found["resnet50"] = median_of([total(group.measure(SECONDS)) for _ in range(RUNS)])
             found["alone"] = median_of([total(group.measure(SECONDS, group.processes[:1])) for _ in range(RUNS)])
-            # The last process for the second slice, while all others work.
+            # The last process uses the second slice, while all others work.
             place = pathlib.Path(group.directory.name)
             culprit = Process(run.loads, "fault", place, "culprit", clients[1])
             group.processes.append(culprit)
@@ -332,7 +332,7 @@ def isolation(run):
         with Group(run.loads, "small", clients[:2]) as group:
             small, flood = group.processes
             group.prepare(["small", "flood"])
-            # The flood's kernel lasts longer than the small ones are measured.
+            # The flood's kernel runs longer than the measurement of the small ones.
             found["flood"] = total(group.measure(3, [small], meanwhile=lambda: flood.order("go 1")))
             wait_until("the end of the flood", flood.answered, 120)
 
@@ -431,7 +431,7 @@ OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topolo
 def main():
     binaries, out = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
-    # So that SIGTERM also ends all that was started.
+    # With this handler, SIGTERM also ends everything that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     run = Run(binaries, out)
     run.note(f"parts: {' '.join(sys.argv[3:])}; {json.dumps(run.results)}; {run.gpus}")

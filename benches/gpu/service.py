@@ -37,7 +37,7 @@ SLICES = 4
 STOPS = 3
 CALLS = 20
 COMMANDS = ["list", "clients", "status"]
-# Until the last look after a start.
+# The time until the last look after a start.
 SETTLE = float(os.environ.get("SETTLE", "16"))
 XID = 8
 
@@ -194,7 +194,7 @@ def main():
             time.sleep(2)
             empty = memory_now()
             keep("clients", "0", watched(pid, WATCH) | timed(service, bus))
-            # A client of each slice in turn.
+            # One client for each slice, in turn.
             of_slices = service.clients(SLICES)
             for count in CLIENTS:
                 variables = [of_slices[number % SLICES] for number in range(count)]

@@ -90,7 +90,7 @@ class Host:
 
     def __init__(self, setting, tools):
         self.setting, self.tools = setting, tools
-        # Short: the path of a socket below it must fit in 107 bytes.
+        # A short path: the path of a socket below it must fit in 107 bytes.
         self.directory = pathlib.Path(tempfile.mkdtemp(prefix="mps", dir=MEMORY if MEMORY.is_dir() else "/tmp"))
         self.root = self.directory / "h"
         self.bus = None
@@ -113,10 +113,10 @@ class Host:
         self.environment = {
             "PATH": f"{self.root}/bin:{os.environ['PATH']}",
             "LD_LIBRARY_PATH": ":".join(libraries),
-            # On a host with GPUs it only marks what belongs to this measurement.
+            # On a host with GPUs it only marks the processes of this measurement.
             "YUNION_MPS_SIM": f"{self.root}",
             "RUNTIME_DIRECTORY": f"{self.root}/run",
-            # As the unit has it.
+            # The same value as in the unit.
             "MALLOC_ARENA_MAX": "1",
             "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={self.directory}/socket",
             "LC_ALL": "C.UTF-8",
@@ -138,7 +138,7 @@ class Host:
         subprocess.run([self.tools.simulator, "create", board, self.root], check=True, stdout=subprocess.DEVNULL)
         self.configuration = self.root / "sysroot/etc/yunion/host.conf"
         self.arguments = ["--sysroot", self.root / "sysroot"]
-        # doctor looks for it where a unit has it.
+        # doctor looks for it where the unit has it.
         runtime_directory = self.root / "sysroot/run/yunion-mps-daemon"
         runtime_directory.parent.mkdir(parents=True, exist_ok=True)
         runtime_directory.symlink_to(self.root / "run")
@@ -232,7 +232,7 @@ class Service:
         return self
 
     def __exit__(self, *_):
-        # A daemon that is still there is killed, and the host ends what it has left.
+        # A daemon that still runs is killed, and then the host ends the daemon's leftovers.
         for child in [self.process, *self.others]:
             child.end()
         self.notify.close()
@@ -254,7 +254,7 @@ class Service:
         service is not asked, so none of its figures changes."""
         controls, servers, planned = self.host.control_daemons(), self.host.servers(), self.host.setting.planned()
         if self.variant.ready:
-            # Another daemon has its own plan.
+            # The other daemon has its own plan.
             if not controls:
                 raise NotReady("it was ready, but no control daemon ran")
         elif len(controls) != planned:

@@ -33,7 +33,7 @@ SCENARIOS = [scenario for group in (start, death, stop, reload, calls, commands)
 
 GROUPS = [*dict.fromkeys(row.group for scenario in SCENARIOS for row in scenario.rows), "idle"]
 
-# A scenario that takes long has fewer runs than wanted.
+# A scenario that takes longer has fewer runs than requested.
 MOST_SECONDS = 60
 FEWEST_RUNS = 3
 
@@ -45,7 +45,7 @@ class Run:
         self.variants, self.tools = variants, tools
         self.samples = {}
         self.failures = {}
-        # Another daemon that is never ready can do nothing else either.
+        # If another daemon is never ready, all its other measurements fail too.
         self.hopeless = []
 
     def able(self):
@@ -59,10 +59,10 @@ class Run:
         for number in range(runs):
             if number >= FEWEST_RUNS and time.monotonic() - begin > MOST_SECONDS * len(able):
                 break
-            # Neither is always the first.
+            # The variants take turns in being the first.
             for variant in able[:: 1 if number % 2 == 0 else -1]:
                 try:
-                    # A run that fails in the end has no figures.
+                    # A run that fails at its end has no values.
                     for key, samples in list(scenario.measure(scenario.setting, variant, self.tools)):
                         self.take(scenario.setting, key, variant.name, samples)
                 except (Unable, OSError) as error:
@@ -140,7 +140,7 @@ def main():
     if variable("PEER"):
         variants.append(programs.peer(variable("PEER"), variable("PEER_READY")))
 
-    # Ctrl-C and SIGTERM end what was started.
+    # Ctrl-C and SIGTERM end everything that was started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(variants, programs.tools(binaries, out, 0.05 if quick else 0.3))
     for scenario in SCENARIOS:

@@ -42,7 +42,7 @@ ALL = distinct(
     LARGE._replace(topology="per_gpu"),
 )
 
-# A control daemon for each slice. So many on one host are for programs that are built for speed, which QUICK=1 is not about.
+# A control daemon for each slice. This many on one host are only for optimised programs, and QUICK=1 has none.
 PER_SLICE = [SMALL._replace(topology="per_slice")]
 if not REAL_GPUS and os.environ.get("QUICK", "") in ("", "0"):
     PER_SLICE.append(Setting(16, 160, "per_slice"))

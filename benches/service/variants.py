@@ -12,7 +12,7 @@ class Variant(NamedTuple):
     name: str
     daemon: pathlib.Path
     ctl: Optional[pathlib.Path]
-    # The text in the log with which a daemon is ready that has neither READY=1 nor our D-Bus interface.
+    # The text in the log that shows that a daemon is ready if it has neither READY=1 nor the D-Bus interface of this service.
     ready: Optional[str] = None
 
 
@@ -20,10 +20,10 @@ class Tools(NamedTuple):
     """What the measurement itself uses, the same for all variants."""
 
     simulator: pathlib.Path
-    # It asks a service whether it is ready.
+    # The program that asks a service if it is ready.
     ctl: pathlib.Path
     bus: pathlib.Path
-    # The seconds for which a service at rest says nothing.
+    # The seconds for which an idle service writes nothing.
     quiet: float
 
 
@@ -51,7 +51,7 @@ def base(revision, directory):
         tree = directory / "base" / "tree"
         subprocess.run([*git, "worktree", "add", "--force", "--detach", tree, commit], check=True)
         try:
-            # The folder of what is built stays, so that the next base has little to build.
+            # The build folder stays, so that the next base has little to build.
             target = directory / "base" / "target"
             environment = {**os.environ, "CARGO_TARGET_DIR": target}
             build = ["cargo", "build", "--release", "--locked", "--workspace", "--bins"]

@@ -1,13 +1,14 @@
-# Completion of yunion-mpsctl for bash. The program itself knows the words, also the names of slices and the PIDs of clients.
+# Completion of yunion-mpsctl for bash. The program itself provides the words, including the names of slices and the PIDs of
+# clients.
 
 _yunion_mpsctl() {
-    # The words up to the cursor. bash splits them at colons too, which are in the name of every slice: pieces without
-    # space between them are one word again.
+    # The words up to the cursor. bash splits them at colons too, and the name of every slice has one: pieces without space
+    # between them are joined again.
     local rest=${COMP_LINE:0:COMP_POINT} words=() piece trimmed i
     for ((i = 0; i <= COMP_CWORD; i++)); do
         piece=${COMP_WORDS[i]}
         trimmed=${rest#"${rest%%[![:space:]]*}"}
-        # The cursor may be in the middle of the last one.
+        # The cursor may be within the last word.
         [[ $trimmed == "$piece"* ]] || piece=$trimmed
         if [[ ${#words[@]} -gt 0 && $trimmed == "$rest" ]]; then
             words[${#words[@]} - 1]+=$piece
@@ -16,11 +17,11 @@ _yunion_mpsctl() {
         fi
         rest=${trimmed#"$piece"}
     done
-    # Nothing stands before the cursor yet.
+    # There is no word before the cursor yet.
     [[ -z $rest || -n ${rest//[[:space:]]/} ]] || words+=("")
     local last=$((${#words[@]} - 1)) word
 
-    # Behind the dashes of run stands a command of its own.
+    # After the dashes of run comes another command.
     COMPREPLY=()
     for ((i = 1; i < last; i++)); do
         [[ ${words[i]} == -- ]] || continue
@@ -32,9 +33,9 @@ _yunion_mpsctl() {
     while IFS=$'\t' read -r word _; do
         COMPREPLY+=("$word")
     done < <(yunion-mpsctl complete-words "${words[@]}" 2>/dev/null)
-    # A directory goes on.
+    # After a directory, the word is not complete.
     [[ ${#COMPREPLY[@]} -ne 1 || ${COMPREPLY[0]} != */ ]] || compopt -o nospace 2>/dev/null
-    # bash puts a word in the place of the last piece only.
+    # bash replaces only the last piece by the chosen word.
     local breaks=${COMP_WORDBREAKS//[!:=]/}
     if [[ -n $breaks && ${words[last]} == *["$breaks"]* ]]; then
         word=${words[last]}

@@ -1,11 +1,12 @@
-# Completion of yunion-mpsctl for fish. The program itself knows the words, also the names of slices and the PIDs of clients.
+# Completion of yunion-mpsctl for fish. The program itself provides the words, including the names of slices and the PIDs of
+# clients.
 
 function __yunion_mpsctl_words
     set -l words (commandline --current-process --tokenize --cut-at-cursor) (commandline --current-token --cut-at-cursor)
     yunion-mpsctl complete-words $words 2>/dev/null
 end
 
-# Behind the dashes of run stands a command of its own.
+# After the dashes of run comes another command.
 function __yunion_mpsctl_in_command
     contains -- -- (commandline --current-process --tokenize --cut-at-cursor)
 end

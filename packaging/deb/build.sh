@@ -10,7 +10,7 @@ programs=${1:-target/packaged} directory=${2:-dist} suffix=${3:-}
 stage=target/deb/yunion-mps-daemon-$version
 rm -rf target/deb
 mkdir -p "$stage" "$directory"
-# What install.sh takes from the tree, and the packaging itself.
+# The files that install.sh takes from the tree, and the packaging itself.
 cp -a README.md README.zh-CN.md CHANGELOG.md config docs systemd packaging "$stage/"
 packaging/deb/debian.sh "$stage"
 

@@ -31,7 +31,7 @@ def measure(setting, variant, tools):
         for name, words in METHODS.items():
             if words[-1] in ("s", "as"):
                 words = [*words, slice_name]
-            # The first calls fill what is kept for later ones.
+            # The first calls fill caches for later ones.
             call(service, 2, words)
             before = process.cpu_ns(service.pid)
             times = call(service, 20, words)

@@ -43,7 +43,7 @@ def measure(variants, tools, seconds, settle):
             started[place] = process.Started(service.pid)
             stack.callback(started[place].end)
         start = time.monotonic()
-        # A thread may end: it counts with its last figure.
+        # A thread may end: then its last value counts.
         for second in range(seconds):
             time.sleep(max(0, start + second + 1 - time.monotonic()))
             for watch in watches.values():

@@ -20,7 +20,7 @@ def measure(setting, variant, tools):
         bare_start = milliseconds(bare.start(host, setting)[0])
         yield "bare", [bare_start]
         with Service(host, variant) as service:
-            # Another daemon may be ready without a server, which is no figure for a row that waits for one.
+            # Another daemon may be ready without a server. A row that waits for a server has no value then.
             if host.servers():
                 yield "ready", [milliseconds(service.ready)]
                 yield "beyond", [milliseconds(service.ready) - bare_start]

@@ -11,7 +11,7 @@ const DAEMON_TAIL: &str = include_str!("../../man/yunion-mps-daemon.8.tail");
 const DEVICE_PLUGIN_TAIL: &str = include_str!("../../man/yunion-mps-device-plugin.8.tail");
 const CTL_TAIL: &str = include_str!("../../man/yunion-mpsctl.1.tail");
 
-/// Output of commands that say little on a simulated GPU that is served: from a real GPU, from a host without
+/// Output for the subcommands that print little on a simulated GPU that is served: from a real GPU, from a host without
 /// configuration, of a control group, or a screen. The first line names the GPU.
 const ELSEWHERE: [(&str, &str); 5] = [
     ("bind", include_str!("../../man/examples/bind.txt")),
@@ -28,7 +28,7 @@ const RECORDED: &str = "Version:         1.0.0";
 const EXAMPLES: &str = "Examples:\n";
 const EXIT_STATUS: &str = "Exit status: ";
 
-/// The macros that `clap_mangen` and we write begin with these two lines, each time. A page needs them once.
+/// The macros of `clap_mangen` and of this program begin with these two lines, each time. A page needs them once.
 const APOSTROPHE: [&str; 2] = [r".ie \n(.g .ds Aq \(aq", r".el .ds Aq '"];
 
 /// yunion-mps-daemon(8).
@@ -61,7 +61,7 @@ pub(crate) fn ctl(command: &Command, golden: &Path) -> io::Result<String> {
             roff.text([bold(heading)]).text([roman(names.join(", "))]);
         })?;
     }
-    // Built: the usage of a subcommand then begins with the program's name.
+    // It is built first: only then the usage of a subcommand begins with the program's name.
     let mut built = command.clone();
     built.build();
     for subcommand in built.get_subcommands().filter(|subcommand| subcommand.get_name() != "help") {
@@ -69,13 +69,13 @@ pub(crate) fn ctl(command: &Command, golden: &Path) -> io::Result<String> {
         page.usage(subcommand)?;
         page.control("PP", &[])?;
         page.about(subcommand)?;
-        // Each takes --help; the page says so once, at its beginning.
+        // Each subcommand has --help, which the page mentions only once, at its beginning.
         page.options(&subcommand.clone().mut_arg("help", |help| help.hide(true)))?;
         page.after_help(subcommand, false)?;
         let name = subcommand.get_name();
         match ELSEWHERE.iter().find(|(measured, _)| *measured == name) {
             Some((_, text)) => page.output(text)?,
-            // Tables are recorded apart from the other texts.
+            // Tables are recorded in other files than other texts.
             None => {
                 page.printed(&golden.join(format!("{name}.txt")))?;
                 page.printed(&golden.join(format!("screens/{name}.txt")))?;
@@ -86,11 +86,11 @@ pub(crate) fn ctl(command: &Command, golden: &Path) -> io::Result<String> {
     Ok(page.end(CTL_TAIL))
 }
 
-/// A page as far as it is written.
+/// A page that is being written.
 struct Page(Vec<u8>);
 
 impl Page {
-    /// Title, name, synopsis and description. The title has no date: the same source gives the same page on every day.
+    /// Title, name, synopsis and description. The title has no date: the page must depend only on the source.
     fn new(command: &Command, section: &str, manual: &str) -> io::Result<Self> {
         let mut page = Self(Vec::new());
         let title = command.get_name().to_uppercase();
@@ -104,7 +104,7 @@ impl Page {
         Ok(page)
     }
 
-    /// The whole page, with the part that is written by hand.
+    /// The complete page, with the text that is written by hand.
     fn end(self, tail: &str) -> String {
         let text = String::from_utf8_lossy(&self.0).into_owned();
         let lines = text.lines().filter(|line| !APOSTROPHE.contains(line));
@@ -143,7 +143,7 @@ impl Page {
         })
     }
 
-    /// The options, below a heading that is there already.
+    /// The options. The caller has written the heading.
     fn options(&mut self, command: &Command) -> io::Result<()> {
         let mut section = Vec::new();
         Man::new(command.clone()).render_options_section(&mut section)?;
@@ -192,7 +192,7 @@ impl Page {
         self.output(&format!("Output, on a host with one Tesla P40 in 4 slices:\n{text}"))
     }
 
-    /// A line of introduction, and below it the output. It begins at the edge: it was recorded at 80 columns.
+    /// A line of introduction, and below it the output, without indentation, since it was recorded with 80 columns.
     fn output(&mut self, text: &str) -> io::Result<()> {
         let (introduction, printed) = text.split_once('\n').unwrap_or((text, ""));
         self.write(|roff| {
