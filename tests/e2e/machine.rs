@@ -24,7 +24,7 @@ pub(crate) enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// Whether this host can give it to a container, and the systemd in there knows it.
+    /// True if this host can give it to a container, and the systemd in there knows it.
     pub(crate) fn available(self) -> bool {
         match self {
             Self::Unified => true,

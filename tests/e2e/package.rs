@@ -191,7 +191,7 @@ fn is(machine: &Machine, what: &str) -> String {
     text(&machine.run(&["systemctl", what, SERVICE]).stdout).trim_end().to_owned()
 }
 
-/// Whether the timer of the metrics runs.
+/// True if the timer of the metrics runs.
 fn active_timer(machine: &Machine) -> String {
     let timer = ["systemctl", "is-active", "yunion-mps-metrics.timer"];
     text(&machine.run(&timer).stdout).trim_end().to_owned()

@@ -303,7 +303,7 @@ fn at_work(machine: &Machine, number: usize) -> Vec<String> {
     slices.iter().map(|client| client["device"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
-/// What Slurm knows of the last job of this name.
+/// Slurm's record of the last job with this name.
 fn jobs(machine: &Machine, name: &str) -> String {
     let shown = text(&machine.run(&["scontrol", "--oneliner", "show", "job"]).stdout);
     let job = shown.lines().rfind(|line| line.contains(&format!("JobName={name} ")));

@@ -529,7 +529,7 @@ fn a_log_with_garbage_in_it() {
     stops(host);
 }
 
-/// Whether another NVML than the simulated one would be found.
+/// True if another NVML than the simulated one would be found.
 fn has_nvml() -> bool {
     let known = Command::new("/sbin/ldconfig").arg("-p").output();
     known.is_ok_and(|known| text(&known).contains("libnvidia-ml.so.1"))

@@ -361,7 +361,7 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
-            // Whether a lost GPU is noticed by its compute mode too is a matter of the moment, and so is whether a look
+            // True if a lost GPU is noticed by its compute mode too is a matter of the moment, and so is whether a look
             // falls into the moment in which `probe` holds the memory of a whole slice.
             Value::Array(events) if key == "events" => {
                 let by_chance =

@@ -55,7 +55,7 @@ fn limited(host: &Host, group: &ContainerGroup, wanted: Option<u64>) {
     wait_for(&format!("the limit {wanted:?}"), || (limit(host, group) == wanted).then_some(()));
 }
 
-/// Whether a program of the control group gets so much memory.
+/// True if a program of the control group gets so much memory.
 fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client alloc \"$1\"";
     let mut command = host.command("sh");

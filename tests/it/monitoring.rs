@@ -24,7 +24,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(source(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// Whether the program succeeds with this input, and everything that it says.
+/// True if the program succeeds with this input, and everything that it says.
 fn judged(command: &mut Command, input: &str) -> (bool, String) {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn();

@@ -196,7 +196,7 @@ fn kept(host: &Host) -> Vec<PathBuf> {
     slices.chain([pipe.join("slices"), pipe]).collect()
 }
 
-/// Whether each of these has the immutable flag.
+/// True if each of these has the immutable flag.
 fn flags(directories: &[PathBuf]) -> Vec<bool> {
     let listed = Command::new("lsattr").arg("-d").args(directories).output().unwrap();
     let lines = String::from_utf8(listed.stdout).unwrap();

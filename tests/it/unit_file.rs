@@ -23,7 +23,7 @@ fn verify(unit: &str) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");
     fs::write(&path, unit).unwrap();
-    // Whether the manual pages exist that it names: see packaging.rs.
+    // True if the manual pages exist that it names: see packaging.rs.
     let output = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     text.lines().filter(|line| line.contains("yunion-mps-daemon")).map(str::to_owned).collect()

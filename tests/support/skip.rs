@@ -35,7 +35,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
 }
 
-/// Whether what only root can do can be tried; otherwise it is left out.
+/// True if what only root can do can be tried; otherwise it is left out.
 pub(crate) fn root_or_skip(what: &str) -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

@@ -33,7 +33,7 @@ impl Bystander {
         Self { child, another, ends: Instant::now() + time }
     }
 
-    /// Whether its time is over. Anything else that ended it is a failure.
+    /// True if its time is over. Anything else that ended it is a failure.
     pub(crate) fn done(&mut self) -> bool {
         let mut both = std::iter::once(&mut self.child).chain(&mut self.another);
         both.all(|client| {

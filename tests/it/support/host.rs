@@ -494,7 +494,7 @@ impl Drop for Host {
     }
 }
 
-/// Whether the flag can be set here, so that the service sets it too: on this file system, with our capabilities.
+/// True if the flag can be set here, so that the service sets it too: on this file system, with our capabilities.
 pub(crate) fn flag_can_be_set() -> bool {
     static CAN: LazyLock<bool> = LazyLock::new(|| {
         let directory = tempfile::tempdir_in("/tmp").unwrap();
@@ -593,7 +593,7 @@ pub(crate) fn start_time(pid: u32) -> String {
     stat_fields(pid).unwrap()[19].clone()
 }
 
-/// Whether that process exists and has not ended.
+/// True if that process exists and has not ended.
 pub(crate) fn alive(pid: u32) -> bool {
     process_state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }

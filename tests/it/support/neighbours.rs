@@ -73,7 +73,7 @@ impl Neighbours {
         victim
     }
 
-    /// Whether the bystander has survived that all the others are gone. A fault reaches it before the client that
+    /// True if the bystander has survived that all the others are gone. A fault reaches it before the client that
     /// causes it leaves the list.
     pub(crate) fn bystander_survives(&mut self) -> bool {
         let bystander = self.bystander.id();

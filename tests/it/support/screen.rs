@@ -120,7 +120,7 @@ impl Screen {
         wait_for("a restored terminal", || self.is_restored().then_some(()));
     }
 
-    /// Whether the terminal echoes and edits lines, shows its main screen and has a cursor.
+    /// True if the terminal echoes and edits lines, shows its main screen and has a cursor.
     pub(crate) fn is_restored(&self) -> bool {
         let modes = tcgetattr(&self.terminal).unwrap().local_modes;
         let shown = self.shown.lock().unwrap();

@@ -21,7 +21,7 @@ pub(crate) fn inode(path: &Path) -> Option<u64> {
     fs::symlink_metadata(path).map(|found| found.ino()).ok()
 }
 
-/// Whether the slice's directory leads to the control daemon with its sockets in this directory, and has nothing else.
+/// True if the slice's directory leads to the control daemon with its sockets in this directory, and has nothing else.
 pub(crate) fn leads_to(directory: &Path, control_directory: &Path) -> bool {
     files(directory) == ["control"]
         && inode(&directory.join("control")) == inode(&control_directory.join("control"))

@@ -70,7 +70,7 @@ pub struct GpuFacts {
     pub compute_capability: String,
     /// The number of streaming multiprocessors.
     pub sms: u32,
-    /// Whether MIG mode is enabled. None if the GPU has no MIG mode.
+    /// True if MIG mode is enabled. None if the GPU has no MIG mode.
     pub mig: Option<bool>,
 }
 

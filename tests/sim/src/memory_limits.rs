@@ -17,7 +17,7 @@ const FIRST_SERIES: u32 = 615;
 /// The soft and the hard limit, in bytes.
 pub type Limits = (u64, u64);
 
-/// Whether limits can be asked for: the driver has them, the GPU accounts for memory (its file `memory_accounting` is there),
+/// True if limits can be asked for: the driver has them, the GPU accounts for memory (its file `memory_accounting` is there),
 /// and the control group exists.
 ///
 /// # Errors
@@ -77,7 +77,7 @@ fn file(group: &str) -> String {
     PathBuf::from("memory_limits").join(group.replace('/', "%")).display().to_string()
 }
 
-/// Whether a process is in the control group with this directory, or below it.
+/// True if a process is in the control group with this directory, or below it.
 fn is_in(pid: u32, group: &str) -> bool {
     let mounts = ["/sys/fs/cgroup/systemd", "/sys/fs/cgroup"];
     let Some(path) = mounts.iter().find_map(|mount| group.strip_prefix(mount)) else { return false };

@@ -226,7 +226,7 @@ impl Gpu {
         (major.parse().unwrap_or_default(), minor.parse().unwrap_or_default())
     }
 
-    /// Whether MPS enforces limits on the GPU, as on all GPUs from Volta on.
+    /// True if MPS enforces limits on the GPU, as on all GPUs from Volta on.
     pub fn enforces_limits(&self) -> bool {
         self.compute_capability() >= (7, 0)
     }
@@ -247,17 +247,17 @@ impl Gpu {
         self.text("compute_mode").unwrap_or_else(|| "Default".to_owned())
     }
 
-    /// Whether the GPU has fallen off the bus.
+    /// True if the GPU has fallen off the bus.
     pub fn lost(&self) -> bool {
         self.directory.join("lost").exists()
     }
 
-    /// Whether MIG mode is enabled. None if the GPU has no MIG mode.
+    /// True if MIG mode is enabled. None if the GPU has no MIG mode.
     pub fn mig(&self) -> Option<bool> {
         self.text("mig").map(|text| text == "Enabled")
     }
 
-    /// Whether no CUDA context can be opened on the GPU.
+    /// True if no CUDA context can be opened on the GPU.
     pub fn unusable(&self) -> bool {
         self.lost()
             || !self.directory.is_dir()
@@ -310,7 +310,7 @@ impl Gpu {
         processes
     }
 
-    /// Whether a process computes on the GPU. In exclusive mode no second process can.
+    /// True if a process computes on the GPU. In exclusive mode no second process can.
     pub fn computes(&self) -> bool {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }

@@ -832,8 +832,8 @@ fn one_user_at_a_time_or_all_at_once() {
     // Another user must be able to read the programs, wherever the target directory is.
     let programs = tempfile::tempdir().unwrap();
     fs::set_permissions(&programs, fs::Permissions::from_mode(0o755)).unwrap();
-    // `cp` writes the files. If this process wrote them, a child that another thread forks meanwhile could hold them
-    // open, and the kernel executes no file that is open for writing.
+    // `cp` writes the files. If this process wrote them, a child that another thread forks meanwhile could have them open, and
+    // the kernel does not execute a file that is open for writing.
     let copied = Command::new("cp").args(PROGRAMS).arg(programs.path()).status().unwrap();
     assert!(copied.success());
     let host = Host::made_by(&programs.path().join("yunion-mps-sim"), "h200");

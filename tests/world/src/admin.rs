@@ -36,10 +36,10 @@ impl World {
         }
         let mut chosen: Vec<String> = GPUS.iter().map(|gpu| (*gpu).to_owned()).collect();
         chosen.retain(|_| !dice.one_in(3));
-        // A GPU on which nobody knows the clients would hide what becomes of the others.
+        // A GPU whose clients are not known would hide what happens to the others.
         let is_of_faults = self.mood == Mood::Faults;
         chosen.retain(|gpu| gpu != OLD_GPU || !is_of_faults || dice.one_in(3));
-        // Programs without MPS hold this one.
+        // Programs without MPS use this GPU.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
         let order =
@@ -64,7 +64,7 @@ impl World {
         closed.retain(|_| sets_modes);
         let certainly =
             if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
-        // Sometimes an entry's GPU is not known yet: it may be any but these.
+        // Sometimes the GPU of an entry is not known yet: it may be any GPU except these.
         let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
         let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
         let kept = Configured { certainly, others: others.filter(|_| sets_modes) };
@@ -113,7 +113,7 @@ impl World {
         self.keep_budgets();
     }
 
-    /// An order for each control daemon in the state file that no order is for.
+    /// An order for each control daemon in the state file that has no other order.
     fn left(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
         let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));
@@ -239,7 +239,7 @@ impl World {
         }
     }
 
-    /// An administrator sets a compute mode. One that the service has to keep is set again with the next check.
+    /// An administrator sets a compute mode. If the service has to keep another one, its next check sets that again.
     pub(crate) fn mode_is_changed(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };
@@ -248,7 +248,7 @@ impl World {
         let Some(state) = self.gpus.get_mut(&gpu) else { return };
         state.mode = mode;
         if is_written {
-            // The service keeps the mode of before, or takes the new one for it: both are right.
+            // The service may keep the former mode, or take the new one for it: both are correct.
             self.strange.insert(gpu);
         } else {
             state.own = mode;

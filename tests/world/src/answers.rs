@@ -51,7 +51,7 @@ pub(crate) fn inspect(mps: &mut Mps, asked: &[u32], limits: Option<&Limits>) -> 
     Inspection { servers: mps.servers.keys().copied().collect(), statuses, differences }
 }
 
-/// The clients that it lists. After a fault it may list nobody.
+/// The clients that it lists. After a fault the list may be empty.
 pub(crate) fn listed(mps: &mut Mps) -> ClientPids {
     let mut pids: ClientPids = mps.servers.keys().map(|pid| (*pid, BTreeSet::new())).collect();
     for (pid, client) in &mps.clients {

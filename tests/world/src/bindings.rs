@@ -1,4 +1,4 @@
-//! Control groups that are bound to slices, by the real registry, in a state file that outlives the service.
+//! Control groups that are bound to slices, with the real registry, in a state file that survives the service.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use super::{Dice, GPUS, World};
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 
-/// The name of the container for which the host agent's records name every GPU, and no slice.
+/// The name of the container for which the host agent's records name every GPU, but no slice.
 const RECORDED: &str = "b";
 
 /// The slice of a GPU.
@@ -34,9 +34,9 @@ pub(crate) type BoundGroups = Bindings<BoundSlice>;
 pub(crate) struct SimBindings {
     registry: Bindings<BoundSlice>,
     inodes: [u64; GROUPS.len()],
-    /// The slices that somebody has shared on purpose.
+    /// The slices that were shared on purpose.
     shared: BTreeSet<BoundSlice>,
-    /// The control groups that had programs when the service looked at them last, or before, since they were bound.
+    /// The control groups in which the service has seen programs since they were bound.
     were_used: BTreeSet<ControlGroup>,
 }
 
@@ -73,8 +73,8 @@ fn owners(group: &str) -> impl Iterator<Item = Option<u32>> {
     all.into_iter().filter(move |(above, _)| is_in(group, above)).map(|(_, owner)| Some(owner))
 }
 
-/// A program as the service sees it on a GPU: the slice of its control group, or else its own, unless it claims one that
-/// somebody has.
+/// A program as the service sees it on a GPU: with the slice of its control group, or else with the slice that it claims, unless
+/// that slice is bound.
 pub(crate) fn seen(bindings: &Bindings<BoundSlice>, gpu: &str, program: &Program) -> Program {
     let bound =
         bindings.nearest(program.group, |_| true).map(|one| one.slices.iter().find(|(its, _)| its == gpu));
@@ -91,8 +91,8 @@ fn bound_slice(slice: &SliceId) -> BoundSlice {
     (gpu_of(*slice), slice.ordinal)
 }
 
-/// The slices of a client as the service knows them for a request: the slices of its control group, or else its own, unless it
-/// claims a slice that somebody has.
+/// The slices of a client as the service knows them for a request: those of its control group, or else those that it claims,
+/// unless a slice is bound.
 pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
         let slice = |(gpu, slice): &BoundSlice| slice_of(gpu, *slice);
@@ -114,7 +114,7 @@ fn nearest_in_truth<'b>(bindings: &'b BoundGroups, path: &str) -> Option<&'b Bin
     above.max_by_key(|one| one.group.path.len())
 }
 
-/// Whether a client has one of these slices, in truth.
+/// True if a client has one of these slices, in truth.
 pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SliceId]) -> bool {
     let slice = &client.tenant.slice;
     let is_anothers = || bindings.iter().any(|one| one.slices.contains(&bound_slice(slice)));
@@ -139,7 +139,7 @@ impl SimBindings {
         self.registry.iter().any(|one| one.group == *group)
     }
 
-    /// The service has looked at a control group, and bound it.
+    /// The service has looked at a control group when it bound it.
     fn note_use_of(&mut self, group: &ControlGroup) {
         if self.registry.iter().any(|one| one.group == *group && one.was_used) {
             self.were_used.insert(group.clone());
@@ -173,7 +173,7 @@ impl World {
         used
     }
 
-    /// Returns whether a control group still is, and whether it has programs.
+    /// Returns the use of a control group.
     pub(crate) fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
         let (used, inodes) = (self.used_groups(), self.bindings.inodes);
         move |group| match inodes[number(&group.path)] {
@@ -183,7 +183,8 @@ impl World {
         }
     }
 
-    /// A binding lasts: it ends when its control group has gone, or is empty and had its time, or its programs, and somebody waits.
+    /// A binding lasts: it ends only when its control group was removed, or when it is empty and its time is over, or when its
+    /// programs have ended and another control group waits for the slice.
     fn check_ended(&self, ended: &[Arc<Binding<BoundSlice>>], somebody_waits: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         for one in ended {
@@ -215,14 +216,14 @@ impl World {
         self.keep_budgets();
     }
 
-    /// Drops what is in the way of a control group, and has ended.
+    /// Ends the bindings that exclude a control group and have no owner any more.
     fn make_way(&mut self, group: &str, is_wanted: impl Fn(&BoundSlice) -> bool) {
         let ended = self.bindings.registry.make_way(group, is_wanted, self.now.as_secs(), self.use_of());
         self.check_ended(&ended, true);
     }
 
-    /// Returns whether the service binds a control group to a slice. A refusal changes nothing. One answer: the doors that bind
-    /// nothing give the same.
+    /// Returns true if the service binds a control group to a slice. A refusal changes nothing. One answer: the other parts of
+    /// the service that hand out slices give the same answer.
     pub(crate) fn bind(
         &mut self,
         group: &'static str,
@@ -264,7 +265,7 @@ impl World {
         is_bound
     }
 
-    /// A slice that is refused is somebody's: of a control group with programs, or of one that had none and still has time.
+    /// A slice that is refused has an owner: a control group with programs, or one that never had any and still has time.
     fn check_taken(&self, slice: &BoundSlice, wanted: &Binding<BoundSlice>, shares: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         let keeps = |one: &Binding<BoundSlice>| {
@@ -283,7 +284,7 @@ impl World {
         );
     }
 
-    /// The service reads the state file. A file that is too large is not read: then nothing is known any more.
+    /// The service reads the state file. A file that is too large is not read, and then all bindings are lost.
     pub(crate) fn read_state_file(&mut self) {
         let bindings: usize = self.bindings.registry.iter().map(bytes_of).sum();
         if bindings + self.state_file.daemons.len() * DAEMON_BYTES > FILE_BYTES {
@@ -294,7 +295,8 @@ impl World {
         }
     }
 
-    /// Slices follow bindings: from the answer on, each program of the control group has these slices and no other, whatever it claims.
+    /// Slices follow bindings: after the answer, each program of the control group has exactly these slices, no matter what it
+    /// claims.
     fn check_bound(&self, binding: &Binding<BoundSlice>) {
         let living = self.bindings.living();
         let bound = nearest_in_truth(&living, &binding.group.path).unwrap();
@@ -361,7 +363,8 @@ impl World {
         }
     }
 
-    /// The records name this GPU for a container and no slice: its first client gets the container the lowest that is free.
+    /// The records name this GPU for a container, and no slice: its first client makes the service bind the container to the
+    /// lowest free slice.
     pub(crate) fn bind_recorded(&mut self, gpu: &str) {
         let programs = self.programs_on(gpu);
         let groups: BTreeSet<&str> =

@@ -1,4 +1,4 @@
-//! The budgets of slices in memory: looks at the clients, and attempts to end clients that are too much, by the real code.
+//! The budgets of slices in memory: looks at the clients, and attempts to end clients that exceed a budget, with the real code.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -21,14 +21,14 @@ use super::{Dice, GPUS, World};
 #[derive(Debug, Clone)]
 pub(crate) struct Program {
     pub(crate) process: ProcessId,
-    /// None if nobody knows it.
+    /// None if it is not known.
     pub(crate) slice: Option<u32>,
     /// The path of its control group.
     pub(crate) group: &'static str,
     pub(crate) tenant: usize,
     pub(crate) only_claims: bool,
     pub(crate) mib: u64,
-    /// The number of its connection. A program that starts over has another one.
+    /// The number of its connection. A program that starts work again has another one.
     pub(crate) connection: u64,
     /// A debugger holds it.
     pub(crate) is_held: bool,
@@ -116,9 +116,9 @@ impl World {
         all
     }
 
-    /// The plan's budgets are in force from now on.
+    /// From now on the plan's budgets are in force.
     pub(crate) fn keep_budgets(&mut self) {
-        // In a script overuse is told alone, as on the host that does the same.
+        // In a script overuse is only reported, as on the simulated host that plays the same script.
         let may_terminate = !self.is_calm;
         let mut wanted = BTreeMap::new();
         for order in &self.demand.orders {
@@ -146,7 +146,7 @@ impl World {
         self.keep_kernel_limits();
     }
 
-    /// Clients have come to some GPU, and the log says so.
+    /// Clients have come to some GPU, and the log reports them.
     pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {
@@ -161,7 +161,7 @@ impl World {
         watched.any(|watched| watched.can_come_on(self.now))
     }
 
-    /// Nothing is to be looked at, and nobody is about to be ended.
+    /// No look is due, and no client is about to be ended.
     pub(crate) fn budgets_are_at_rest(&self) -> bool {
         let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
         watched.all(|watched| watched.due.is_none() && watched.attempt.is_none())
@@ -176,7 +176,7 @@ impl World {
         watched.filter_map(of).min()
     }
 
-    /// Some watch comes on: it looks, or its attempt goes on by a turn.
+    /// One watch makes progress: it looks, or its attempt goes on by one turn.
     pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };
@@ -251,7 +251,7 @@ impl World {
         self.bury();
     }
 
-    /// Some program changes: it takes or gives back memory, starts over, or a debugger takes or leaves it.
+    /// Some program changes: it allocates or frees memory, starts work again, or a debugger stops or releases it.
     pub(crate) fn program_changes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(one) = dice.pick(&daemons).and_then(|pid| self.daemons.get(pid)) else { return };

@@ -14,7 +14,7 @@ use super::ways::slices_of;
 /// The longest time from the connection of a program until the control daemon admits it.
 const ADMISSION: Duration = Duration::from_millis(100);
 
-/// The time from the end of the last client that was hit until the server is well.
+/// The time from the end of the last client that was hit until the server has recovered.
 const RECOVERY: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ pub(crate) struct SimClient {
 }
 
 impl SimClient {
-    /// Whether it has work that it can lose.
+    /// True if it has work that it can lose.
     pub(crate) fn is_at_work(&self) -> bool {
         self.tenant.has_work && !self.is_hit
     }
@@ -62,7 +62,7 @@ impl Mps {
         Some(pid)
     }
 
-    /// Something has happened to it that the service can't know yet.
+    /// True if something has happened to it that the service can't know yet.
     pub(crate) fn has_news(&self) -> bool {
         let is_stopped = |server: &SimServer| server.is_stopped || server.is_ending;
         self.is_hung()
@@ -73,7 +73,7 @@ impl Mps {
             || self.servers.values().any(is_stopped)
     }
 
-    /// Returns whether a program finds it by a directory of a slice of this GPU.
+    /// Returns true if a program finds it through a directory of a slice of this GPU.
     fn is_led_to(&self, ordinal: usize) -> bool {
         let Some(ways) = &self.ways else { return true };
         let Some(gpu) = self.gpus.get(ordinal) else { return false };
@@ -92,7 +92,8 @@ impl Mps {
         }
     }
 
-    /// Whether a client that comes is of another user than the server. Its server comes once that one has no client.
+    /// True if a client that comes belongs to another user than the server. A server for that user is started once the present
+    /// one has no client.
     fn is_for_another_user(&mut self) -> bool {
         let Some(server) = self.servers.keys().next_back().copied() else { return false };
         let is_another = self.dice.one_in(2);
@@ -152,7 +153,7 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// A client is to lose its work. Whether it is there. Half of the programs end then.
+    /// A client should lose its work. Returns true if it exists. Half of the programs end then.
     pub(crate) fn loses_work(&mut self, process: ProcessId) -> bool {
         let is_it = |client: &SimClient| client.program.process == process;
         let is_there = self.clients.get(&process.pid).is_some_and(is_it);
@@ -162,14 +163,14 @@ impl Mps {
         is_there
     }
 
-    /// A client meets a fatal GPU error, which hits every client on its GPU, and no other.
+    /// A client meets a fatal GPU error, which hits every client on its GPU, and no other client.
     pub(crate) fn fault(&mut self, pid: u32) {
         let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;
         };
         let ordinals: Vec<usize> = ordinals.into_iter().collect();
         let Some(ordinal) = self.dice.pick(&ordinals).copied() else { return };
-        // A control daemon that can't say how a server is lists its clients.
+        // A control daemon that can't report the status of its server still lists the server's clients.
         let lists = self.is_old || self.dice.one_in(2);
         let Some(one) = self.servers.get_mut(&server).filter(|one| one.status == ServerStatus::Active) else {
             return;

@@ -1,4 +1,4 @@
-//! The doors that hand out slices: each asks the core, about the slice as it stands for the program that is to have it.
+//! The parts of the service that hand out slices: each asks the core about the state of a slice for the program that asks for it.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ fn name_of((gpu, slice): &BoundSlice) -> String {
 }
 
 impl World {
-    /// The answer of the service, at every door.
+    /// The answer of the service, the same from each part.
     pub(crate) fn may_have(&self, slice: &BoundSlice, asker: Asker<'_>) -> Result<(), Obstacle> {
         let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
         access::may_have(Standing {
@@ -50,7 +50,7 @@ impl World {
         self.demand.orders.iter().find(has)
     }
 
-    /// Whether a program that comes to a slice now is served with its limits, as the service shows it.
+    /// True if a program that comes to a slice now is served with its limits, as the service shows it.
     fn shows_as_served(&self, slice: &BoundSlice) -> bool {
         let (Some(service), Some(order)) = (&self.service, self.order_of(slice)) else { return false };
         let serves =
@@ -68,8 +68,8 @@ impl World {
             && service.watched.get(&order.id).is_some_and(is_shown)
     }
 
-    /// One answer: a program that was told that it may have a slice, and begins at once, comes to a control daemon with the limits
-    /// of the slice, unless something has happened that the service can't know yet.
+    /// One answer: a program that was allowed to have a slice, and starts at once, reaches a control daemon with the limits of
+    /// the slice, unless something has happened that the service can't know yet.
     pub(crate) fn check_is_served(&self, slice: &BoundSlice) {
         let name = name_of(slice);
         assert!(!self.is_drained(&name), "one-answer: {name} is drained, and given");
@@ -90,7 +90,7 @@ impl World {
         assert!(differing.is_none(), "one-answer: {name} is given, and {differing:?}");
     }
 
-    /// A program asks for a slice, or is to be bound to it, and begins at once if it may have it.
+    /// A program asks for a slice, or should be bound to it, and starts at once if it may have the slice.
     pub(crate) fn program_asks(&mut self, dice: &mut Dice) {
         if self.service.as_ref().is_none_or(|service| service.ending.is_some()) {
             return;
@@ -126,7 +126,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// In the end each slice that is served and not drained is given to whoever shares it.
+    /// At the end each slice that is served and not drained is given to any program that shares it.
     pub(crate) fn check_slices_are_given(&self) {
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
         for order in &self.demand.orders {

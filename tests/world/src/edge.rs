@@ -35,7 +35,7 @@ pub struct SimShell {
 }
 
 impl SimShell {
-    /// Whether NVML tells the clients of this control daemon on a GPU.
+    /// True if NVML tells the clients of this control daemon on a GPU.
     pub(crate) fn lists_clients(&self, gpu: &str) -> bool {
         gpu != OLD_GPU && self.id.tenure() == Tenure::Alone
     }
@@ -130,7 +130,7 @@ impl SimShell {
         answer
     }
 
-    /// Limits are in force, whenever it is shown as ready, unless somebody else has just changed them.
+    /// Limits are in force while it is shown as ready, unless another program has just changed them.
     fn check_limits_are_in_force(&self, mps: &Mps) {
         if mps.reader.is_ready() && mps.taken_by.is_none() {
             let differing = mps.differing(self.setting, false);
@@ -414,7 +414,7 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// At once: between the last look at the clients and the signal nobody comes.
+    /// Without a wait: no client comes between the last look at the clients and the signal.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));
@@ -439,7 +439,7 @@ impl Shell for SimShell {
         let list = |(ordinal, gpu): (usize, &String)| {
             let there = match self.id.tenure() {
                 Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
-                // The others there may be of another control daemon.
+                // The other clients there may belong to another control daemon.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
             };
             let there = there.filter(|_| !mps.out_of_reach.contains(gpu) && failing.as_ref() != Some(gpu));
@@ -508,8 +508,8 @@ impl Shell for SimShell {
         self.admission.reopen_ways(&mut mps);
     }
 
-    /// Programs wait for a server: without one, they would begin without MPS and keep it out. A server may have ended of which
-    /// nobody knows yet.
+    /// Programs wait for a server: without one, they would start without MPS and prevent the start of a server. The server may
+    /// have ended though the service does not know that yet.
     fn let_go(&mut self) {
         let mut mps = self.lock();
         mps.note(format_args!("let go"));

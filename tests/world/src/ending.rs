@@ -33,10 +33,10 @@ const SHORT_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 /// The time for which a control daemon waits for a client that can't let go.
 const WAITS_FOR_CLIENT: Duration = Duration::from_secs(32);
 
-/// The most that a request asks in one moment.
+/// The most questions of a request in one moment.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// A client as people know it.
+/// A client as messages describe it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SimOwner {
     pub(crate) pid: u32,
@@ -76,15 +76,15 @@ pub(crate) struct RequestState {
     pub(crate) named: Option<u32>,
     /// The clients that it meant, and were at work when it began.
     pub(crate) wanted: BTreeSet<SimProcess>,
-    /// These clients as far as they were at work when their control daemon was listed last.
+    /// Those of these clients that were at work when their control daemon was last listed.
     pub(crate) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
-    /// The control daemons with a list that has just left somebody out.
+    /// The control daemons whose last list has left out a client.
     pub(crate) has_left_out: BTreeSet<u32>,
     /// The clients that it has found at work.
     pub(crate) found: BTreeSet<SimProcess>,
-    /// The clients that it has ended, and was told so.
+    /// The clients that it has ended, with an answer.
     pub(crate) ended: BTreeSet<SimProcess>,
-    /// The clients that may have ended, since an answer got lost.
+    /// The clients that may have ended, since an answer was lost.
     pub(crate) lost: BTreeSet<SimProcess>,
     /// The number of faults of each control daemon when a status was answered last.
     pub(crate) faults: BTreeMap<u32, usize>,
@@ -257,7 +257,7 @@ impl SimEnding {
             client.is_some_and(SimClient::is_at_work)
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
-        // Who had no work a moment ago and starts over just when the list leaves it out has come after the end.
+        // A client that had no work a moment ago, and starts work again just when the list leaves it out, has come after the end.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {
@@ -271,7 +271,7 @@ impl SimEnding {
         self.daemons.iter().find(|one| one.pid == control).unwrap()
     }
 
-    /// Ends the work of a client, whoever hears of it.
+    /// Ends the work of a client, even if the answer is lost.
     fn end(&self, one: &Reached, server: u32, client: SimProcess) -> TerminateAnswer {
         let mut mps = one.mps.lock().unwrap();
         mps.note(format_args!("end the work of {}", client.pid));
@@ -388,7 +388,7 @@ impl ClientShell for SimEnding {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
-        // Whoever has the PID now is asked to end: the next process gets it only after all others.
+        // The process that has the PID now is asked to end: the next process gets it only after all others.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
             return Ok(TerminateAnswer::NoSuchClient);
         };

@@ -24,22 +24,22 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest time from a look and a list of clients to the choice of one.
 const FRESH: Duration = Duration::from_secs(2);
 
-/// The longest time for which a client that could not be ended is left alone.
+/// The longest time in which no further attempt is made on a client that could not be ended.
 const LEFT_ALONE: Duration = Duration::from_secs(61);
 
-/// The most that is told of the overuse of a slice in a minute.
+/// The most messages about the overuse of a slice in a minute.
 const MOST_TOLD: usize = 20;
 
-/// All that is true about the budgets of a GPU's slices.
+/// The truth about the budgets of a GPU's slices.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) now: Duration,
     /// The attempt waits until then.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
-    /// Whoever was there before the service, or before the budgets became smaller.
+    /// The clients that were there before the service, or before the budgets became smaller.
     before: BTreeSet<ProcessId>,
-    /// Nobody has looked since then, so whoever comes until then may be spared too.
+    /// There was no look since then, so clients that come until the next look may be spared too.
     is_unseen: bool,
     may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,
@@ -119,7 +119,7 @@ impl Facts {
         );
     }
 
-    /// Nobody has this PID but this process.
+    /// This PID belongs to this process.
     fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
@@ -167,7 +167,7 @@ impl Facts {
     }
 }
 
-/// A process that is held, and the control daemon that it is a client of.
+/// The process of a handle, and its control daemon.
 #[derive(Clone)]
 pub(crate) struct SimHeld {
     mps: Arc<Mutex<Mps>>,
@@ -203,7 +203,7 @@ impl SimEnforcement {
         .await;
     }
 
-    /// Waits for a turn, and as long as the control daemon hangs. An error: it does not answer.
+    /// Waits for a turn, and while the control daemon hangs. An error: it does not answer.
     async fn reach(&self, question: &str, mps: &Mutex<Mps>) -> Result<(), String> {
         let begun = self.facts().now;
         let takes = lock(mps).stage.takes.get(question).copied().unwrap_or_default();
@@ -305,7 +305,7 @@ impl ClientShell for SimEnforcement {
         Ok(held.process)
     }
 
-    /// Work is safe: a client that is asked to end was too much when it was chosen, a question before.
+    /// Work is safe: a client that is asked to end exceeded the budget when it was chosen, one question before.
     async fn terminate_client(
         &mut self,
         control: &Self::Control,
@@ -327,7 +327,7 @@ impl ClientShell for SimEnforcement {
         let answer = self.reach("end the work", control).await;
         let (is_late, is_lost) = {
             let mut mps = lock(control);
-            // A control daemon that hangs may do later what it was asked for.
+            // A control daemon that hangs may carry out the request later.
             let is_late = answer.is_err() && mps.goes_wrong(2);
             let is_lost = mps.goes_wrong(5) || mps.stage.lost_answers > 0;
             mps.stage.lost_answers = mps.stage.lost_answers.saturating_sub(1);

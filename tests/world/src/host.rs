@@ -14,7 +14,7 @@ const SCAN: Duration = Duration::from_secs(5);
 /// NVML as it is.
 #[derive(Debug, Default)]
 pub(crate) struct SimNvml {
-    /// The number of times that the driver was loaded anew: those who have opened it before have to open it again.
+    /// How often the driver was loaded again: a program that has opened it before has to open it again.
     loads: u32,
     /// It does not list the GPUs, and answers about each.
     lists_none: bool,
@@ -23,7 +23,7 @@ pub(crate) struct SimNvml {
 }
 
 impl World {
-    /// Something happens to the driver, or somebody has the service look at the host.
+    /// Something happens to the driver, or an administrator has the service look at the host.
     pub(crate) fn host_changes(&mut self, dice: &mut Dice) {
         let what = match dice.below(6) {
             0 | 1 => {
@@ -84,8 +84,8 @@ impl World {
         }
     }
 
-    /// The service looks at the host. Whether NVML has listed the GPUs. A driver that can be used stays in force, whatever
-    /// becomes of the look.
+    /// The service looks at the host. Returns true if NVML has listed the GPUs. A driver that works stays in force, even if the
+    /// look fails.
     pub(crate) fn look(&mut self) -> bool {
         let loads = self.nvml.loads;
         let is_listed = loop {
@@ -128,7 +128,7 @@ impl World {
         }
     }
 
-    /// The first look of a service. Where MPS is off, nobody waits for a driver.
+    /// The first look of a service. If MPS is off, the service does not wait for a driver.
     pub(crate) fn look_first(&mut self) {
         if self.look() || self.demand.mps != MpsSwitch::On {
             self.begin_to_serve();

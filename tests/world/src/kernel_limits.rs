@@ -1,5 +1,5 @@
-//! The memory limits that the kernel holds for control groups, in memory: acts by the real registry, refusals, and people who
-//! set limits themselves.
+//! The memory limits that the kernel enforces for control groups, in memory: acts of the real registry, refusals, and programs
+//! that set limits themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -14,10 +14,10 @@ use super::budgets::budgets_of;
 use super::ways::SLICES;
 use super::{Dice, Ending, GPUS, World};
 
-/// The limit, in MiB, that somebody else's hook sets.
+/// The limit, in MiB, that the hook of another program sets.
 const OF_HOOK: u64 = 9;
 
-/// The time after which a limit that a hook has set is to be ours again.
+/// The time after which the service must have replaced a limit that a hook has set.
 const HOOK_LASTS: Duration = Duration::from_secs(5);
 
 type SimPlace = LimitedGroup<String>;
@@ -26,28 +26,28 @@ type SimPlace = LimitedGroup<String>;
 #[derive(Debug, Default)]
 pub(crate) struct SimKernel {
     limits: BTreeMap<SimPlace, u64>,
-    /// The limits that somebody else has changed, and at which the service has not looked since, with the moment when it is to
-    /// have looked.
+    /// The limits that another program has changed since the service has last checked them, with the moment by which the service
+    /// must have checked.
     changed: BTreeMap<SimPlace, Duration>,
-    /// The limits that somebody else has set, or a service that has ended since.
+    /// The limits that another program, or an earlier service, has set.
     of_others: BTreeSet<SimPlace>,
     /// The GPUs on which it holds no limits, as in MIG mode.
     refuses: BTreeSet<String>,
 }
 
-/// The service's part: the goals, and whether it has looked at them before.
+/// The service's part: the goals, and true if it has looked at them before.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernelLimits {
     limits: Option<KernelLimits<String>>,
     wanted: GroupLimits<(String, u32), String>,
 }
 
-/// Whether the configuration wants the kernel to hold limits. It may change under programs.
+/// True if the configuration wants the kernel to enforce limits. It may change while programs run.
 fn are_wanted(payload: u32) -> bool {
     payload % 5 != 4
 }
 
-/// The most memory that a program, which has some, can have by the limits of the control groups around it.
+/// The most memory that a program, which has some already, can have by the limits of its control group and the ancestors.
 pub(crate) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) -> u64 {
     let around = world.kernel.limits.iter().filter(|(place, _)| {
         place.gpu == gpu && is_in(group, &place.group.path) && world.bindings.is_there(&place.group)
@@ -113,7 +113,7 @@ impl World {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
         let is_new = matches!(goal, LimitGoal::Hold(_)) && !self.kernel.limits.contains_key(&place);
-        // A hook of somebody else for the same container runs after the hook that has bound it.
+        // The hook of another program for the same container runs after the hook that has bound it.
         let hook_comes = is_new && !self.is_calm && dice.one_in(3);
         let now = self.now;
         let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));
@@ -151,14 +151,14 @@ impl World {
                 LimitOutcome::Reached
             }
         };
-        // An answer can get lost behind the act.
+        // The answer can be lost although the act was carried out.
         let outcome = if is_lost { refused("no answer") } else { outcome };
         self.add_to_story(|| format!("limit of {place:?}: {goal:?} {outcome:?}"));
         let Some(service) = &mut self.service else { return };
         service.kernel_limits.limits.get_or_insert_default().has_acted(&place, &goal, outcome, now);
     }
 
-    /// The next service finds the limits of this one, and knows only what follows from the state file and the configuration.
+    /// The next service finds the limits of this one, and knows only what the state file and the configuration say.
     pub(crate) fn limits_are_left(&mut self) {
         self.kernel.of_others.extend(self.kernel.limits.keys().cloned());
     }
@@ -168,7 +168,7 @@ impl World {
         self.kernel.refuses.clear();
     }
 
-    /// A GPU goes into a mode without limits or leaves it, or somebody else sets or lifts a limit.
+    /// A GPU enters a mode without limits or leaves it, or another program sets or removes a limit.
     pub(crate) fn kernel_limits_change(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         if dice.one_in(3) {
@@ -181,7 +181,7 @@ impl World {
         let place = LimitedGroup { gpu, group: self.bindings.any_group(dice) };
         match dice.below(3) {
             0 => _ = self.kernel.limits.remove(&place),
-            // No slice has so little.
+            // A limit that is lower than that of any slice.
             _ => _ = self.kernel.limits.insert(place.clone(), 7),
         }
         self.add_to_story(|| format!("somebody else changes the limit of {place:?}"));
@@ -189,7 +189,7 @@ impl World {
         self.kernel.changed.insert(place, self.now + CHECK);
     }
 
-    /// The control groups that have gone take their limits with them.
+    /// The limits of removed control groups are removed too.
     pub(crate) fn limits_of_gone_groups_end(&mut self) {
         let is_there = |group: &ControlGroup| self.bindings.is_there(group);
         self.kernel.limits.retain(|place, _| is_there(&place.group));
@@ -197,8 +197,8 @@ impl World {
         self.kernel.of_others.retain(|place| is_there(&place.group));
     }
 
-    /// A limit that is shown is held: where a slice is shown as limited by the kernel, the one control group that has it can
-    /// have the memory of the slice and no more.
+    /// A shown limit is enforced: if a slice is shown as limited by the kernel, the one control group that has it can have
+    /// exactly the memory of the slice.
     pub(crate) fn check_limits_are_held(&self) {
         let Some(service) = &self.service else { return };
         let Some(known) = &service.kernel_limits.limits else { return };
@@ -228,7 +228,8 @@ impl World {
         }
     }
 
-    /// Limits go with their bindings: in the end the kernel holds each limit that it does not refuse, and no other of ours.
+    /// Limits end with their bindings: at the end the kernel has each limit that it does not refuse, and no other limit of the
+    /// service.
     pub(crate) fn check_limits_go_with_bindings(&self) {
         let wanted = limits(self.bindings.registry(), |slice| self.memory_of(slice));
         for (place, limit) in &wanted {

@@ -1,5 +1,5 @@
 //! A host in memory: GPUs with compute modes, control daemons with clients, the state file, and the service's shell, which
-//! carries out what the core says, step by step as the service does. The service can be killed between any two steps.
+//! carries out the acts of the core step by step, like the service. The service can be killed between any two steps.
 
 // All of this is tests.
 #![allow(
@@ -69,7 +69,7 @@ pub fn mixed(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Choices that all follow from one number, so that a history without some of its steps is a history too.
+/// Choices that all follow from one number, so that a history without some of its steps is a valid history.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Dice(u64);
 
@@ -115,7 +115,7 @@ struct ControlDaemon {
     id: DaemonId,
     gpus: Vec<String>,
     mps: Arc<Mutex<Mps>>,
-    /// Whether the order that it was given last sets compute modes.
+    /// True if the order that it was given last sets compute modes.
     sets_modes: bool,
     /// It waits for the word to become the control daemon, and ends with the service.
     is_paused: bool,
@@ -195,7 +195,7 @@ pub struct World {
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
     nvml: SimNvml,
-    /// By PID. One that has ended is gone.
+    /// By PID. A control daemon that has ended is removed.
     daemons: BTreeMap<u32, ControlDaemon>,
     next_pid: u32,
     state_file: StateFile,
@@ -204,7 +204,7 @@ pub struct World {
     /// The slices that could not be closed when they were drained, as the answer has said.
     stuck: BTreeSet<String>,
     ways: Ways,
-    /// The slices with directories that others have changed.
+    /// The slices whose directories other users have changed.
     meddled: BTreeSet<String>,
     /// The control groups that are bound to slices, as the state file has them.
     bindings: SimBindings,
@@ -219,13 +219,13 @@ pub struct World {
     refuses_multiuser: bool,
     /// The state file can't be written.
     is_disk_full: bool,
-    /// The acts about each control daemon since something came from outside, or time has passed.
+    /// The number of acts about each control daemon since the last event from outside, or since time has passed.
     in_a_row: BTreeMap<DaemonId, usize>,
-    /// A GPU with a mode that could not be put back, or was changed by others.
+    /// A GPU whose mode could not be restored, or was changed by another program.
     strange: BTreeSet<String>,
     /// The number of acts so far.
     acts: usize,
-    /// The history as a story, if somebody reads it.
+    /// The history as a story, if it is wanted.
     story: Option<String>,
 }
 
@@ -342,7 +342,7 @@ impl World {
         self.look_if_due();
     }
 
-    /// Tells the core of an event, and begins what it wants.
+    /// Gives an event to the core, and begins the resulting acts.
     fn on(&mut self, event: CoreEvent<u32>) {
         let now = self.now;
         let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
@@ -425,7 +425,7 @@ impl World {
     /// The act about this control daemon has come back.
     fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
-        // NVML goes on with a change that nobody waits for any more, and the next one waits for that.
+        // NVML goes on with a change whose caller does not wait any more, and the next change waits for that.
         self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };
@@ -455,7 +455,7 @@ impl World {
         self.on(CoreEvent::ModeDone { gpu: gpu.to_owned(), outcome });
     }
 
-    /// The control daemon of ours that lives with this id.
+    /// The living control daemon of the service with this id.
     fn living(&self, id: &DaemonId) -> Option<(u32, &ControlDaemon)> {
         let pid = self.state_file.daemons.get(id)?.process.pid;
         Some((pid, self.daemons.get(&pid)?))

@@ -1,5 +1,5 @@
-//! The memory that programs take: no more than the limits that hold for them, and than the GPU has left. The slices of a GPU
-//! may have more together than the GPU (overcommit).
+//! The memory that programs allocate: at most what their limits allow, and what the GPU has left. The slices of a GPU together
+//! may have more memory than the GPU (overcommit).
 
 use super::kernel_limits::room_in_groups;
 use super::serving::{only_slice, size_of};
@@ -9,7 +9,7 @@ use super::{Dice, World};
 /// The memory of a GPU.
 const GPU_MIB: u64 = 6 * 1024;
 
-/// Somebody's memory on one GPU.
+/// The memory of a program on one GPU.
 struct Place {
     gpu: String,
     /// The limit of the server, unless the GPU has none.
@@ -76,8 +76,8 @@ impl World {
         place.limit().min(left).min(of_groups)
     }
 
-    /// A published limit is enforced: whoever has the environment of a slice can have the memory of the slice and no more,
-    /// and nobody's limit is below it.
+    /// A published limit is enforced: a program with the environment of a slice can have exactly the memory of the slice, and no
+    /// program has a lower limit.
     fn check_published_limits(&self, daemon: u32, places: &[Place]) {
         for order in &self.demand.orders {
             let is_its = self.living(&order.id).is_some_and(|(pid, _)| pid == daemon);

@@ -44,7 +44,7 @@ pub struct SimServer {
     pub(crate) has_ended: bool,
     /// After a fault a control daemon may list no client of it.
     pub(crate) lists: bool,
-    /// Somebody has stopped it by SIGSTOP: it takes no client.
+    /// A SIGSTOP has stopped it: it takes no client.
     pub(crate) is_stopped: bool,
     /// The line of the log that tells of its fatal GPU error.
     pub(crate) fault_line: Option<usize>,
@@ -53,7 +53,7 @@ pub struct SimServer {
 /// A client that was hit on a GPU of a server.
 pub(crate) type Hit = (u32, usize, u32);
 
-/// Something that follows after a while.
+/// Something that follows after some time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Later {
     Comes(u32),
@@ -77,7 +77,7 @@ pub(crate) struct Hurt {
     pub(crate) cause: Cause,
     /// An administrator has just asked for a change by force.
     pub(crate) is_forced: bool,
-    /// The asker was told before that it has failed.
+    /// The caller already has the answer that it has failed.
     pub(crate) is_given_up: bool,
 }
 
@@ -95,12 +95,12 @@ pub struct Mps {
     pub(crate) is_alive: bool,
     pub(crate) listens_at: Duration,
     pub(crate) hangs_until: Duration,
-    /// Somebody has stopped it by SIGSTOP.
+    /// A SIGSTOP has stopped it.
     pub(crate) is_stopped: bool,
     pub has_no_directory: bool,
     pub taken_by: Option<u32>,
     pub log_is_lost: bool,
-    /// Some lines were lost, or left out by a reader: nobody can read of all clients.
+    /// Some lines were lost, or left out by a reader: not all clients can be read from the log.
     pub(crate) lines_are_missing: bool,
     /// Lines come late: not before this moment, and in order.
     lines_wait_until: Duration,
@@ -117,7 +117,7 @@ pub struct Mps {
     pub refuses_multiuser: bool,
     /// It serves one user after the other.
     pub(crate) serves_one_user: bool,
-    /// It was asked to end, and has a client: it answers nobody any more, and that client works on to its end.
+    /// It was asked to end, and has a client: it answers no program any more, and that client works on to its end.
     pub(crate) quits_when_idle: bool,
     /// The ways to it could not all be closed when programs were to wait.
     pub(crate) door_is_stuck: bool,
@@ -142,7 +142,7 @@ pub struct Mps {
     /// The number of fatal GPU errors so far.
     pub(crate) faults: usize,
     pub(crate) hurt: Vec<Hurt>,
-    /// Of these targets somebody else has changed the limits, since the service has looked.
+    /// The targets whose limits another program has changed since the service has looked.
     pub(crate) foreign: BTreeSet<Option<u32>>,
     /// The service that watches it.
     pub reader: Reader,
@@ -203,7 +203,7 @@ impl Mps {
         }
     }
 
-    /// The next process of the same kind takes its place.
+    /// Another process of the same kind replaces it.
     pub(crate) fn is_another(&mut self, pid: u32, now: Duration) {
         let next = Self::new(pid, Vec::new(), self.is_old, now);
         let (is_calm, refuses_multiuser) = (self.is_calm, self.refuses_multiuser);
@@ -413,7 +413,7 @@ impl Mps {
 
     /// The end of the control daemon, with all its servers. Without a cause it is an accident.
     ///
-    /// The door is closed first: a program that has connected to a control daemon would find none, and run without MPS.
+    /// The door is closed first: otherwise a program that has just connected would find no control daemon, and run without MPS.
     pub fn end(&mut self, cause: Option<Cause>) {
         let has_connected = |(_, what): &(Duration, Later)| matches!(what, Later::IsAdmitted(_));
         let is_reached = !self.is_hung() && self.listener() == Some(self.pid);
@@ -437,7 +437,7 @@ impl Mps {
         }
     }
 
-    /// The control daemon and these servers of it go on, if somebody has stopped them.
+    /// The control daemon and these servers of it are continued, if a signal has stopped them.
     pub(crate) fn go_on(&mut self, servers: &[u32]) {
         for server in servers {
             if let Some(server) = self.servers.get_mut(server) {
@@ -458,7 +458,7 @@ impl Mps {
         }
     }
 
-    /// Somebody else changes limits: of a server, or of the servers to come.
+    /// Another program changes limits: of a server, or of servers that are started later.
     pub fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,
@@ -474,7 +474,7 @@ impl Mps {
         }
     }
 
-    /// The target with limits that are not these, unless somebody else has changed them since the service has looked.
+    /// The target whose limits differ from these, unless another program has changed them since the service has looked.
     pub(crate) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
         self.differing_in(|one| one, setting, with_foreign)
     }

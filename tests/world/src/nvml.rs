@@ -90,7 +90,7 @@ impl GpuShell for SimShell {
         client.or_else(|| mps.servers.contains_key(&pid).then_some(as_old_as_its_pid(pid)))
     }
 
-    /// No server and no client of ours is called a bypass.
+    /// No server and no client of the service is reported as a bypass.
     fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
         let stage = &mut self.lock().stage;
         let is_others =

@@ -1,4 +1,4 @@
-//! Stories of a slice that is over its budget, on a host on which everything is well, but for what the story says.
+//! Stories of a slice that is over its budget, on a host on which nothing else is wrong.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard};

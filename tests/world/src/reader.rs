@@ -1,5 +1,4 @@
-//! The knowledge of a service about one control daemon that it watches, and all that it shows and tells. It ends with the
-//! service.
+//! All that a service knows, shows and reports about one control daemon that it watches. It ends with the service.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -11,22 +10,22 @@ use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 use super::mps::{Hit, Mps};
 use super::register::SimRegister;
 
-/// The time after which whoever asks for something is told that there was no answer.
+/// The time after which a caller gets the error that there was no answer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most that is asked and waited for in one moment, without anything from outside.
+/// The most questions and waits in one moment, without an event from outside.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// The reason why the act under way waits.
+/// Why the act under way waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Waits {
     #[default]
     Nothing,
-    /// For the world, which lets it go on. It has waited since this moment.
+    /// For its turn in the world, since this moment.
     Turn(Duration),
-    /// For this moment.
+    /// Until this moment.
     Until(Duration),
-    /// For anything that happens, until this moment.
+    /// For any event, at most until this moment.
     Event { until: Duration, takes_requests: bool },
 }
 
@@ -34,7 +33,7 @@ pub(crate) enum Waits {
 pub struct Reader {
     /// The lines of the log that were read.
     pub(crate) position: usize,
-    /// The lines that an earlier service has taken note of.
+    /// The lines that an earlier service has recorded.
     pub(crate) quiet_until: usize,
     /// The servers that are watched for their end.
     pub(crate) watched: BTreeSet<u32>,
@@ -60,7 +59,7 @@ pub struct Reader {
     pub(crate) being_set: BTreeSet<String>,
     /// The GPUs that are shown as left out, each with the reason.
     pub left_out: BTreeMap<String, String>,
-    /// The number of times that something new was told or shown.
+    /// The number of news that were reported or shown.
     pub(crate) news: usize,
     /// The words that were told.
     pub words: Vec<String>,
@@ -108,7 +107,7 @@ impl Reader {
         self.being_set.extend(order.gpus.iter().filter(is_new).cloned());
     }
 
-    /// Whether a program that comes to a GPU now is served with the limits of this order, as it is shown.
+    /// True if a program that comes to a GPU now is served with the limits of this order, as it is shown.
     pub(crate) fn shows_as_served(&self, gpu: &str, order: &Order<u32>) -> bool {
         let has_taken = |(payload, gpus): &(u32, Vec<String>)| {
             *payload == order.payload && gpus.iter().any(|one| one == gpu)
@@ -122,7 +121,7 @@ impl Reader {
 }
 
 impl Mps {
-    /// Whether the act under way can come on.
+    /// True if the act under way can come on.
     pub(crate) fn is_awake(&self) -> bool {
         match self.reader.waits {
             Waits::Nothing | Waits::Turn(_) => true,
@@ -137,7 +136,7 @@ impl Mps {
         }
     }
 
-    /// Who was hit is told: each once, and nobody else.
+    /// Who was hit is told: each client once, and no other client.
     pub(crate) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
         self.reader.disk_was_full = self.disk_is_full;
         for client in clients {
@@ -167,12 +166,13 @@ impl Mps {
         self.reader.end_begun = self.now;
     }
 
-    /// Whether whoever has asked for the request that was taken last still waits.
+    /// True if the caller of the last request still waits.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }
 
-    /// The state file is written, if the disk has room for it: no other service tells who was hit, so they are told before.
+    /// The state file is written, if the disk is not full: no other service reports the clients that were hit, so they are
+    /// reported before.
     pub(crate) fn keep_state_file(&mut self) {
         let untold = self.reader.read.difference(&self.reader.told).next();
         assert!(
@@ -185,7 +185,8 @@ impl Mps {
         }
     }
 
-    /// No fault is shown any more: the next service does not tell who was hit, if the state file could be written.
+    /// No fault is shown any more: the next service does not report the clients that were hit, if the state file could be
+    /// written.
     pub(crate) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
         let can_be_written = !self.reader.disk_was_full;
@@ -193,7 +194,7 @@ impl Mps {
         self.reader.over.extend(new);
     }
 
-    /// Nothing spins: whatever happens in a moment comes to an end.
+    /// Nothing spins: the number of steps in one moment is limited.
     pub(crate) fn count_step(&mut self) {
         let reader = &mut self.reader;
         if reader.moment != self.now {
@@ -204,7 +205,7 @@ impl Mps {
         assert!(steps < MOST_IN_A_MOMENT, "nothing-spins: {} is asked {steps} times in a moment", self.pid);
     }
 
-    /// Nothing spins: between two starts of servers that fail is a pause.
+    /// Nothing spins: there is a pause between two starts of servers that fail.
     pub(crate) fn count_start(&mut self) {
         let starts = &mut self.reader.starts;
         starts.push(self.now);

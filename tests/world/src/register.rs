@@ -83,8 +83,8 @@ impl Mps {
         }
     }
 
-    /// Everybody is known: whoever is told of is named with the tenant and the slice that were seen while its process ran, and never as
-    /// another one that had its PID.
+    /// Everybody is known: each message about a client names the tenant and the slice that were seen while its process ran, and
+    /// never those of another process with its PID.
     pub(crate) fn check_everybody_is_known(&self, pid: u32) {
         let SimRegister { register, seen } = &self.reader.clients;
         let Some(process) = self.hit_processes.get(&pid).filter(|_| !self.lines_are_missing) else { return };

@@ -126,7 +126,7 @@ impl World {
         self.bury();
     }
 
-    /// A request tells the truth: nobody of the wanted is at work once it says so, and the names are right.
+    /// A request tells the truth: no wanted client is at work once the request has succeeded, and the names are right.
     fn check_answer(
         &self,
         request: &RequestState,
@@ -169,7 +169,7 @@ impl World {
         })
     }
 
-    /// Whoever was found and is still at work is named, and nobody is called unharmed without an answer.
+    /// Each client that was found and is still at work is named, and no client is called unharmed without an answer.
     fn check_left(&self, request: &RequestState, left: &[LeftClient<SimOwner>]) {
         let target = &request.target;
         for found in request.found.iter().filter(|one| self.is_at_work(**one)) {

@@ -1,5 +1,5 @@
-//! Scripts: a few deeds of people and a few accidents, one after the other, each with the time that it needs. Nothing else
-//! goes wrong in between, so that the same deeds can be done on another host, and must come out the same there.
+//! Scripts: a few deeds of users and a few accidents, one after the other, each with the time that it needs. Nothing else goes
+//! wrong in between, so that a simulated host can play the same deeds and must have the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,7 +16,7 @@ use super::serving::percentage_of;
 use super::ways::all_slices;
 use super::{Dice, Ending, GpuState, Mode, Mood, World};
 
-/// The GPUs. None is too old: on a host with such a one servers are of one user.
+/// The GPUs. None is too old: with such a GPU servers would serve one user each.
 const GPUS: [&str; 3] = ["A", "B", "D"];
 
 /// The scripts that are tried on a host, and the deeds of each.
@@ -35,7 +35,7 @@ const PAYLOADS: [u32; 3] = [0, 15, 40];
 /// A client, by the number with which it came.
 pub type ClientNumber = usize;
 
-/// Something that people do, or that happens to them.
+/// A deed of a user, or an accident.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Deed {
     Reload {
@@ -79,7 +79,7 @@ pub enum Deed {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenDaemon {
     pub gpus: Vec<&'static str>,
-    /// Its state, and the number of its servers, as they are published. None: nobody publishes anything.
+    /// Its state, and the number of its servers, as published. None: no service publishes them.
     pub published: Option<(String, usize)>,
 }
 
@@ -90,11 +90,11 @@ pub struct Seen {
     pub daemons: BTreeMap<String, SeenDaemon>,
     /// The GPUs that are published as served, each with the thread percentage in force.
     pub served: BTreeMap<&'static str, u8>,
-    /// The slices with a directory that leads to a control daemon that runs, each with the id of that one.
+    /// The slices whose directory has a link to a running control daemon, each with its id.
     pub ways: BTreeMap<String, String>,
     /// The clients at work, or with work that is lost to an error, each with its GPU.
     pub clients: BTreeMap<ClientNumber, &'static str>,
-    /// The clients that were ever told as hit by a fatal GPU error.
+    /// The clients that were ever reported as hit by a fatal GPU error.
     pub told: BTreeSet<ClientNumber>,
     /// The GPUs with the service's compute mode.
     pub with_our_mode: BTreeSet<&'static str>,
@@ -167,7 +167,7 @@ impl Script {
         self.world.story()
     }
 
-    /// Something that makes sense at this moment. It begins with a service that starts.
+    /// Chooses a deed that is possible at this moment. The first one starts the service.
     pub fn choose(&mut self) -> Deed {
         match self.played {
             0 => return reload(&mut self.dice),
@@ -246,7 +246,7 @@ impl Script {
     /// Does something, and waits until nothing comes of it any more.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
-        // Some of these may end, and nobody else has their last words.
+        // Some of these may end, and then their last messages would be lost.
         let before: Vec<Arc<Mutex<Mps>>> =
             self.world.daemons.values().map(|one| Arc::clone(&one.mps)).collect();
         self.played += 1;
@@ -317,7 +317,7 @@ impl Script {
         self.world.bury();
     }
 
-    /// Who was hit ends, except for clients that stay.
+    /// The clients that were hit end, except for those that stay.
     fn fault(&mut self, client: ClientNumber, gpu: &'static str, ends_control_daemon: bool) {
         let culprit = self.comes(client, gpu, false);
         let pid = self.world.leads_to(&format!("{gpu}-0")).unwrap();
@@ -342,7 +342,7 @@ impl Script {
     fn wait(&mut self) {
         let until = self.world.now + PAUSE;
         while self.world.now < until {
-            // The drivers of the other host know how servers are.
+            // The drivers of the simulated host can report the status of servers.
             for mps in self.world.service.iter().flat_map(|service| service.starting.values()) {
                 mps.lock().unwrap().is_old = false;
             }

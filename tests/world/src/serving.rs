@@ -1,4 +1,4 @@
-//! The acts about a control daemon that runs: each is the real code, over the edge in memory, and comes on by a turn at a time.
+//! The acts about a running control daemon: each is the real code, in a world in memory, and goes on by one turn at a time.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ impl fmt::Debug for Watched {
 }
 
 impl Watched {
-    /// The control daemon has ended. The service says all that it still has to say of it.
+    /// The control daemon has ended. The service reports all that it still has to report about it.
     pub(crate) fn end(self) {
         let hit = self.known.borrow_mut().take_hit();
         if let Some((server, hit)) = hit {
@@ -49,7 +49,7 @@ impl Watched {
     }
 }
 
-/// An act under way. It ends with its outcome, and whether the control daemon has ended.
+/// An act under way. It returns its outcome, and true if the control daemon has ended.
 pub(crate) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
 
 impl ControlDaemon {
@@ -115,7 +115,7 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
         memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
-        // Nobody can tell to which of several control daemons a client belongs.
+        // It is not known to which of several control daemons a client belongs.
         clients_listed: uuid != OLD_GPU && task.order.id.tenure() == Tenure::Alone,
     };
     Wanted {
@@ -250,7 +250,7 @@ impl World {
             admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
-        // Nobody else borrows them while an act is under way, and there is one at a time.
+        // No other code borrows them while an act is under way, and there is only one act at a time.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());
@@ -291,7 +291,7 @@ impl World {
         }
     }
 
-    /// Work is safe, at the moment of the effect: whoever was at work is ended for a stop, or by an administrator's force.
+    /// Work is safe, at the moment of the effect: a client at work is ended only for a stop, or by an administrator's force.
     fn check_who_was_hurt(&mut self, id: &DaemonId) {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
         let mut mps = watched.mps.lock().unwrap();
@@ -313,13 +313,13 @@ impl World {
         self.daemons.retain(|_, one| one.lock().is_alive);
     }
 
-    /// Lets time pass for everybody.
+    /// Lets time pass for all control daemons.
     pub(crate) fn advance(&mut self, now: Duration) {
         self.now = now;
         for one in self.daemons.values() {
             one.lock().advance(now);
         }
-        // Acts go on about control daemons that have ended, or are not there yet.
+        // Acts also go on about control daemons that have ended, or do not run yet.
         if let Some(service) = &self.service {
             let watched = service.watched.values().map(|watched| &watched.mps);
             watched.chain(service.starting.values()).for_each(|mps| mps.lock().unwrap().advance(now));
@@ -348,7 +348,7 @@ impl World {
             .min()
     }
 
-    /// Whether the act about this control daemon can come on at this moment.
+    /// True if the act about this control daemon can come on at this moment.
     pub(crate) fn can_come_on(&self, id: &DaemonId) -> bool {
         let Some(service) = &self.service else { return false };
         let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();

@@ -68,7 +68,7 @@ impl World {
         }
     }
 
-    /// Half of the work: first the mode of before is written down, then the service's is set.
+    /// Half of the work: first the former mode is recorded, then the service's mode is set.
     pub(crate) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
         let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != ours) else { return };
         if half == 1 && self.state_file.modes.contains_key(gpu) {
@@ -85,7 +85,7 @@ impl World {
         self.mode_step(gpu, step, ModeOutcome::Taken);
     }
 
-    /// First the mode is set, then the one of before is forgotten.
+    /// First the mode is set, then the record of the former mode is removed.
     fn put_mode_back(&mut self, gpu: &str, step: usize, dice: &mut Dice) {
         let Some(before) = self.state_file.modes.get(gpu).copied() else {
             return self.mode_done(gpu, ModeOutcome::PutBack);

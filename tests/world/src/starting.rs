@@ -1,4 +1,4 @@
-//! The start of a control daemon: the real code, over the edge in memory.
+//! The start of a control daemon: the real code, in a world in memory.
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -12,12 +12,12 @@ use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
 use super::{ControlDaemon, Dice, Task, World};
 
-/// A wish of a start. The world fulfils it before the next turn.
+/// A request of a start. The world carries it out before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Spawning {
-    /// Write the process down, which waits for the word.
+    /// Record the process, which waits for the byte.
     WriteDown(Vec<String>),
-    /// Give it the word.
+    /// Send it the byte.
     Go,
 }
 
@@ -54,7 +54,7 @@ impl Starter for SimStarter {
         Ok(Some(Stranger { pid: Some(7), directory: String::new(), end_it: String::new(), clients }))
     }
 
-    /// Work is safe: a stranger with clients is left to them.
+    /// Work is safe: a control daemon that the service has not started keeps its clients.
     async fn end_stranger(&mut self, _: StartPlace, _: u32, may_end: Permit) -> Result<bool, Failure> {
         assert_eq!(self.in_the_way, Some(0), "work-is-safe: a stranger is ended with its clients");
         assert_eq!(may_end.cause(), Cause::Unused, "work-is-safe: a stranger is ended");
@@ -124,7 +124,7 @@ impl World {
         service.starting.insert(id.clone(), mps);
         let (reach, wanted) = (Rc::clone(service.reaches.entry(id.clone()).or_default()), wanted(task));
         let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
-        // Nobody else borrows it while an act is under way, and there is one at a time.
+        // No other code borrows it while an act is under way, and there is only one act at a time.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let mut starter = SimStarter { shell, in_the_way: None };
@@ -143,7 +143,7 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let spawning = mps.spawning.take();
             if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
-                // The one before has ended by itself.
+                // The control daemon before has ended by itself.
                 self.next_pid += 1;
                 mps.is_another(self.next_pid, self.now);
             }

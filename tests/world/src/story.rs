@@ -1,5 +1,5 @@
-//! Stories: one control daemon of a host on which everything is well, but for what the story says. It is served by the real
-//! code, and all that was asked, told and shown is noted.
+//! Stories: one control daemon on a host on which nothing is wrong except what the story says. The real code serves it, and all
+//! questions, messages and shown states are recorded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -118,7 +118,7 @@ impl Mps {
         }
     }
 
-    /// Something happens so many milliseconds after the beginning.
+    /// Something happens this number of milliseconds after the beginning.
     pub fn at(&mut self, millis: u64, turn: impl FnOnce(&mut Self) + Send + 'static) {
         self.stage.later.push((Duration::from_millis(millis), Box::new(turn)));
         self.stage.later.sort_by_key(|(time, _)| *time);
@@ -129,7 +129,7 @@ impl Mps {
         self.stage.during.push((question, Box::new(turn)));
     }
 
-    /// Somebody asks for something.
+    /// An administrator makes a request.
     pub fn asks(&mut self, request: Requested) {
         self.reader.requests.push_back((self.now, request));
     }
@@ -185,7 +185,7 @@ impl Mps {
         self.is_status(server, ServerStatus::Fault);
     }
 
-    /// A process of somebody else's is on a GPU.
+    /// A process of another user is on a GPU.
     pub fn process(&mut self, gpu: &str, process: GpuProcess) {
         self.stage.processes.entry(gpu.to_owned()).or_default().push(process);
     }
@@ -215,13 +215,13 @@ impl Mps {
         self.servers.entry(server).and_modify(|server| server.lists = false);
     }
 
-    /// A server is well again, and lists its clients.
+    /// A server has recovered, and lists its clients.
     pub fn server_recovers(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Active);
         self.servers.entry(server).and_modify(|server| server.lists = true);
     }
 
-    /// All clients but these have gone, and no line of the log says so.
+    /// All clients except these have ended, and no line of the log says so.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
     }
@@ -241,7 +241,7 @@ pub struct Story {
     shell: SimShell,
     pub memory: Arc<Mutex<Memory>>,
     pub wanted: Wanted,
-    /// The serving of the control daemon that is under way.
+    /// The running act of serving.
     act: Option<Act>,
 }
 
@@ -263,7 +263,7 @@ impl SimShell {
         self.mps.try_lock().unwrap()
     }
 
-    /// Does an act until so long after the beginning, with all that happens meanwhile.
+    /// Runs an act until this long after the beginning, with all events in between.
     pub fn act<T>(
         &self,
         mut act: Pin<&mut (impl Future<Output = T> + ?Sized)>,
@@ -356,7 +356,7 @@ impl Story {
         SimShell { setting, ..self.shell.clone() }
     }
 
-    /// Serves until so many milliseconds after the beginning, unless it ends before. The next call goes on with that.
+    /// Serves until this number of milliseconds after the beginning, unless it ends before. The next call continues.
     // The act is broken off before the memory is taken for another one.
     #[allow(clippy::await_holding_lock)]
     pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
@@ -395,7 +395,7 @@ impl Story {
         assert!(ended.is_none(), "{ended:?}");
     }
 
-    /// Somebody asks for the end of GPU work. Returns who had work, and the answer.
+    /// A caller asks for the end of GPU work. Returns the clients that had work, and the answer.
     pub fn ends(&self, target: Target) -> Answer {
         let (mps, gpus, now) = (Arc::clone(&self.shell.mps), Some(self.shell.gpus.clone()), self.host().now);
         let state = RequestState::new(target.clone(), now, Dice::new(1), BoundGroups::default());

@@ -100,7 +100,7 @@ impl Tenant {
 }
 
 impl SimClient {
-    /// Whether a request means it, in truth, while these control groups are bound. `named` is the process with the wanted PID when
+    /// True if a request means it, in truth, while these control groups are bound. `named` is the process with the wanted PID when
     /// the request began.
     pub(crate) fn is_meant(
         &self,

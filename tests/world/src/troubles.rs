@@ -1,4 +1,4 @@
-//! Troubles of MPS: faults, servers and control daemons that end or hang, and others who change what is ours.
+//! Troubles of MPS: faults, servers and control daemons that end or hang, and other programs that change things of the service.
 
 use std::time::Duration;
 
@@ -59,7 +59,7 @@ impl World {
             }
             9 => {
                 mps.taken_by = if mps.taken_by.is_some() { None } else { Some(7) };
-                // Whatever the service sets meanwhile, others get it.
+                // Another program changes whatever the service sets meanwhile.
                 mps.foreign.insert(None);
                 mps.foreign.extend(servers.iter().map(|server| Some(*server)));
                 format!("in the directory of {pid} listens {:?}", mps.taken_by)
@@ -83,7 +83,7 @@ impl World {
         self.add_to_story(|| what);
     }
 
-    /// Somebody stops a control daemon or a server by SIGSTOP.
+    /// A user stops a control daemon or a server with SIGSTOP.
     fn somebody_stops(&mut self, pid: u32, dice: &mut Dice) {
         let Some(one) = self.daemons.get(&pid) else { return };
         let mut mps = one.lock();
@@ -97,8 +97,8 @@ impl World {
         self.add_to_story(|| format!("somebody stops server {server:?} of {pid}, or {pid} itself"));
     }
 
-    /// Whoever was hit ends at last, just while the service looks who stays: its server is well again, and others come to it
-    /// at once.
+    /// The clients that were hit end at last, just while the service looks which of them stay: their server recovers, and other
+    /// clients come to it at once.
     fn others_come_after_a_fault(&mut self, pid: u32, dice: &mut Dice) {
         self.advance(self.now + Duration::from_secs(6));
         (0..dice.below(8)).for_each(|_| self.carry_on(dice));
@@ -142,7 +142,7 @@ impl World {
         self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
     }
 
-    /// An administrator forces a change where the service says that nobody else can: it does not know the clients.
+    /// An administrator forces a change if the service says that only force helps, since it does not know the clients.
     pub(crate) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
@@ -175,7 +175,7 @@ impl World {
         self.bury();
     }
 
-    /// Whether the control daemon with this PID takes a client with these limits, by its own word and in truth.
+    /// True if the control daemon with this PID takes a client with these limits, by its own word and in truth.
     pub(crate) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
         let gpus = order.gpus.as_slice();
         self.lead_here(pid, gpus)

@@ -91,7 +91,7 @@ const MOST_DECIDED: usize = 9 * 600;
 impl World {
     /// Nothing grows: whatever happens for however long, what is known has a bounded size.
     pub(crate) fn check_nothing_grows(&self, id: &DaemonId) {
-        // To write all of it takes its time.
+        // Writing all of it takes time, so this is not done after each step.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
         let known = service.watched.get(id).map(|watched| format!("{watched:?}")).unwrap_or_default();
         assert!(known.len() <= MOST_KNOWN, "nothing-grows: of {id} it is known: {known}");
@@ -165,7 +165,7 @@ impl World {
         let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
-            // It hits nobody.
+            // No client is ended.
             Cause::Unused => true,
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {
@@ -180,7 +180,7 @@ impl World {
         );
     }
 
-    /// Modes stay: the compute mode of a GPU is not put back while it is ours.
+    /// Modes stay: the compute mode of a GPU is not restored while the service needs it.
     fn check_modes_stay(&self, act: &Act<u32>) {
         let Act::PutModeBack(gpu) = act else { return };
         let ending = self.service.as_ref().and_then(|service| service.ending);
@@ -194,7 +194,7 @@ impl World {
         assert!(holder.is_none(), "modes-stay: the mode of {gpu} is put back, which {holder:?} has");
     }
 
-    /// Whether the configuration names a GPU, or may name it.
+    /// True if the configuration names a GPU, or may name it.
     fn names(&self, gpu: &str) -> bool {
         let Configured { certainly, others } = &self.demand.kept;
         certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
@@ -248,7 +248,7 @@ impl World {
         panic!("all-is-served-in-the-end: it never comes to rest");
     }
 
-    /// Whether some act can come on without time that passes.
+    /// True if some act can come on without time that passes.
     pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
@@ -264,7 +264,7 @@ impl World {
         self.sleep();
     }
 
-    /// Lets time pass until something is to be done, or happens by itself.
+    /// Lets time pass until something has to be done, or happens by itself.
     pub(crate) fn sleep(&mut self) {
         self.in_a_row.clear();
         let next = self.next_moment().unwrap_or(self.now + Duration::from_secs(1));
@@ -330,7 +330,7 @@ impl World {
         panic!("all-is-served-in-the-end: the service does not end");
     }
 
-    /// Each control daemon is told its order, and nothing else is to be done.
+    /// Each control daemon has its order, and nothing else has to be done.
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&DaemonId, &super::Task)| {

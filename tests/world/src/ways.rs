@@ -1,4 +1,4 @@
-//! The directories of slices: which of them lead to which control daemon, and which are drained.
+//! The directories of slices: to which control daemons their links point, and which slices are drained.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,16 +12,16 @@ use super::{Dice, World};
 /// The slices of each GPU.
 pub(crate) const SLICES: usize = 2;
 
-/// The place of the directories. There is one alone.
+/// The directory that contains the slices' directories. There is only one.
 const PLACE: u8 = 0;
 
-/// Something that is no link stands in a directory.
+/// A file that is no link is in a directory.
 const OBSTACLE: u32 = 0;
 
 /// The waiting socket.
 const WAITING: u32 = u32::MAX;
 
-/// The directories, each with the control daemon that it leads to, or an obstacle.
+/// The directories, each with the control daemon to which its link points, or an obstacle.
 pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
 #[derive(Debug, Clone, Default)]
@@ -37,7 +37,7 @@ impl ClosedSlices for SimDrained {
     }
 }
 
-/// The links to one control daemon, in the hands of everybody who changes them.
+/// The links to one control daemon, shared by all parts that change them.
 #[derive(Clone)]
 pub(crate) struct SimAdmission {
     id: DaemonId,
@@ -74,7 +74,7 @@ struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
     /// The control daemon with its socket in place, or the waiting socket.
     socket: Option<u32>,
-    /// The attempt to change this slice goes wrong.
+    /// The attempt to change this slice fails.
     stuck: Option<String>,
 }
 
@@ -147,13 +147,13 @@ impl SimAdmission {
         Self { id: id.clone(), links, ways: Arc::default(), drained: Arc::default() }
     }
 
-    /// The control daemon was told its limits.
+    /// The control daemon has its limits.
     pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
     }
 
-    /// Makes and takes away links.
+    /// Makes and removes links.
     pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
         let (mut socket, mut stuck) = (None, None);
@@ -161,7 +161,7 @@ impl SimAdmission {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
-            // A tenant takes a link away.
+            // A tenant removes a link.
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)
             {
@@ -176,7 +176,7 @@ impl SimAdmission {
         !self.links.lock().unwrap().stuck().is_empty()
     }
 
-    /// Whether the directory of a slice leads nowhere, by the last pass.
+    /// True if the directory of a slice leads nowhere, by the last pass.
     pub(crate) fn is_missing(&self, slice: &str) -> bool {
         self.links.lock().unwrap().missing().slices.contains_key(slice)
     }
@@ -236,7 +236,7 @@ impl World {
         Some(service.admissions.entry(id.clone()).or_insert_with(new).clone())
     }
 
-    /// Another plan is in force: links that it does not want go at once.
+    /// Another plan is in force: links that it does not need are removed at once.
     pub(crate) fn follow(&mut self) {
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {
@@ -249,7 +249,7 @@ impl World {
         }
     }
 
-    /// Whether an administrator has drained a slice.
+    /// True if an administrator has drained a slice.
     pub(crate) fn is_drained(&self, slice: &str) -> bool {
         self.drained.lock().unwrap().0.contains(slice)
     }
@@ -267,8 +267,8 @@ impl World {
         }
     }
 
-    /// An administrator drains a slice, or gives it back. At the answer its link has gone, unless the answer says that it has
-    /// not.
+    /// An administrator drains a slice, or puts it into use again. After the answer its link is removed, unless the answer says
+    /// that it is not.
     pub(crate) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = all_slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
@@ -279,7 +279,7 @@ impl World {
         }
     }
 
-    /// Somebody puts something into the directory of a slice, or takes it away.
+    /// A user puts a file into the directory of a slice, or removes it.
     fn put_obstacle(&mut self, name: &str) {
         let mut ways = self.ways.lock().unwrap();
         let was_there = ways.remove(name) == Some(OBSTACLE);
@@ -324,8 +324,8 @@ impl World {
         }
     }
 
-    /// Drained takes none: no directory of a drained slice leads to a control daemon. And whoever connects through the
-    /// directory of a slice finds the control daemon that has its GPU.
+    /// Drained takes none: no directory of a drained slice has a link to a control daemon. And a program that connects through
+    /// the directory of a slice finds the control daemon that has the GPU of the slice.
     pub(crate) fn check_ways(&self) {
         let drained = self.drained.lock().unwrap();
         for (name, pid) in &*self.ways.lock().unwrap() {
@@ -339,7 +339,7 @@ impl World {
         }
     }
 
-    /// Whether each slice of these GPUs that is not drained leads to this control daemon.
+    /// True if each slice of these GPUs that is not drained leads to this control daemon.
     pub(crate) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
         let Some(one) = self.daemons.get(&pid) else { return false };
         let (drained, ways) = (self.drained.lock().unwrap(), self.ways.lock().unwrap());

@@ -168,7 +168,7 @@ impl Context {
         }
     }
 
-    /// Whether the program is a client of a server.
+    /// True if the program is a client of a server.
     pub(crate) fn is_client(&self) -> bool {
         self.server.is_some()
     }

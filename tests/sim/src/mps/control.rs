@@ -180,7 +180,7 @@ impl Server {
         self.ready.load(Ordering::SeqCst)
     }
 
-    /// Whether the server has no client.
+    /// True if the server has no client.
     pub(super) fn idle(&self) -> bool {
         self.clients.load(Ordering::SeqCst) == 0
     }
@@ -206,17 +206,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) uid: u32,
-    /// Whether it has found `control_privileged`.
+    /// True if it has found `control_privileged`.
     privileged: bool,
 }
 
 impl Asker {
-    /// Whether it may change what concerns one server or client.
+    /// True if it may change what concerns one server or client.
     pub(super) fn may_change(self) -> bool {
         self.uid == rustix::process::geteuid().as_raw()
     }
 
-    /// Whether it may change the defaults and end the control daemon.
+    /// True if it may change the defaults and end the control daemon.
     pub(super) fn may_command(self) -> bool {
         self.may_change() && self.privileged
     }

@@ -42,7 +42,7 @@ struct State {
     limits: Vec<(usize, u64)>,
     clients: Vec<Client>,
     last_id: u32,
-    /// Whether the server has a context on each of the GPUs.
+    /// True if the server has a context on each of the GPUs.
     contexts: Vec<bool>,
     /// The client in the log's next `Received new client request`, which names the client before.
     last_request: String,
@@ -56,7 +56,7 @@ struct Client {
     ordinal: usize,
     connection: Arc<OwnedFd>,
     allocated_mib: u64,
-    /// Whether the client is in the middle of a long kernel.
+    /// True if the client is in the middle of a long kernel.
     long_kernel: bool,
     terminated: bool,
     faulted: bool,

@@ -69,7 +69,7 @@ pub(super) struct Status {
     pub(super) percentage: f64,
     pub(super) limits: Vec<(usize, u64)>,
     pub(super) clients: Vec<ClientStatus>,
-    /// Whether there was a client to terminate.
+    /// True if there was a client to terminate.
     pub(super) done: bool,
 }
 
