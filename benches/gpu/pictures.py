@@ -8,6 +8,7 @@ what differs, and which of the numbers that matter is missing in the texts aroun
 import json
 import pathlib
 import re
+import statistics
 import sys
 import textwrap
 from xml.sax.saxutils import escape
@@ -21,7 +22,7 @@ LEVELS = ROOT / "docs" / "isolation.md"
 MODES = ["without MPS", "bare", "equal", "balanced", "unlimited"]
 SHOWN = {"bare": "bare control daemon"}
 COLOURS = dict(zip(MODES, ["#8a8f98", "#3b3f46", "#2563eb", "#059669", "#d97706"]))
-PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "isolation", "killed", "clients"]
+PARTS = ["resnet50", "train", "jpeg", "dct", "fma", "wide", "beside", "pairs", "isolation", "killed", "starts", "clients"]
 
 WIDTH, LEFT, RIGHT, TOP = 720, 64, 16, 72
 INK, FAINT = "#1f2328", "#d8dde3"
@@ -325,6 +326,28 @@ def clients(found, file):
     ], None
 
 
+def starts(found, file):
+    title = "Starts and stops beside bare control daemons"
+    below = f"{hardware(file)}; median of {file['runs']} runs"
+    middle = lambda one, key: statistics.median(one[key])
+    ways = sorted(found.items(), key=lambda way: middle(way[1], "bare_start"))
+    panel = lambda own: [(name, [middle(one, f"bare_{own}"), middle(one, own)]) for name, one in ways]
+    picture = rows_of_bars(
+        title, below,
+        [("milliseconds until every server is ready", 0, panel("start")), ("milliseconds until all have ended", 0, panel("stop"))],
+        ["bare control daemons", "this service"], [COLOURS["bare"], COLOURS["equal"]],
+    )
+    cell = lambda one, key: f"{middle(one, key):.0f} ms ({min(one[key]):.0f} to {max(one[key]):.0f})"
+    rows = [[name, *(cell(one, key) for key in ("bare_start", "start", "bare_stop", "stop"))] for name, one in ways]
+    text = (
+        "As many bare control daemons as the service starts are started all at once, each with a server, and are told `quit` all "
+        "at once. The service is started, is ready (READY=1) and gets SIGTERM. Nothing has a client. Bare control daemons and the "
+        "service take turns."
+    )
+    heads = ["", "bare, start", "service, start", "bare, stop", "service, stop"]
+    return [f"## {title}", text, f"![{title}](performance-starts.svg)", table(heads, rows), f"*{below}.*"], picture
+
+
 ISOLATION = {
     "without MPS": ("without MPS", "#8a8f98"),
     "one for all": ("one for all, equal", "#2563eb"),
@@ -377,7 +400,8 @@ def isolation(found, file):
 
 
 OTHERS = {
-    "beside": beside, "pairs": pairs, "isolation": isolation, "killed": killed, "clients": clients,
+    "beside": beside, "pairs": pairs, "isolation": isolation, "killed": killed, "starts": starts,
+    "clients": clients,
 }
 
 

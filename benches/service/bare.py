@@ -10,8 +10,8 @@ from events import Events
 def start(host, setting):
     """Starts the control daemons that the service would start with this setting, all at once, each with a server, and ends them again.
 
-    Returns the nanoseconds until the last server was ready, and the nanoseconds that the slowest server took from the
-    order to start."""
+    Returns the nanoseconds until the last server was ready, the nanoseconds that the slowest server took from the order to
+    start, and the nanoseconds from the orders to quit until the last control daemon had ended."""
     uuids = setting.uuids()
     each = setting.planned() // setting.gpus
     visible = [[uuid] for uuid in uuids for _ in range(each)] if setting.topology != "shared" else [uuids]
@@ -19,12 +19,15 @@ def start(host, setting):
     begin = time.monotonic_ns()
     for number, gpus in enumerate(visible):
         directory = host.directory / "bare" / str(number)
-        directory.mkdir(parents=True)
+        # A control daemon makes a FIFO called log in its pipe directory.
+        pipes, log = directory / "pipes", directory / "log"
+        pipes.mkdir(parents=True)
+        log.mkdir()
         environments[number] = {
             **host.environment,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            "CUDA_MPS_PIPE_DIRECTORY": str(directory),
-            "CUDA_MPS_LOG_DIRECTORY": str(directory / "log"),
+            "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
+            "CUDA_MPS_LOG_DIRECTORY": str(log),
         }
         output, writer = os.pipe()
         command = ["nvidia-cuda-mps-control", "-f", "-multiuser-server"]
@@ -41,16 +44,17 @@ def start(host, setting):
                 front_ends.append(order(f"start_server -uid {os.getuid()}", environments[event.source]))
             elif event.text.endswith(": Ready"):
                 served[event.source] = event.time
+        quit_ordered = time.monotonic_ns()
         for environment in environments.values():
             front_ends.append(order("quit", environment))
-        for daemon, _ in daemons.values():
-            daemon.wait()
+        ended = max(daemon.wait() for daemon, _ in daemons.values())
     finally:
         for child in [*front_ends, *(daemon for daemon, _ in daemons.values())]:
             child.end()
         for _, output in daemons.values():
             os.close(output)
-    return max(served.values()) - begin, max(served[number] - began[number] for number in served)
+    slowest_server = max(served[number] - began[number] for number in served)
+    return max(served.values()) - begin, slowest_server, ended - quit_ordered
 
 
 def order(text, environment):

@@ -33,7 +33,7 @@ def measure(victim):
     def one(setting, variant, tools):
         with Host(setting, tools) as host:
             replaced = setting._replace(gpus=1) if setting.topology == "per_gpu" else setting
-            control, server = (milliseconds(time) for time in bare.start(host, replaced))
+            control, server = (milliseconds(time) for time in bare.start(host, replaced)[:2])
             with Service(host, variant, listen=True) as service:
                 noticed, published, again = die(service, victim)
                 yield f"{victim}_noticed", [noticed]
