@@ -47,16 +47,18 @@ cat >"$root/build/run" <<END
 set -eux
 export HOME=/build LC_ALL=C.UTF-8 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_OPT_LEVEL=0
 export CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_PANIC=unwind
-# The second package finds what the first one has compiled.
+# The second package finds what the first one has compiled, since its sources have the same path: rpmbuild unpacks them there.
 export CARGO_BUILD_BUILD_DIR=/build/compiled
 cargo --version
-cd /build
-tar xf yunion-mps-daemon-$version.tar.xz
+mkdir /build/yunion-mps-daemon-$version-build
+cd /build/yunion-mps-daemon-$version-build
+tar xf ../yunion-mps-daemon-$version.tar.xz
 cd yunion-mps-daemon-$version
 dpkg-buildpackage -b --no-sign
-cd ..
+mv ../*.deb /build
+cd /build
 # The unit tests have passed once.
-rpmbuild -tb --nodeps --nocheck yunion-mps-daemon-$version.tar.xz
+rpmbuild -tb --nodeps --nocheck --define '_builddir /build' yunion-mps-daemon-$version.tar.xz
 END
 unshare --net --mount --pid --fork sh -ec '
     mount -t proc proc "$1/proc"
