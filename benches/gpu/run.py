@@ -10,6 +10,7 @@ A PART is one of
   killed    the service is killed and reloaded under load
   topology  ResNet-50 in 8 processes on each of two GPUs, with one control daemon and with one for each GPU, which is
             bound to the CPUs near its GPU or not; the processes are bound to all CPUs, to these and to the others
+  nccl      an all-reduce over all GPUs of the host, a rank on each: without MPS, in slices with all SMs, and in slices with a quarter
   isolation  the same without MPS, with one control daemon for four slices, and with one for each: ResNet-50 in 8 processes,
             and in one beside seven that are idle; a small client beside three that fill the GPU; a fault in one slice, a
             kernel that fills the GPU; the memory of the servers, and the time to be ready with 4 and with 10 slices
@@ -28,6 +29,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +38,7 @@ import traceback
 from daemons import Bare, Service, WithoutMps
 from processes import IN_PYTORCH, Failure, Group, Loads, Process, median_of, ordered, total, wait_until
 
+HERE = pathlib.Path(__file__).resolve().parent
 SECONDS = float(os.environ.get("SECONDS_EACH", "4"))
 RUNS = int(os.environ.get("RUNS", "3"))
 ROUNDS = int(os.environ.get("ROUNDS", "3"))
@@ -274,6 +277,43 @@ def topology(run):
         run.step("topology, per_gpu", lambda: one("per_gpu", cuda_mps_topology="per_gpu"))
 
 
+def nccl(run):
+    gpus = [gpu[0] for gpu in run.gpus]
+
+    def ranks(name, clients):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # The devices of a slice need no multicast group of NVLink, which not every host allows.
+        common = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+        words = lambda rank: [sys.executable, str(HERE / "nccl.py"), *map(str, (rank, len(gpus), port, RUNS))]
+        log = open(run.out / "nccl.log", "a")
+        started = [
+            subprocess.Popen(words(rank), env={**common, **client}, stdout=subprocess.PIPE, stderr=log, text=True)
+            for rank, client in enumerate(clients)
+        ]
+        try:
+            said = started[0].communicate(timeout=60)[0]
+            if any(one.wait(timeout=20) for one in started):
+                raise Failure("a rank failed: see nccl.log")
+        finally:
+            for one in started:
+                one.kill()
+        run.results.setdefault("nccl", {})[name] = json.loads(said.splitlines()[-1])
+        run.note(f"nccl, {name}: {said.strip()}")
+
+    def in_slices(slices):
+        with run.service(gpus, slices, cuda_mps_thread_percentage="equal") as service:
+            # The slices of a GPU stand beside each other.
+            ranks(f"{slices} to a GPU", [service.variables_of(name) for name in service.names[::slices]])
+
+    if len(gpus) < 2:
+        return run.note("nccl: this host has one GPU")
+    run.step("nccl, without MPS", lambda: ranks("without MPS", [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]))
+    for slices in (1, 4):
+        run.step(f"nccl, {slices} to a GPU", lambda: in_slices(slices))
+
+
 def memory_of_servers():
     """The MiB that MPS servers have of the GPU, and the MiB that servers and control daemons have of the host."""
     query = ["nvidia-smi", "--query-compute-apps=name,used_memory", "--format=csv,noheader,nounits"]
@@ -392,6 +432,12 @@ def tables(results):
         ]
         texts.append(f"ResNet-50, {PER_GPU} processes on each of two GPUs: images a second of each GPU\n")
         texts.append(table(rows, ["control daemons", "CPUs of the processes", "first GPU", "second GPU"]))
+    if "nccl" in results:
+        rows = [
+            [name, one["sms"], *(f"{rate:.0f}" for rate in one["gb_per_second"])] for name, one in results["nccl"].items()
+        ]
+        texts.append("An all-reduce of 1 GiB over all GPUs: the bus bandwidth of each run, GB/s\n")
+        texts.append(table(rows, ["slices", "SMs", *range(1, results["runs"] + 1)]))
     if "isolation" in results:
         texts.append("Four slices: one control daemon for all, one for each, and without MPS\n")
         texts.append(isolation_table(results["isolation"]))
@@ -425,7 +471,7 @@ def isolation_table(found):
     return table(rows, ["", *found])
 
 
-OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topology, "isolation": isolation}
+OTHERS = {"pairs": pairs, "beside": beside, "killed": killed, "topology": topology, "nccl": nccl, "isolation": isolation}
 
 
 def main():
