@@ -449,7 +449,7 @@ def written(found):
             section, picture = OTHERS[part](*found[part]) if part in OTHERS else work(part, *found[part])
             if picture:
                 files[ROOT / "docs" / f"performance-{part}.svg"] = picture
-        lines = [line if line.startswith(("|", "!")) else textwrap.fill(line, 120) for line in section]
+        lines = [line if line.startswith(("|", "!")) else textwrap.fill(line, 128) for line in section]
         text = "\n\n".join([f"<!-- {part} -->", *lines, f"<!-- /{part} -->"])
         page, number = re.subn(rf"<!-- {part} -->.*?<!-- /{part} -->", lambda _: text, page, flags=re.DOTALL)
         if number != 1 and (number or part in found):
