@@ -18,11 +18,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "service
 
 import bare
 import variants
-from host import Host, Service, Setting
+from host import REAL_GPUS, Host, Service, Setting
 from scenario import milliseconds
 
 RUNS = int(os.environ.get("RUNS", "5"))
+GPUS = len(REAL_GPUS)
+# The whole host where it has several GPUs.
 SETTINGS = {
+    f"{GPUS} GPUs, shared": Setting(GPUS, 4 * GPUS),
+    f"{GPUS} GPUs, per_gpu": Setting(GPUS, 4 * GPUS, "per_gpu"),
+    f"{GPUS} GPUs, per_slice": Setting(GPUS, 4 * GPUS, "per_slice"),
+} if GPUS > 1 else {
     "4 slices, shared": Setting(1, 4),
     "4 slices, per_slice": Setting(1, 4, "per_slice"),
     "10 slices, per_slice": Setting(1, 10, "per_slice"),
