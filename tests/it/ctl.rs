@@ -240,7 +240,7 @@ async fn env_speaks_podman_compose_and_cdi() {
     }
 }
 
-/// Two slices of one GPU are one slice, and whoever asks for two is told so. The answer is the same.
+/// Two slices of one GPU count as one slice, and a user who asks for two gets a note. The answer is the same.
 #[tokio::test]
 async fn slices_of_one_gpu_are_said_to_be_one_slice() {
     const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are of one GPU, and MPS can't join slices: \
@@ -316,7 +316,7 @@ async fn exit_statuses_say_what_happened() {
     );
 }
 
-/// Whoever reads the answer of env without a look at its exit status starts nothing without a slice.
+/// A script that uses the answer of env without checking its exit status starts nothing without a slice.
 #[tokio::test]
 async fn the_reader_of_an_env_that_fails_refuses_its_answer() {
     let empty = PrivateBus::start();
@@ -460,7 +460,7 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
 async fn run_passes_signals_on() {
     let (board, _directory) = with_socket(p40_board());
     let mut service = Service::start(board).await;
-    // There is nobody to ask for clients.
+    // Requests are not answered any more, so the clients can't be asked for.
     service.requests.close();
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
         let script =
@@ -513,5 +513,5 @@ async fn a_bus_that_hangs_is_told() {
     command.arg("list").env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", socket.display()));
     let (status, _, err) = ended(&mut command).await;
     assert_eq!(status, Some(1), "{err}");
-    assert!(err.contains("it did not let us in within 10 s"), "{err}");
+    assert!(err.contains("it did not accept the connection within 10 s"), "{err}");
 }

@@ -124,7 +124,7 @@ fn terminate_by_container() {
         assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));
         assert_terminated(shallow);
         assert_terminated(deep);
-        // Nobody is left, and that is no error.
+        // No client is left, and that is no error.
         succeeded(&scene.host.mpsctl(&["terminate", "--container", &id.to_uppercase()]));
         assert!(scene.bystander_survives());
         other.let_go(scene.bystander.id());
@@ -164,8 +164,8 @@ fn an_id_of_two_containers_is_refused() {
     assert!(scene.bystander_survives());
 }
 
-/// A stranger who gives a control group of his own a name with the same beginning keeps nobody's container from being
-/// released: it is not root who has made it.
+/// A user gives a control group a name with the same beginning. The containers of others are still released, since root has not
+/// made that control group.
 #[test]
 fn a_strangers_control_group_is_in_no_containers_way() {
     let mut scene = Neighbours::new();
@@ -194,7 +194,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     let _ = fs::remove_dir(parent);
 }
 
-/// That nobody uses a slice is not said while somebody uses its GPU who does not say what he was given.
+/// The answer does not say that a slice is unused while a client without a known slice uses its GPU.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
@@ -207,7 +207,7 @@ fn a_client_that_lost_its_environment_is_named() {
     let victim = scene.victim();
     for name in ["00:06.0-1", "0000:00:06.0-1", "00000000:00:06.0-1"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", name]));
-        let who = format!("not known of PID {} of user {} (", silent.id(), own_user());
+        let who = format!("may have one of them: PID {} of user {} (", silent.id(), own_user());
         assert!(complaint.contains(&who) && complaint.contains("by PID or container"), "{complaint}");
     }
     assert_terminated(victim);
@@ -254,7 +254,7 @@ fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     text(&command.output().unwrap())
 }
 
-/// Not even of his own program: one that does not let go would keep the control daemon from everybody.
+/// Not even for the user's own program: a program that does not disconnect would block the control daemon for all.
 #[test]
 fn only_root_may_end_gpu_work() {
     if !root_or_skip("only_root_may_end_gpu_work") {
@@ -319,8 +319,8 @@ fn a_server_is_restarted_between_clients() {
     assert_eq!(after["control_daemons"][0]["starts"], 1);
 }
 
-/// A program that waits for something else than its GPU stays a client until it calls CUDA again. Its GPU work is over
-/// all the same: the answer comes at once, and the kill that follows hurts nobody.
+/// A program that waits for something other than its GPU stays a client until it calls CUDA again. Its GPU work has ended
+/// nevertheless: the answer comes at once, and the signal that follows hurts no other client.
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Neighbours::new();
@@ -336,8 +336,8 @@ fn a_client_that_stays_is_done_with() {
     assert!(scene.bystander_survives());
 }
 
-/// The control daemon waits for the client that it terminates, and everybody waits for the control daemon: a tenant that
-/// stops its process must not stop the others.
+/// The control daemon waits for the client that it terminates, and all others wait for the control daemon: a tenant who stops a
+/// process must not block the others.
 #[test]
 fn a_client_that_is_stopped_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -364,7 +364,7 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     wait_for("the refusal", || {
         scene.host.log().contains("can't be continued: it stays stopped").then_some(())
     });
-    // The control daemon answers everybody.
+    // The control daemon answers all.
     assert!(scene.listed().contains(&victim.id()));
     assert!(scene.host.json(&["clients"]).is_some());
     debugger.end();
@@ -544,8 +544,7 @@ fn flood(host: &Host, pid: u32) -> Child {
     python
 }
 
-/// A user who asks for something all the time stands before nobody: neither before the supervisor, when the control daemon
-/// dies, nor before root.
+/// A user who asks all the time delays neither the supervisor, when the control daemon dies, nor root.
 #[test]
 fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     if !root_or_skip("a_flood_of_terminations_holds_up_neither_supervision_nor_root") {
@@ -600,7 +599,8 @@ fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
             scene.host.configure("cuda_mps_topology: per_gpu");
         }
         scene.host.start();
-        let reason = if forgotten { "that is not ours" } else { "it is not needed any more" };
+        let reason =
+            if forgotten { "that this service has not started" } else { "it is not needed any more" };
         scene.host.wait_for_status(reason, |status| {
             let daemons = status["control_daemons"].as_array().unwrap();
             daemons.iter().any(|one| one["reason"].as_str().unwrap().contains(reason))
@@ -760,7 +760,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains(&format!("{WARNING}no end of it within 5 s")), "{said}");
-    // A second signal needs no patience, and neither is lost. Which of two comes first is nobody's promise.
+    // A second signal does not wait, and neither signal is lost. Their order is not guaranteed.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, both);
     signal_pid(scene.host.pid(), Signal::STOP);

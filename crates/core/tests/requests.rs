@@ -106,7 +106,10 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         TerminationError::Unplaced(vec!["PID 3 (program)".to_owned(), "PID 4 (program)".to_owned()]);
     assert_eq!(answer, Err(unplaced));
     let text = answer.unwrap_err().to_string();
-    assert!(text.contains("not known of PID 3 (program); PID 4 (program): no mounted directory"), "{text}");
+    assert!(
+        text.contains("may have one of them: PID 3 (program); PID 4 (program); neither a mounted directory"),
+        "{text}"
+    );
     assert!(
         there.host().now >= Duration::from_secs(1),
         "one that is just ending has no environment any more"

@@ -28,7 +28,8 @@ pub(crate) struct Devices {
     /// Take the slices that Slurm has given to this step or job
     #[arg(long, conflicts_with_all = ["free", "names"])]
     slurm: bool,
-    /// Others may have the slices too; without it, a slice that somebody has is refused, and root's command keeps others out
+    /// Share the slices: other programs may have them too. Without it, a slice with an owner is refused, and the slices of root's
+    /// command are refused to others
     #[arg(long)]
     share: bool,
 }

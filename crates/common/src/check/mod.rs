@@ -134,7 +134,9 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let (plan, missing) = match plan::plan(&loaded.settings, inventory, &[]) {
         Ok(plan) => (Ok(plan.clone()), plan.missing),
         Err(PlanError::NotYet(reason)) => (Err(reason), Vec::new()),
-        Err(PlanError::Missing(missing)) => (Err("no entry of the device file has its GPU".into()), missing),
+        Err(PlanError::Missing(missing)) => {
+            (Err("the host has none of the GPUs in the device file".into()), missing)
+        }
         Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded },
     };
     Checked::Right { loaded, driver, plan, missing }

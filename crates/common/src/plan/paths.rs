@@ -116,7 +116,7 @@ fn with_facts<'a>(
     match silent {
         Some((address, reason)) if inventory.driver.is_ok() => {
             let found = format!("{path} may be the GPU at {address}, which can't be asked: {reason}");
-            let problem = Problem::new(found, "it is served once that GPU answers");
+            let problem = Problem::new(found, "the GPU is served once it answers");
             Err(Miss::Absent { problem, certain: false })
         }
         _ => Err(absent(inventory, format!("this host has no GPU {path}"))),

@@ -164,7 +164,7 @@ impl<S: Shell> Serving<'_, S> {
         let shown = |uuid: &GpuUuid| {
             let ordinal = run.gpus.iter().position(|served| served == uuid);
             let reason = match (ordinal, &difference) {
-                (None, _) => "not in the control daemon's hands until it restarts".to_owned(),
+                (None, _) => "the control daemon gets this GPU when it restarts".to_owned(),
                 (Some(_), Some(difference)) => difference.clone(),
                 (Some(_), None) => String::new(),
             };

@@ -169,12 +169,12 @@ async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Fai
     }
     Err(match clients {
         Ok(clients) => Failure::InUse(format!(
-            "a control daemon that is not ours ({named}) serves {} in {directory}; it is replaced when they are done, or \
+            "a control daemon that this service has not started ({named}) serves {} in {directory}; it is replaced when they are done, or \
              {end_it}",
             clients_counted(clients)
         )),
         Err(error) => Failure::Waiting(format!(
-            "a control daemon that is not ours ({named}) holds {directory}: {error}; {end_it}"
+            "a control daemon that this service has not started ({named}) holds {directory}: {error}; {end_it}"
         )),
     })
 }

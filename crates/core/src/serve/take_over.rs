@@ -34,7 +34,7 @@ impl<S: Shell> Serving<'_, S> {
         self.read_on().await;
         let text = format!("control daemon {} (PID {pid}) taken over", self.wanted.id);
         self.shell.tell(News::Event, text);
-        self.shell.passed("taken-over", &format!("control daemon {pid} is ours again"));
+        self.shell.passed("taken-over", &format!("control daemon {pid} was taken over"));
         Ok(true)
     }
 }

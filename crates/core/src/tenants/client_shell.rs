@@ -88,7 +88,7 @@ pub fn known_clients<C>(
     for (control, clients) in listed {
         match clients {
             Ok(clients) if clients.place_is_taken => {
-                let why = "another control daemon listens in the pipe directory of one of ours";
+                let why = "another control daemon listens in the pipe directory of a control daemon of this service";
                 missing.get_or_insert_with(|| why.to_owned());
             }
             Ok(clients) => known.push((control, clients)),

@@ -136,10 +136,10 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
             Self::Unreadable { pid, why } => write!(f, "process {pid} can't be looked at: {why}"),
             Self::Unplaced(clients) => write!(
                 f,
-                "no process that is known to have these slices uses them any more; not known of {}: no mounted \
-                 directory says which slice of this GPU they have, nor does an environment that counts, which none does for a \
-                 bound slice; their GPU work goes on; \
-                 terminate them by PID or container before anybody stops them",
+                "no process that is known to have these slices uses them any more; these clients may have one of them: \
+                 {}; neither a mounted directory nor their environment says which slice of this GPU they have (for a bound \
+                 slice the environment does not count); their GPU work goes on; terminate them by PID or container before \
+                 they get a signal",
                 first_named(clients.iter().cloned())
             ),
             Self::Silent { why, left } if left.is_empty() => f.write_str(why),

@@ -267,6 +267,6 @@ fn a_gpu_of_another_control_daemon_has_no_bypasses_of_ours() {
     program(&story, 100, "B", 7);
     story.served(65_000);
     assert_eq!(bypasses(&story, "B"), (vec![], false));
-    let reason = "not in the control daemon's hands until it restarts";
+    let reason = "the control daemon gets this GPU when it restarts";
     assert_eq!(story.host().reader.gpus["B"].reason, reason);
 }

@@ -163,18 +163,18 @@ fn a_stranger_with_clients_is_left_to_them() {
         (
             Some(7),
             Ok(1),
-            "a control daemon that is not ours (PID 7) serves 1 client in /pipe; it is replaced when they are done, or \
+            "a control daemon that this service has not started (PID 7) serves 1 client in /pipe; it is replaced when they are done, or \
              `quit` ends it",
         ),
         (
             Some(7),
             Err("it hangs".to_owned()),
-            "a control daemon that is not ours (PID 7) holds /pipe: it hangs; `quit` ends it",
+            "a control daemon that this service has not started (PID 7) holds /pipe: it hangs; `quit` ends it",
         ),
         (
             None,
             Ok(0),
-            "a control daemon that is not ours (an unknown PID) serves 0 clients in /pipe; it is replaced when they are \
+            "a control daemon that this service has not started (an unknown PID) serves 0 clients in /pipe; it is replaced when they are \
              done, or `quit` ends it",
         ),
     ] {

@@ -18,7 +18,7 @@ use common::published::control_daemon::ControlDaemonState;
 
 pub(super) const CHECKS: &[Check] = &[
     ("the pipe and log directories", refused),
-    ("the way to the pipe directory", closed),
+    ("the directories above the pipe directory", closed),
     ("the private directories", private),
     ("the immutable flag", changeable),
     ("the file systems", file_systems),
@@ -26,7 +26,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the size of the logs", log_size),
     ("the runtime directory", runtime_directory),
     ("/dev/shm", shared_memory),
-    ("what containers are given of /tmp/nvidia-mps", container_toolkit),
+    ("/tmp/nvidia-mps in containers", container_toolkit),
     ("SELinux", selinux),
     ("ageing by systemd-tmpfiles", ageing),
 ];

@@ -21,7 +21,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the PATH of the service", service_path),
     ("the version of the programs", version),
     ("the device nodes", nodes),
-    ("what is left of inotify", inotify),
+    ("the free instances and watches of inotify", inotify),
 ];
 
 const PROGRAMS: [&str; 2] = [CONTROL, "nvidia-cuda-mps-server"];

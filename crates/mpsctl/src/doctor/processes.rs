@@ -18,7 +18,7 @@ const FILES: u64 = 64;
 fn foreign(facts: &Facts) -> Outcome {
     // Foreign control daemons can be recognised only with a list of the service's own.
     if facts.published().is_err() && facts.state_file.is_err() {
-        return Err("it is not known which control daemons are ours".into());
+        return Err("it is not known which control daemons the service has started".into());
     }
     let configured = facts.directories().unwrap_or_default();
     each(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)), |daemon| {

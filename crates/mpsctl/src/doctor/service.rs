@@ -19,7 +19,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the bus", bus),
     ("the state of the unit", unit_state),
     ("the settings of the unit", unit_settings),
-    ("unit files that hide ours", shadowed),
+    ("unit files that hide the package's", shadowed),
     ("the program of the platform", upstream),
     ("the version that runs", version),
 ];

@@ -30,7 +30,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("full slices", full),
     ("the budgets of slices", budgets),
     ("the kernel's memory limits", kernel_limits),
-    ("clients that wait for those of other users", waiting),
+    ("clients that wait for clients of other users", waiting),
 ];
 
 /// The subject of [`gpus`], which runs after all other checks.
@@ -328,7 +328,7 @@ fn commanders(facts: &Facts) -> Outcome {
             "clients-command-all",
             counted(all.len(), "client"),
             format!(
-                "root of the host in a container with the control daemon's own directory can set everybody's limits and \
+                "root of the host in a container with the control daemon's own directory can set the limits of all clients and \
                  end the control daemon: {}",
                 all.join(", ")
             ),

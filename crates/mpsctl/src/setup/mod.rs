@@ -163,7 +163,7 @@ fn ask(
 fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
     let said = "A program that fails on the GPU ends the programs of all slices of that GPU. With a control daemon for each \
                 slice it ends the programs of its slice alone. Then the slices take turns: 8 processes of ResNet-50 on 4 slices \
-                do 1.6 times the work of 8 without MPS, instead of 4 times. Programs without MPS get in, and are told.";
+                do 1.6 times the work of 8 without MPS, instead of 4 times. Programs without MPS can use the GPU too, and are reported.";
     writeln!(out, "{}", prose(said))?;
     questions.no_or_yes("Should a fault stay in its slice?", out)
 }
