@@ -116,7 +116,7 @@ fn sigkill(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "1");
 }
 
-/// Somebody's `kill` is no wish to end the clients; `systemctl stop` is.
+/// A `kill` does not ask for the end of the clients; `systemctl stop` does.
 fn sigterm(machine: &mut Machine) {
     let running = Running::start(machine, "RestartSec=100ms");
     let cursor = machine.cursor();

@@ -11,7 +11,7 @@ unified=$3   # 1: the unified control group hierarchy, 0: the legacy one
 base=${E2E_ROOT:-/}
 # FROM:TO shows a folder of this host, read-only, at a place in the machine: programs that would fill its memory.
 programs=${E2E_PROGRAMS:-}
-# What scripts/machine-root.sh has installed on top of this host's files.
+# The files that scripts/machine-root.sh has installed, over those of this host.
 installed=$(dirname "$0")/../../.cache/machine
 
 fail() {
@@ -26,7 +26,7 @@ for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified /s
     echo $$ >"$hierarchy/$name/cgroup.procs"
 done
 
-# What changes stays in memory: that works where / is itself an overlay, on which another can't write.
+# Changes are made in memory: that works even if / is an overlay, on which another overlay can't be written.
 mnt=$directory/mnt
 root=$mnt/root
 mount -t tmpfs -o mode=755,size=3g tmpfs "$mnt"
@@ -57,7 +57,7 @@ for file in $(grep -ls '^path-exclude' "$root"/etc/dpkg/dpkg.cfg.d/* || :); do
 done
 # Every package with a manual page would make the index of all pages again.
 rm -f "$root/var/lib/man-db/auto-update"
-# Nothing here outlives a crash, so nobody has to wait for a disk.
+# The machine need not survive a crash, so no write has to wait for a disk.
 mkdir -p "$root/etc/dpkg/dpkg.cfg.d"
 echo force-unsafe-io >"$root/etc/dpkg/dpkg.cfg.d/mps-e2e"
 # Scripts in /etc/init.d would become services.

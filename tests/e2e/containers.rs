@@ -159,7 +159,7 @@ fn prepared(machine: &Machine, engine: &str) -> bool {
         systemctl reload {SERVICE}"
     ));
     wait_for("the spec", || machine.run(&["test", "-e", SPEC]).status.success().then_some(()));
-    // The image of somebody who has nothing but a CUDA program: a shell, and the libraries of the program.
+    // The image of a user who has only a CUDA program: a shell, and the libraries of the program.
     machine.sh("[ ! -e /srv/image ] || exit 0
         mkdir -p /srv/image/bin /srv/image/tmp
         cp \"$(command -v busybox)\" /srv/image/bin/busybox
@@ -176,8 +176,8 @@ fn with_podman(machine: &Machine) -> bool {
     if !prepared(machine, "podman") {
         return false;
     }
-    // A container in this container has no overlay, no network and no controller for the number of processes. runc,
-    // since crun raises a limit that nobody in here may raise.
+    // A container in this container has no overlay, no network and no controller for the number of processes. runc is used, since
+    // crun raises a limit that can't be raised here.
     machine.write(
         "/etc/containers/storage.conf",
         "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
@@ -257,7 +257,7 @@ fn is_a_client_of_slice_1(printed: &str, place: &str) {
     ] {
         assert!(printed.lines().any(|printed| printed == line), "no {line} in:\n{printed}");
     }
-    // The slice's own directory and nothing else of the service, and nobody can write there.
+    // The slice's own directory and nothing else of the service, and no program can write there.
     let mounts: Vec<&str> = printed.lines().filter(|line| line.contains(" - ")).collect();
     let [mount] = mounts[..] else { panic!("{mounts:?} in:\n{printed}") };
     let words: Vec<&str> = mount.split(' ').collect();
@@ -292,8 +292,8 @@ fn podman(machine: &mut Machine) {
         // So NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
-    // The service knows the slice by the control group, whatever the container says, and a user who is not root of the host
-    // commands nobody.
+    // The service knows the slice by the control group, no matter what the container claims, and a user who is not root of the
+    // host can't command the control daemon.
     for (user, may_command) in [
         ("--user=0:0", "neighbours"),
         ("--user=65534:65534", "nothing"),
@@ -349,8 +349,8 @@ fn bound(machine: &Machine) -> Vec<(String, String)> {
     names.filter(|(_, to)| !to.is_empty()).collect()
 }
 
-/// The hook of the spec gives a container its slice before its program runs, and nobody has to take it back. `run` starts a
-/// container with slice 1.
+/// The hook of the spec gives a container its slice before its program runs, and the slice is released without a further call.
+/// `run` starts a container with slice 1.
 fn binds(machine: &Machine, engine: &str, run: &str) {
     let nothing_is_bound = || wait_for("no binding", || bound(machine).is_empty().then_some(()));
     nothing_is_bound();

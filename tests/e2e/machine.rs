@@ -220,7 +220,7 @@ impl Machine {
         cursor.unwrap_or_else(|| panic!("no cursor in: {shown}")).to_owned()
     }
 
-    /// The journal behind a cursor, of everybody.
+    /// The journal of all users after a cursor.
     pub(crate) fn journal(&self, cursor: &str) -> Vec<Value> {
         let after = format!("--after-cursor={cursor}");
         self.printed(&["journalctl", "--sync"]);

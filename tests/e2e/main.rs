@@ -118,7 +118,7 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: people::CHECKS,
     },
-    // A system on which nobody has done anything yet but read the README.
+    // A fresh system, on which the user has only read the README.
     Group {
         name: "readme",
         hierarchy: Hierarchy::Unified,
@@ -170,8 +170,8 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
         return asker::run();
     }
-    // As with libtest: words select checks by a part of their name, and options are not for us. What is for `make soak` has to
-    // be selected.
+    // As with libtest: words select checks by a part of their name, and options are ignored. The checks of `make soak` have to be
+    // selected.
     let wanted = |name: &str| {
         let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
         words.peek().is_none() && !name.starts_with("soak::")

@@ -93,7 +93,7 @@ const PLATFORM_DEB: &str = "/var/tmp/platform.deb";
 const RPM: &str = "/var/tmp/yunion-mps-daemon.rpm";
 const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
-/// The words of a first installation for somebody who has configured nothing.
+/// The messages of a first installation, when nothing is configured.
 const NEXT_STEP: &str =
     "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
 /// rpm with a list of packages of its own: that of the machine is dpkg's.
@@ -357,7 +357,7 @@ fn remove_with_a_client(machine: &mut Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// Nobody stops what nobody runs any more, and so a job carries on; but the program that could end it goes.
+/// No script stops the platform's daemon, and so a job goes on; but the program that could end the job is removed.
 fn remove_failed(machine: &mut Machine) {
     installed(machine);
     Running::start(machine, "");
@@ -400,7 +400,7 @@ fn take_over(machine: &mut Machine) {
     // apt takes it for an upgrade, since ours has an epoch.
     let said = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB} 2>&1"));
     assert!(said.contains("1 upgraded"), "{said}");
-    // Their package has stopped and disabled the service, which nobody should have to find out.
+    // The platform's package has stopped and disabled the service; an administrator should not have to find that out.
     assert!(said.contains("systemctl enable --now yunion-mps-daemon"), "{said}");
     on_the_simulated_host(machine);
     machine.sh(&format!("systemctl enable --now {SERVICE}"));

@@ -108,7 +108,7 @@ pub(crate) fn drop_in(machine: &Machine, lines: &str) {
     machine.sh("systemctl daemon-reload");
 }
 
-/// The state on the bus; empty while nobody is there.
+/// The state on the bus; empty while the service is not there.
 pub(crate) fn state(machine: &Machine) -> String {
     let property = [
         "busctl",
@@ -277,7 +277,8 @@ fn limits_spare(machine: &mut Machine) {
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
-    // Somebody else's scope has the name: the control daemon stays where we are, and no limit with it.
+    // Another program's scope has the name: the control daemon stays in the service's control group, and the limits there are
+    // removed.
     new_host(machine);
     let namesake = "yunion-mps-control-shared.scope";
     machine.sh(&format!(
@@ -431,7 +432,7 @@ fn explained(machine: &mut Machine) {
     {
         assert!(shown.contains(words), "no {words} in {shown}");
     }
-    // In Chinese too, for whoever has that locale.
+    // In Chinese too, for users with that locale.
     machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
 }
 
@@ -533,7 +534,7 @@ fn bad_configuration(machine: &mut Machine) {
     {
         assert_eq!(machine.property(SERVICE, property), value, "{property}");
     }
-    // Another start would fail as well, so nobody is told to try that first.
+    // Another start would fail too, so the message does not propose it.
     assert_eq!(
         machine.complained(&["yunion-mpsctl", "list"]),
         "yunion-mpsctl: yunion-mps-daemon is not running: it ended because the configuration is wrong; yunion-mpsctl \
@@ -640,7 +641,7 @@ fn boot(machine: &mut Machine) {
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }
 
-/// systemd has found nobody in our control group who has no business there.
+/// systemd has found no foreign process in the service's control group.
 pub(crate) fn no_left_overs(machine: &Machine, cursor: &str) {
     for message in machine.messages(cursor) {
         for complaint in ["left-over process", "remains running after unit stopped"] {

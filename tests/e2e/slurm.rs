@@ -28,7 +28,7 @@ pub(crate) const SOAK_CHECKS: &[Check] = &[
     ("the_cluster_stops", stop),
 ];
 
-/// The lines of the guide that stand there for somebody else than us.
+/// The lines of the guide that are not for this test.
 const ELSEWHERE: [(&str, &str); 2] = [
     ("scontrol update NodeName=node1 State=DRAIN Reason=\"new driver\"", "the node has another name"),
     ("yunion-mpsctl drain --all --wait", "readme::CHECKS run it"),
@@ -163,13 +163,13 @@ fn prolog(machine: &mut Machine) {
     let bound =
         || machine.printed(&["yunion-mpsctl", "list", "--json"]).matches("\"bound_to\": \"job 7\"").count();
     assert_eq!(bound(), 0, "it has asked for no slice");
-    // Neither is a job that runs where nobody can bind it.
+    // Neither is a job that runs where it can't be bound.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
     assert!(elsewhere.contains("which is no job's: PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
-    // Its tasks: each has one of the job's slices, and nobody else's.
+    // Its tasks: each has one of the job's slices, and no slice of another job.
     for (number, has) in [("1", DEVICES[1]), ("0", &*format!("{},{}", DEVICES[1], DEVICES[2]))] {
         let claim = DEVICES[number.parse::<usize>().unwrap()];
         machine.sh(&format!(

@@ -19,7 +19,7 @@ configure 0
 start_service
 ready
 slice=$(a_slice)
-# The program itself, as a container has it: nobody asks the service before it starts.
+# The program itself, as in a container: it starts without a question to the service.
 eval "$(yunion-mpsctl env "$slice")"
 limited=$("$client" props | grep -o 'sms [0-9]*' | head -1)
 say "a program of the slice has $limited"

@@ -36,7 +36,7 @@ for multiuser in true false; do
         echo
     done
     slice=$(a_slice)
-    # What `run` does, but as another user: its environment names the slice.
+    # Like `run`, but as another user: its environment names the slice.
     eval "$(yunion-mpsctl env "$slice")"
     show "${nobody[@]}" "$client" props
     "${nobody[@]}" "$client" hold 30 &

@@ -8,7 +8,7 @@
 . "$(dirname "$0")/lib.sh"
 set_up "$@"
 bypassing() { timeout 20 yunion-mpsctl clients --json | python3 -c 'import json,sys; print(sum(one["bypass"] for one in json.load(sys.stdin)))'; }
-# What would be a false alarm shows at one of two looks, a second apart.
+# Each state is looked at twice, a second apart, since a single look can be a false alarm.
 look() { for _ in 1 2 3 4; do yunion-mpsctl reload >/dev/null; sleep 1.1; done; }
 
 build_client

@@ -1,4 +1,4 @@
-//! Every door that hands out a slice gives the same answer at the same moment, whoever asks.
+//! All parts of the service that hand out slices give the same answer at the same moment, to every caller.
 
 use std::collections::BTreeMap;
 use std::process::Command;

@@ -25,7 +25,7 @@ WINDOW = 8
 UNREAD = 40
 # The calls without which it is no attack, however busy the machine is.
 ENOUGH = 21
-# Who does not wait for answers could keep the bus itself busy for everybody, whatever the service does.
+# A caller that does not wait for answers could keep the bus itself busy for all, and the service can't prevent that.
 CALLS_A_SECOND = 4000
 
 

@@ -97,7 +97,7 @@ fn introspection_without_end_loses_nobody() {
     attack("introspect", 4);
 }
 
-/// The bus keeps what nobody reads, some hundred MiB for each connection.
+/// The bus stores messages that are not read, some hundred MiB for each connection.
 #[test]
 fn answers_that_nobody_reads_lose_nobody() {
     attack("no-read", 2);

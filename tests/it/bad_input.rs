@@ -80,7 +80,7 @@ fn a_log_directory_in_the_place_of_the_fifo() {
     );
 }
 
-/// A path that no GPU has is told to everybody who asks; the service waits for such a GPU.
+/// A path that no GPU has is reported in all answers; the service waits for such a GPU.
 #[test]
 fn a_node_that_does_not_exist() {
     let mut host = Host::new("tesla-p40");
@@ -95,7 +95,7 @@ fn a_node_that_does_not_exist() {
     // To publish none would make the platform delete its devices.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
-    // It is no entry less for that: nobody else's GPU is taken.
+    // The entry still counts: no GPU of another user is served instead.
     assert_eq!(host.compute_mode(0), "Default");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
     assert!(host.call("Control.Reload").status.success());
@@ -199,7 +199,7 @@ fn a_gpu_that_has_gone_before_the_start() {
     }
 }
 
-/// One of eight goes while it is served: its devices stay, not healthy, through a reload too, and nobody else's job is
+/// One of eight GPUs is lost while it is served: its devices stay, unhealthy, even through a reload, and no job on the others is
 /// hurt. After a restart the seven are served.
 #[test]
 fn a_gpu_that_goes_while_it_is_served() {
@@ -295,7 +295,7 @@ fn a_file_of_proc_as_configuration() {
             symlink(target, &file).unwrap();
             let (status, said) = check_in_time(&host);
             assert_eq!(status, Some(78), "{target}: {said}");
-            // Without root the kernel's log is nobody's to read.
+            // Only root can read the kernel's log.
             let hidden = fs::File::open(target).is_err() && said.contains("can't be read: ");
             let named = said.contains("is a file of /proc and no regular file; put a regular file there");
             assert!(hidden || named, "{target}: {said}");
@@ -316,7 +316,7 @@ fn a_device_file_of_fifteen_thousand_entries() {
     refused(host, "host_container_device.yml:1: devices: 15000 entries, the limit is 1024");
 }
 
-/// The state file is gone for good, and what stands in its place is in nobody's way.
+/// The state file is removed for good, and a file with its name does no harm.
 #[test]
 fn a_state_file_that_is_no_file() {
     let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
@@ -362,8 +362,7 @@ fn a_check_of_what_is_right_changes_nothing() {
     host.nothing_runs();
 }
 
-/// A pipe directory in which somebody else has his hands is not used, and nothing is started. When it is gone, the GPUs
-/// are served.
+/// A pipe directory in which another user can write is not used, and nothing is started. When it is removed, the GPUs are served.
 fn refused_pipe_directory(make: impl FnOnce(&Path), reason: &str) {
     let mut host = Host::new("tesla-p40");
     let pipe = host.path("mps/pipe");
@@ -479,7 +478,7 @@ fn a_program_that_hangs() {
     stops(host);
 }
 
-/// A front end that finds nobody, as the real one says it.
+/// A front end that finds no control daemon, with the words of the real one.
 const NOBODY: &str = "echo 'Cannot find MPS control daemon process' >&2; exit 1";
 
 #[test]
@@ -686,7 +685,7 @@ fn a_gpu_that_hangs() {
     one_out_of_eight(&[("gpus/3/hangs", "")], "NVML did not answer within 10 s");
 }
 
-/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than anybody waits for a look. The
+/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the longest wait for a look. The
 /// driver stays open, and the answer counts when it comes.
 #[test]
 fn gpus_that_sleep_are_served_when_all_are_awake() {
@@ -762,7 +761,7 @@ fn a_bus_that_comes_later() {
     stops(host);
 }
 
-/// A bus that is restarted takes no GPU from anybody, and gets the name and the devices back.
+/// A restart of the bus takes no GPU from any client, and the service publishes its name and its devices again.
 #[test]
 fn a_bus_that_goes_away_and_comes_back() {
     let mut host = Host::serving("h200");

@@ -85,8 +85,8 @@ fn refused(output: &Output, words: &str) {
     assert!(output.status.code() == Some(1) && said.contains(words), "{words}\n{said}");
 }
 
-/// Every process of the control group has the slice, in whatever group below it, whatever its environment says, and nobody else
-/// does; that lasts over a restart of the service.
+/// Every process of the control group or a descendant has the slice, no matter what its environment says, and no other process
+/// has it; that stays so over a restart of the service.
 #[test]
 fn the_processes_of_a_bound_control_group_have_its_slices() {
     let Some((mut host, [group, other])) =
@@ -105,7 +105,7 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
     for client in &clients {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
-    // Nobody can claim a slice that somebody has.
+    // No process can claim a slice that is bound.
     assert_eq!(known(&host, &stranger), [""; 3].map(str::to_owned));
     let table = succeeded(&host.mpsctl(&["list", "-o", "wide"]));
     assert!(table.contains("BOUND TO") && table.contains("  train-1  "), "{table}");
@@ -152,8 +152,8 @@ fn a_process_chooses_between_the_slices_of_its_control_group() {
     assert!(alive(tasks[0].id()));
 }
 
-/// Root in a bound container mounts what he likes, makes namespaces and control groups, and claims any slice: neither his slice
-/// changes nor that of anybody else, and his work ends with the work of his slice alone.
+/// Root in a bound container mounts directories, makes namespaces and control groups, and claims any slice: neither the slice of
+/// the container nor that of another one changes, and its work ends only with the work of its own slice.
 #[test]
 fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     let test = "a_tenant_in_a_bound_control_group_changes_nobodys_slice";
@@ -278,8 +278,8 @@ fn a_binding_ends_with_its_control_group() {
     assert_eq!(bound(&other), NEIGHBOURS);
 }
 
-/// A container that has ended may leave an empty control group for a while. Its successor gets the slice all the same, and at once;
-/// the slice of a control group that waits for its first process is nobody else's.
+/// A container that has ended may leave an empty control group for a while. The next container gets the slice nevertheless, and
+/// at once; but the slice of a control group that waits for its first process is not given away.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";

@@ -1,4 +1,5 @@
-//! The budgets of slices: whoever is over is told, with names, and ended if that is wanted; neighbours never notice.
+//! The budgets of slices: tenants who exceed one are reported with names, and ended if that is configured; other clients notice
+//! nothing.
 
 use std::fs;
 use std::process::Stdio;
@@ -157,7 +158,7 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     wait_for("the signal", || {
         plain(listener.heard()).contains(&format!("OverUse ('{SLICE}', ['memory'], [{pids}])")).then_some(())
     });
-    // Nobody else is meant, and the service is well.
+    // No other client is affected, and the service is healthy.
     assert_eq!(device_of(&host, NEIGHBOUR)["overuse"], "");
     assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
     let status = host.wait_for_state("ready");
@@ -258,7 +259,7 @@ fn nobody_is_ended_again_without_new_work() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Waits until the service has looked often enough to have ended somebody, and makes sure that it has not.
+/// Waits for enough looks to end a client, and makes sure that no client was ended.
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));
@@ -266,7 +267,7 @@ fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     assert!(clients.iter().all(|client| alive(client.id())));
 }
 
-/// An older program on the host says that it is of a tenant's slice. It counts there, and ends nobody.
+/// An older program on the host claims a tenant's slice. It counts for the slice, and causes no end of other clients.
 #[test]
 fn a_claim_in_the_environment_ends_nobody() {
     if !root_or_skip("a_claim_in_the_environment_ends_nobody") {
@@ -309,7 +310,7 @@ fn a_slice_in_two_containers_ends_nobody() {
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4";
 
-/// A reload ends nobody: whoever was there before stays, and is told. Whoever comes later has the new budget.
+/// A reload ends no client: clients that were there before stay, and are reported. Clients that come later have the new budget.
 #[test]
 fn a_reload_ends_nobody() {
     if !root_or_skip("a_reload_ends_nobody") {

@@ -250,7 +250,7 @@ fn a_start_offers_the_slices_that_are_planned() {
     wait_for_devices(&host, &slices("00:06.0", 4));
     host.signal(Signal::KILL);
     host.ended();
-    // The control daemon lives, and nobody can configure it for the other number of slices.
+    // The control daemon lives, but no command can change its number of slices.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     host.plant("mps/fault/front-end-hangs", "");
     host.start();
@@ -260,7 +260,7 @@ fn a_start_offers_the_slices_that_are_planned() {
     host.wait_for_state("ready");
 }
 
-/// No spec is no reason to serve nobody, but one to say so; it is tried again.
+/// Without the spec, GPUs are served, but there is a message; writing the spec is tried again.
 #[test]
 fn a_spec_that_cannot_be_written_degrades() {
     let mut host = host("h200");

@@ -273,7 +273,7 @@ fn a_configuration_that_is_gone_has_a_name() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A type that is nearly another one than ours claims the GPU, and nobody says that there is no GPU.
+/// An entry whose type is nearly `NVIDIA_MPS` names the GPU, and no message says that there is no GPU.
 #[test]
 fn a_gpu_that_another_entry_claims_is_told_with_it() {
     let mut host = Host::new("h200");
@@ -293,7 +293,7 @@ fn a_gpu_that_another_entry_claims_is_told_with_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Nobody has asked whether there is one.
+/// The host was not asked about it.
 #[test]
 fn a_service_that_is_switched_off_denies_no_driver() {
     let mut host = Host::new("h200");

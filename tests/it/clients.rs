@@ -118,8 +118,8 @@ fn clients_are_shown_with_their_containers() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program's name with line breaks and whole rows of `ps` in it: nobody becomes a client by that, no release waits for
-/// one, and what it commands reaches no terminal and no log.
+/// A program has a name with line breaks and whole rows of `ps`: no other process counts as a client because of it, no release
+/// waits for one, and its control characters reach no terminal and no log.
 #[test]
 fn a_name_makes_nobody_a_client() {
     let mut host = Host::serving("h200");
@@ -174,9 +174,8 @@ fn a_name_makes_nobody_a_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program that slips past MPS while somebody has changed the compute mode: it is said where an administrator looks,
-/// nothing is taken from those who are served, and it is over when the program has ended. A reload doesn't take the GPU
-/// away from its clients for it.
+/// A program starts without MPS after another program has changed the compute mode: the state says so, clients that are served
+/// lose nothing, and the message ends with the program. A reload does not take the GPU away from its clients because of it.
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");
@@ -250,7 +249,7 @@ fn drawing_coming_and_going_is_no_bypass() {
     let status = host.json(&["status"]).unwrap();
     assert_eq!(status["service"]["state"], "ready", "{status:#}");
     assert!(!host.log().contains("without our MPS server"));
-    // It is seen nonetheless that somebody computes, if somebody does.
+    // A program that computes on the GPU is noticed nevertheless.
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {}\n", start_time(pid)));
     assert_eq!(host.listed(pid).unwrap()["bypass"], true);
     host.reload();
@@ -508,7 +507,7 @@ fn clients_without_a_slice_count_for_their_gpu() {
     nameless.into_iter().chain([connected]).for_each(Client::end);
 }
 
-/// Before Volta the control daemon alone knows the clients, and nobody knows their memory.
+/// Before Volta only the control daemon knows the clients, and their memory is unknown.
 #[test]
 fn clients_before_volta_are_counted_by_the_control_daemon() {
     let host = Host::serving("tesla-p40");
@@ -537,8 +536,8 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     assert_eq!(none["memory_used"], 0);
 }
 
-/// Nobody looks at the clients of an idle GPU, until somebody asks for them. However often that is, a GPU is looked at once a
-/// second at most.
+/// The clients of an idle GPU are not looked at until a caller asks for them. A GPU is looked at once a second at most, however
+/// often callers ask.
 #[test]
 fn who_asks_for_the_slices_gets_the_clients_as_they_are() {
     let mut host = Host::new("h200");
@@ -561,7 +560,7 @@ fn who_asks_for_the_slices_gets_the_clients_as_they_are() {
     assert!(looks() - before <= most, "{} looks in {:?}", looks() - before, began.elapsed());
 }
 
-/// The control daemon of somebody else, in the service's pipe directory.
+/// A control daemon that the service has not started, in the service's pipe directory.
 fn foreign_control_daemon(host: &Host) -> Client {
     let pipe = host.path("mps/pipe");
     fs::create_dir_all(&pipe).unwrap();
@@ -619,7 +618,8 @@ fn a_change_of_the_isolation_that_waits_is_no_failure() {
     assert!(!host.log().contains("failed"), "{}", host.log());
 }
 
-/// A control daemon of somebody else's in the pipe directory is waited for while it has clients. They are listed.
+/// The service waits for a control daemon in the pipe directory that it has not started, while that has clients. The clients are
+/// listed.
 #[test]
 fn the_clients_of_a_foreign_control_daemon_are_listed() {
     let mut host = Host::new("h200");

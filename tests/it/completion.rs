@@ -24,7 +24,7 @@ fn host() -> Host {
     host
 }
 
-/// A shell that somebody types to. It ends with this value.
+/// A shell with simulated typing. It ends when this value is dropped.
 struct Shell {
     script: Child,
     keys: ChildStdin,

@@ -214,7 +214,7 @@ fn a_changed_key_waits_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that runs is taken over with the CPUs that it has, whoever has chosen them.
+/// A running control daemon is taken over with its CPUs, no matter which program has chosen them.
 #[test]
 fn a_take_over_shows_the_cpus_in_force() {
     let Some(parts) = two_parts("binding to CPUs") else { return };

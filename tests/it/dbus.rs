@@ -737,7 +737,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
 }
 
-/// Clients and their memory change all the time. Nobody is told, and whoever asks gets them.
+/// Clients and their memory change all the time. No signal reports that, and each caller gets the present values.
 #[tokio::test]
 async fn overuse_is_told_and_use_is_not() {
     let used = |clients, overuse: &str| {
@@ -927,7 +927,7 @@ async fn a_site_may_let_everybody_read() {
     assert!(complaint.contains("Rejected send message"), "{complaint}");
 }
 
-/// The bus is the first to refuse, and not the only one: an administrator's policy may let everybody through.
+/// The bus refuses first, and the service does too: an administrator's policy may allow everything.
 #[tokio::test]
 async fn control_is_roots_whatever_the_policy_says() {
     if !root_or_skip("control_is_roots_whatever_the_policy_says") {

@@ -65,7 +65,7 @@ fn every_error_is_explained() {
     assert_eq!(names(table), names(map));
 }
 
-/// The interfaces that the bus lets everybody call, and the one for root.
+/// The interfaces that the bus allows all users to call, and the one for root.
 #[test]
 fn who_may_call_is_what_the_policy_says() {
     let policy = fs::read_to_string(source("config/io.yunion.Mps1.conf")).unwrap();

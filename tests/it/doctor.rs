@@ -478,7 +478,7 @@ fn other_cuda(scene: &mut Scene) {
     scene.chmod("bin/nvidia-cuda-mps-control", 0o755);
 }
 
-/// Our own keys alone, as somebody has them who has no platform.
+/// Only the keys of this service, as on a host without the platform.
 fn without_the_platforms_keys(scene: &mut Scene) {
     let file = "/etc/yunion/host.conf";
     let text = fs::read_to_string(scene.host.file(file)).unwrap();

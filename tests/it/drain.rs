@@ -262,7 +262,7 @@ impl Waiting {
 fn the_waiting_ends_with_the_last_client_of_a_slice() {
     let host = Host::serving("h200");
     let (neighbour, tenant) = (host.client_of("00:06.0-0"), host.client_of("00:06.0-1"));
-    // Nobody knows the slice of this one.
+    // The slice of this client is not known.
     let nameless = Client::start(&mut host.program(&["hold", "600"]));
     host.wait_until_listed(nameless.id());
     let said = done(&host, &["drain", "00:06.0-1"]);
@@ -340,7 +340,7 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
     }
 }
 
-/// The status is 0 only if no client is left, also where nobody reads.
+/// The status is 0 only if no client is left, even if the output has no reader.
 #[test]
 fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     let host = Host::serving("h200");
@@ -398,7 +398,7 @@ fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
     program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()
 }
 
-/// The same while the control daemon does not answer, which is before anybody has noticed that.
+/// The same while the control daemon does not answer, before the service has noticed that.
 #[test]
 fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     let mut host = Host::serving("h200");
@@ -459,7 +459,7 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without a driver there is no plan, and nobody looks after a control daemon that an earlier service has left.
+/// Without a driver there is no plan, and a control daemon that an earlier service has left has no supervisor.
 #[test]
 fn a_drain_holds_for_a_control_daemon_that_nobody_looks_after() {
     let mut host = Host::serving("h200");

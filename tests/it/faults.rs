@@ -78,7 +78,7 @@ fn stopped(pid: u32) -> bool {
     process_state(pid) == Some('T')
 }
 
-/// Everything is there once more: the devices whenever somebody answers, and then the service.
+/// Everything is there again: the devices as soon as a caller gets an answer, and then the service.
 fn recovered(host: &Host, devices: usize) -> Value {
     wait_for("the service's recovery", || {
         let listed = host.json(&["list"])?;
@@ -113,8 +113,8 @@ fn restart(host: &mut Host) {
     host.start();
 }
 
-/// A control daemon or a server that somebody has stopped serves nobody; it is continued, its clients notice nothing,
-/// and what was changed meanwhile is in force. A stopped client is its owner's business and in nobody's way.
+/// A control daemon or a server that a signal has stopped serves no client; it is continued, its clients notice nothing, and
+/// changes from meanwhile are in force. A client that its owner has stopped does not disturb others.
 fn stopped_processes_are_continued(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.start();
@@ -157,7 +157,7 @@ fn stopped_processes_are_continued(topology: Topology) {
     paused.end();
 }
 
-/// A stopped server outlives its control daemon, and keeps the GPU from the next server until somebody continues it.
+/// A stopped server outlives its control daemon, and keeps the GPU from the next server until it is continued.
 fn a_stopped_server_is_continued_when_its_control_daemon_has_ended(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -240,7 +240,7 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
     assert!(!errors.iter().any(|line| line.contains(" mps: ")), "{errors:#?}");
 }
 
-/// Those who were hit have ended when somebody reads of them, so the messages name their owners.
+/// The clients that were hit have ended before the log is read, and the messages name their owners nevertheless.
 fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("log_level: debug");
@@ -283,8 +283,8 @@ fn a_fault_after_a_restart_names_the_owners_of_those_hit(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The control daemon dies of the fault, before anybody can have asked how its server is: it is told all the same, with
-/// all who were hit.
+/// The control daemon dies of the fault, before it could be asked for the status of its server: the fault is reported
+/// nevertheless, with all clients that were hit.
 fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -437,9 +437,9 @@ fn no_room_for_the_log(topology: Topology) {
     host.nothing_runs();
 }
 
-/// A runtime directory without room: who is written down is served on and taken over; a control daemon that can't be
-/// written down is not started, since nobody would know it after us, and the reason is said. All is well when there is
-/// room.
+/// The runtime directory is full: a control daemon that is recorded is served and taken over; a control daemon that can't be
+/// recorded is not started, since the next service would not know it, and the reason is shown. Everything works again when there
+/// is space.
 fn no_room_for_the_state_file(topology: Topology) {
     if !root_or_skip("no_room_for_the_state_file") {
         return;
@@ -543,7 +543,7 @@ fn what_others_break_is_repaired(topology: Topology) {
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
     }
-    // Nobody makes it again. Its loss has been told once, whether it is new or old.
+    // The directory is not made again. Its loss is reported once.
     let _ = fs::remove_file(host.control_log());
     host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
@@ -553,8 +553,8 @@ fn what_others_break_is_repaired(topology: Topology) {
     host.nothing_runs();
 }
 
-/// A state file that is lost while the daemon is down: the control daemon then is nobody's, is left to its clients, and
-/// replaced after them.
+/// The state file is lost while the daemon does not run: then the control daemon counts as foreign, goes on until its clients
+/// have ended, and is replaced.
 fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     for loss in ["removed", "cut", "garbage"] {
         let mut host = Host::serving_as(topology, "h200");
@@ -726,7 +726,7 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
     });
 }
 
-/// A third of the time until the next regular look at a GPU that nobody uses.
+/// A third of the time until the next health check of an unused GPU.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
 /// Trouble that a later look would find as well must not wait for that look.
@@ -1099,8 +1099,8 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
     control_pid(&status)
 }
 
-/// A GPU in full use, 12 of 12 clients in each of its four slices, is well: everybody computes. Only the next client finds
-/// no place, which is told, and a place is there again when a client has left.
+/// A fully used GPU, with 12 of 12 clients in each of its four slices, is healthy: all clients compute. Only the next client is
+/// refused, which is reported, and when a client has left, another one is accepted.
 #[test]
 fn a_full_gpu_stays_healthy_and_says_so() {
     let mut host = Host::serving("h200");
@@ -1124,7 +1124,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
             && gpu["healthy"] == true
             && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places are taken")
     };
-    // Nobody was turned away yet: it is seen at the regular look.
+    // No client was refused yet: the health check notices that the GPU is full.
     host.reload();
     host.wait_for_status("a full GPU", is_full);
     let full_slices = || {
@@ -1206,8 +1206,8 @@ fn a_client_that_waits_for_another_user_is_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The service can open no more files when the driver comes back: that is what it says, and nobody is told to reinstall a
-/// driver that is well.
+/// The service can open no more files when the driver comes back: the message says that, and does not propose to reinstall a
+/// driver that works.
 #[test]
 fn too_few_descriptors_are_called_so() {
     let mut host = Host::new("h200");

@@ -89,7 +89,7 @@ fn each_choice_of_a_moment_is_another_slice() {
         answer["environment"]["YUNION_MPS_DEVICE"].as_str().unwrap().to_owned()
     };
     let chosen: Vec<String> = std::iter::repeat_with(choose).take(5).collect();
-    // Nobody is refused when each slice was given out once.
+    // No caller is refused when each slice was given out once.
     assert_eq!(chosen, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3", "00:06.0-0"]);
     let together: Vec<_> = (0..3)
         .map(|_| {
@@ -118,7 +118,7 @@ fn a_service_without_configuration_names_setup() {
             "{command:?}: {said}"
         );
     }
-    // Whoever has said no is not sent there.
+    // A user who has answered no is not sent there.
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host.conf"), "enable_cuda_mps: false\n").unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -201,7 +201,7 @@ fn settings(text: &str) -> String {
         .collect()
 }
 
-/// What `yunion-mps-daemon --check` says of it; nothing is wrong.
+/// The output of `yunion-mps-daemon --check`; nothing is wrong.
 fn checked(host: &Host) -> String {
     let check = host.check();
     assert!(check.status.success(), "{}", text(&check));
@@ -244,7 +244,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
-/// The share surprises people whose program was alone on the GPU so far. Before Volta a GPU holds nobody to a share.
+/// The share surprises users whose program has used the GPU alone so far. Before Volta a GPU enforces no share.
 #[test]
 fn setup_says_how_much_of_a_gpu_every_program_has() {
     let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));
@@ -315,7 +315,7 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
         }
         assert_eq!(files(&host), before);
     }
-    // Whoever does as it says has what it meant.
+    // A user who follows the text gets what it describes.
     host.configure("enable_cuda_mps: true");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 10"]);
     assert!(checked(&host).contains("10 slices, "));
@@ -325,7 +325,7 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
     let wrong = setup(&host, &["--yes"]);
     assert_eq!(wrong.status.code(), Some(1));
     assert!(text(&wrong).contains("error: /etc/yunion/host.conf:") && text(&wrong).contains("has mistakes"));
-    // So does a device file that nobody has named yet.
+    // The same for a device file that host.conf does not name yet.
     let host = fresh("mixed");
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host_container_device.yml"), "devices: []\n").unwrap();
@@ -369,7 +369,7 @@ fn setup_asks_on_a_terminal() {
     }
 }
 
-/// Only CUDA programs with a slice find a control daemon of a slice, so nobody is asked whether all shall.
+/// Only CUDA programs with a slice find the control daemon of a slice, so the question if all should find it is left out.
 #[test]
 fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice() {
     let host = fresh("h200");

@@ -97,7 +97,7 @@ impl Platform {
     }
 }
 
-/// A guest as the agent describes it, as far as it matters here, with something that nobody may see.
+/// A guest as the agent describes it, with the parts that matter here, and a secret that must not be shown.
 fn description(guest: &str, device: &str) -> Value {
     let of =
         |device| json!({"isolated_device": {"addr": device, "path": "GPU-1", "device_type": "NVIDIA_MPS"}});
@@ -146,7 +146,7 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
         samples.keys().find(|key| key.contains(&labels) && key.contains("project=vision")).cloned()
     });
 
-    // Whoever ends the work of the slice ends theirs.
+    // Ending the work of the slice ends their work.
     let released = host.mpsctl(&["terminate", "--device", OWN]);
     let said = text(&released);
     assert!(released.status.success() && said.contains("of guest train-1, slice 00:06.0-1"), "{said}");
@@ -205,8 +205,9 @@ fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     wait_for(&words, || platform.host.log().contains(&words).then_some(()));
 }
 
-/// A user who owns a control group makes others in it, and gives one the name of a neighbour's container: a unit with Delegate=,
-/// for one. Nobody takes the user's program for that guest, the guest keeps its work, and its runtime binds its slice.
+/// A user who owns a control group (a unit with Delegate=) makes other control groups in it, and gives one the name of another
+/// tenant's container. The user's program does not count as that guest's, the guest keeps its work, and its runtime can bind its
+/// slice.
 #[test]
 fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     let test = "a_control_group_of_a_users_is_no_guest_whatever_its_name_is";
@@ -253,7 +254,7 @@ fn root_takes_a_slice_from_a_container_that_the_records_name() {
     assert!(alive(client.id()));
 }
 
-/// A record that somebody else can write, or that can't be read, leaves the client to its own claim.
+/// A record that another user can write, or that can't be read, has no effect: the client only has its own claim.
 #[test]
 fn bad_records_are_not_believed() {
     let test = "bad_records_are_not_believed";
@@ -296,7 +297,7 @@ fn bad_records_are_not_believed() {
     platform.record("u-1", &group, "00:06.0");
     let listed = platform.listed(&client);
     assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
-    // It can have any slice of that GPU, so nobody may take one of them for free.
+    // The container can have any slice of that GPU, so none of them counts as free.
     for slice in [OWN, NEIGHBOURS] {
         let refused = platform.host.mpsctl(&["terminate", "--device", slice]);
         let said = text(&refused);
@@ -305,7 +306,7 @@ fn bad_records_are_not_believed() {
     assert!(alive(client.id()));
 }
 
-/// Nobody gets a slice by a record that is no good, and the same container is bound as soon as its record is.
+/// An invalid record gives no slice, and the container is bound as soon as its record is valid.
 #[test]
 fn bad_records_bind_nobody() {
     let test = "bad_records_bind_nobody";
@@ -448,7 +449,7 @@ fn a_container_has_its_recorded_slice_of_each_gpu() {
     }
 }
 
-/// A tenant makes control groups and environments as he likes in his container, and changes nobody's slice.
+/// A tenant makes control groups and environments in the container, and no slice of another tenant changes.
 #[test]
 fn a_tenant_is_in_no_container_of_another_guest() {
     let test = "a_tenant_is_in_no_container_of_another_guest";

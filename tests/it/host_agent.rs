@@ -171,7 +171,7 @@ fn every_value(board: &str) {
         let golden: Value = serde_json::from_str(&fs::read_to_string(golden).unwrap()).unwrap();
         assert_eq!(lasting(&seen[rows]), lasting(&golden), "{board}: {rows}");
     }
-    // A GPU that nobody can ask has fewer values.
+    // A GPU that NVML can't read has fewer values.
     let keys = |seen: &Value| seen["slices"][0].as_object().unwrap().len();
     host.plant("gpus/0/lost", "");
     assert!(host.call("Control.Reload").status.success());
@@ -386,7 +386,7 @@ fn releasing_a_container_spares_its_neighbours() {
     let released = run(&scene.host, &["release", &container.id]);
     assert!(released.status.success(), "{}", text(&released));
     assert_terminated(victim);
-    // Nobody is left, and that is no error.
+    // No client is left, and that is no error.
     assert!(run(&scene.host, &["release", &container.id]).status.success());
     assert!(scene.bystander_survives());
     let refused = run(&scene.host, &["release", "4711"]);

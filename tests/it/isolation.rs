@@ -195,7 +195,7 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Default", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
 }
 
-/// New slices come, and old ones go, beside the ones that stay: control daemons that take turns wait for nobody.
+/// Slices are added and removed next to others: control daemons that take turns do not wait for each other.
 #[test]
 fn slices_come_and_go_beside_the_others() {
     let mut host = Host::new("h200");
@@ -249,7 +249,7 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    // Where nobody may set it, one server alone would get in.
+    // If the service may not set the mode, only the server of one slice could use the GPU.
     host.configure("cuda_mps_topology: per_slice\ncuda_mps_set_compute_mode: false");
     host.start();
     host.wait_for_failure(
@@ -288,7 +288,7 @@ fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program without MPS gets in, and everybody is told once.
+/// A program without MPS uses the GPU, which is reported once.
 #[test]
 fn a_program_without_mps_is_told_once() {
     let mut host = serving();
@@ -360,7 +360,7 @@ fn a_fault_outlives_the_service_in_its_slice_alone() {
     host.nothing_runs();
 }
 
-/// A control daemon that waits for a stopped client answers nobody, and nobody else has to wait.
+/// A control daemon that waits for a stopped client answers no program, but programs of other control daemons do not wait.
 #[test]
 fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
     let mut host = serving();
@@ -426,7 +426,7 @@ fn a_full_slice_takes_no_place_of_another() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Limits that somebody changes in one slice are set back there.
+/// Limits that another program changes in one slice are restored there.
 #[test]
 fn limits_changed_by_others_are_set_back_in_their_slice() {
     let mut host = serving();

@@ -64,7 +64,7 @@ fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     command.status().unwrap().success()
 }
 
-/// At the answer to Bind the kernel holds the limit, for all programs of the control group together, and for nobody else.
+/// When Bind is answered, the kernel enforces the limit for all programs of the control group together, and for no others.
 #[test]
 fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     let test = "the_kernel_holds_the_memory_of_a_bound_control_group";

@@ -1,5 +1,5 @@
-//! The device plugin under a kubelet that admits pods, restarts, hangs and deletes by force: nobody is given a slice that somebody
-//! has, and no pod is lost for its slice.
+//! The device plugin with a kubelet that admits pods, restarts, hangs and deletes by force: no slice with an owner is given out,
+//! and no pod is lost because of its slice.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -166,7 +166,7 @@ fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     kubelet.ended("train-0");
     let (next, _) = kubelet.admitted("train-1", 1);
     assert_ne!(next, former);
-    // The slice that somebody still has is the last of all.
+    // The slice that still has an owner is the last choice.
     assert_ne!(kubelet.admitted("train-2", 1).0, former);
     assert_eq!(kubelet.admitted("train-3", 1).0, former);
     drop(container);

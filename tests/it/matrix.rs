@@ -1,4 +1,4 @@
-//! The daemon is killed at every step of its start, its reloads and its stop, again and again: nobody else may notice.
+//! The daemon is killed at every step of its start, its reloads and its stop, repeatedly: no client may notice.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -375,7 +375,7 @@ impl Row {
     fn look(&mut self) {
         self.clients.retain_mut(|client| !client.done());
         if self.clients.is_empty() {
-            // Nobody is hurt any more when one of these ends.
+            // No other client is hurt when one of these ends.
             self.held.clear();
         }
         let running = control_daemons(&self.host);

@@ -375,7 +375,7 @@ fn who_can_command_is_said() {
     scene.end();
 }
 
-/// Without any directory of ours nobody knows how a process has come to the GPU, and its claim counts for nothing.
+/// Without a directory of the service it is not known how a process reached the GPU, and its claim does not count.
 #[test]
 fn a_claim_from_elsewhere_counts_for_nothing() {
     if !root_or_skip("a_claim_from_elsewhere_counts_for_nothing") {

@@ -117,7 +117,7 @@ fn metrics() -> BTreeSet<String> {
     names
 }
 
-/// Every metric of ours that a text names exists.
+/// Every metric of this service that a text names exists.
 fn assert_known(text: &str) {
     let known = metrics();
     let named = Regex::new("yunion_mps_[a-z_]+").unwrap();
@@ -334,7 +334,7 @@ fn unit_command(directory: &Path, options: &str) -> Vec<String> {
     command.split_ascii_whitespace().map(str::to_owned).collect()
 }
 
-/// A whole file or none, under its name, for everybody to read.
+/// The file has its name only when it is complete, and all users can read it.
 #[test]
 fn the_textfile_is_written_as_a_whole() {
     let mut host = Host::serving("h200");
@@ -408,7 +408,7 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let mut verify = Command::new("systemd-analyze");
     verify.args(["verify", "--man=no", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"]);
     let (_, said) = judged(verify.current_dir(&directory), "");
-    // Other units of the machine are none of ours.
+    // Other units of the machine do not count.
     let complaints: Vec<&str> = said.lines().filter(|line| line.contains("yunion-mps-metrics")).collect();
     assert_eq!(complaints, [""; 0]);
 

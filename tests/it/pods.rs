@@ -382,7 +382,7 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let limit = format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={}\0", memory.as_str().unwrap());
     assert!(environment.contains(&limit), "{environment}");
 
-    // Nobody is given a slice that a pod has, whoever asks for it.
+    // A slice that a pod has is never given out, no matter who asks for it.
     let settings = node.kubelet.allocated(QUARTER, &[own]);
     let twice = Admitted { name: "train-1".to_owned(), slices: vec![own.clone()], settings };
     let refused = node.runtime.start(&node.host, &twice, &["hold", "600"]).unwrap_err();
@@ -486,7 +486,7 @@ fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
 }
 
 impl Node {
-    /// Kills a part, and starts it again where nobody else does.
+    /// Kills a part, and starts it again if nothing else does.
     fn kill(&mut self, part: &str) {
         match part {
             "plugin" => {
@@ -512,7 +512,7 @@ impl Node {
     }
 }
 
-/// Whoever of ours is killed, a pod keeps its slice and its work, and nobody else gets the slice.
+/// When any part of the service is killed, a pod keeps its slice and its work, and no other pod gets the slice.
 #[test]
 fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     let Some(mut node) = with_pods("no_kill_loses_a_pod_or_gives_its_slice_away") else { return };
@@ -536,8 +536,8 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     node.ends(&pod);
 }
 
-/// A control daemon takes its clients with it, whoever else is killed. Its slices are served again, and each can be given away
-/// again with the end of its pod.
+/// A killed control daemon takes its clients with it. Its slices are served again, and each can be given out again when its pod
+/// has ended.
 #[test]
 fn the_slices_of_a_killed_control_daemon_are_served_again() {
     let Some(mut node) = with_pods("the_slices_of_a_killed_control_daemon_are_served_again") else { return };

@@ -45,7 +45,7 @@ fn what_is_promised_is_what_is_found() {
         let (status, reports) = probe(&host, &[name]);
         assert_eq!((status, &reports[0]["addr"]), (Some(0), &json!("00:06.0-0")), "{name}: {reports:#}");
     }
-    // Everything was given back, and nobody has stayed.
+    // All memory was freed, and no client is left.
     let clients = host.busctl("ListClients");
     assert_eq!(clients, json!([]));
 }

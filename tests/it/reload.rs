@@ -255,7 +255,7 @@ fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The time between, held still: the new slices are listed before there is anybody to serve them.
+/// The moment in between: the new slices are listed before their control daemon serves.
 #[test]
 fn new_slices_are_listed_while_the_control_daemon_restarts() {
     let host = Host::serving("tesla-p40");
@@ -443,8 +443,8 @@ fn a_gpu_that_came_back_is_served_after_a_reload() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// One call to NVML fails during a reload, which is refused: nobody loses the driver, and GPUs are served as before, whatever
-/// ends afterwards.
+/// One call to NVML fails during a reload, which is refused: the driver stays in force, and GPUs are served as before, no matter
+/// what ends later.
 #[test]
 fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     let mut host = Host::serving("h200x8");
@@ -534,7 +534,8 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A host.conf that is being written, or is gone, says nothing of MPS. That is no reason to end everybody's work.
+/// A host.conf that is just being written, or was removed, does not mention MPS. That is no reason to end the work of all
+/// tenants.
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
     let mut host = Host::new("h200");
@@ -672,7 +673,7 @@ fn client_of(host: &Host, gpu: (&str, &str)) -> Client {
     client
 }
 
-/// The client runs, it alone is listed, as a client, and doctor sees nobody who bypasses MPS.
+/// The client runs and is the only one listed, and doctor finds no process that bypasses MPS.
 fn nobody_bypasses(host: &Host, client: &mut Client) {
     assert!(client.try_wait().unwrap().is_none());
     let listed = host.busctl("ListClients");
@@ -759,7 +760,7 @@ fn a_mode_that_is_set_late_is_put_back() {
     assert_eq!(host.compute_mode(1), "Default");
 }
 
-/// Whoever disables MPS while a control daemon waits for its clients is told that it goes on waiting.
+/// An administrator who disables MPS while a control daemon waits for its clients gets the answer that it goes on waiting.
 #[test]
 fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     let mut host = serving("shared", &[A]);

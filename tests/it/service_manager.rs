@@ -42,8 +42,8 @@ fn ready_is_said_when_it_is_true() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// A service that nobody can reach isn't ready: it says so only when its name is on the bus. The pings of the watchdog
-/// come all the while.
+/// A service without its bus name is not ready: it reports that only when it has the name. The pings of the watchdog come all the
+/// time.
 #[test]
 fn ready_waits_for_the_bus() {
     let mut host = Host::new("tesla-p40");
@@ -61,15 +61,15 @@ fn ready_waits_for_the_bus() {
 
     host.restart_bus();
     manager.until(|message| message == "READY=1");
-    // Nobody reads it any more: full, it would hold the daemon up.
+    // The output has no reader any more: when it is full, it would block the daemon.
     drop(manager);
     let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
     assert_eq!(status["service"]["state"], "ready");
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service manager that does not read what it is told holds nobody up: the kernel keeps ten messages for it, and a
-/// send that finds no room waits.
+/// A service manager that does not read its messages delays nothing: the kernel stores ten messages, and sending another one
+/// blocks.
 #[test]
 fn a_service_manager_that_does_not_read_holds_nobody_up() {
     let mut host = Host::new("tesla-p40");
@@ -135,7 +135,7 @@ fn ready_does_not_wait_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Nobody is waited for where there are no clients, and then ready is said when it is true.
+/// Without clients nothing is waited for, and then ready is reported when it is true.
 #[test]
 fn ready_waits_for_the_next_control_daemon() {
     let mut host = Host::serving("h200");

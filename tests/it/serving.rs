@@ -341,8 +341,8 @@ fn a_gpu_in_another_domain_is_found_without_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Everything at once: a GPU that can't be served says why and keeps nobody from being served, and the cards of others
-/// are not our business.
+/// Everything at once: a GPU that can't be served has a reason and does not prevent serving others, and cards of other vendors
+/// are ignored.
 #[test]
 fn a_mixed_host_serves_what_it_can() {
     let mut host = Host::new("mixed");
@@ -380,7 +380,8 @@ fn a_mixed_host_serves_what_it_can() {
         "GPU-5b1c9d3e-7a42-4f80-9e16-c3d8a7b20f41,GPU-84d6e0b7-c15f-4a29-bd38-2f7193ca5e60"
     );
     let pipe: PathBuf = host.path("mps/pipe");
-    // The largest slice's for every ordinal: a client that sees one GPU gets that of ordinal 0, whichever GPU it sees.
+    // Every ordinal has the limit of the largest slice: a client that sees one GPU gets the limit of ordinal 0, no matter which
+    // GPU that is.
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 1"), "35G\n");
 
@@ -388,7 +389,7 @@ fn a_mixed_host_serves_what_it_can() {
     host.nothing_runs();
 }
 
-/// Slices of one GPU that are given together are one slice, and the journal says so, but not as often as somebody asks.
+/// Several slices of one GPU in one request count as one slice, and the journal says so, but not for each request.
 #[test]
 fn slices_of_one_gpu_given_together_are_in_the_journal_once() {
     let mut host = Host::serving("h200");

@@ -129,7 +129,7 @@ fn without_clients_nothing_is_said() {
     }
 }
 
-/// A restart ends nobody, so nobody is named.
+/// A restart ends no client, so no client is named.
 #[test]
 fn clients_that_carry_on_are_not_named() {
     let mut host = Host::serving("h200");
@@ -196,7 +196,7 @@ fn a_configuration_that_disables_names_the_clients() {
         status["control_daemons"].as_array().unwrap().is_empty()
     });
     assert_warned(&host, &expected, control_daemon);
-    // Nobody is left to be named a second time.
+    // No client is named a second time.
     assert!(host.call("Control.Reload").status.success());
     assert_warned(&host, &expected, control_daemon);
     drop(client);

@@ -188,7 +188,7 @@ fn check(host: &Host) {
     assert!(host.call("Control.Reload").status.success());
 }
 
-/// The directories that nobody else may change.
+/// The directories that other users can't change.
 fn kept(host: &Host) -> Vec<PathBuf> {
     let pipe = host.path("mps/pipe");
     let slices = host.list();
@@ -271,8 +271,8 @@ fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     assert_eq!(flags(directories), vec![true; directories.len()]);
 }
 
-/// What no longer belongs to the service can be removed: after a move, after an end of MPS, and with a service that
-/// restarts, which may be of an earlier version.
+/// Files that the service does not need any more can be removed: after a move, after MPS was disabled, and when a service
+/// restarts, which may be an earlier version.
 #[test]
 fn directories_are_given_back() {
     if !flag_can_be_set() {
@@ -343,7 +343,7 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The pipe directory makes clients, and nobody who has it a commander of the control daemon.
+/// The pipe directory makes programs clients, but does not let them command the control daemon.
 #[test]
 fn the_pipe_directory_has_a_link_and_the_slices() {
     let mut host = Host::serving("h200");
@@ -406,8 +406,8 @@ fn the_log_directory_may_be_in_the_pipe_directory() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that has its sockets in the pipe directory, as with an older driver, serves on and is replaced when
-/// nobody needs it any more.
+/// A control daemon that has its sockets in the pipe directory, as with an older driver, goes on serving and is replaced when it
+/// has no clients.
 #[test]
 fn sockets_move_when_the_last_client_has_ended() {
     let mut host = Host::new("h200");
@@ -532,7 +532,7 @@ fn a_drained_slice_leads_nowhere() {
     assert!(directories.iter().all(|directory| leads_to(directory, &private)));
     assert_eq!(files(&pipe), ["control", "slices"]);
     assert!(host.list().iter().all(|device| device["healthy"] == true));
-    // Nobody else has touched a link.
+    // No other program has touched a link.
     assert!(!host.log().contains("did not lead"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
 }

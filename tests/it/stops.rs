@@ -127,7 +127,7 @@ fn a_container_that_is_stopped_leaves_its_neighbour_alive() {
     assert!(!scene.neighbours.bystander_survives());
 }
 
-/// A program with a handler for SIGTERM keeps its GPU, and everybody else in its container loses it.
+/// A program with a handler for SIGTERM keeps its GPU, and all other programs in its container lose it.
 #[test]
 fn a_program_that_handles_the_signal_writes_its_checkpoint() {
     let Some(mut scene) = Scene::new("a_program_that_handles_the_signal_writes_its_checkpoint") else {

@@ -117,7 +117,7 @@ fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
     host.nothing_runs();
 }
 
-/// Where nobody collects orphans, as in a container, a killed control daemon stays a zombie.
+/// If no process collects orphans, as in a container, a killed control daemon stays a zombie.
 fn a_zombie_is_not_taken_over(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -180,8 +180,8 @@ fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
     control_daemon
 }
 
-/// Somebody else's control daemon on our pipe directory that has a client: it is left as it is, the state says which
-/// process it is and what to do, and once the client is done it is replaced without anybody's help.
+/// A control daemon that the service has not started listens in the pipe directory and has a client: it is not touched, the state
+/// names its process and the remedy, and it is replaced without help once the client has ended.
 fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
@@ -211,7 +211,7 @@ fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// One that nobody uses, an orphan of another program's most often, is replaced at once.
+/// Such a control daemon without clients, usually an orphan of another program, is replaced at once.
 fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     for mode in ["-f", "-d"] {
         let mut host = Host::with_topology(topology, topology.oldest_board());
@@ -280,7 +280,7 @@ fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     }
 }
 
-/// A compute mode that somebody has changed since is his.
+/// A compute mode that another program has set since is kept.
 #[test]
 fn a_compute_mode_changed_by_others_is_left_to_them() {
     let mut host = Host::serving("tesla-p40");
@@ -328,8 +328,9 @@ fn a_stopped_control_daemon_is_continued_to_quit(topology: Topology) {
     }
 }
 
-/// The directory of its sockets is taken away, and another control daemon listens in a new one at its place: what it answers
-/// is not ours. The client of ours runs on, the other is left alone, and the state names it.
+/// The directory of its sockets is removed, and another control daemon listens in a new directory with the same path: its answers
+/// are not used. The client of the service's control daemon goes on, the other control daemon is not touched, and the state names
+/// it.
 fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -421,7 +422,7 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     assert!(alive(before));
     assert_eq!(client.try_wait().unwrap(), None, "{}", host.log());
 
-    // Somebody who knows better ends it. A signal is never sent without a word on whom it hits.
+    // An administrator ends it. No signal is sent without a message about the clients that it hits.
     client.end();
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
@@ -473,8 +474,8 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
     assert!(Some(warned) < place(&format!("(PID {control_daemon}) ended by SIGTERM")), "{log}");
 }
 
-/// Another control daemon that is started in the pipe directory takes no client from ours, which is in a directory of its
-/// own. It makes way for the next one of ours.
+/// Another control daemon that is started in the pipe directory takes no client from the service's, which has its own directory.
+/// It ends before the service's next one starts.
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     // The flag keeps its sockets out of the directory altogether.
@@ -504,8 +505,8 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topol
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The daemon once more on the same host, as somebody starts it by hand who has forgotten `--check`, with nobody to
-/// interrupt it. Gives its exit status and all that it has said.
+/// Starts the daemon a second time on the same host, like an administrator who has forgotten `--check`. Returns its exit status
+/// and its output.
 fn second_daemon(host: &Host) -> (Option<i32>, String) {
     let mut daemon = host
         .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
@@ -525,7 +526,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     (output.status.code(), text(&output))
 }
 
-/// A second daemon on the same runtime directory says who has it and ends, and its end is nobody else's.
+/// A second daemon with the same runtime directory names the first one and ends, which has no effect on others.
 fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -697,7 +698,7 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         host.ended();
         host.start();
         host.wait_for_failure(&held);
-        // It lets the one go on and nobody else in.
+        // The service does not end this program, and the compute mode admits no other one.
         assert!(!start_without_mps(&host).status().unwrap().success());
         assert_eq!(slipped_in.try_wait().unwrap(), None);
 
@@ -765,7 +766,7 @@ fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
     }
 }
 
-/// One that lasts is told, takes nobody's job and opens no GPU.
+/// An NVML error that lasts is reported. It ends no job and opens no GPU to programs without MPS.
 fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");

@@ -15,8 +15,8 @@ use super::wait::DEADLINE;
 /// The rules of the system bus. `scripts/bus-conf.sh` has them from the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
-/// The group that stands for yunion-mps in the policy of a bus of tests: nobody's own. A dbus-daemon knows the groups of a
-/// user from the host's files.
+/// The group that stands for yunion-mps in the policy of a test bus: no user is in it. A dbus-daemon reads the groups of a user
+/// from the host's files.
 const MEMBERS: u32 = 65_534;
 
 /// setpriv's arguments for the user who stands for a member of the group yunion-mps.
@@ -57,7 +57,7 @@ impl PrivateBus {
         // Other users have to reach the socket.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
-        // Whoever runs the tests takes root's part.
+        // The user who runs the tests has the rights of root there.
         let policy = change(fs::read_to_string(shipped).unwrap());
         let user = rustix::process::getuid().to_string();
         let policy = policy.replace("user=\"root\"", &format!("user=\"{user}\""));

@@ -259,8 +259,7 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A program in a user namespace in which nobody can have an inotify instance. Other programs of this machine are not
-    /// concerned.
+    /// A program in a user namespace in which no inotify instance is left. Other programs of this machine are not affected.
     pub(crate) fn without_inotify(&self, program: &Command) -> Command {
         let mut command = self.command("unshare");
         command.args(["--user", "--map-root-user", "sh", "-c"]);
@@ -464,7 +463,7 @@ impl Host {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     }
 
-    /// Nothing of ours is left. A front end that was cut off in the middle of a question may be the last to go.
+    /// Nothing of the service is left. A front end that was interrupted during a question may be the last to end.
     pub(crate) fn nothing_runs(&self) {
         wait_for("no process", || self.processes().is_empty().then_some(()));
     }

@@ -100,7 +100,7 @@ impl Host {
         self.list().into_iter().filter(is_its).collect()
     }
 
-    /// The status once it serves nobody for a reason with this in it.
+    /// The status once it serves no client for a reason with this text.
     pub(crate) fn wait_until_it_fails(&self, reason: &str) -> Value {
         if self.first_slice.is_none() {
             return self.wait_for_failure(reason);

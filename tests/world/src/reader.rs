@@ -67,14 +67,14 @@ pub struct Reader {
     pub hit: Vec<(u32, usize, Vec<u32>)>,
     /// The clients as they are known.
     pub(crate) clients: SimRegister,
-    /// The clients that the log has named as news, and the clients that were told.
+    /// The clients that new lines of the log have named, and the clients that were reported.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
-    /// The clients of them with a fault that is shown as over.
+    /// Those clients whose fault is shown as over.
     over: BTreeSet<Hit>,
-    /// The clients that were told before the state file was written.
+    /// The clients that were reported before the state file was written.
     written: BTreeSet<Hit>,
-    /// The disk has had no room for the state file at some time since clients were told.
+    /// The state file could not be written at some time since clients were reported, since the disk was full.
     pub(crate) disk_was_full: bool,
     /// The questions to the control daemon.
     pub(crate) questions: Vec<&'static str>,
