@@ -176,7 +176,7 @@ fn old_kernel(machine: &mut Machine) {
 
     machine.sh("yunion-mpsctl terminate --device 00:06.0-1");
     wait_for("the client's end", || (machine.property(CLIENT, "ActiveState") != "active").then_some(()));
-    // The death of one that was taken over is noticed too.
+    // The end of a control daemon that was taken over is noticed too.
     machine.sh(&format!("kill -KILL {}", running.control_daemon));
     wait_for("another control daemon", || {
         let others = control_daemons(machine);

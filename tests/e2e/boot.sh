@@ -37,7 +37,7 @@ if [ -z "${E2E_ROOT:-}" ]; then
     cp -a "$installed/." "$mnt/installed"
 fi
 mount -t overlay -o "lowerdir=$mnt/installed:$base,upperdir=$mnt/upper,workdir=$mnt/work" overlay "$root"
-# The traces that systemd-nspawn leaves in /run are ours too.
+# The files that systemd-nspawn leaves in /run belong to this test too.
 mount -t tmpfs -o mode=755 tmpfs /run
 
 [ -x "$root/usr/lib/systemd/systemd" ] || [ -x "$root/lib/systemd/systemd" ] || fail "$base has no systemd"
@@ -78,8 +78,8 @@ status=133
 # 133 is a machine that wants to be rebooted.
 while [ "$status" -eq 133 ]; do
     status=0
-    # If we are killed, it ends, with it its PID 1, and with that everything else. Its systemd may load programs into the
-    # kernel: without that, units could use whatever devices they like.
+    # If this process is killed, the machine ends too: its PID 1, and with that everything else. Its systemd may load programs
+    # into the kernel: without that, units could use any device.
     setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --keep-unit --boot --private-network \
         --system-call-filter=bpf --capability=CAP_BPF ${programs:+"--bind-ro=$programs"} \
         --link-journal=no --console=read-only --machine="$name" --directory="$root" || status=$?

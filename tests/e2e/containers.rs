@@ -208,7 +208,7 @@ fn with_podman(machine: &Machine) -> bool {
     true
 }
 
-/// Docker, and a runtime that adds the GPU as NVIDIA's does: if the environment names one. Ours stands before it.
+/// Docker, and a runtime that adds the GPU like NVIDIA's, if the environment names one. The service's runtime wraps it.
 fn with_docker(machine: &Machine) -> bool {
     if !prepared(machine, "dockerd") {
         return false;
@@ -396,8 +396,8 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
 /// The losses after which a container has to come back.
 const LOSSES: u32 = 4;
 
-/// `ROUNDS` says how many containers have to, one after the other. Docker waits longer and longer before it starts one that is lost
-/// again and again, and the service before it starts a control daemon.
+/// `ROUNDS` is the number of containers that have to be restarted, one after the other. Docker waits longer each time before it
+/// restarts a container, and so does the service before it starts a control daemon.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {
@@ -460,7 +460,7 @@ fn docker_binds(machine: &mut Machine) {
         "/usr/local/bin/docker-cdi",
         &format!("#!/bin/sh\nexec {DOCKER_WITH_CDI}/docker --host unix://{socket} \"$@\"\n"),
     );
-    // The machine forbids keyrings, so a runtime of a few lines stands before the machine's runc.
+    // The machine forbids keyrings, so a runtime of a few lines wraps the machine's runc.
     machine.write(&format!("{DOCKER_WITH_CDI}/runc"), &RUNTIME.replace("HOST", HOST));
     let runtimes = stops_page(DOCKER_RUNTIMES).trim().strip_prefix('{').unwrap().to_owned();
     machine.write(file, &format!("{}, {runtimes}", DOCKER_FEATURES.strip_suffix('}').unwrap()));
@@ -564,7 +564,7 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {careful}"));
     assert_eq!(state().trim(), "running");
 
-    // A service that hangs holds up no stop, and the journal says what may have happened.
+    // A service that hangs delays no stop, and the journal says that clients may have been hurt.
     let calm = start("00:06.0-1", "cuda-client hold 600");
     clients(machine, 2);
     machine.sh(&format!(

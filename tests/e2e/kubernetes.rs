@@ -86,7 +86,7 @@ fn in_its_sandbox(machine: &mut Machine) {
 /// As kubeadm does for a node that joins a cluster again.
 fn directory_made_anew(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
-    // The plugin makes its socket again as soon as it is removed, until the directory is gone.
+    // The plugin makes its socket again each time that it is removed, until the directory is removed.
     machine.sh("systemctl stop fake-kubelet; timeout 60 sh -c 'until rm -rf /var/lib/kubelet/device-plugins; do :; done'");
     start_kubelet(machine);
     wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));

@@ -179,7 +179,7 @@ pub(crate) fn installed(machine: &Machine) {
     on_the_simulated_host(machine);
 }
 
-/// Nothing of the package, whatever the check before has left.
+/// Removes everything of the package, in any state that the check before has left.
 fn absent(machine: &Machine) {
     machine.sh(&format!(
         "rm -rf /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload; \
@@ -221,7 +221,7 @@ fn install(machine: &mut Machine) {
     nothing_runs(machine);
     // Every file is as it was packed.
     assert_eq!(machine.printed(&["dpkg", "--verify", "yunion-mps-daemon"]), "");
-    // The programs start, whatever C library is here.
+    // The programs start with the C library of this machine.
     machine.printed(&["yunion-mps-daemon", "--version"]);
     machine.printed(&["yunion-mpsctl", "--version"]);
 }
@@ -397,7 +397,7 @@ fn purge(machine: &mut Machine) {
 fn take_over(machine: &mut Machine) {
     absent(machine);
     let theirs = platforms(machine, &format!("apt-get install --yes {PLATFORM_DEB}"));
-    // apt takes it for an upgrade, since ours has an epoch.
+    // apt treats it as an upgrade, since this package has an epoch.
     let said = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB} 2>&1"));
     assert!(said.contains("1 upgraded"), "{said}");
     // The platform's package has stopped and disabled the service; an administrator should not have to find that out.
@@ -429,7 +429,7 @@ fn platforms(machine: &Machine, install: &str) -> String {
     machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
     let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
     wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
-    // The one that has started it is gone in a moment.
+    // The process that has started it ends in a moment.
     wait_for("one control daemon", || {
         <[String; 1]>::try_from(control_daemons(machine)).ok().map(|[theirs]| theirs)
     })
@@ -497,7 +497,7 @@ fn packed(rpmbuild: &mut Command, work: &Path, spec: &str) -> PathBuf {
     PathBuf::from(made.trim_end())
 }
 
-/// As [`PLATFORM`]; its rpm stops and disables in %preun, whatever for.
+/// As [`PLATFORM`]; its rpm stops and disables the service in %preun even on an upgrade.
 const PLATFORM_SPEC: &str = "
 Name: yunion-mps-daemon
 Version: 20230911.0

@@ -131,7 +131,7 @@ fn words(machine: &mut Machine) {
     }
 }
 
-/// A system as it was installed, whatever the guide before has left.
+/// A freshly installed system, without the leftovers of the guide before.
 fn fresh(machine: &Machine) {
     machine
         .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon

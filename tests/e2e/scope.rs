@@ -19,8 +19,8 @@ pub(crate) const CHECKS: &[Check] = &[
     ("at_shutdown_we_stop_first", shutdown),
 ];
 
-/// The properties that could differ. In a container with this hierarchy systemd isn't told when a scope gets empty, which takes
-/// the point out of the others.
+/// The properties that could differ. In a container with this hierarchy systemd does not notice when a scope is empty, so the
+/// other properties have no effect.
 pub(crate) const CHECKS_LEGACY: &[Check] = &[
     ("a_process_moves_to_a_scope_that_outlives_us", outlives),
     ("stop_restart_and_kill_are_told_apart", reasons),

@@ -219,7 +219,7 @@ fn textfile(machine: &mut Machine) {
         crate::skip::skip("node_exporter serves the metrics", "this machine has no prometheus-node-exporter");
     }
 
-    // The timer goes on, and is no news.
+    // The timer goes on, without a message.
     machine.sh(&format!("systemctl stop {SERVICE}"));
     wait_for("the end of the service in the metrics", || says("yunion_mps_up 0"));
     let runs = machine.journal(&cursor);
@@ -296,7 +296,7 @@ fn limits_spare(machine: &mut Machine) {
 fn verified(machine: &mut Machine) {
     let unit = format!("/usr/lib/systemd/system/{SERVICE}");
     let output = machine.run(&["systemd-analyze", "verify", &unit]);
-    // It also looks at units that ours names, which are the host's.
+    // It also checks units that the service's unit names, which belong to the host.
     let complaints = text(&output.stderr);
     let about_ours: Vec<&str> = complaints.lines().filter(|line| line.contains(SERVICE)).collect();
     assert_eq!(about_ours, Vec::<&str>::new());
@@ -528,7 +528,7 @@ fn bad_configuration(machine: &mut Machine) {
         "systemctl stop {SERVICE}; sed -i 's/virtual_number: 4/virtual_number: 0/' {DEVICE_FILE}"
     ));
     machine.complained(&["systemctl", "start", SERVICE]);
-    // A restart that is to come would be "activating".
+    // A restart that is still to come would be "activating".
     for (property, value) in
         [("ActiveState", "failed"), ("Result", "exit-code"), ("ExecMainStatus", "78"), ("NRestarts", "0")]
     {

@@ -57,7 +57,7 @@ fn is_answer(answer: &str, expected: &str) -> bool {
 
 impl Scene {
     fn new(lines: &str, test: &str) -> Option<Self> {
-        // A fault lasts until the clients that it has hit are gone.
+        // A fault lasts until the clients that it has hit have ended.
         let (host, [container, next]) =
             with_containers(test, &format!("cuda_mps_fault_grace: 3600\n{lines}"))?;
         let program = Client::start(Command::new("sleep").arg("600"));

@@ -154,8 +154,8 @@ fn names_of_the_third(host: &Host) -> Vec<String> {
     vec!["/dev/dri/renderD131".to_owned(), value("pci"), value("uuid"), "/dev/nvidia3".to_owned()]
 }
 
-/// One of eight has gone, and the service starts: the seven are served, the state names the entry, other changes can be
-/// made, a slip is told, and the GPU is served when it is back.
+/// One of eight GPUs is missing when the service starts: the seven are served, the state names the entry, other changes can be
+/// made, a typing error is reported, and the GPU is served when it is back.
 #[test]
 fn a_gpu_that_has_gone_before_the_start() {
     for which in 0..4 {
@@ -418,7 +418,7 @@ fn host_with_program(board: &str, text: &str, mode: u32) -> Host {
     host
 }
 
-/// Puts the real program where the unusable one is in the way of nothing.
+/// Replaces the unusable program by the real one.
 fn install_program(host: &Host) {
     let link = host.path("bin/nvidia-cuda-mps-control");
     symlink(binaries().join("nvidia-cuda-mps-control"), link).unwrap();
@@ -546,7 +546,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     fs::remove_file(&library).unwrap();
     host.start();
     host.wait_for_failure("no NVIDIA driver: libnvidia-ml.so.1");
-    // A driver in the container of NVIDIA's GPU operator is told as that.
+    // The message about a driver in the container of NVIDIA's GPU operator names the operator.
     host.plant(
         "sysroot/proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
@@ -582,7 +582,7 @@ fn drop_function(host: &Host, function: &str) {
     assert!(dropped.status.success(), "{}", text(&dropped));
 }
 
-/// An NVML of another age lacks this function or that: whatever it is, the answer is words.
+/// An NVML of another version lacks some function: for any of them, there is an error message.
 #[test]
 fn an_nvml_that_lacks_any_one_function() {
     for function in [

@@ -293,7 +293,7 @@ fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     refused(&bind(&host, OWN, &old, &[]), "is taken by new");
 }
 
-/// A budget with `terminate` ends the newest client of a bound control group, whatever slices the clients claim.
+/// A budget with `terminate` ends the newest client of a bound control group, no matter which slices the clients claim.
 #[test]
 fn a_budget_holds_for_a_bound_control_group() {
     let Some((host, [group, other])) =
@@ -377,7 +377,8 @@ fn a_runtime_binds_by_its_hook() {
     refused(&run(&other, "c-2").1, &format!("{OWN} is drained"));
 }
 
-/// A service that is killed before it answers a hook is as good as one that is not there yet: the container waits for the next.
+/// If a service is killed before it answers a hook, that is the same as if it did not run yet: the container waits for the next
+/// service.
 #[test]
 fn a_hook_asks_again_when_the_service_ends_before_its_answer() {
     let test = "a_hook_asks_again_when_the_service_ends_before_its_answer";

@@ -20,7 +20,7 @@ use crate::support::wait::wait_for;
 const SLICE: &str = "00:06.0-1";
 const NEIGHBOUR: &str = "00:06.0-2";
 
-/// A client of the simulator takes 580 MiB beside the memory that it allocates.
+/// A client of the simulator uses 580 MiB in addition to the memory that it allocates.
 const CONTEXT_MIB: u32 = 580;
 
 fn device_of(host: &Host, name: &str) -> Value {
@@ -39,7 +39,7 @@ fn holding(host: &Host, slice: &str, mib: u32, more: &[&str]) -> Client {
     host.served(command.args(more))
 }
 
-/// A container with nothing but its slice's directory.
+/// A container that has only its slice's directory.
 struct Container {
     slice: &'static str,
     /// Its first process.
@@ -336,7 +336,7 @@ fn a_reload_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Nor does a restart of the service, which tells of overuse again.
+/// Nor does a restart of the service, which reports overuse again.
 #[test]
 fn a_restart_of_the_service_ends_nobody() {
     if !root_or_skip("a_restart_of_the_service_ends_nobody") {

@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::support::host::{Host, text};
 use crate::support::wait::wait_for;
 
-/// A host that is told to keep a spec in a directory that doesn't exist yet.
+/// A host that is configured to have a spec in a directory that does not exist yet.
 fn host(board: &str) -> Host {
     let host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
@@ -213,8 +213,8 @@ fn a_slice_that_is_not_served_stays_in_the_spec() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that was killed leaves the file, which is still true. The next one finds it even where it is told to
-/// write another.
+/// A service that was killed leaves the file, which is still correct. The next service finds it even if another directory is
+/// configured.
 #[test]
 fn a_crash_leaves_no_stale_spec_behind() {
     let mut host = host("tesla-p40");

@@ -260,8 +260,8 @@ fn drawing_coming_and_going_is_no_bypass() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program that bypasses MPS keeps the next server out: then the slices are not served, and it is said who is to blame.
-/// With the program gone they are served again by themselves.
+/// A program that bypasses MPS prevents the start of the next server: then the slices are not served, and the state names the
+/// program. When the program has ended, they are served again.
 #[test]
 fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     let mut host = Host::serving("h200");

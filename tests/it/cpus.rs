@@ -1,5 +1,4 @@
-//! Control daemons and their servers on the CPUs near their GPUs. A simulated GPU is near whatever its /sys says, and the
-//! CPUs belong to this machine.
+//! Control daemons and their servers on the CPUs near their GPUs. The /sys of a simulated GPU can name any CPUs of this machine.
 
 use std::fs;
 
@@ -53,7 +52,7 @@ impl Host {
         fs::write(self.file(&format!("/sys/bus/pci/devices/{address}/local_cpulist")), cpus).unwrap();
     }
 
-    /// The CPUs that a container of a slice is told.
+    /// The CPUs in the environment of a container with a slice.
     fn told(&self, device: &str) -> Value {
         self.container_of(device)["environment"]["YUNION_MPS_CPUS"].clone()
     }

@@ -731,7 +731,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
     let fault = json!([MANAGER, "io.yunion.Mps1.Manager", "ClientFault", body]);
     assert_eq!(monitor.until("ClientFault").await, [fault]);
 
-    // And the properties are what was told.
+    // And the properties have the values of the signal.
     let properties = ["org.freedesktop.DBus.Properties", "GetAll", "s", "io.yunion.Mps1.Device"];
     let (_, all) = busctl_at(&service.bus, SLICE, properties[0], properties[1], &properties[2..]).await;
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
@@ -875,7 +875,7 @@ async fn members_may_read_and_only_root_may_control() {
     }
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // Who may not read is told who may, whichever way the question takes.
+    // The error for a user who may not read names those who may, for every kind of question.
     for command in ["list", "status", "events"] {
         let mut ctl = service.bus.command_as_stranger(mpsctl());
         let complaint = complained(ctl.arg(command)).await;

@@ -107,7 +107,7 @@ impl Scene {
         answer("start_server -uid 0");
     }
 
-    /// The findings, in the order in which they are told.
+    /// The findings, in the order of the output.
     fn findings(&self) -> Vec<Value> {
         let root = self.host.path("sysroot").display().to_string();
         let output = self.host.mpsctl(&["doctor", "--json", "--sysroot", &root]);
@@ -188,7 +188,7 @@ macro_rules! faults {
     };
 }
 
-/// A GPU that is not served is an error, whatever keeps it. The reason has the way out.
+/// A GPU that is not served is an error, for any reason. The reason has the remedy.
 #[test]
 fn a_compute_mode_that_cannot_be_set_is_an_error() {
     for (fault, text) in [("gpus/0/error/nvmlDeviceSetComputeMode", "3"), ("gpus/0/no-permission", "")] {

@@ -299,8 +299,8 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
     assert_eq!(drained(&host), ["00:06.0-1"]);
 }
 
-/// A wait for the whole host goes on while the service is upgraded, and does not take a service that starts for one
-/// without clients.
+/// A wait for the whole host goes on while the service is upgraded, and a service that is starting does not count as one without
+/// clients.
 #[test]
 fn the_waiting_goes_on_over_a_restart_of_the_service() {
     let mut host = Host::serving("h200");
@@ -416,8 +416,8 @@ fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon that ends once it has no clients takes no more of them, or it never ends. Called back, it takes them
-/// again.
+/// A control daemon that ends once it has no clients takes no further clients, since otherwise it might never end. If it should
+/// serve again, it takes clients again.
 #[test]
 fn a_control_daemon_that_retires_takes_no_new_client() {
     let mut host = Host::serving("h200");

@@ -222,7 +222,7 @@ fn a_fault_of_two_clients_is_told(host: &Host, listener: &Listener) {
     assert!(told.contains("GPU-168acfc9-c926-5401-354d-2910ddcd391b"), "{told}");
 }
 
-/// A fatal GPU error after which all clients leave: it is told with every client that was hit, and over by itself.
+/// A fatal GPU error after which all clients end: it is reported with every client that was hit, and is over without help.
 fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -399,8 +399,8 @@ fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     (host, elsewhere, stays)
 }
 
-/// A log directory without room: clients are served on, with the limits that they shall have, the daemon says what is
-/// wrong, a new one and a new control daemon get along too, and all is well when there is room.
+/// The log directory is full: clients are served with their limits, the state gives the reason, a new daemon and a new control
+/// daemon work too, and everything is normal when there is space again.
 fn no_room_for_the_log(topology: Topology) {
     if !root_or_skip("no_room_for_the_log") {
         return;
@@ -498,14 +498,14 @@ fn the_bus_restarts_while_clients_run(topology: Topology) {
     });
 }
 
-/// Changes and removals by others are put right, or told where they can't be, and no client is hurt.
+/// Changes and removals by other programs are corrected, or reported if that is impossible, and no client is hurt.
 fn what_others_break_is_repaired(topology: Topology) {
     let (mut random, _seed) = Random::seeded("what_others_break_is_repaired");
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let (state_file, id) = (host.path("run/state.json"), host.control_daemon_id());
-    // Parsed: one that was cut short may still name the process.
+    // The line is parsed, since even an incomplete line may name the process.
     let whole = || {
         let bytes = fs::read(&state_file).unwrap_or_default();
         let state_file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
@@ -581,8 +581,8 @@ fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     }
 }
 
-/// The directory of a control daemon takes no client with it when it is removed. The control daemon can't be asked any more,
-/// which the state says, and is started again: at once without clients, after them otherwise.
+/// Removing the directory of a control daemon ends no client. Commands can't reach the control daemon any more, which the state
+/// says, and it is started again: at once if it has no clients, otherwise after their end.
 fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     for with_client in [false, true] {
         let mut host = Host::serving_as(topology, "h200");
@@ -627,8 +627,8 @@ fn flood(host: &Host, pipe: &Path, commands: usize) {
     front_end.wait().unwrap();
 }
 
-/// A log that outgrows its limit is rotated while it is written; lines after that are understood, also by a
-/// daemon that takes over and finds the lines of the limits gone, and a fault is not missed.
+/// A log that exceeds its limit is rotated while processes write to it; later lines are understood, even by a daemon that takes
+/// over and does not find the lines about limits, and no fault is missed.
 fn the_log_is_rotated_under_load(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -670,8 +670,8 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     assert_eq!(exit_code(hit), Some(4));
 }
 
-/// A GPU that falls off its bus and comes back while another one computes: its devices stay listed, as not healthy, and
-/// the client of the other one goes on.
+/// A GPU falls off the bus and comes back while another one computes: its devices stay listed as unhealthy, and the client of the
+/// other one goes on.
 fn a_gpu_that_is_lost_and_back(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
@@ -695,7 +695,7 @@ fn a_gpu_that_is_lost_and_back(topology: Topology) {
     assert_eq!(host.compute_mode(3), "Default");
 }
 
-/// A wait that fails once must not silence all GPUs for good.
+/// A wait that fails once must not end the reports about all GPUs for good.
 fn critical_errors_are_told_after_a_failed_wait(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("error/nvmlEventSetWait", "15");
@@ -739,7 +739,7 @@ fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Optio
     })
 }
 
-/// A critical error is told, and its GPU is looked at because of it: what only a look can find is found at once.
+/// A critical error is reported, and causes a look at the GPU, so that other changes are found at once.
 fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     host.plant("gpus/0/compute_mode", "Default");
@@ -751,8 +751,8 @@ fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU with an error that asks for a reset takes no new client, across a restart of the service, and those that are there
-/// compute on. An administrator's reload ends that.
+/// A GPU with an error that asks for a reset takes no new client, even after a restart of the service, and its present clients go
+/// on. An administrator's reload ends that.
 #[test]
 fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let mut host = Host::serving("h200x8");
@@ -768,7 +768,7 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
         xid_is_told(&host, usize::try_from(gpu).unwrap(), number);
     }
     assert_eq!(healthy(&host), 32);
-    // The driver asks for a reboot by its own word, whatever the number.
+    // The driver asks for a reboot, independent of the number of the error.
     host.plant("gpus/5/recovery_action", "2");
     host.meets_xid(3, 48);
     host.meets_xid(5, 999);
@@ -805,8 +805,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The same of a GPU that falls off its bus with it, and says not even its UUID any more. Errors of other GPUs are
-/// told after that, too.
+/// The same for a GPU that falls off the bus at that moment, and has no UUID any more. Errors of other GPUs are reported after
+/// that, too.
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
@@ -953,7 +953,7 @@ fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The number of lines left out is told before the next control daemon starts, not some time after.
+/// The number of lines that were left out is reported before the next control daemon starts.
 fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let status = host.wait_for_state("ready");
@@ -1226,7 +1226,7 @@ fn too_few_descriptors_are_called_so() {
             .output()
             .unwrap(),
     );
-    // As many as it has, whatever their numbers: the next one has a number that is not free.
+    // It uses as many files as it has open; the next file gets a number that is not free.
     let numbers = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let numbers: Vec<u32> =
         numbers.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();

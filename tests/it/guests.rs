@@ -118,7 +118,7 @@ fn known(listed: &Value) -> [&str; 2] {
     ["device", "known_by"].map(|key| listed[key].as_str().unwrap_or_default())
 }
 
-/// A client has the slice and the names in the records wherever people look, whatever its environment says.
+/// A client has the slice and the names in the records in all outputs, no matter what its environment says.
 #[test]
 fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
     let test = "a_client_of_a_guest_is_known_by_the_records_of_the_host_agent";

@@ -314,7 +314,7 @@ impl Twin {
         Ok(())
     }
 
-    /// The clients that were ever told as hit.
+    /// The clients that were ever reported as hit.
     fn told(&self) -> BTreeSet<ClientNumber> {
         let (line, pid) =
             (Regex::new("clients that were hit: .*").unwrap(), Regex::new(r"PID (\d+)").unwrap());

@@ -292,7 +292,7 @@ fn it_follows_every_change_and_every_restart() {
     host.start();
     watch.wait("the service is back", |seen| healthy(seen, 2));
 
-    // Behind the only signal of this change, nothing but the end of the service itself tells of it.
+    // After the only signal of this change, only the end of the service is noticed.
     let drained = |seen: &Value| seen["slices"][0]["drained"] == true && seen["slices"][1]["healthy"] == true;
     assert!(host.mpsctl(&["drain", "00:06.0-0"]).status.success());
     watch.wait("a drained slice", drained);
@@ -417,7 +417,7 @@ fn a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1() {
         return;
     }
     let mut host = Host::serving("h200");
-    // Another root, in which there is nothing but the agent, and mounts of its own.
+    // Another root directory with only the agent, and with its own mounts.
     let pod = |enter: &str| {
         as_pid_1_of_a_host(
             &host,

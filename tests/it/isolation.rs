@@ -258,8 +258,7 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A list that NVML does not give says nothing: a program without MPS that was told does not count as gone, and is not told
-/// again afterwards.
+/// If NVML returns no list, a reported program without MPS does not count as ended, and is not reported again later.
 #[test]
 fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     let mut host = serving();
@@ -329,8 +328,8 @@ fn a_drained_slice_takes_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client that stays after a fault keeps its slice alone from new clients until the grace is over, whatever becomes of the
-/// service meanwhile.
+/// A client that stays after a fault keeps its own slice from new clients until its time is over, even if the service restarts
+/// meanwhile.
 #[test]
 fn a_fault_outlives_the_service_in_its_slice_alone() {
     let mut host = Host::new("h200");

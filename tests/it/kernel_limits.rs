@@ -90,7 +90,7 @@ fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     enforced_by(&host, OWN, "watch");
 }
 
-/// A limit that the kernel does not hold is never shown as one that it holds.
+/// A limit that the kernel does not enforce is never shown as enforced by the kernel.
 #[test]
 fn a_refused_limit_leaves_the_watch_and_says_why() {
     let test = "a_refused_limit_leaves_the_watch_and_says_why";
@@ -109,7 +109,7 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
         "{advice}"
     );
 
-    // The reason is gone, and a reload tries again.
+    // The reason does not exist any more, and a reload tries again.
     host.plant("gpus/0/memory_accounting", "");
     host.reload();
     enforced_by(&host, OWN, "kernel");
@@ -185,7 +185,7 @@ fn a_limit_above_a_control_group_is_not_its_own() {
     enforced_by(&host, OWN, "kernel");
 }
 
-/// A limit follows the size of its slice and the configuration, and goes with a stop for good.
+/// A limit follows the size of its slice and the configuration, and is removed by a stop for good.
 #[test]
 fn a_limit_follows_the_configuration() {
     let test = "a_limit_follows_the_configuration";

@@ -172,8 +172,8 @@ fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     drop(container);
 }
 
-/// The owner of a slice is a pod or a stranger by the owner's control group alone, whatever the kubelet has given to whom, and
-/// whatever the owner calls itself.
+/// The control group of an owner decides if it is a pod, no matter to which pods the kubelet has given slices, and which names
+/// the owner uses.
 #[test]
 fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let test = "a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is";

@@ -1,5 +1,5 @@
-//! The device plugin and its resources: what the kubelet is told of them, and what a container gets. Pods are admitted in
-//! `kubelet`.
+//! The device plugin and its resources: what it reports to the kubelet, and what a container gets. The tests of `kubelet` admit
+//! pods.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

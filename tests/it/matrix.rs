@@ -114,7 +114,7 @@ impl Service {
     }
 }
 
-/// Keeps the log and tells of its steps until it ends.
+/// Stores the log and reports its steps until the log ends.
 fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
     let mut lines = BufReader::new(stderr);
     let mut line = String::new();
@@ -131,7 +131,7 @@ fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
 struct Row {
     host: Host,
     random: Random,
-    /// The compute modes of before, by GPU.
+    /// The former compute modes, by GPU.
     modes: Vec<String>,
     /// The number of control daemons when all is well.
     daemons: usize,
@@ -236,7 +236,7 @@ impl Row {
             return Kill { step: ANY_TIME, delay: self.random.millis(300) };
         }
         let at = usize::try_from(self.random.below(rare.len() as u64)).unwrap();
-        // At once while it has met none: after the last steps of a stop the daemon is gone within a millisecond.
+        // Immediately before the first step: after the last steps of a stop the daemon ends within a millisecond.
         let delay = if fewest == 0 { Duration::ZERO } else { self.random.millis(6) };
         Kill { step: rare[at], delay }
     }
@@ -344,7 +344,7 @@ impl Row {
         assert_eq!(status.signal(), Some(9), "{phase} at {}: {status}", kill.step);
         *self.kills.entry((phase, met)).or_default() += 1;
         if self.random.below(2) == 0 {
-            // The process that waited for a word that never came has gone.
+            // The process that has waited for its byte has ended.
             wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));
         }
         true
@@ -461,7 +461,7 @@ fn killed_with_a_control_daemon_for_each_gpu() {
     let host = Host::new("mixed");
     host.configure("cuda_mps_topology: per_gpu");
     host.plant("gpus/1/mig", "Disabled\n");
-    // As an administrator has left it, and shall find it.
+    // The state in which an administrator has left it, and must find it again.
     host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
     Row::new(host, random, 3, &[128, 129, 131]).live();
 }

@@ -168,7 +168,7 @@ fn of_device_plugin(prefix: &str) -> [String; 5] {
     ]
 }
 
-/// The package of the device plugin, whatever the prefix.
+/// The package of the device plugin, with any prefix.
 #[test]
 fn exactly_these_files_of_the_device_plugin_are_installed() {
     for prefix in ["/usr", "/opt/mps"] {
@@ -354,7 +354,7 @@ fn the_manual_pages_are_well_formed() {
     }
 }
 
-/// In whatever locale they are read: a UTF-8 locale of another language has no rules for Chinese.
+/// In any locale: a UTF-8 locale of another language has no rules for Chinese.
 #[test]
 fn the_manual_pages_in_chinese_fit_a_terminal() {
     // A Chinese character takes two columns.

@@ -100,7 +100,8 @@ impl Containerd {
         self.process = Self::again(host, &self.folder, &self.mounts);
     }
 
-    /// Removes the control group of a pod whose containers are gone, as a kubelet does. Those of the containers are the runtime's.
+    /// Removes the control group of a pod whose containers have ended, like a kubelet. The control groups of containers belong to
+    /// the runtime.
     fn remove_group(&self, pod: &str) {
         for group in self.groups().iter().map(|group| group.join(pod)).filter(|group| group.is_dir()) {
             fs::remove_dir(&group).unwrap_or_else(|error| panic!("{}: {error}", group.display()));

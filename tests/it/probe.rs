@@ -15,7 +15,7 @@ fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
     (output.status.code(), reports.unwrap_or_else(|error| panic!("{error}: {}", text(&output))))
 }
 
-/// Clients get these limits, whatever the control daemon says.
+/// Clients get these limits, no matter what the control daemon answers.
 fn clients_get(host: &Host, percentage: u32, mib: u32) {
     host.plant("mps/fault/clients-get", &format!("{percentage} {mib}"));
 }

@@ -470,7 +470,7 @@ impl Drop for Freezer {
     }
 }
 
-/// A paused container: no state of the process tells, and no signal lets it go on. It is as it was afterwards.
+/// A paused container: its processes do not look stopped, and no signal continues them. Afterwards it is paused again.
 #[test]
 fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     if !root_or_skip("a_client_in_a_frozen_control_group_holds_up_nobody") {
@@ -584,8 +584,8 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     }
 }
 
-/// A control daemon that the next service has no use for still has clients: they are listed, and an answer
-/// that none is left is not given before it is so. The same of one that was forgotten.
+/// A control daemon that the next service does not need still has clients: they are listed, and the answer that none is left
+/// comes only when that is true. The same for a control daemon that was forgotten.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {
@@ -668,7 +668,7 @@ fn run_finds_all_that_the_command_has_started() {
     for script in [
         "trap 'echo signalled; exit 9' TERM; cuda-client long 600; while :; do sleep 0.01; done",
         "trap 'echo signalled; exit 9' TERM; setsid -w cuda-client long 600; while :; do sleep 0.01; done",
-        // Its parent is gone before it starts.
+        // Its parent has ended before it starts.
         "trap 'echo signalled; exit 9' TERM; (cuda-client long 600 &); while :; do sleep 0.01; done",
     ] {
         for _ in 0..ROUNDS {
@@ -718,7 +718,7 @@ fn run_knows_a_client_by_any_name() {
     }
 }
 
-/// A command that gives SIGUSR1 a meaning is told, and goes on, whatever its name.
+/// A command with a handler for SIGUSR1 gets the signal, and goes on, whatever its name is.
 #[test]
 fn run_passes_a_users_signal_on_by_any_name() {
     const SCRIPT: &str = "trap 'echo told' USR1; cuda-client long 600 & while :; do sleep 0.01; done";

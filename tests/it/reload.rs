@@ -26,7 +26,7 @@ fn generation(status: &Value) -> u64 {
     status["service"]["generation"].as_u64().unwrap()
 }
 
-/// More slices: the new ones are listed, a signal tells of them, and the list is never empty on the way.
+/// More slices: the new ones are listed, a signal reports them, and the list is never empty in between.
 #[test]
 fn more_slices() {
     let mut host = Host::serving("tesla-p40");
@@ -220,8 +220,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, nothing at all is said about the GPUs that do not change. A slice of the GPU that
-/// changes is told of twice: when it has new limits, and when they are in force.
+/// With a control daemon for each GPU, no signal is about the GPUs that do not change. There are two signals about a slice of the
+/// GPU that changes: when it has new limits, and when they are in force.
 #[test]
 fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     let entry = |gpu: u32, slices: u32| {
@@ -786,8 +786,8 @@ fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     host.nothing_runs();
 }
 
-/// A control daemon that a stop can't take over, and so can't end, keeps the compute mode of its GPU: without the mode,
-/// every program would get in beside its clients.
+/// A control daemon that a stop can't take over, and so can't end, keeps the compute mode of its GPU: without that mode, programs
+/// without MPS could use the GPU next to its clients.
 #[test]
 fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     let mut host = Host::serving("h200");

@@ -36,7 +36,7 @@ const SCREENS: &[(&str, &[&str])] = &[
     ("clients-wide", &["clients", "-o", "wide"]),
 ];
 
-/// The moment at which the answers were recorded, and the time that has gone by since.
+/// The moment at which the answers were recorded, and the time since then.
 const RECORDED: i64 = 1_795_264_496;
 const AGO: i64 = 200;
 

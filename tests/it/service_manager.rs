@@ -52,7 +52,7 @@ fn ready_waits_for_the_bus() {
     host.set("WATCHDOG_USEC", "300000");
     host.start();
     let mut heard = manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
-    // Two more, and the loop has gone round.
+    // After two more, the loop has run once.
     for _ in 0..2 {
         heard.extend(manager.until(|message| message == "WATCHDOG=1"));
     }
@@ -80,7 +80,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
         let reloaded = host.call("Control.Reload");
         assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
-    // As soon as it reads again, it is told that the last reload is done.
+    // As soon as it reads again, it gets the message that the last reload is done.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
     assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
     host.signal(Signal::TERM);
@@ -147,8 +147,8 @@ fn ready_waits_for_the_next_control_daemon() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Only the service talks to its service manager: a control daemon that kept the socket could speak for
-/// us, and one that kept the watchdog's variables would be measured by it.
+/// Only the service sends messages to its service manager: a control daemon with the socket could send false messages, and a
+/// control daemon with the watchdog's variables would be expected to give signs of life.
 #[test]
 fn the_control_daemon_does_not_inherit_the_socket() {
     let mut host = Host::new("tesla-p40");

@@ -147,7 +147,7 @@ fn why_a_server_does_not_start_is_said() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 
-    // A server that its first client is to have.
+    // A server for the first client.
     let mut host = Host::serving("tesla-p40");
     host.plant("mps/fault/server-start-fails", WORDS[0]);
     let client = host.program(&["props"]).output().unwrap();
@@ -186,8 +186,8 @@ fn a_fabric_manager_that_comes_late_is_waited_for() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Half an upgrade of the driver: the front end fails, or can't be run. That says nothing of the control daemon, which goes on with
-/// its client or without one, and people read what was seen.
+/// An upgrade of the driver is half done: the front end fails, or can't be run. The control daemon may still work, so it goes on,
+/// with a client or without, and the reason is shown.
 #[test]
 fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
     for with_client in [true, false] {
@@ -414,8 +414,8 @@ fn slices_of_one_gpu_given_together_are_in_the_journal_once() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Newer drivers have a protocol with other commands. The service's own commands are of protocol 2, whatever its environment
-/// asks for, and a partition that the environment names is for clients alone.
+/// Newer drivers have a protocol with other commands. The service's own commands use protocol 2, no matter what its environment
+/// says, and a partition in the environment applies only to clients.
 #[test]
 fn the_protocol_is_the_protocol_of_the_commands() {
     let mut host = Host::new("h200");

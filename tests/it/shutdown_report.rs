@@ -12,7 +12,7 @@ use crate::support::service_manager::ServiceManager;
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The only line of the log with this text, which is a warning and stands before the end of the control daemon.
+/// The only line of the log with this text: a warning, before the end of the control daemon.
 fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     let log = host.log();
     let lines: Vec<&str> = log.lines().collect();

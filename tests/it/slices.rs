@@ -1,5 +1,5 @@
-//! The directories of slices: a container that has nothing else is served with its limits, whatever happens to the
-//! control daemon.
+//! The directories of slices: a container that has nothing else is served with its limits, whatever happens to the control
+//! daemon.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -86,7 +86,7 @@ fn another_control_daemon_in(host: &Host, state: &str) {
     });
 }
 
-/// Has the control daemon replaced when it is idle, since its log is to be elsewhere.
+/// Has the idle control daemon replaced, by configuring another log directory.
 fn another_by_reload(host: &Host) {
     let status = host.wait_for_state("ready");
     let log = control_daemon(&status)["log_directory"].as_str().unwrap();
@@ -131,7 +131,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
         let is_it = |device: &&Value| device["addr"] == slice.as_str();
         let listed = host.json(&["list"])?;
         let healthy = listed.as_array()?.iter().find(is_it)?["healthy"] == true;
-        // The link is closed a moment before that is published, for a control daemon that is to end.
+        // The link of a control daemon that is about to end is closed a moment before that is published.
         let leads = leads_to(&directory, &private);
         (healthy && leads && pid.is_u64()).then_some(pid)
     };
@@ -248,7 +248,7 @@ fn nobody_else_changes_the_directories() {
         assert_eq!(leads_to(&directory, &private), there);
         nobody_changes(command);
     }
-    // One that is killed leaves the flags to the next one, and one that ends takes them away.
+    // A service that is killed leaves the flags to the next one, and a service that ends removes them.
     host.signal(Signal::KILL);
     host.ended();
     another_service_changes_the_links(&mut host, &directories);
@@ -383,8 +383,8 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An administrator who has put the log directory into the pipe directory goes on with a warning where the FIFO of the
-/// control daemon is elsewhere.
+/// An administrator who has put the log directory into the pipe directory only gets a warning if the FIFO of the control daemon
+/// is elsewhere.
 #[test]
 fn the_log_directory_may_be_in_the_pipe_directory() {
     let mut host = Host::new("h200");
@@ -445,7 +445,7 @@ fn sockets_move_when_the_last_client_has_ended() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Where no link can lead out of the pipe directory, the sockets stay there, and an administrator is told.
+/// If no hard link can lead out of the pipe directory, the sockets stay there, and a message says so.
 #[test]
 fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
     if !root_or_skip("a_pipe_directory_that_is_a_mount_has_the_sockets") {
@@ -581,7 +581,7 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Whatever a tenant with the pipe directory puts in the way is renamed and told, and every slice is served.
+/// Files with the names of links from a tenant with the pipe directory are renamed and reported, and every slice is served.
 #[test]
 fn a_thing_in_the_way_is_renamed_and_told() {
     let mut host = serving_without_the_flag();
@@ -622,8 +622,8 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A slice with a directory that can't lead anywhere costs no other slice, and no client: the control daemon stays, and the
-/// slice is served when the trouble has gone.
+/// A slice whose directory can't have a link affects no other slice, and no client: the control daemon stays, and the slice is
+/// served when the obstacle is removed.
 #[test]
 fn a_bad_directory_costs_its_slice_alone() {
     if !root_or_skip("a_bad_directory_costs_its_slice_alone") {
@@ -681,7 +681,7 @@ fn a_bad_directory_costs_its_slice_alone() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// There is no room beside a long pipe directory, and an administrator is told how long it may be.
+/// A long pipe directory can't have a private directory next to it; a message gives the longest possible path.
 #[test]
 fn a_pipe_directory_that_is_too_long_is_told() {
     for (topology, most) in [("shared", 79), ("per_gpu", 38)] {

@@ -353,7 +353,7 @@ fn the_words_of_the_architecture_page_are_in_the_code() {
     }
 }
 
-/// The promises of the core stand in its tests, and the page has their words.
+/// The promises of the core are in its tests, and the page has the same text.
 #[test]
 fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

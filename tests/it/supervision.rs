@@ -346,13 +346,13 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     assert!(host.its_slices().iter().all(|slice| slice["healthy"] == false));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
-    // Nor is it told what is meant for ours.
+    // Nor does it get commands for the service's control daemon.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
 
-    // With the client gone, both make way for the service's control daemon.
+    // After the client has ended, both are replaced by the service's control daemon.
     client.kill().unwrap();
     client.wait().unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -520,7 +520,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     while daemon.try_wait().unwrap().is_none() && Instant::now() < deadline {
         sleep(Duration::from_millis(20));
     }
-    // As Ctrl-C does; for one that has ended this is nothing.
+    // Like Ctrl-C. No error for a process that has ended.
     signal_pid(daemon.id(), Signal::INT);
     let output = daemon.wait_with_output().unwrap();
     (output.status.code(), text(&output))
@@ -573,8 +573,7 @@ fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Puts a front end in front of the host's own that writes down when the service runs two at a time, beside a line for
-/// each. Gives where.
+/// Wraps the host's front end: the wrapper records each run, and when two run at a time. Returns the path of the record.
 fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
     let (runs, overlaps) = (host.path("runs"), host.path("overlaps"));
@@ -611,8 +610,8 @@ fn ask_at_once(host: &Host, ways: &[&[&str]]) {
     });
 }
 
-/// Many callers at once, beside what the supervisor asks by itself, while the control daemon serves, comes back from its
-/// death and ends: it is asked one thing at a time.
+/// Many callers at once, in addition to the supervisor's questions, while the control daemon serves, restarts and ends: it gets
+/// one command at a time.
 #[test]
 fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let mut host = Host::new("h200");
@@ -627,7 +626,7 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let restart: Vec<&str> = restart.split_ascii_whitespace().collect();
     let runs = || fs::read_to_string(&runs).unwrap_or_default().len();
     let begun = runs();
-    // The client is in the way of another server.
+    // The client prevents the start of another server.
     ask_at_once(&host, &[&list, &release, &restart, &["yunion-mpsctl", "reload"]]);
     assert!(runs() > begun + 12, "{begun} and then {}", runs());
     assert_eq!(client.try_wait().unwrap(), None);
@@ -674,8 +673,8 @@ fn watch_mode(host: &Host, go_on: &Arc<AtomicBool>) -> JoinHandle<BTreeSet<Strin
     })
 }
 
-/// Daemon and control daemon die together, and a program gets in before they are back: it stays the only one, however
-/// the service is restarted and reloaded meanwhile, and the GPU is served as soon as it has gone.
+/// Daemon and control daemon die together, and a program without MPS starts before they are back: it stays the only one through
+/// restarts and reloads of the service, and the GPU is served as soon as it has ended.
 #[test]
 fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
     for board in ["h200", "tesla-p40"] {
@@ -717,7 +716,8 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
     }
 }
 
-/// A GPU that is held at the very first start is closed to others too, unless that is not ours to do.
+/// A GPU that a program without MPS uses at the very first start is closed to further ones, unless the service may not set
+/// compute modes.
 #[test]
 fn a_gpu_that_is_held_is_closed_to_others() {
     for ours in [true, false] {
@@ -747,7 +747,7 @@ fn a_gpu_that_is_held_is_closed_to_others() {
     }
 }
 
-/// NVML fails once while the service starts beside its control daemon: that one is taken over as ever.
+/// NVML fails once while the service starts and its control daemon runs: the control daemon is taken over nevertheless.
 fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
     for board in ["h200", "h200x8"] {
         let mut host = Host::serving_as(topology, board);
@@ -791,8 +791,8 @@ fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The status is made from several answers. A change between two of them must not be seen as a service that is ready beside
-/// a control daemon that has ended.
+/// The status is made from several answers. A change between two of them must not be shown as a ready service with a control
+/// daemon that has ended.
 fn a_status_is_of_one_moment(topology: Topology) {
     for _ in 0..10 {
         let mut host = Host::serving_as(topology, "h200");

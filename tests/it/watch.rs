@@ -92,7 +92,8 @@ impl Follower {
         wait_for(text, || self.text(name).contains(text).then_some(()));
     }
 
-    /// How often it has said that the service is not there. A question that the service did not live to answer is told besides.
+    /// How often it has printed that the service is not there. A question that the service has not answered before its end is
+    /// reported separately.
     fn absences(&self) -> usize {
         self.text("err").matches(NOT_RUNNING).count()
     }
@@ -136,7 +137,7 @@ fn events_are_followed_over_a_restart_of_the_service() {
         let event: Value = serde_json::from_str(line).unwrap();
         assert!(event["at"].is_u64() && event["text"].is_string(), "{line}");
     }
-    // None is told twice.
+    // No event is printed twice.
     let mut lines: Vec<&str> = json.lines().collect();
     lines.sort_unstable();
     lines.dedup();

@@ -180,7 +180,7 @@ impl Host {
         fs::rename(&new, &path).unwrap();
     }
 
-    /// A critical error happens on a GPU, and NVML tells who waits for that: the daemon, in a moment.
+    /// A critical error happens on a GPU, and NVML reports it to the daemon within a moment.
     pub(crate) fn meets_xid(&self, gpu: u32, number: u32) {
         let directory = self.path(&format!("gpus/{gpu}"));
         let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
@@ -524,7 +524,7 @@ fn replace(file: &Path, text: &str) {
     fs::rename(&new, file).unwrap();
 }
 
-/// Sends a signal; a process that has gone is no error.
+/// Sends a signal. No error for a process that has ended.
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);

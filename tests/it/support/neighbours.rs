@@ -1,4 +1,4 @@
-//! Two tenants of one GPU: a client that is to be ended, in a long kernel, and a bystander that is to live.
+//! Two tenants of one GPU: a client in a long kernel whose work is ended, and a bystander that must survive.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::wait::wait_for;
 /// The words of a client that the control daemon has ended.
 pub(crate) const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
 
-/// A host that serves, with a client that shall survive everything.
+/// A host that serves, with a client that must survive everything.
 pub(crate) struct Neighbours {
     pub(crate) host: Host,
     pub(crate) pipe_directory: PathBuf,
@@ -73,8 +73,8 @@ impl Neighbours {
         victim
     }
 
-    /// True if the bystander has survived that all the others are gone. A fault reaches it before the client that
-    /// causes it leaves the list.
+    /// True if the bystander has survived the end of all others. A fault reaches it before the client that causes the fault
+    /// leaves the list.
     pub(crate) fn bystander_survives(&mut self) -> bool {
         let bystander = self.bystander.id();
         wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));

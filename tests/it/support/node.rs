@@ -171,7 +171,7 @@ impl FakeKubelet {
         self.call(&json!({"call": "admit again", "running": running}))["answer"].clone()
     }
 
-    /// A pod is no longer active: its containers are gone, or it was deleted by force.
+    /// A pod is no longer active: its containers have ended, or it was deleted by force.
     pub(crate) fn ended(&mut self, pod: &str) {
         self.call(&json!({"call": "ended", "pod": pod}));
     }

@@ -43,7 +43,7 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
             WhyLeft::StaysStopped(why) => write!(f, "{owner} (it can't be continued: {why})"),
             WhyLeft::Faulted { server } => write!(
                 f,
-                "{owner} (its server {server} handles a fatal GPU error, and it may be at work on a healthy GPU)"
+                "{owner} (its server {server} handles a fatal GPU error, and the client may be at work on a healthy GPU)"
             ),
             WhyLeft::MayHaveEnded => {
                 write!(f, "{owner} (its work may have ended or not: there is no answer)")

@@ -313,7 +313,7 @@ fn with_driver_535_another_control_daemon_does_not_say_who_is_left() {
     let mut story = faulted_with_535(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(10_300);
-    // It comes and goes, and has no client.
+    // The other control daemon is there only for this question, and has no client.
     story.host().during("clients", |host| {
         host.taken_by = Some(7);
         host.only_stay(&[]);

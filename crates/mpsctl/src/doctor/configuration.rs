@@ -105,7 +105,7 @@ fn loaded(facts: &Facts) -> Outcome {
         findings.push(warning(
             "configuration-not-loaded",
             loaded.files(),
-            format!("not what the service has in force: {}", changes.join(" | ")),
+            format!("differs from the configuration in force: {}", changes.join(" | ")),
             "look with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
         ));
     }
