@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use mps_core::GpuUuid;
 use mps_core::mps::Meaning;
 use mps_core::register::{KnownClient, Register};
 use mps_core::terms::{DaemonId, ProcessId};
@@ -143,7 +144,21 @@ impl Clients {
         self.known().register.all_left(daemon);
     }
 
-    /// The clients that have come to a control daemon and not left, by its log.
+    /// Takes note of the clients that a control daemon lists, each with its GPUs as far as they are known.
+    pub(crate) fn are(&self, daemon: &DaemonId, listed: BTreeMap<u32, BTreeSet<GpuUuid>>) {
+        let processes = listed.into_iter().filter_map(|(pid, gpus)| Some((identity::read(pid).ok()?, gpus)));
+        let (processes, now) = (processes.collect(), self.0.begun.elapsed());
+        let mut known = self.known();
+        known.register.listed(daemon, processes, now);
+        self.wake(&known);
+    }
+
+    /// Returns whether a control daemon has clients.
+    pub(crate) fn has_clients(&self, daemon: &DaemonId) -> bool {
+        self.known().register.has_clients(daemon)
+    }
+
+    /// The clients of a control daemon that have not lost their work to a fatal GPU error.
     pub(crate) fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         self.known().register.at_work(daemon)
     }

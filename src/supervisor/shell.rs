@@ -1,6 +1,6 @@
 //! Carries out the questions and acts of serving: with the control daemon's front end and process, NVML, files and the journal.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use mps_core::mps::{Client, ClientPids, Inspection, Limits};
@@ -428,6 +428,14 @@ impl Shell for RunShell<'_> {
 
     fn remember_clients(&mut self, clients: &BTreeSet<u32>) {
         self.worker.tools.clients.want(clients.iter().copied());
+    }
+
+    fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<GpuUuid>>) {
+        self.worker.tools.clients.are(&self.worker.reporter.id(), listed);
+    }
+
+    fn has_clients(&self) -> bool {
+        self.worker.tools.clients.has_clients(&self.worker.reporter.id())
     }
 
     fn checked_in_use(&mut self) {

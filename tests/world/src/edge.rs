@@ -1,6 +1,6 @@
 //! The edge between serving and the world: each question waits for its turn, so that anything can happen before it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Poll;
@@ -610,6 +610,16 @@ impl Shell for SimShell {
         let mut mps = self.lock();
         mps.note(format_args!("remember {clients:?}"));
         mps.look_at_clients(true);
+    }
+
+    fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<String>>) {
+        let mut mps = self.lock();
+        mps.note(format_args!("clients are {:?}", listed.keys()));
+        mps.are_listed(listed);
+    }
+
+    fn has_clients(&self) -> bool {
+        self.lock().has_known_clients()
     }
 
     fn checked_in_use(&mut self) {

@@ -1,6 +1,6 @@
 //! The register of clients, as the service fills it from the log and from looks, and what must hold of it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::mps::Meaning;
 use mps_core::register::{Evidence, KnownClient, Register, Tenant};
@@ -37,6 +37,28 @@ impl Mps {
             // The client had ended before its first line was read. Nothing distinguishes it from an earlier process with its PID.
             self.reader.clients.seen.retain(|process, _| process.pid != *pid);
         }
+    }
+
+    /// The service has a list of the clients.
+    pub(crate) fn are_listed(&mut self, listed: BTreeMap<u32, BTreeSet<String>>) {
+        let running = listed
+            .into_iter()
+            .filter_map(|(pid, gpus)| Some((self.clients.get(&pid)?.program.process, gpus)));
+        let running = running.collect();
+        self.reader.clients.register.listed(&DAEMON, running, self.now);
+    }
+
+    pub(crate) fn has_known_clients(&self) -> bool {
+        self.reader.clients.register.has_clients(&DAEMON)
+    }
+
+    /// Everybody is known: once nothing has happened for a while, the clients in the register are the clients of the control daemon,
+    /// also those whose lines got lost.
+    pub(crate) fn check_all_clients_are_known(&self) {
+        let known: BTreeSet<ProcessId> =
+            self.reader.clients.register.served().into_iter().map(|(_, process, _)| process).collect();
+        let there: BTreeSet<ProcessId> = self.clients.values().map(|client| client.program.process).collect();
+        assert_eq!(known, there, "everybody-is-known: the clients of {} in the register", self.pid);
     }
 
     /// The service looks at the clients that it does not know. It knows clients from the list too.

@@ -16,7 +16,8 @@
 //!   the log has told of
 //! * who-was-hit-is-told: each client that was hit by a fatal GPU error is reported once, and no other client
 //! * everybody-is-known: a client has its tenant and its slice from its first line in the log until its end was told,
-//!   in all that names it, and is never taken for another that had its PID
+//!   in all that names it, and is never taken for another that had its PID; the register has the clients of each
+//!   control daemon, also those whose lines got lost
 //! * ours-are-no-strangers: no server or client of ours is called a bypass
 //! * one-has-a-gpu: no two control daemons of ours have one GPU, unless both take turns on it
 //! * who-runs-is-written-down: each control daemon of ours that runs is in the state file, once
@@ -233,6 +234,7 @@ impl World {
             if self.is_settled() {
                 self.check_served();
                 self.check_an_idle_host_is_quiet();
+                self.check_all_clients_are_known();
                 self.check_slices_are_given();
                 return self.check_limits_go_with_bindings();
             }
@@ -299,6 +301,17 @@ impl World {
             );
             let words = reader(|reader| format!("{:?}", reader.words));
             assert_eq!(newer, news, "an-idle-host-is-quiet: {pid} has news: {words:?}");
+        }
+    }
+
+    /// Everybody is known: the regular checks have corrected the register, where NVML or the log names some client.
+    fn check_all_clients_are_known(&self) {
+        for one in self.daemons.values() {
+            let mps = one.lock();
+            let may_miss_some = mps.lines_are_missing && one.id.tenure() == Tenure::InTurns;
+            if !may_miss_some {
+                mps.check_all_clients_are_known();
+            }
         }
     }
 

@@ -21,8 +21,8 @@ use core::time::Duration;
 pub use client::{GuestContainer, KnownClient, MayCommand, RecordedContainer, SHORT_ID, Tenant, shortened};
 pub use evidence::{Evidence, KnownBy, Membership};
 
-use crate::CoreTime;
 use crate::terms::{DaemonId, ProcessId};
+use crate::{CoreTime, GpuUuid};
 
 /// The most clients that are kept without a look for those that have ended: those of sixteen full GPUs.
 const KEPT: usize = 1024;
@@ -33,6 +33,9 @@ const MOST: usize = 8 * KEPT;
 /// The time after which a process is looked at again that has no slice, or only claims one. The directory of its slice may have
 /// been away, or its container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
+
+/// The time from the first line of a client until its control daemon lists it. It takes milliseconds.
+const LISTED_AFTER: Duration = Duration::from_secs(1);
 
 /// A process that is, or was, a client.
 // Each flag is a fact of its own: none of them excludes another.
@@ -74,12 +77,28 @@ impl RegisteredClient {
     }
 }
 
+/// A client of a control daemon, from its first line in the log, or from the list that has named it first.
+#[derive(Debug, Clone)]
+struct ServedClient {
+    since: CoreTime,
+    /// True if a fatal GPU error has ended its work.
+    is_hit: bool,
+    /// Its GPUs, as far as they are known.
+    gpus: BTreeSet<GpuUuid>,
+}
+
+impl ServedClient {
+    fn new(since: CoreTime) -> Self {
+        Self { since, is_hit: false, gpus: BTreeSet::new() }
+    }
+}
+
 /// The clients of all control daemons, by PID.
 #[derive(Debug, Clone, Default)]
 pub struct Register {
     clients: BTreeMap<u32, RegisteredClient>,
-    /// The PIDs of the clients that have come and not left, by the logs.
-    at_work: BTreeMap<DaemonId, BTreeSet<u32>>,
+    /// The clients that have come and not left.
+    served: BTreeMap<DaemonId, BTreeMap<u32, ServedClient>>,
 }
 
 impl Register {
@@ -87,12 +106,13 @@ impl Register {
     /// the client that is at work there under this PID, or the client that a look has found before its line was read; if there
     /// is none, the client is not known.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
-        let at_work = self.at_work.entry(daemon.clone()).or_default();
-        if at_work.len() >= MOST {
+        let served = self.served.entry(daemon.clone()).or_default();
+        if served.len() >= MOST {
             // The line of an end can get lost with a log that was too long.
-            at_work.clear();
+            served.clear();
         }
-        let is_at_work = !at_work.insert(pid);
+        let before = served.insert(pid, ServedClient::new(now));
+        let is_at_work = before.is_some_and(|client| !client.is_hit);
         match running {
             Some(process) => self.want([process], now),
             None if is_at_work || self.clients.get(&pid).is_some_and(|entry| !entry.is_logged) => {}
@@ -103,8 +123,8 @@ impl Register {
 
     /// A client has left a control daemon. The client stays known: its end may not have been reported.
     pub fn left(&mut self, daemon: &DaemonId, pid: u32) {
-        if let Some(at_work) = self.at_work.get_mut(daemon) {
-            at_work.remove(&pid);
+        if let Some(served) = self.served.get_mut(daemon) {
+            served.remove(&pid);
         }
         self.note_line_of(pid);
     }
@@ -118,19 +138,60 @@ impl Register {
     /// A client has lost its work to a fatal GPU error. `running` is the process that has its PID now, if there is one: the
     /// line that it has come may have got lost.
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
-        self.left(daemon, pid);
+        if let Some(client) = self.served.get_mut(daemon).and_then(|served| served.get_mut(&pid)) {
+            client.is_hit = true;
+        }
         self.want(running, now);
         self.note_line_of(pid);
     }
 
     /// A server of a control daemon, or the control daemon itself, has ended with its clients.
     pub fn all_left(&mut self, daemon: &DaemonId) {
-        self.at_work.remove(daemon);
+        self.served.remove(daemon);
     }
 
-    /// The clients that are at work at a control daemon, by its log.
+    /// A control daemon lists these processes as its clients, each with its GPUs as far as they are known. Lines of its log may
+    /// have got lost, or an earlier service has read them.
+    pub fn listed(
+        &mut self,
+        daemon: &DaemonId,
+        listed: BTreeMap<ProcessId, BTreeSet<GpuUuid>>,
+        now: CoreTime,
+    ) {
+        let served = self.served.entry(daemon.clone()).or_default();
+        let is_listed = |pid: &u32| listed.keys().any(|process| process.pid == *pid);
+        served.retain(|pid, client| is_listed(pid) || now < client.since + LISTED_AFTER);
+        for (process, gpus) in &listed {
+            let known = self.clients.get(&process.pid).map(|entry| entry.client.process);
+            if known.is_some_and(|known| known != *process) {
+                served.remove(&process.pid);
+            }
+            let client = served.entry(process.pid).or_insert_with(|| ServedClient::new(now));
+            if !gpus.is_empty() {
+                client.gpus.clone_from(gpus);
+            }
+        }
+        self.want(listed.into_keys(), now);
+    }
+
+    /// The processes that are clients, each with its control daemon and its GPUs as far as they are known.
+    pub fn served(&self) -> Vec<(DaemonId, ProcessId, BTreeSet<GpuUuid>)> {
+        let all = self.served.iter().flat_map(|(daemon, served)| served.iter().map(move |one| (daemon, one)));
+        let known = all.filter_map(|(daemon, (pid, client))| {
+            Some((daemon.clone(), self.get(*pid)?.process, client.gpus.clone()))
+        });
+        known.collect()
+    }
+
+    /// Returns whether a control daemon has clients.
+    pub fn has_clients(&self, daemon: &DaemonId) -> bool {
+        self.served.get(daemon).is_some_and(|served| !served.is_empty())
+    }
+
+    /// The clients of a control daemon that have not lost their work to a fatal GPU error.
     pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
-        self.at_work.get(daemon).into_iter().flatten().copied().collect()
+        let served = self.served.get(daemon).into_iter().flatten();
+        served.filter(|(_, client)| !client.is_hit).map(|(pid, _)| *pid).collect()
     }
 
     /// Has these processes, which run, looked at, unless they are known.
@@ -248,16 +309,16 @@ impl Register {
         if !self.is_full() {
             return;
         }
-        let is_at_work = |pid: u32| self.at_work.values().any(|at_work| at_work.contains(&pid));
+        let is_served = |pid: u32| self.served.values().any(|served| served.contains_key(&pid));
         let processes = self.clients.values().map(|entry| entry.client.process);
         let mut ended: Vec<ProcessId> =
-            processes.filter(|process| !is_at_work(process.pid) && !runs(*process)).collect();
+            processes.filter(|process| !is_served(process.pid) && !runs(*process)).collect();
         ended.sort_by_key(|process| process.start_time);
         for process in ended.iter().take(self.clients.len().saturating_sub(KEPT / 2)) {
             self.clients.remove(&process.pid);
         }
-        for at_work in self.at_work.values_mut() {
-            at_work.retain(|pid| self.clients.get(pid).is_some_and(|entry| runs(entry.client.process)));
+        for served in self.served.values_mut() {
+            served.retain(|pid, _| self.clients.get(pid).is_some_and(|entry| runs(entry.client.process)));
         }
     }
 
@@ -333,6 +394,42 @@ mod tests {
         register.left(&DaemonId::Shared, 8);
         register.came(&DaemonId::Shared, 8, None, NOW);
         assert_eq!(register.describe(8), "PID 8 of an unknown user");
+    }
+
+    #[test]
+    fn a_list_of_clients_corrects_what_the_lines_have_said() {
+        let shared = &DaemonId::Shared;
+        let mut register = register_with(client(process(7, 1), "alice", None));
+        register.came(shared, 8, Some(process(8, 1)), NOW);
+        let listed = |processes: &[ProcessId]| {
+            processes.iter().map(|process| (*process, BTreeSet::from(["GPU-1".to_owned()]))).collect()
+        };
+        // A client that has just come may not be listed yet.
+        register.listed(shared, listed(&[process(9, 1)]), NOW);
+        assert_eq!(register.at_work(shared), [7, 8, 9]);
+        let later = NOW + LISTED_AFTER;
+        register.listed(shared, listed(&[process(8, 2), process(9, 1)]), later);
+        let served: Vec<ProcessId> = register.served().into_iter().map(|(_, process, _)| process).collect();
+        assert_eq!(served, [process(8, 2), process(9, 1)], "another process has the PID of one");
+        // A list that does not name the GPU takes it from no client.
+        register.listed(shared, [(process(9, 1), BTreeSet::new())].into(), later + LISTED_AFTER);
+        assert_eq!(
+            register.served(),
+            [(shared.clone(), process(9, 1), BTreeSet::from(["GPU-1".to_owned()]))]
+        );
+        assert!(register.has_clients(shared));
+    }
+
+    #[test]
+    fn a_client_that_was_hit_stays_and_loses_no_work_again() {
+        let shared = &DaemonId::Shared;
+        let mut register = register_with(client(process(7, 1), "alice", None));
+        register.hit(shared, 7, Some(process(7, 1)), NOW);
+        assert_eq!((register.at_work(shared), register.served().len()), (Vec::new(), 1));
+        register.came(shared, 7, Some(process(7, 1)), NOW);
+        assert_eq!(register.at_work(shared), [7]);
+        register.left(shared, 7);
+        assert!(!register.has_clients(shared));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The health check of a control daemon that serves, and its consequences.
 
 use alloc::borrow::ToOwned;
-use alloc::collections::BTreeSet;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::format;
 use alloc::string::String;
 
@@ -11,7 +11,8 @@ use super::gpus::{ProcessesOnGpus, clients_among};
 use super::shell::{Failure, News, Shell, Showing, ShownGpu};
 use super::{Ended, Serving};
 use crate::GpuUuid;
-use crate::mps::ServerStatus;
+use crate::mps::{Client, ServerStatus};
+use crate::terms::GpuProcess;
 
 impl<S: Shell> Serving<'_, S> {
     /// The health check: the answers, servers, limits, compute modes and files of the control daemon.
@@ -40,6 +41,7 @@ impl<S: Shell> Serving<'_, S> {
                 }
                 if change == Change::AnswersAgain {
                     self.shell.tell(News::Event, "the control daemon answers again".to_owned());
+                    self.learn_clients().await;
                     // The control daemon may have missed a command while it did not answer.
                     return Ok(Some(Ended::Again));
                 }
@@ -94,7 +96,8 @@ impl<S: Shell> Serving<'_, S> {
         let mut clients = clients_among(&there);
         self.shell.remember_clients(&clients);
         self.run.bypasses_at = None;
-        if there.values().flatten().any(|process| !servers.contains(&process.pid)) {
+        let are_all_servers = there.values().flatten().all(|process| servers.contains(&process.pid));
+        if !are_all_servers || self.shell.has_clients() {
             // NVML is asked first: a client is known to the control daemon before it appears on the GPU.
             let Ok(all) = self.list_clients().await else {
                 self.run.bypasses_at = self.wanted.guard_period.map(|period| self.shell.now() + period);
@@ -105,6 +108,12 @@ impl<S: Shell> Serving<'_, S> {
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
+            let is_there = |pid: u32, there: &[GpuProcess]| there.iter().any(|process| process.pid == pid);
+            let gpus_of = |pid: u32| {
+                let its = there.iter().filter(|(_, there)| is_there(pid, there));
+                its.map(|(gpu, _)| gpu.clone()).collect()
+            };
+            self.shell.clients_are(listed.iter().map(|pid| (*pid, gpus_of(*pid))).collect());
             servers = all.into_keys().collect();
             clients = listed;
         }
@@ -112,6 +121,29 @@ impl<S: Shell> Serving<'_, S> {
         let due = self.reach.find_bypasses(&mut self.shell, &self.wanted, &there, ours, now);
         let guard = self.wanted.guard_period.map(|period| now + period);
         self.run.bypasses_at = due.into_iter().chain(guard).min();
+    }
+
+    /// Asks the control daemon for its clients, beyond the lines that were read.
+    pub(super) async fn learn_clients(&mut self) {
+        if self.listens_in_place()
+            && let Ok(clients) = self.shell.clients(&self.run.servers.alive()).await
+        {
+            self.list_is(&clients);
+        }
+    }
+
+    /// Takes note of the clients that the control daemon lists. Another one in its place lists its own, and after a fatal error a
+    /// server's clients are not reliably listed.
+    pub(super) fn list_is(&mut self, clients: &[Client]) {
+        if !self.listens_in_place() || self.run.blockers.has(ClearedBy::Healing) {
+            return;
+        }
+        let mut listed: BTreeMap<u32, BTreeSet<GpuUuid>> = BTreeMap::new();
+        for client in clients {
+            let gpus = self.run.gpus.iter().filter(|uuid| client.is_on(uuid)).cloned();
+            listed.entry(client.pid).or_default().extend(gpus);
+        }
+        self.shell.clients_are(listed);
     }
 
     /// Updates the state file for the next service, which takes the control daemon over. If the order needs another control

@@ -107,7 +107,7 @@ impl<S: Shell> Serving<'_, S> {
         look.map_or(true, |look| look.with(&[ServerStatus::Fault]).next().is_some())
     }
 
-    fn listens_in_place(&self) -> bool {
+    pub(super) fn listens_in_place(&self) -> bool {
         self.shell.listener() == Some(self.shell.pid())
     }
 

@@ -333,6 +333,12 @@ pub trait Shell: GpuShell {
     /// Has the service find out the owners of these clients, before a message names the clients.
     fn remember_clients(&mut self, clients: &BTreeSet<u32>);
 
+    /// The control daemon lists these clients, each with its GPUs as far as they are known.
+    fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<GpuUuid>>);
+
+    /// Returns whether it is known to have clients.
+    fn has_clients(&self) -> bool;
+
     /// The control daemon was checked while it had clients.
     fn checked_in_use(&mut self);
 

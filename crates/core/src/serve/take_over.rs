@@ -17,7 +17,7 @@ impl<S: Shell> Serving<'_, S> {
             Ok(()) => self.shell.inspect(&[], None).await.map(drop),
             Err(failure) => Err(failure),
         };
-        let pid = self.shell.pid();
+        let (pid, is_heard) = (self.shell.pid(), answers.is_ok());
         match answers {
             Ok(()) if self.shell.listener() == Some(pid) => {}
             Ok(()) => {
@@ -32,6 +32,9 @@ impl<S: Shell> Serving<'_, S> {
             }
         }
         self.read_on().await;
+        if is_heard {
+            self.learn_clients().await;
+        }
         let text = format!("control daemon {} (PID {pid}) taken over", self.wanted.id);
         self.shell.tell(News::Event, text);
         self.shell.passed("taken-over", &format!("control daemon {pid} was taken over"));
