@@ -153,6 +153,11 @@ impl Clients {
         self.wake(&known);
     }
 
+    /// The processes that are clients, each with its control daemon and its GPUs as far as they are known.
+    pub(crate) fn served(&self) -> Vec<(DaemonId, ProcessId, BTreeSet<GpuUuid>)> {
+        self.known().register.served()
+    }
+
     /// Returns whether a control daemon has clients.
     pub(crate) fn has_clients(&self, daemon: &DaemonId) -> bool {
         self.known().register.has_clients(daemon)

@@ -248,6 +248,7 @@ impl Daemon {
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
                 Some(Ok(finished)) = self.requests.beside.join_next() => self.finished(finished),
+                Some(_) = self.requests.look.join_next() => self.requests.begin_list(&self.fleet),
                 Some(event) = happened.recv() => self.handle(event),
                 () = changed.notified() => {}
                 () = sleep_or_never(self.next_look_at_groups) => self.end_bindings(),
@@ -379,7 +380,7 @@ impl Daemon {
         if ending == Ending::ForGood {
             self.settle();
             let doomed = self.fleet.ended_by_stop();
-            self.name_clients("the stop", doomed).await;
+            self.name_clients("the stop", &doomed).await;
         }
         match ending {
             Ending::ForGood => {

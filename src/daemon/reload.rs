@@ -82,7 +82,7 @@ impl Daemon {
         tracing::debug!(step = "granted", "the new configuration is right");
         if !loaded.settings.enabled {
             let doomed = self.fleet.ended_by_disabling();
-            self.name_clients("enable_cuda_mps: false", doomed).await;
+            self.name_clients("enable_cuda_mps: false", &doomed).await;
         }
         self.level.set(loaded.settings.log_level);
         self.settings = loaded.settings;

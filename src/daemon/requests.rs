@@ -6,8 +6,6 @@ use std::sync::Arc;
 use mps_core::DaemonId;
 use mps_core::register::{KnownClient, shortened};
 use mps_core::tenants::{Stop, Target, TerminationError};
-use tokio::sync::mpsc;
-use tokio::sync::mpsc::error::TrySendError;
 use tokio::task::JoinSet;
 
 use super::fleet::Fleet;
@@ -15,7 +13,7 @@ use super::{Daemon, bindings, reload};
 use crate::dbus::{Reply, Request};
 use crate::register::Clients;
 use crate::supervisor::nvml_worker::NvmlWorker;
-use crate::tenants::clients::{self, ServingDaemon};
+use crate::tenants::clients;
 use crate::tenants::describe::describe;
 use crate::tenants::terminate::{self, Processes};
 use common::bus::error::RequestError;
@@ -39,8 +37,10 @@ const LISTINGS: usize = 256;
 
 #[derive(Debug)]
 pub(super) struct Requests {
-    /// Takes the requests for the list of clients.
-    listings: mpsc::Sender<Listing>,
+    /// The callers that wait for the next list of clients.
+    listings: Vec<Reply<Vec<ClientView>>>,
+    /// The look for the present list.
+    pub(super) look: JoinSet<()>,
     clients: Clients,
     /// Asks the kernel which processes a request is about.
     kernel: Blocking,
@@ -60,18 +60,34 @@ pub(super) struct Finished {
 
 impl Requests {
     pub(super) fn new(nvml: &NvmlWorker, clients: Clients) -> Self {
-        let (listings, asked) = mpsc::channel(LISTINGS);
-        tokio::spawn(list_clients(asked, clients.clone(), nvml.clone()));
         let kernel = Blocking::new(TERMINATIONS);
-        Self { listings, clients, kernel, nvml: nvml.clone(), beside: JoinSet::new() }
+        let (look, beside) = (JoinSet::new(), JoinSet::new());
+        Self { listings: Vec::new(), look, clients, kernel, nvml: nvml.clone(), beside }
     }
 
-    fn list_clients(&self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
-        if let Err(TrySendError::Full((_, reply)) | TrySendError::Closed((_, reply))) =
-            self.listings.try_send((fleet.serving(), reply))
-        {
+    fn list_clients(&mut self, fleet: &Fleet, reply: Reply<Vec<ClientView>>) {
+        if self.listings.len() < LISTINGS {
+            self.listings.push(reply);
+            self.begin_list(fleet);
+        } else {
             let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
         }
+    }
+
+    /// Lists the clients for all callers that have asked since the last list was begun, once that has ended: many may ask all
+    /// the time.
+    pub(super) fn begin_list(&mut self, fleet: &Fleet) {
+        if self.listings.is_empty() || !self.look.is_empty() {
+            return;
+        }
+        let (callers, statuses) = (std::mem::take(&mut self.listings), fleet.statuses());
+        let tools = fleet.tools().clone();
+        self.look.spawn(async move {
+            let listed = clients::list(&statuses, &tools).await;
+            for reply in callers {
+                let _ = reply.send(Ok(listed.clone()));
+            }
+        });
     }
 }
 
@@ -97,7 +113,7 @@ impl Daemon {
             Request::Apply(force, reply) => {
                 if force {
                     let doomed = self.fleet.ended_by_force();
-                    self.name_clients("apply --force", doomed).await;
+                    self.name_clients("apply --force", &doomed).await;
                 }
                 // The answer may take so long that the caller's request has failed meanwhile.
                 if reply.is_closed() {
@@ -218,23 +234,6 @@ fn not_ended(error: &TerminationError<KnownClient>) -> RequestError {
             RequestError::NoSuchClient(text)
         }
         _ => RequestError::Failed(text),
-    }
-}
-
-/// A request for the clients, and the sources that answer it.
-type Listing = (Vec<ServingDaemon>, Reply<Vec<ClientView>>);
-
-/// Lists the clients for all callers that have asked since the last list was begun: many may ask all the time, and the
-/// supervisors must not wait behind all these questions at the control daemons.
-async fn list_clients(mut asked: mpsc::Receiver<Listing>, clients: Clients, nvml: NvmlWorker) {
-    let mut waiting: Vec<Listing> = Vec::new();
-    while asked.recv_many(&mut waiting, LISTINGS).await > 0 {
-        let Some((serving, _)) = waiting.last() else { continue };
-        let listed =
-            clients::list(serving.clone(), &clients, nvml.clone()).await.map_err(RequestError::Failed);
-        for (_, reply) in waiting.drain(..) {
-            let _ = reply.send(listed.clone());
-        }
     }
 }
 

@@ -32,11 +32,11 @@ use std::time::Duration;
 use mps_core::serve::{Ended, Failure, GpuReach, Known, Requested, Serving, Wanted};
 use mps_core::terms::GpuProcess;
 use mps_core::{ActOutcome, CoreEvent, DaemonAct, Goal, HeldGpus, Rate, RateLimit, RunningDaemon};
-use tokio::sync::{Notify, mpsc, oneshot, watch as channel};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-use crate::mps::control::{Control, ControlError, FrontEnds};
+use crate::mps::control::{ControlError, FrontEnds};
 use crate::mps::file_changes::FileChanges;
 use crate::register::Clients;
 use crate::supervisor::bypass::ToldBypasses;
@@ -192,9 +192,6 @@ struct Worker {
     held: HeldGpus,
     tools: Tools,
     reporter: Reporter,
-    /// The front end of the running control daemon, for all parts of the service that ask it. Set once the control daemon has
-    /// answered, or is known to have clients.
-    control: channel::Sender<Option<Arc<Control>>>,
     /// True if there was a control daemon before, so that the next start counts as a restart.
     has_run: bool,
     /// True if there was a server before, so that the next one counts as a restart.

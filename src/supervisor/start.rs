@@ -43,9 +43,7 @@ impl Machine {
                 )));
             }
         };
-        // The control daemon may have clients, and their list must be available even if the rest fails.
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
-        self.worker.control.send_replace(Some(Arc::clone(&control)));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // The log is read through the control daemon's standard output, since its file may have been removed. It is read from the
@@ -79,7 +77,6 @@ impl Machine {
         let mut shell = StartShell { worker: &mut self.worker, run: &mut self.run, program: PathBuf::new() };
         let multiuser = serve::start(&mut shell, &mut self.reach, &wanted, users).await?;
         self.worker.multiuser_refused |= users.multiuser && !multiuser;
-        self.worker.control.send_replace(self.run.as_ref().map(|(run, _)| Arc::clone(&run.control)));
         if std::mem::replace(&mut self.worker.has_run, true) {
             self.worker.reporter.update(|status| status.view.restarts += 1);
         }

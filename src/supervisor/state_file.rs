@@ -18,7 +18,6 @@ use crate::supervisor::runtime_directory::RuntimeDirectory;
 use common::bindings::{SliceBindings, WrittenBindings};
 use common::drained::{ClosedDevices, Drained};
 use common::host::compute_mode::ComputeMode;
-use common::host::identity;
 use common::whole_file;
 
 /// The state file, shared by all parts of the service that write to it.
@@ -138,12 +137,6 @@ impl StateFile {
     pub(crate) fn pids_of_others(&self, id: &DaemonId) -> BTreeSet<u32> {
         let others = self.contents.control_daemons.iter().filter(|(other, _)| *other != id);
         others.map(|(_, running)| running.process.pid).collect()
-    }
-
-    /// True if a control daemon of the service still has the GPU.
-    pub(crate) fn is_in_our_hands(&self, uuid: &str) -> bool {
-        let mut all = self.contents.control_daemons.values();
-        all.any(|running| running.gpus.iter().any(|gpu| gpu == uuid) && identity::runs(running.process))
     }
 
     /// Forgets a control daemon that has ended.

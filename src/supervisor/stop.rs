@@ -129,7 +129,6 @@ impl Worker {
             }
         }
         self.admission.end();
-        self.control.send_replace(None);
         let id = self.reporter.id();
         self.tools.clients.all_left(&id);
         if let Err(error) = self.tools.state_file.lock().forget_control_daemon(&id) {

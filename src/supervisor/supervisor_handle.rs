@@ -22,7 +22,6 @@ pub(crate) struct SupervisorHandle {
     /// Interrupts the running act.
     interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
-    control: channel::Receiver<Option<Arc<Control>>>,
     front_ends: FrontEnds,
     commands: mpsc::Sender<SupervisorCommand>,
     admission: SharedAdmission,
@@ -37,7 +36,6 @@ impl SupervisorHandle {
         events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
     ) -> Self {
         let (reporter, status) = Reporter::new(&order.plan, Arc::clone(&tools.changed));
-        let (control_sender, control) = channel::channel(None);
         let front_ends = tools.front_ends.clone();
         let (commands, commands_received) = mpsc::channel(4);
         let (assignments, assigned) = mpsc::unbounded_channel();
@@ -49,7 +47,6 @@ impl SupervisorHandle {
             held: BTreeMap::new(),
             tools,
             reporter,
-            control: control_sender,
             has_run: false,
             has_served: false,
             multiuser_refused: false,
@@ -62,7 +59,7 @@ impl SupervisorHandle {
         let machine = Machine { worker, reach: GpuReach::default(), run: None, failing: None };
         tokio::spawn(run(assigned, commands_received, machine, events));
         let order = order.clone();
-        Self { order, assignments, interrupt: None, status, control, front_ends, commands, admission }
+        Self { order, assignments, interrupt: None, status, front_ends, commands, admission }
     }
 
     /// Has an act carried out, after the running one.
@@ -108,11 +105,6 @@ impl SupervisorHandle {
         status.take(&self.order.plan);
         status.missing_links = self.admission.missing();
         status
-    }
-
-    /// Reaches its control daemon, even if it does not serve properly. None while no control daemon runs.
-    pub(crate) fn control(&self) -> channel::Receiver<Option<Arc<Control>>> {
-        self.control.clone()
     }
 
     /// Reaches the control daemon that listens in the pipe directory. If none of the service runs, it may be another one: clients

@@ -1,52 +1,30 @@
-//! The clients of the control daemons: where to ask for them, their slices, and who would end with which control daemon.
+//! The clients of the control daemons: their slices, and who would end with which control daemon.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use mps_core::Goal;
+use mps_core::register::KnownClient;
 use mps_core::terms::DaemonId;
-use tokio::sync::watch;
+use tokio::time::timeout;
 
 use super::Fleet;
-use crate::daemon::shutdown_report::Doomed;
 use crate::mps::control::Control;
-use crate::supervisor::bypass::Bypass;
 use crate::supervisor::{Status, SupervisorHandle};
-use crate::tenants::clients::ServingDaemon;
 use crate::tenants::ending_shell::{ClientsDaemon, OwnDaemon};
 use common::host::identity;
 use common::membership::Slices;
 use common::state_file::Running;
 
-impl Fleet {
-    /// Every control daemon with its GPUs, for those who ask for clients. A control daemon on the way out waits for
-    /// its clients.
-    pub(crate) fn serving(&self) -> Vec<ServingDaemon> {
-        let serving = |supervisor: &SupervisorHandle| {
-            let status = supervisor.status();
-            let bypasses = bypasses(&status).collect();
-            let Status { gpus, waiting, view, .. } = status;
-            let (control, gpus) = (supervisor.control(), self.looked_after(&view.id, gpus.into_keys()));
-            ServingDaemon {
-                tenure: view.id.tenure(),
-                control,
-                gpus,
-                servers: view.servers,
-                bypasses,
-                waiting,
-            }
-        };
-        self.ask_all(serving)
-    }
+/// The time for each question about the clients that are to be named. It takes milliseconds, and must not hold up the end that
+/// follows.
+const PATIENCE: Duration = Duration::from_secs(3);
 
-    /// The GPUs of a control daemon, and the GPUs that it is to have and no other one has. No client that uses these through
-    /// another control daemon of ours counts as using them without MPS.
-    fn looked_after(&self, id: &DaemonId, planned: impl Iterator<Item = String>) -> Vec<String> {
-        let state_file = self.tools.state_file.lock();
-        let own = state_file.control_daemon(id).map(|running| running.gpus.clone()).unwrap_or_default();
-        let free = planned.filter(|uuid| !own.contains(uuid) && !state_file.is_in_our_hands(uuid));
-        let free: Vec<String> = free.collect();
-        own.into_iter().chain(free).collect()
+impl Fleet {
+    /// The statuses of all control daemons, also of those on the way out.
+    pub(crate) fn statuses(&self) -> Vec<Status> {
+        self.ask_all(SupervisorHandle::status)
     }
 
     /// The slices of all control daemons, ordered or running. A control daemon that an order
@@ -68,48 +46,66 @@ impl Fleet {
     }
 
     /// Every control daemon of ours that runs, taken over or not, if a stop ends it.
-    pub(crate) fn ended_by_stop(&self) -> Vec<Doomed> {
+    pub(crate) fn ended_by_stop(&self) -> Vec<DaemonId> {
         self.doomed(|_| true)
     }
 
     /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients, and the state
     /// says so.
-    pub(crate) fn ended_by_disabling(&self) -> Vec<Doomed> {
+    pub(crate) fn ended_by_disabling(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
     }
 
     /// The same for an order to make the changes that wait for clients to end.
-    pub(crate) fn ended_by_force(&self) -> Vec<Doomed> {
+    pub(crate) fn ended_by_force(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.status(id).is_some_and(|status| status.ends_when_idle))
     }
 
-    fn doomed(&self, ends: impl Fn(&DaemonId) -> bool) -> Vec<Doomed> {
+    fn doomed(&self, ends: impl Fn(&DaemonId) -> bool) -> Vec<DaemonId> {
         let running = self.tools.state_file.lock().control_daemons().clone();
         let ours = running.into_iter().filter(|(id, running)| ends(id) && identity::runs(running.process));
-        ours.map(|(id, running)| {
-            let serving = self.serving_if_in_place(&id, running);
-            (id.to_string(), serving)
-        })
-        .collect()
+        ours.map(|(id, _)| id).collect()
     }
 
-    /// The way to the clients of a control daemon, by its entry in the state file: its supervisor may not have taken it
-    /// over yet.
-    fn serving_if_in_place(&self, id: &DaemonId, running: Running) -> Result<ServingDaemon, String> {
+    /// The clients of these control daemons, and the clients that wait for their servers.
+    pub(crate) async fn users_of(&self, daemons: &[DaemonId]) -> Vec<KnownClient> {
+        let (clients, mut gpus) = (&self.tools.clients, BTreeSet::new());
+        let mut pids = BTreeSet::new();
+        for id in daemons {
+            let Some(running) = self.tools.state_file.lock().control_daemon(id).cloned() else { continue };
+            let status = self.status(id);
+            if status.as_ref().and_then(|status| status.view.pid) != Some(running.process.pid) {
+                self.ask_for_clients(id, &running).await;
+            }
+            pids.extend(clients.at_work(id));
+            pids.extend(status.into_iter().flat_map(|status| status.waiting).map(|process| process.pid));
+            gpus.extend(running.gpus);
+        }
+        // The driver may know a client whose line is not read yet.
+        let gpus: Vec<String> = gpus.into_iter().collect();
+        let of_others: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
+        let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();
+        pids.extend(there.into_values().flatten().flatten().filter(|pid| !of_others.contains(pid)));
+        // Otherwise it is named as it was known before.
+        let _ = timeout(PATIENCE, clients.look_up_anew(pids.iter().copied())).await;
+        let known = pids.into_iter().map(|pid| clients.last_with(pid));
+        known.filter(|client| identity::runs(client.process)).collect()
+    }
+
+    /// The register gets the clients of a control daemon that was not taken over.
+    async fn ask_for_clients(&self, id: &DaemonId, running: &Running) {
         let control = self.tools.front_ends.control_in(running.control_directory());
         if control.daemon_pid() != Some(running.process.pid) {
-            return Err("it does not listen in its pipe directory any more".to_owned());
+            return;
         }
-        let status = self.status(id);
-        let (_, control) = watch::channel(Some(Arc::new(control)));
-        Ok(ServingDaemon {
-            tenure: id.tenure(),
-            control,
-            gpus: running.gpus,
-            servers: status.iter().flat_map(|status| status.view.servers.clone()).collect(),
-            bypasses: status.iter().flat_map(bypasses).collect(),
-            waiting: status.map(|status| status.waiting).unwrap_or_default(),
-        })
+        match timeout(PATIENCE, control.client_pids(&[])).await {
+            Ok(Ok(listed)) => {
+                let pids = listed.into_values().flatten();
+                self.tools.clients.are(id, pids.map(|pid| (pid, BTreeSet::new())).collect());
+            }
+            Ok(Err(error)) => tracing::warn!("the clients of control daemon {id} are not known: {error}"),
+            Err(_) => tracing::warn!("control daemon {id} does not say its clients"),
+        }
     }
 
     /// Every control daemon that may have clients: each of ours that runs, taken over or not, and any other in its place.
@@ -140,9 +136,4 @@ impl Fleet {
     fn status(&self, id: &DaemonId) -> Option<Status> {
         self.conductor.lock().supervisors.get(id).map(SupervisorHandle::status)
     }
-}
-
-/// The processes that are known to use its GPUs without its servers.
-fn bypasses(status: &Status) -> impl Iterator<Item = Bypass> {
-    status.gpus.values().flat_map(|gpu| gpu.bypasses.clone())
 }

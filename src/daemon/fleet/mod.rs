@@ -16,7 +16,6 @@ use crate::dbus::Reply;
 use crate::mps::process;
 use crate::register::Clients;
 use crate::supervisor::admission::close_unsupervised;
-use crate::supervisor::nvml_worker::NvmlWorker;
 use crate::supervisor::{Instructions, Status, SupervisorHandle, Tools};
 use common::bus::error::RequestError;
 use common::config::Settings;
@@ -72,8 +71,8 @@ impl Fleet {
         &self.tools.clients
     }
 
-    pub(super) fn nvml(&self) -> &NvmlWorker {
-        &self.tools.nvml
+    pub(super) fn tools(&self) -> &Tools {
+        &self.tools
     }
 
     /// Makes the control daemons match a plan.
@@ -151,13 +150,6 @@ impl Fleet {
     /// The answers of all supervisors.
     fn ask_all<T>(&self, question: impl Fn(&SupervisorHandle) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
-    }
-
-    /// Continues every control daemon and server that SIGSTOP has stopped, and returns messages about them.
-    pub(super) fn continue_stopped(&self) -> Vec<String> {
-        let views = self.ask_all(|supervisor| supervisor.status().view);
-        let processes = views.into_iter().flat_map(|view| view.servers.into_iter().chain(view.pid));
-        processes.filter_map(process::continue_if_stopped).collect()
     }
 
     /// Has every control daemon checked now.

@@ -216,7 +216,7 @@ fn devices(facts: &Facts) -> Outcome {
     let clients = match &published.clients {
         Ok(clients) => clients,
         Err(reason) => {
-            let remedy = "a control daemon that hangs is dealt with by itself; journalctl -u yunion-mps-daemon says how";
+            let remedy = "run doctor again: the list is refused only while too many callers ask for it";
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };

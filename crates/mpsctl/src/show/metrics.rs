@@ -218,7 +218,7 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
 fn about_bypasses(published: &Published, to: &mut Families) {
     to.one(
         "clients_known",
-        "Whether every control daemon listed its clients; if not, the processes without MPS are left out, and each client.",
+        "Whether the service listed the clients; if not, the processes without MPS are left out, and each client.",
         flag(published.clients.is_ok()),
     );
     let Ok(clients) = &published.clients else { return };
