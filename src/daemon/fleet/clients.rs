@@ -7,10 +7,12 @@ use std::time::Duration;
 use mps_core::Goal;
 use mps_core::register::KnownClient;
 use mps_core::terms::DaemonId;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::Fleet;
 use crate::mps::control::Control;
+use crate::register::Clients;
 use crate::supervisor::{Status, SupervisorHandle};
 use crate::tenants::ending_shell::{ClientsDaemon, OwnDaemon};
 use common::host::identity;
@@ -69,43 +71,29 @@ impl Fleet {
 
     /// The clients of these control daemons, and the clients that wait for their servers.
     pub(crate) async fn users_of(&self, daemons: &[DaemonId]) -> Vec<KnownClient> {
-        let (clients, mut gpus) = (&self.tools.clients, BTreeSet::new());
-        let mut pids = BTreeSet::new();
+        let clients = &self.tools.clients;
+        let (mut gpus, mut pids, mut asked) = (BTreeSet::new(), BTreeSet::new(), JoinSet::new());
         for id in daemons {
             let Some(running) = self.tools.state_file.lock().control_daemon(id).cloned() else { continue };
             let status = self.status(id);
             if status.as_ref().and_then(|status| status.view.pid) != Some(running.process.pid) {
-                self.ask_for_clients(id, &running).await;
+                let control = self.tools.front_ends.control_in(running.control_directory());
+                asked.spawn(ask_for_clients(id.clone(), running.process.pid, control, clients.clone()));
             }
-            pids.extend(clients.at_work(id));
             pids.extend(status.into_iter().flat_map(|status| status.waiting).map(|process| process.pid));
             gpus.extend(running.gpus);
         }
+        asked.join_all().await;
+        pids.extend(daemons.iter().flat_map(|id| clients.at_work(id)));
         // The driver may know a client whose line is not read yet.
         let gpus: Vec<String> = gpus.into_iter().collect();
-        let of_others: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
+        let registered: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
         let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();
-        pids.extend(there.into_values().flatten().flatten().filter(|pid| !of_others.contains(pid)));
+        pids.extend(there.into_values().flatten().flatten().filter(|pid| !registered.contains(pid)));
         // Otherwise it is named as it was known before.
         let _ = timeout(PATIENCE, clients.look_up_anew(pids.iter().copied())).await;
         let known = pids.into_iter().map(|pid| clients.last_with(pid));
         known.filter(|client| identity::runs(client.process)).collect()
-    }
-
-    /// The register gets the clients of a control daemon that was not taken over.
-    async fn ask_for_clients(&self, id: &DaemonId, running: &Running) {
-        let control = self.tools.front_ends.control_in(running.control_directory());
-        if control.daemon_pid() != Some(running.process.pid) {
-            return;
-        }
-        match timeout(PATIENCE, control.client_pids(&[])).await {
-            Ok(Ok(listed)) => {
-                let pids = listed.into_values().flatten();
-                self.tools.clients.are(id, pids.map(|pid| (pid, BTreeSet::new())).collect());
-            }
-            Ok(Err(error)) => tracing::warn!("the clients of control daemon {id} are not known: {error}"),
-            Err(_) => tracing::warn!("control daemon {id} does not say its clients"),
-        }
     }
 
     /// Every control daemon that may have clients: each of ours that runs, taken over or not, and any other in its place.
@@ -135,5 +123,20 @@ impl Fleet {
 
     fn status(&self, id: &DaemonId) -> Option<Status> {
         self.conductor.lock().supervisors.get(id).map(SupervisorHandle::status)
+    }
+}
+
+/// The register gets the clients of a control daemon that was not taken over.
+async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clients) {
+    if control.daemon_pid() != Some(pid) {
+        return;
+    }
+    match timeout(PATIENCE, control.client_pids(&[])).await {
+        Ok(Ok(listed)) => {
+            let pids = listed.into_values().flatten();
+            clients.are(&id, pids.map(|pid| (pid, BTreeSet::new())).collect());
+        }
+        Ok(Err(error)) => tracing::warn!("the clients of control daemon {id} are not known: {error}"),
+        Err(_) => tracing::warn!("control daemon {id} does not answer which clients it has"),
     }
 }
