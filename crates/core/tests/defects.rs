@@ -56,13 +56,6 @@ const DEFECTS: &[Defect] = &[
         "everybody-is-known",
     ),
     (
-        "a client whose first line got lost is never known",
-        "register/mod.rs",
-        "for (process, gpus) in &listed {",
-        "for (process, gpus) in listed.iter().filter(|_| !PUT_BACK) {",
-        "everybody-is-known",
-    ),
-    (
         "a client whose last line got lost stays a client",
         "register/mod.rs",
         "is_listed(pid) || now < client.since + LISTED_AFTER",
