@@ -363,7 +363,7 @@ fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
             Some(format!("its control daemon starts when GPU {} is free, too: {why}", other.uuid))
         })
     });
-    waits.unwrap_or_else(|| "not taken into a control daemon's hands yet".to_owned())
+    waits.unwrap_or_else(|| "no control daemon has started for the GPU yet".to_owned())
 }
 
 /// The first entry without a GPU, and the number of the others.

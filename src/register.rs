@@ -20,14 +20,14 @@ use common::host::blocking::Blocking;
 use common::host::identity;
 use common::membership::{ProcessSight, SliceMounts, Slices};
 
-/// The time for the part of a look that no process can hold up. It takes microseconds, but the host agent's records can be
-/// many, or half-written.
+/// How long a caller waits for a look at processes without their memory. The look takes microseconds, but the host agent's
+/// records can be many, or half-written.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The time for the memory of one process.
+/// How long a look waits for the environment of one process, which is in the memory of the process.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most questions about the memory of processes at a time.
+/// The most processes whose memory is read at a time.
 const QUESTIONS: usize = 32;
 
 /// The register, for all who read it. All clones share it.

@@ -38,11 +38,7 @@ impl CdiSpec {
             return None;
         }
         self.problem.clone_from(&problem);
-        Some(if problem.is_empty() {
-            Ok("CDI spec: is as it should be again".to_owned())
-        } else {
-            Err(problem)
-        })
+        Some(if problem.is_empty() { Ok("CDI spec: correct again".to_owned()) } else { Err(problem) })
     }
 
     fn write(

@@ -40,9 +40,7 @@ impl Daemon {
             return false;
         }
         if let Err(error) = self.state_file.lock().forget_resets() {
-            tracing::warn!(
-                "GPUs need no reset any more, and the state file can't be written to say so: {error}"
-            );
+            tracing::warn!("the state file still says that GPUs need a reset, and can't be written: {error}");
             return false;
         }
         for name in names {

@@ -51,7 +51,9 @@ impl Daemon {
             self.event(event);
         }
         self.settle();
-        linked.map_err(|stuck| RequestError::Failed(format!("it is saved, but a link remains: {stuck}")))
+        linked.map_err(|stuck| {
+            RequestError::Failed(format!("the change is saved, but a link remains: {stuck}"))
+        })
     }
 }
 

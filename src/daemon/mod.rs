@@ -69,7 +69,7 @@ const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 /// Further ones are only in the log.
 const FAULTS: usize = 64;
 
-/// The most requests in the queue. A further caller waits.
+/// The most requests in the service's queue. A further caller waits until the queue has space.
 const REQUESTS: usize = 16;
 
 #[derive(Debug, Clone)]

@@ -13,7 +13,8 @@ use common::bus::error::RequestError;
 use common::plan::{self, Plan};
 use common::problem::LocatedProblem;
 
-/// The time that a caller waits until its reload is in force. It must be shorter than the time that the bus has for a request.
+/// The longest time that a caller waits until the new configuration is in force. It must be shorter than the deadline of a
+/// request on the bus.
 const PATIENCE: Duration = Duration::from_secs(50);
 
 /// Reloads for a caller on the bus. The caller gets the answer when the new configuration is in force.

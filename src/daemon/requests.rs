@@ -25,10 +25,10 @@ use common::published::container::ContainerError;
 use common::published::events::Event;
 use common::published::snapshot::{Named, Snapshot};
 
-/// The most terminations that ask the kernel about processes at a time. It takes microseconds.
+/// The most terminations that ask the kernel about processes at a time. An answer takes microseconds.
 const TERMINATIONS: usize = 4;
 
-/// The digits of the shortest spelling of a container's id, and of the whole id.
+/// The digits of the shortest accepted form of a container's id, and of the complete id.
 const SHORTEST_ID: usize = 12;
 const ID: usize = 64;
 

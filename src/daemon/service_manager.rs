@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout};
 use crate::message::{Message, Subject};
 use common::published::snapshot::State;
 
-/// The longest time for sending the last messages.
+/// The longest time for which the end of the service waits until the last messages are sent to the service manager.
 const LAST_SEND: Duration = Duration::from_secs(1);
 
 /// Everything that is reported to the service manager.

@@ -89,7 +89,7 @@ pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
         (pid, None) => Ok(GroupOf::Process(pid)),
         (0, Some(path)) => Ok(GroupOf::Path(plain(path)?)),
         (_, Some(_)) => {
-            Err(failed("a process and the option control_group are given; one of them will do".to_owned()))
+            Err(failed("a process and the option control_group are given; give only one of them".to_owned()))
         }
     }
 }

@@ -22,7 +22,7 @@ use tokio::sync::Notify;
 
 use common::host::proc;
 
-/// The time between two looks at a file that can't be watched.
+/// The time between two looks at a file for which the kernel reports no changes.
 pub(crate) const LOOK_PERIOD: Duration = Duration::from_secs(1);
 
 /// The service's only inotify instance. All clones share it.

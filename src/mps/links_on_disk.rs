@@ -28,8 +28,8 @@ const NEW: &str = ".control.new";
 /// earlier control daemon.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
-/// The most entries that are looked at besides the planned slices. A container with write access to the pipe directory can make
-/// any number of entries.
+/// The most entries of the directory of slices that are looked at besides the planned slices. A container with write access to
+/// the pipe directory can make any number of entries.
 const OTHERS: usize = 512;
 
 /// A control daemon's socket, to which hard links are made.

@@ -117,7 +117,8 @@ pub(crate) async fn ended(pid: u32) {
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
-/// The pause for a process that must not stay stopped. A program that stops it every 300 us still lets it run part of the time.
+/// The pause between two checks of a process that must not stay stopped. A program that stops the process every 300 us still lets
+/// the process run part of the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
@@ -150,7 +151,7 @@ impl fmt::Display for Stopped {
     }
 }
 
-/// The time within which the end of a process is noticed.
+/// How long the service waits for the end of a process that is probably ending.
 const ENDING: Duration = Duration::from_millis(20);
 
 /// The time that a control daemon has to end after it has answered `quit`. Measured: 81 ms.

@@ -18,7 +18,7 @@ use common::problem::Problem;
 
 use super::links_on_disk::{Socket, WAITING, remove_waiting};
 
-/// The most programs that can connect. Further programs wait for their connection.
+/// The most programs that are connected to the socket where programs wait. A further program waits in `connect()`.
 const PROGRAMS: i32 = 4096;
 
 /// The most programs that are named when they are released.

@@ -144,7 +144,7 @@ impl SharedAdmission {
             links.end(directories);
         }
         if let Err(bad) = self.apply() {
-            tracing::warn!("programs that come can't be kept waiting: {bad}");
+            tracing::warn!("new programs can't be made to wait: {bad}");
         }
     }
 

@@ -27,10 +27,10 @@ use super::{BusSignal, Tools};
 const FABRIC: &str = "error 802: the fabric manager is not ready, which connects the GPUs of this host; it starts beside this \
                       service (systemctl status nvidia-fabricmanager)";
 
-/// The most characters of a line among the last lines.
+/// The most characters of each of the last lines of the log.
 const WORDS_MAX: usize = 200;
 
-/// The number of last lines that are remembered.
+/// The number of last lines of the log that are remembered for the message about the end of a control daemon.
 const LAST_WORDS: usize = 3;
 
 /// Measured: the client that this line named had not caused the error.
@@ -159,7 +159,7 @@ impl DaemonRun {
 
     pub(super) fn too_much_is_written(&self, left_out: usize) -> String {
         let lines = counted(left_out, "line");
-        format!("too much is written to {}: {lines} not passed on; they are there", self.log.path().display())
+        format!("too much is written to {}: {lines} not passed on; see this file", self.log.path().display())
     }
 
     /// Why its servers can't start yet, if the last lines say so.

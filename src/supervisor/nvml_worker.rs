@@ -95,9 +95,9 @@ impl NvmlWorker {
             }
             let forgotten = state_file.lock().forget_compute_mode(uuid);
             forgotten.map_err(|error| {
-                format!("the compute mode is back, but the state file still has it: {error}")
+                format!("the state file still has the compute mode of {uuid}, and can't be written: {error}")
             })?;
-            tracing::debug!(step = "mode-forgotten", "compute mode of {uuid} is not ours any more");
+            tracing::debug!(step = "mode-forgotten", "the service has given up the compute mode of {uuid}");
             Ok(())
         })
         .await

@@ -280,7 +280,7 @@ impl Shell for RunShell<'_> {
         match directories::let_users_in(&running.pipe_directory, running.control_directory()) {
             Ok(repaired) => {
                 for what in repaired {
-                    self.worker.reporter.warning(format!("{what}; it kept clients of other users out"));
+                    self.worker.reporter.warning(format!("{what}; clients of other users could not connect"));
                 }
             }
             Err(bad) => bad_directories.push(bad.to_string()),

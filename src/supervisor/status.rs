@@ -17,8 +17,8 @@ use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
 
-/// The time for which something else may not be ready: the fabric manager of a host with `NVSwitch` needs a minute or two after a
-/// boot.
+/// How long a control daemon may wait for something that is not ready before the wait counts as a failure: the fabric manager of
+/// a host with `NVSwitch` needs a minute or two after a boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A wait that ends without an administrator.

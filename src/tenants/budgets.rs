@@ -32,7 +32,7 @@ use mps_core::tenants::{
     BudgetWatch, Enforced, Enforcer, Look, MemberShell, OverBudget, OveruseNews, SliceBudgets, Victim,
 };
 
-/// The age at which a look is still new enough for a caller: all callers within this time cause only one look.
+/// The age up to which the last look at a GPU is new enough for a caller: all callers within this time cause only one look.
 const FRESH: Duration = Duration::from_secs(1);
 
 /// The time for which the numbers of the last look are shown after NVML has failed to list clients. Then their number is shown as

@@ -14,7 +14,8 @@ use common::host::identity;
 use common::host::proc;
 use common::published::client::ClientView;
 
-/// The time in which a client that has come opens its GPU: it has several to choose from, and the driver says which it is.
+/// How long the list of clients waits for a new client to open its GPU: the control daemon has several GPUs, and the driver says
+/// which of them the client uses.
 const OPENS_AFTER: Duration = Duration::from_millis(200);
 
 /// The processes on each GPU that NVML can list, by its UUID.

@@ -16,10 +16,11 @@ use crate::mps::process::{GoingOn, Held};
 use common::host::identity;
 use common::host::proc;
 
-/// The time for the list of clients of one control daemon. Each of its questions has a shorter deadline.
+/// How long the end of GPU work waits for the list of clients of one control daemon. Each question to the control daemon has a
+/// shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The time for the answer of a control daemon that no other answer depends on. It takes milliseconds.
+/// How long the end of GPU work waits for a control daemon whose answer is not required. An answer takes milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A control daemon that may have clients.

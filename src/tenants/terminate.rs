@@ -20,12 +20,12 @@ use common::host::identity;
 use common::host::proc;
 use common::membership::containers::{containers_in, of_the_hosts};
 
-/// The time for one question to the kernel about a process. It takes microseconds, but if a process is stuck in the driver,
-/// reading its memory blocks.
+/// The longest time for one question to the kernel about a process. The answer takes microseconds. But if the process is stuck in
+/// the driver, a read of the memory of the process blocks.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The longest time for the list of clients of one control daemon before a signal. Work at the other control daemons has to end
-/// in time.
+/// How long the end of GPU work before a signal waits for the list of clients of one control daemon. The GPU work at the other
+/// control daemons has to end in the remaining time.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Ends the GPU work of all wanted processes, and returns when the work has ended, or when the time is over. The first part of

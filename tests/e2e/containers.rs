@@ -446,7 +446,7 @@ fn podman_binds(machine: &mut Machine) {
 
 fn podman_binds_legacy(machine: &mut Machine) {
     podman_binds(machine);
-    // They are the host's too, and stay there otherwise.
+    // The legacy hierarchies are shared with the host, so these control groups would stay on the host.
     machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
 }
 

@@ -142,7 +142,8 @@ impl Machine {
         }
     }
 
-    /// The systemd below systemd-nspawn, which is below the script; before it is there, there are helpers.
+    /// The PID of the machine's systemd. It is a child of systemd-nspawn, and systemd-nspawn is a child of the script. At first
+    /// systemd-nspawn has other children.
     fn find_leader(&self) -> Option<u32> {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }

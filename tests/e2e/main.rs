@@ -1,6 +1,6 @@
 //! Tests of the whole on a booted systemd. As root; each check is named in the output.
 //!
-//! Not libtest's harness: its tests can't share a machine that is put away in the end.
+//! These tests do not use the harness of libtest: with it, tests can't share a machine that is removed after the last test.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(

@@ -1,4 +1,4 @@
-//! Our talk with systemd, where there is one: scopes, and the reason of a SIGTERM.
+//! The questions of the service to a real systemd: scopes, and the reason of a SIGTERM.
 
 use crate::machine::{Machine, Stage};
 use crate::service::no_left_overs;
@@ -118,7 +118,7 @@ fn reasons(machine: &mut Machine) {
         ("try-restart", "Restart"),
         ("reload-or-restart", "Restart"),
         ("stop", "Stop"),
-        ("kill", "Unknown(\"systemd was not asked to stop or restart asker.service: it has no job for it\")"),
+        ("kill", "Unknown(\"systemd has no job that stops or restarts asker.service\")"),
     ] {
         let cursor = machine.cursor();
         machine.sh(&format!("systemctl start {SERVICE}; systemctl {command} {SERVICE}"));

@@ -56,16 +56,16 @@ fn line(words: &str) -> String {
 pub(crate) fn prepared(machine: &Machine) {
     package::installed(machine);
     new_host(machine);
-    // Without any other address, the C library resolves none. The simulated GPU's file is no device.
+    // If the machine has no address besides 127.0.0.1, the C library resolves no names. The simulated GPU's file is no device.
     machine.sh("ip address add 10.0.0.1/32 dev lo
         mknod -m 666 /dev/nvidia0 c 195 0
         useradd --create-home alice
         mkdir -p /var/lib/slurm/slurmctld /var/lib/slurm/slurmd /etc/yunion /etc/slurm
         systemctl start munge");
-    // Without a slurmctld to tell, which goes too, it would take its time to stop.
+    // At shutdown slurmctld may stop first. Then slurmd waits for an answer of slurmctld, so its time to stop is limited.
     machine.write("/etc/systemd/system/slurmd.service.d/test.conf", "[Service]\nTimeoutStopSec=5\n");
     machine.sh("systemctl daemon-reload");
-    // Slurm's plugin for the unified hierarchy refuses a kernel that has others too.
+    // Slurm's plugin for the unified hierarchy of control groups refuses a kernel that also has a legacy hierarchy.
     let unified = machine.sh("cat /proc/self/cgroup").starts_with("0:");
     let plugin = if unified {
         "CgroupPlugin=cgroup/v2"
@@ -163,7 +163,7 @@ fn prolog(machine: &mut Machine) {
     let bound =
         || machine.printed(&["yunion-mpsctl", "list", "--json"]).matches("\"bound_to\": \"job 7\"").count();
     assert_eq!(bound(), 0, "it has asked for no slice");
-    // Neither is a job that runs where it can't be bound.
+    // A job in a control group that can't be bound gets no slice either.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
     assert!(elsewhere.contains("which is no job's: PrologFlags=RunInJob"), "{elsewhere}");

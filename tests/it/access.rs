@@ -15,7 +15,7 @@ use crate::support::wait::wait_for;
 
 const SLICE: &str = "00:06.0-1";
 
-/// The callers. Only root may bind.
+/// The callers. Only root may bind control groups.
 const ASKERS: [Asker; 3] = [Asker::Root, Asker::Member, Asker::Container];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -103,7 +103,7 @@ fn a_node_that_does_not_exist() {
     stops(host);
 }
 
-/// Takes GPU 3 of an h200x8 off the bus, as a board does that has failed, or puts it back.
+/// Takes GPU 3 of an h200x8 off the bus, like the failure of a board, and puts it back.
 struct Pulled {
     moved: Vec<(PathBuf, PathBuf)>,
 }
@@ -275,7 +275,7 @@ fn a_pipe_directory_too_long_for_a_socket() {
     refused(host, &message);
 }
 
-/// `--check`, which ends, or is ended when it does not.
+/// The exit status and the output of `--check`, which is killed if it hangs.
 fn check_in_time(host: &Host) -> (Option<i32>, String) {
     let mut command = host.command("timeout");
     command.args(["--signal=KILL", "30"]).arg(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
@@ -624,7 +624,7 @@ fn an_nvml_that_cannot_set_the_compute_mode() {
     }
 }
 
-/// Neither MIG nor events are needed.
+/// The service works with a driver that knows neither MIG nor events.
 #[test]
 fn an_nvml_of_an_old_driver_serves() {
     for function in

@@ -336,7 +336,7 @@ fn a_reload_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Nor does a restart of the service, which reports overuse again.
+/// A restart of the service ends no client. The new service reports overuse again.
 #[test]
 fn a_restart_of_the_service_ends_nobody() {
     if !root_or_skip("a_restart_of_the_service_ends_nobody") {

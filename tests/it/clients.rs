@@ -233,7 +233,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program that only draws is no bypass, nor is a client that comes or goes at the moment of a look.
+/// A program that only draws is no bypass. A client that starts or ends at the moment of a look is no bypass either.
 #[test]
 fn drawing_coming_and_going_is_no_bypass() {
     let mut host = Host::serving("h200");
@@ -280,7 +280,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
         assert_eq!((&device["healthy"], &device["reason"]), (&json!(false), &json!(blamed)));
     }
     wait_for("the table", || {
-        // Not while the next control daemon is being tried.
+        // While the service tries the next control daemon, the command fails.
         let output = host.mpsctl(&["clients"]);
         let table = text(&output);
         let row = find_row(&table, program.id()).filter(|_| output.status.success())?;
@@ -600,7 +600,7 @@ fn a_planned_wait_is_no_failure() {
     drop(foreign);
 }
 
-/// So is a change of the isolation, which waits for the clients of the control daemon before.
+/// A change of the isolation that waits for the clients of the former control daemon is no failure.
 #[test]
 fn a_change_of_the_isolation_that_waits_is_no_failure() {
     let host = Host::serving("h200");

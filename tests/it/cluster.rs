@@ -210,7 +210,8 @@ fn the_configuration_of_the_machine_is_read_by_parsers_of_other_makes() {
     assert_eq!(fs::read_link(files.path().join("opt/cni/bin")).unwrap(), Path::new("/opt/kubernetes"));
 }
 
-/// With a cluster in memory, which has the defects that the trials are for as well.
+/// The trials run against a cluster in memory: once a correct cluster, once a cluster with each defect that the trials should
+/// find.
 #[test]
 fn the_trials_hold_on_a_cluster_as_it_has_to_be_and_find_its_defects() {
     succeeded(&python(&cluster("test_journey.py")).output().unwrap());

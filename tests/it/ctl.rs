@@ -460,7 +460,7 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
 async fn run_passes_signals_on() {
     let (board, _directory) = with_socket(p40_board());
     let mut service = Service::start(board).await;
-    // Requests are not answered any more, so the clients can't be asked for.
+    // The service answers no requests, so `run` can't ask it to end the GPU work.
     service.requests.close();
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
         let script =

@@ -882,7 +882,7 @@ async fn members_may_read_and_only_root_may_control() {
         assert!(complaint.contains("join the group with `sudo usermod -aG yunion-mps $USER`"), "{complaint}");
     }
 
-    // Not by leaving the interface out either.
+    // A call without an interface is refused too.
     let mut bare = service.bus.command_as_member("/usr/bin/python3");
     let program = "import dbus\n\
         message = dbus.lowlevel.MethodCallMessage('io.yunion.Mps1', '/io/yunion/Mps1/Manager', None, 'Reload')\n\

@@ -176,7 +176,7 @@ fn planted(board: &str, when: When, plant: fn(&mut Scene), expected: &[&str]) {
     scene.finds(expected);
 }
 
-/// One test a fault: its name, the board, when and how it is planted, what is found.
+/// Makes one test per fault from the test's name, the board, when and how the fault is made, and what `doctor` finds.
 macro_rules! faults {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(
@@ -466,7 +466,7 @@ faults_for_root! {
 
 const TMP: &str = "q /tmp 1777 root root 10d\n";
 
-/// From 580 on the control daemon's program says it.
+/// From driver 580 on, the program of the control daemon prints its version of CUDA.
 fn other_cuda(scene: &mut Scene) {
     let program = scene.host.path("bin/nvidia-cuda-mps-control");
     let simulated = fs::read_link(&program).unwrap();

@@ -11,8 +11,8 @@ use std::time::Duration;
 use crate::support::host::{Host, control_daemon, control_pid, text};
 use crate::support::wait::wait_for;
 
-/// The times between two programs, in milliseconds. Some are just long enough for a change to be made, and one is long enough on
-/// a busy machine, where each front end takes its time too.
+/// The times between two programs, in milliseconds. Some are just long enough for a change. The longest is long enough on a busy
+/// machine, on which each front end is slow.
 const PAUSES: [u64; 8] = [250, 2200, 250, 2400, 250, 2800, 250, 6000];
 
 /// Each front end is late by up to 0.4 s, as on a busy host.

@@ -118,7 +118,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     done(&host, &["drain", "00:06.0-1"]);
     assert_eq!(host.events(), before);
 
-    // True if the service ends at once, as it should, or for good.
+    // The drain outlasts a kill, a stop and a reload of the service.
     for how in ["kill", "stop", "reload"] {
         match how {
             "kill" => {

@@ -310,8 +310,8 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     restart(host);
 }
 
-/// The same though the daemon dies in between, having read of the fault already. Of several control daemons on a GPU nobody
-/// can say then to which of them the client belongs that stays.
+/// The same if the daemon dies after it has read of the fault. If several control daemons use the GPU, it is then unknown which
+/// of them the remaining client belongs to.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {
@@ -946,7 +946,7 @@ fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
     let mut log = File::options().append(true).open(host.control_log()).unwrap();
     log.write_all(line.repeat(20_000).as_bytes()).unwrap();
-    waits_for_log_with_reloads(&host, "lines not passed on; they are there");
+    waits_for_log_with_reloads(&host, "lines not passed on; see this file");
     let passed_on = host.log().matches("Failed to accept new client").count();
     assert!((1..2000).contains(&passed_on), "{passed_on}");
     assert_eq!(host.log().matches("refused a client").count(), 1);
@@ -966,7 +966,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topo
     let second_start = |log: &str| log.match_indices("started as PID").nth(all).map(|(at, _)| at);
     wait_for("the next control daemon", || second_start(&host.log()));
     let log = host.log();
-    let told = log.find("lines not passed on; they are there");
+    let told = log.find("lines not passed on; see this file");
     assert!(told.is_some_and(|told| Some(told) < second_start(&log)), "{told:?}");
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -1002,7 +1002,7 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
         host.wait_for_state("ready");
         let refused = host.control_log().with_file_name("control.log.refused-1");
         assert!(fs::symlink_metadata(&refused).is_ok(), "{kind}: {}", host.log());
-        assert!(host.log().contains("and is control.log.refused-1 now"), "{kind}: {}", host.log());
+        assert!(host.log().contains("it was renamed to control.log.refused-1"), "{kind}: {}", host.log());
         assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n", "{kind}");
         let own = fs::symlink_metadata(&log).unwrap();
         assert!(own.is_file() && own.len() > 0, "{kind}");

@@ -361,8 +361,8 @@ impl Normal {
     fn value(&self, key: &str, value: &mut Value) {
         match value {
             Value::Object(fields) => fields.iter_mut().for_each(|(key, value)| self.value(key, value)),
-            // True if a lost GPU is noticed by its compute mode too is a matter of the moment, and so is whether a look
-            // falls into the moment in which `probe` holds the memory of a whole slice.
+            // Two events depend on timing, so they are removed: a lost GPU may also be noticed by its compute mode, and a look
+            // may happen while `probe` holds the memory of a whole slice.
             Value::Array(events) if key == "events" => {
                 let by_chance =
                     |text: &str| ["GPU is lost", " its budget"].iter().any(|words| text.contains(words));

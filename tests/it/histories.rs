@@ -57,7 +57,8 @@ struct Twin {
 }
 
 impl Twin {
-    /// With the simulator's control daemon, or with another one, of this driver and in this directory.
+    /// A host with the simulator's control daemon, or with the control daemon of a driver series whose programs are in a
+    /// directory.
     fn new(control_daemon: Option<(&str, &Path)>) -> Self {
         let mut host = Host::new("h200x8");
         host.configure("cuda_mps_fault_grace: 1\ncuda_mps_quit_timeout: 1");

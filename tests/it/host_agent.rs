@@ -144,7 +144,7 @@ fn assert_sees_what_is_published(host: &Host) -> Value {
     })
 }
 
-/// Without what depends on the moment and the place.
+/// Removes the fields that differ from run to run and from host to host.
 fn lasting(rows: &Value) -> Value {
     let mut rows = rows.clone();
     for row in rows.as_array_mut().unwrap() {

@@ -383,7 +383,7 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
         let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
         assert!(done.status.success(), "{slice}: {}", text(&done));
     }
-    // Nor does it hide the clients of another slice, or keep it from being released.
+    // The hung control daemon neither hides the clients of another slice nor prevents the end of their GPU work.
     let listed = host.json(&["clients"]).unwrap();
     let pids: BTreeSet<u64> =
         listed.as_array().unwrap().iter().filter_map(|one| one["pid"].as_u64()).collect();

@@ -134,7 +134,7 @@ fn a_container_that_was_released_is_as_documented() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Of a client as little is known as can be, and of another its container too.
+/// The first client has only the required fields, and the second client has a container too.
 #[tokio::test]
 async fn clients_in_containers_and_unknown_clients_are_as_documented() {
     let mut service = Service::start(p40_board()).await;

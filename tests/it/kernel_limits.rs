@@ -161,7 +161,7 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
         fs::write(&file, format!("{} {}", reserved << 20, mib << 20)).unwrap();
         let text = || fs::read_to_string(&file).unwrap().trim().to_owned();
         wait_for("the limit of the slice", || (text() == ours).then_some(()));
-        // Without a reason it is a minute from one look to the next.
+        // The service has noticed the change at once: its regular look comes only every minute.
         assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
         let told = format!("it was {found}, and is {MEMORY} MiB again");
         wait_for(&told, || host.log().contains(&told).then_some(()));

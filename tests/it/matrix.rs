@@ -46,7 +46,7 @@ const ANY_TIME: &str = "any time";
 /// The most kills until each step has met one.
 const MOST_KILLS: u32 = 200;
 
-/// When the daemon is to be killed: at a step (or else from the moment this is known), after a delay.
+/// The moment at which the daemon is killed: a delay after a step, or, for [`ANY_TIME`], after the test has chosen the moment.
 #[derive(Clone, Debug)]
 struct Kill {
     step: &'static str,

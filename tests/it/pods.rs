@@ -296,8 +296,8 @@ impl Node {
         pod
     }
 
-    /// Deletes a pod: SIGTERM, and after these seconds SIGKILL. Then its device is free for the kubelet, and its control group,
-    /// which is the kubelet's, goes.
+    /// Deletes a pod: SIGTERM, and after these seconds SIGKILL. Then the kubelet may give the device to another pod, and the
+    /// kubelet removes the control group of the pod.
     fn delete(&mut self, pod: &Pod, seconds: u32) {
         self.runtime.stop(pod, seconds);
         self.runtime.end(pod).unwrap();

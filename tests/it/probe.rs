@@ -70,7 +70,8 @@ fn each_gpu_is_probed_once() {
         let error = report["error"].as_str().unwrap_or_default();
         assert_eq!(error.contains("MIG is on"), device["healthy"] == false, "{error}");
     }
-    // A slice of a GPU that is cut smaller: its own limits come with its environment, the control daemon's are larger.
+    // The GPU is cut into smaller slices. The environment has the limits of the slice, and the control daemon's limits are
+    // larger.
     let report = &reports[0];
     assert_eq!(report["slice"]["promised"]["thread_percentage"], 12, "{report:#}");
     assert_eq!(report["control_daemon"]["promised"]["thread_percentage"], 25, "{report:#}");
@@ -99,7 +100,7 @@ fn looser_limits_show_without_the_environment() {
              in force, or a looser one is"
         ])
     );
-    // Not even then is more allocated than was promised.
+    // Even with the looser limit, the client allocates no more than was promised.
     assert_eq!(reports[0]["control_daemon"]["found"]["memory_allocated"], 35942);
 }
 
@@ -180,7 +181,7 @@ fn without_a_driver_there_is_a_message() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("NOT PROBED: a CUDA process: libcuda.so.1 can't be loaded"), "{said}");
-    // A library of that name without the functions: too old a driver, or none at all.
+    // A file with the name of the library that is no library.
     host.plant("lib/libcuda.so.1", "no library");
     assert!(text(&host.mpsctl(&["probe"])).contains("libcuda.so.1 can't be loaded"));
 }

@@ -50,7 +50,7 @@ fn serves(series: &str, multiuser: bool) {
     assert!(program.ends_with(format!(".cache/mps/{series}/nvidia-cuda-mps-control")), "{arguments:?}");
     let expected: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
     assert_eq!(arguments[1..], *expected);
-    let refused = "this driver's control daemon refuses multi-user mode; it runs without";
+    let refused = "this driver's control daemon refuses multi-user mode; it serves one user at a time";
     assert_eq!(events(&status).contains(&refused), !multiuser, "{status:#}");
 
     let pipe = host.path("mps/pipe");
@@ -94,8 +94,8 @@ fn start_in_the_longest_pipe_directory() {
     }
 }
 
-/// Without its FIFO a control daemon writes no log: the reason why no log directory may be in its place. The simulated one
-/// does the same.
+/// A control daemon without its FIFO writes no log. So the service does not accept a log directory where the control daemon makes
+/// its FIFO. The simulated one does the same.
 #[test]
 fn without_their_fifo_they_write_no_log() {
     let real = |series: &str| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);

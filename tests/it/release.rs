@@ -200,7 +200,7 @@ fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
-    // The directory of a slice would name it too.
+    // The pipe directory of all slices names no slice. The directory of a slice would.
     command.env("CUDA_MPS_PIPE_DIRECTORY", scene.host.path("mps/pipe"));
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
@@ -254,7 +254,8 @@ fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     text(&command.output().unwrap())
 }
 
-/// Not even for the user's own program: a program that does not disconnect would block the control daemon for all.
+/// A user may not even end the GPU work of a program of the same user: a program that does not disconnect would block the control
+/// daemon for all clients.
 #[test]
 fn only_root_may_end_gpu_work() {
     if !root_or_skip("only_root_may_end_gpu_work") {
@@ -637,7 +638,8 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     for attempt in attempts {
         let (status, said) = ended(attempt);
         assert_eq!(status, Some(1), "{said}");
-        // One turn of 5 s comes after the other, and the supervisor asks too: the last one may not get its turn at all.
+        // Questions to one control daemon wait for each other, each for up to 5 s, and the supervisor asks too. So the last
+        // question may time out before it is asked.
         let silent =
             ["did not answer `get_server_list` within 5 s", "did not get its turn at the control daemon"];
         assert!(silent.iter().any(|reason| said.contains(reason)), "{said}");

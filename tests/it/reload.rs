@@ -107,8 +107,8 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Slices of different sizes: each is published, enforced by the environment of its slice and watched over with its own size,
-/// and where each has a control daemon of its own, that one enforces it.
+/// Slices of different sizes: each slice is published, limited by its environment and watched with its own size. If each slice
+/// has a control daemon of its own, that control daemon enforces the size.
 fn slices_have_sizes_of_their_own(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     let sizes =
@@ -710,8 +710,8 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     host.nothing_runs();
 }
 
-/// A GPU refused its compute mode when its control daemon started. As soon as it does not any more, it is served like the
-/// others; a client of these is waited for.
+/// A GPU refused its compute mode when its control daemon started. As soon as the GPU accepts the mode, it is served like the
+/// other GPUs, after the clients of these have ended.
 #[test]
 fn a_gpu_that_takes_its_compute_mode_later_joins() {
     let mut host = Host::new("h200x8");

@@ -205,7 +205,7 @@ async fn mixed() {
     board("mixed", &["", "/broken"]).await;
 }
 
-/// Of a host with 8 GPUs, or long reasons, the status has more lines than a low terminal.
+/// With 8 GPUs or long reasons, the status has more lines than a small terminal.
 #[tokio::test]
 async fn the_state_and_the_last_fault_stay_on_the_terminal() {
     for host in ["tesla-p40", "h200", "h200/broken", "h200x8", "h200x8/broken", "mixed", "mixed/broken"] {

@@ -5,7 +5,7 @@ use rustix::process::Signal;
 use crate::support::host::Host;
 use crate::support::service_manager::ServiceManager;
 
-/// From the start to the stop: never ready before the GPUs are, and each step said in its turn.
+/// From start to stop: the service is not reported ready before its GPUs are ready, and the steps are reported in their order.
 #[test]
 fn ready_is_said_when_it_is_true() {
     let mut host = Host::new("h200");
@@ -135,7 +135,8 @@ fn ready_does_not_wait_for_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without clients nothing is waited for, and then ready is reported when it is true.
+/// If there are no clients, the service starts the next control daemon at once, and reports ready when that control daemon is
+/// ready.
 #[test]
 fn ready_waits_for_the_next_control_daemon() {
     let mut host = Host::serving("h200");

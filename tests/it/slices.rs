@@ -600,10 +600,10 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     let renamed = PathBuf::from(format!("{}.refused-1", directory.display()));
     assert_eq!(fs::read_to_string(&renamed).unwrap(), "kept");
     let name = renamed.file_name().unwrap().to_str().unwrap();
-    let told = format!("{} was no directory, and is {name} now", directory.display());
+    let told = format!("{} was no directory; it was renamed to {name}", directory.display());
     assert!(host.log().contains(&told), "{}", host.log());
     assert!(
-        host.log().contains("pipe/control was a directory, and is control.refused-1 now"),
+        host.log().contains("pipe/control was a directory; it was renamed to control.refused-1"),
         "{}",
         host.log()
     );
@@ -666,7 +666,7 @@ fn a_bad_directory_costs_its_slice_alone() {
     let served = host.program_of(names[2].as_str().unwrap(), &["props"]).output().unwrap();
     assert!(served.status.success(), "{}", text(&served));
 
-    // Nor does a new control daemon or a new service stumble over it.
+    // With the mount, a new control daemon and a new service serve the other slices, too.
     another_control_daemon_in(&host, "degraded");
     host.signal(Signal::KILL);
     host.ended();

@@ -122,9 +122,9 @@ impl Life {
     }
 }
 
-/// Clients come and go, configurations change, servers meet faults and the daemon is killed and started, for
-/// `SOAK_SECONDS` (600): no client is lost, and the daemon that lived through the second half alone holds neither more
-/// files nor threads in the end than in the beginning, nor noticeably more memory.
+/// Clients come and go, configurations change, servers meet faults and the daemon is killed and started, for `SOAK_SECONDS`
+/// (600): no client is lost. In the second half the daemon is not killed: at its end the daemon has no more files and threads
+/// than at its beginning, and hardly more memory.
 #[test]
 #[ignore = "takes ten minutes: make soak"]
 fn soak() {

@@ -164,7 +164,7 @@ fn everything_else_is_the_runtimes_own() {
     let output = shell.output().unwrap();
     assert_eq!((output.status.code(), text(&output).as_str()), (Some(7), "12 GiB from descriptor 3\n"));
     assert_eq!(scene.calls(), [line.join(" ")]);
-    // There is no such container, which the runtime says itself.
+    // The container does not exist. The error comes from the runtime.
     let output = scene.wrapped(&["kill", "x", "9"]);
     assert!(!output.status.success());
     assert_eq!(scene.calls()[1..], ["state x", "kill x 9"]);

@@ -61,7 +61,7 @@ const HOMES: [(&str, &[&str]); 21] = [
 
 /// A source file.
 struct Source {
-    /// From the root of the repository.
+    /// The path below the root of the repository.
     path: String,
     /// Its place in the crate: `["host", "gpu"]`. The root of the crate has none.
     module: Vec<String>,

@@ -346,7 +346,7 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     assert!(host.its_slices().iter().all(|slice| slice["healthy"] == false));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
-    // Nor does it get commands for the service's control daemon.
+    // The foreign control daemon does not get the commands for the service's control daemon.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
@@ -538,7 +538,7 @@ fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     assert_eq!(client.try_wait().unwrap(), None);
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&before));
     assert_eq!(host.compute_mode(0), host.compute_mode_while_served());
-    // To look needs no turn.
+    // `--check` does not need the lock of the runtime directory.
     let checked = host.check();
     assert_eq!(checked.status.code(), Some(0), "{}", text(&checked));
 

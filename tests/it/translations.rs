@@ -45,7 +45,7 @@ fn outline(page: &str) -> Vec<String> {
     let mut outline = Vec::new();
     let mut prose = String::new();
     let mut is_screen = false;
-    // The end of the last section too.
+    // The added heading ends the last section.
     for line in page.lines().chain(["#"]) {
         if line.starts_with("```") {
             is_screen = !is_screen;

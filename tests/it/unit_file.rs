@@ -80,7 +80,7 @@ fn the_unit_keeps_its_promises() {
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
 }
 
-/// With the longest `cuda_mps_quit_timeout`, and a minute for what comes after it.
+/// The time of the unit for a stop is at least the longest `cuda_mps_quit_timeout` and a minute for the other steps.
 #[test]
 fn a_stop_may_take_as_long_as_the_configuration_allows() {
     let unit = shipped("yunion-mps-daemon.service");

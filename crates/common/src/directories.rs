@@ -83,7 +83,7 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
     Err(bad(path, "is removed or replaced all the time".to_owned()))
 }
 
-/// How often the service tries to make a file or directory that others remove or replace meanwhile.
+/// The most times that the service tries to make a file or directory that other programs remove or replace meanwhile.
 pub const ATTEMPTS: u32 = 3;
 
 /// Renames the file or directory at `path`, which is in `directory`. `moved` gets a message with the reason, `why`.
@@ -95,7 +95,7 @@ pub fn clear_place(
 ) -> Result<(), BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     match move_away(directory, name) {
-        Ok(new) => moved.push(format!("{} {why}, and is {new} now", path.display())),
+        Ok(new) => moved.push(format!("{} {why}; it was renamed to {new}", path.display())),
         Err(Errno::NOENT) => {}
         Err(error) => {
             let found = format!("{why}, and can't be renamed: {error}");
@@ -376,7 +376,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
                 Err(error) => return Err(error),
             },
             Some(Err(why)) => {
-                moved_away = Some(format!("{why}, and is {} now", move_away(&directory, name)?));
+                moved_away = Some(format!("{why}; it was renamed to {}", move_away(&directory, name)?));
                 continue;
             }
         };
@@ -560,7 +560,7 @@ mod tests {
         }
         for (name, why) in refused {
             let mut opened = opened(name);
-            assert_eq!(opened.moved_away, Some(format!("{why}, and is {name}.refused-1 now")));
+            assert_eq!(opened.moved_away, Some(format!("{why}; it was renamed to {name}.refused-1")));
             opened.output.write_all(b"ours\n").unwrap();
             assert_eq!(std::fs::read_to_string(log.join(name)).unwrap(), "ours\n");
             assert!(std::fs::symlink_metadata(log.join(format!("{name}.refused-1"))).is_ok());

@@ -20,7 +20,7 @@ use core::fmt;
 /// The seconds that a new binding waits for the first process of its control group.
 pub const FIRST_PROCESS: u64 = 60;
 
-/// The most bindings of a host. A GPU has at most 60 clients, and a host has 16 GPUs.
+/// The most bindings of a host. A GPU has at most 60 clients, and a host has at most 16 GPUs.
 const MOST: usize = 4096;
 
 /// The most bytes of one binding in the state file: a state file that is too large is not read again. This is enough for the

@@ -19,7 +19,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(20);
 /// The longest pause while programs without MPS prevent the start of a server. They may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
-/// The longest pause while something other than the control daemon is not ready yet.
+/// The longest pause while the control daemon waits for something else to be ready, such as the fabric manager.
 const SOON: Duration = Duration::from_secs(3);
 
 /// Returns true if programs wait for the next control daemon during this pause after a failure. After several failures in a row

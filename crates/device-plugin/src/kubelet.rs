@@ -20,7 +20,7 @@ use tonic::{Request, Status};
 use crate::api::{self, Nothing, PluginOptions, RegisterRequest};
 use crate::codec::Protobuf;
 
-/// The time for one call. Before the kubelet answers a registration, it connects to the plugin.
+/// The longest time for one call to the kubelet. Before the kubelet answers a registration, it connects to the plugin.
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Identifies the file of a socket. A new socket has another identity, even if it gets the inode number of the former one.

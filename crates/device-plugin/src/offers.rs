@@ -11,7 +11,7 @@ use std::fmt;
 use crate::names::Naming;
 use crate::slice::NodeSlice;
 
-/// The most resources. Each one is a socket and a registration, and no node has this many sizes.
+/// The most resources that the plugin offers. Each one is a socket and a registration, and no node has this many sizes of slices.
 const MOST: usize = 64;
 
 /// The reason why Kubernetes may not give out a slice.

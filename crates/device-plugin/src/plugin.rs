@@ -22,10 +22,10 @@ use crate::preference::Placement;
 use crate::resource::{Manner, Registration, Resource};
 use crate::service::{ServiceView, follow};
 
-/// The time until the next look while something remains to be done.
+/// The time until the plugin looks at the slices and the kubelet again while something remains to be done.
 const SOON: Duration = Duration::from_secs(1);
 
-/// The time until the next look if no change is reported before.
+/// The time until the plugin looks at the slices and the kubelet again if no change is reported before.
 const LATER: Duration = Duration::from_secs(10);
 
 /// The time in which a kubelet that has accepted a registration should ask for the list of devices.

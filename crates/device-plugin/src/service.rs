@@ -16,7 +16,7 @@ const RETRY: Duration = Duration::from_secs(1);
 /// The time after which the service is asked again, even without a signal of it.
 const REFRESH: Duration = Duration::from_secs(30);
 
-/// The longest time until a list is answered.
+/// The longest time that the service has to list its slices.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// The reason why the service does not list its slices.

@@ -21,7 +21,7 @@ use common::text::printable;
 
 /// The file with the lines of `yunion-mpsctl slurm`.
 const FILE: &str = "/etc/yunion/gres.conf";
-/// Each line has about 150 bytes, and there are at most a thousand slices.
+/// The most bytes that are read of the file. Each line has about 150 bytes, and there are at most a thousand slices.
 const FILE_MAX: u64 = 1 << 20;
 
 /// The variables of a step come first: a step may have fewer slices than its job.

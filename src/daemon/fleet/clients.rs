@@ -19,8 +19,8 @@ use common::host::identity;
 use common::membership::Slices;
 use common::state_file::Running;
 
-/// The time for each question about the clients that are to be named. It takes milliseconds, and must not hold up the end that
-/// follows.
+/// The longest time for each question about the clients before control daemons are ended. An answer takes milliseconds, and a
+/// question must not delay the end.
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Fleet {

@@ -7,10 +7,10 @@ use std::path::Path;
 
 use common::directories;
 
-/// The number of bytes per read. At most this and the beginning of a line are in memory.
+/// The number of bytes per read of a log. At most this number of bytes and the beginning of a line are in memory.
 pub(super) const CHUNK_BYTES: usize = 16 << 10;
 
-/// The number of bytes that are copied before other tasks have a turn.
+/// The number of bytes of a log that are copied before other tasks have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;
 
 /// A running rotation.

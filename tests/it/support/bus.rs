@@ -52,7 +52,7 @@ impl PrivateBus {
 
     /// A bus where something was changed in the policy that is shipped.
     pub(crate) fn with_policy(change: impl FnOnce(String) -> String) -> Self {
-        // Not where TMPDIR says: others may have to reach it, and the path of a socket is short.
+        // TMPDIR is ignored: other users have to reach the socket, and the length of a socket's path is limited.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
         // Other users have to reach the socket.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();

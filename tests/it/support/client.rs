@@ -153,8 +153,8 @@ impl Host {
         client
     }
 
-    /// A client that computes until it is ended, once the driver knows its memory too, which is a moment after its control
-    /// daemon knows it. There must be no other one.
+    /// Starts a client that computes until it is ended, and waits until the driver lists its memory: the driver does so a moment
+    /// after the control daemon has admitted the client. There must be no other client.
     pub(crate) fn only_client(&self) -> Client {
         let client = Client::start(&mut self.program(&["hold", "600"]));
         self.wait_for_only_client();

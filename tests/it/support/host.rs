@@ -425,8 +425,8 @@ impl Host {
         untyped(&answer["data"][0])
     }
 
-    /// The one client there is, once the driver knows its memory too, which is a moment after its control daemon knows it.
-    /// Before Volta, where no limit is enforced either, the driver never knows it.
+    /// Waits until the driver lists the memory of the only client: the driver does so a moment after the control daemon has
+    /// admitted the client. On GPUs before Volta, which enforce no limits, the driver never lists the memory.
     pub(crate) fn wait_for_only_client(&self) -> Value {
         let unknown = self.list().iter().all(|slice| slice["limits_enforced"] == false);
         wait_for("one client, with its memory", || {
@@ -573,8 +573,8 @@ pub(crate) fn control_pid(status: &Value) -> u32 {
     u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
 }
 
-/// The fields of /proc/PID/stat behind the process's name, which need be no text: its state, its parent and so on; None
-/// where there is no such process.
+/// The fields of /proc/PID/stat after the process's name: its state, its parent and so on. The name may be no valid text. None if
+/// there is no such process.
 pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// From the variable `FAULT_SEED`, or another one each time. It is printed if the test fails.
+    /// The seed comes from the variable `FAULT_SEED`, or differs in each run. It is printed if the test fails.
     pub(crate) fn seeded(test: &str) -> (Self, Seed) {
         Self::seeded_by("FAULT_SEED", test)
     }

@@ -20,13 +20,14 @@ use super::error::RequestError;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 
-/// A little longer than the time after which the daemon itself gives up on a request.
+/// How long a caller waits for the answer to a request: a little longer than the time after which the daemon gives up on the
+/// request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 
 /// The time that the bus has to accept the connection, which takes milliseconds. The deadline of a method starts later.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// A little longer than the longest look at the clients that the service makes.
+/// How long a caller waits until the service has counted the clients: a little longer than the service takes at most.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, thiserror::Error)]

@@ -167,13 +167,15 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
 
-/// The number of values that aliases may add.
+/// The most values that the aliases of a file may add.
 const ALIAS_ALLOWANCE: usize = 65_536;
 
-/// The parser's time grows with the square of the number of open brackets, so a file full of brackets would take hours.
+/// The most open brackets in a file. The parser's time grows with the square of their number, so a file full of brackets would
+/// take hours.
 const MAX_BRACKETS: usize = 1024;
 
-/// The parser's time grows with the square of the length of a text with blanks: 1 MiB would take a minute.
+/// The most bytes of a line. The parser's time grows with the square of the length of a text with blanks: 1 MiB would take a
+/// minute.
 const MAX_LINE_BYTES: usize = 16 << 10;
 
 /// The greatest depth of nested lists and mappings. An alias that contains itself would nest without end.

@@ -143,7 +143,7 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
         }
         None => {
-            let found = format!("systemd was not asked to stop or restart {unit}: it has no job for it");
+            let found = format!("systemd has no job that stops or restarts {unit}");
             Stopping::Unknown(found)
         }
     }

@@ -43,7 +43,7 @@ const ALL: u64 = 16 * 1024 * 1024;
 /// The most guests whose records are read.
 const GUESTS: usize = 4096;
 
-/// The longest name that is stored, in characters.
+/// The longest name of a guest that is stored, in characters.
 const NAME: usize = 128;
 
 /// The mode bits of a file that users other than its owner can write.

@@ -125,9 +125,9 @@ impl ControlDaemonPlan {
         } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
             Some("multi-user mode is switched on".to_owned())
         } else if let Some(cpus) = self.cpus.filter(|_| !present.near_cpus) {
-            Some(format!("it is to be bound to CPUs {cpus}"))
+            Some(format!("its CPUs change to {cpus}"))
         } else if present.near_cpus && self.cpus.is_none() {
-            Some("it is to be bound to no CPUs any more".to_owned())
+            Some("its CPUs change to all".to_owned())
         } else {
             None
         }
@@ -597,8 +597,8 @@ mod tests {
         assert_eq!(misfit(None, false), None);
         assert_eq!(misfit(Some("0-15"), true), None);
         assert_eq!(misfit(Some("0-14"), true), None);
-        assert_eq!(misfit(Some("0-15"), false).as_deref(), Some("it is to be bound to CPUs 0-15"));
-        assert_eq!(misfit(None, true).as_deref(), Some("it is to be bound to no CPUs any more"));
+        assert_eq!(misfit(Some("0-15"), false).as_deref(), Some("its CPUs change to 0-15"));
+        assert_eq!(misfit(None, true).as_deref(), Some("its CPUs change to all"));
     }
 
     /// A control daemon of an earlier version of this service has its sockets in the pipe directory.

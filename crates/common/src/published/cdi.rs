@@ -23,7 +23,8 @@ pub const KIND: &str = "yunion.io/mps";
 /// The seconds after which a runtime stops waiting for a hook. The hook itself waits at most 25 s for a slice.
 const HOOK_SECONDS: u32 = 30;
 
-/// The service's spec is far smaller. A file of another program need not be read.
+/// The most bytes of an existing spec that are read. The service's spec is far smaller. A file of another program need not be
+/// read.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
 /// The earliest version of CDI in which a device's name may begin with a digit. A runtime refuses a version that is later than

@@ -3,10 +3,10 @@
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};
 
-/// The most events that are stored.
+/// The most events that the service stores.
 pub const EVENTS_KEPT: usize = 32;
 
-/// The number of faults that stay, even if many other events follow.
+/// The number of faults that stay stored, even if many other events follow.
 pub const FAULTS_KEPT: usize = 8;
 
 /// An event for administrators.

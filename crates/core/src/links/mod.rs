@@ -15,7 +15,7 @@ pub use directories::{Bad, ClosedSlices, Directories, Linked, SocketId, WantedLi
 
 use crate::GpuUuid;
 
-/// How often [`Links::apply`] goes over the directories, if other programs change them meanwhile.
+/// The most times that [`Links::apply`] goes over the directories if other programs change them meanwhile.
 const PASSES: usize = 3;
 
 /// A place where clients find a link to a control daemon.

@@ -9,10 +9,10 @@ use core::str::FromStr;
 use super::evidence::Membership;
 use crate::terms::{DeviceName, GpuId, ProcessId};
 
-/// The most slices of one process that are named.
+/// The most slices of one process that a message names.
 const SLICES: usize = 4;
 
-/// As much of a container's id as its runtime shows in tables.
+/// The characters of a container's id that are shown: as many as container runtimes show in tables.
 pub const SHORT_ID: usize = 12;
 
 /// The user and the container of a process. Only a runtime or root moves a process to another container.

@@ -24,17 +24,18 @@ pub use evidence::{Evidence, KnownBy, Membership};
 use crate::terms::{DaemonId, ProcessId};
 use crate::{CoreTime, GpuUuid};
 
-/// The most clients that are kept without a look for those that have ended: those of sixteen full GPUs.
+/// The number of clients from which the register removes clients that have ended. Sixteen full GPUs have fewer.
 const KEPT: usize = 1024;
 
-/// The most clients that are kept at all. Sixteen GPUs with a control daemon for each slice have fewer.
+/// The most clients in the register. Sixteen GPUs with a control daemon for each slice have fewer.
 const MOST: usize = 8 * KEPT;
 
-/// The time after which a process is looked at again that has no slice, or only claims one. The directory of its slice may have
-/// been away, or its container may not have been recorded yet.
+/// The time after which the service looks again at a process that has no slice, or only claims a slice. The directory of the
+/// slice may have been missing, or the container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The time from the first line of a client until its control daemon lists it. It takes milliseconds.
+/// How long the register keeps a client that the log has named and its control daemon does not list yet. The control
+/// daemon lists it within milliseconds.
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
 /// A process that is, or was, a client.

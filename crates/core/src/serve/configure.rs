@@ -12,10 +12,10 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT};
 use super::shell::{Failure, News, Shell, Showing};
 use crate::mps::Limits;
 
-/// The longest time until a new control daemon listens. Measured: 20 ms.
+/// The longest time that a new control daemon has until it listens. Measured: 20 ms.
 const LISTEN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The longest pause between two checks if it listens.
+/// The longest pause between two checks of a new control daemon that does not listen yet.
 const LISTEN_PAUSE: Duration = Duration::from_millis(5);
 
 impl<S: Shell> Serving<'_, S> {

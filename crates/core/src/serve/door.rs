@@ -48,7 +48,7 @@ impl<S: Shell> Serving<'_, S> {
             && !self.run.blockers.is_unreached()
         {
             self.shell.reopen_ways();
-            return Err(format!("programs that come can't be kept waiting: {why}"));
+            return Err(format!("new programs can't be made to wait: {why}"));
         }
         self.run.door = Door::Closed;
         self.show_state();

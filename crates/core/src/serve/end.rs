@@ -40,7 +40,7 @@ impl<S: Shell> Serving<'_, S> {
                 if holders.is_empty() { Judged::Idle } else { Judged::KeptOut(holders) }
             }
             Ok(clients) => Judged::Clients(format!("left to its {}", clients_counted(clients))),
-            Err(error) => Judged::Clients(format!("left alone, since its clients are not known: {error}")),
+            Err(error) => Judged::Clients(format!("left running, since its clients are not known: {error}")),
         }
     }
 

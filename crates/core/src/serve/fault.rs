@@ -12,10 +12,11 @@ use crate::{Cause, CoreTime, Permit};
 /// The time between two looks at a faulted server. Measured: the server has recovered 0.2 s after its last client has ended.
 pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
 
-/// The longest time between two looks.
+/// The longest time between two looks at a faulted server: the pause grows with the age of the fault.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// The time in which the log should name the clients that were hit. The log names them within a second, one after the other.
+/// How long the service waits for the log to name the clients that were hit, before a fault without named clients counts as over.
+/// The log names the clients within a second, one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The pause before the next look at a fault of this age.

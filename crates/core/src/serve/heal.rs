@@ -172,7 +172,7 @@ impl<S: Shell> Serving<'_, S> {
         let unknown = self.add_clients_of_nvml(&known.pids(), &mut clients).await;
         let held_up = match after_grace(&known.pids(), self.run.gpus.len() == 1, clients) {
             AfterGrace::End(..) if unknown.is_some() => format!(
-                "it is left alone, since its clients are not all known: {}",
+                "it is not ended, since its clients are not all known: {}",
                 unknown.unwrap_or_default()
             ),
             AfterGrace::End(may_end, stay) => match self.close_door().await {

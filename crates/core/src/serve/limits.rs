@@ -135,7 +135,9 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.set_limits(Some(server), limits).await?;
             self.shell.tell(
                 News::Warning,
-                format!("server {server} wrote no limits to the log; they are confirmed to the GiB only"),
+                format!(
+                    "server {server} wrote no limits to the log; its limits are confirmed to the GiB only"
+                ),
             );
             return Ok(None);
         }

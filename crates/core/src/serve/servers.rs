@@ -11,7 +11,8 @@ use crate::mps::{Limits, Meaning};
 /// The longest time until a new server is ready. Measured: 0.15 s for one GPU. A server opens its GPUs one after the other.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The longest pause between two questions about its status. Usually a line in the log says sooner that the server is ready.
+/// The longest pause between two questions about a new server's status. Usually a line in the log says sooner that the server is
+/// ready.
 pub(super) const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 /// One server, as far as the log shows.
@@ -35,7 +36,7 @@ pub(super) struct Servers {
     came: u64,
 }
 
-/// The most servers to remember, including those that have ended.
+/// The most servers of a control daemon that are remembered, including those that have ended.
 const KEPT: usize = 8;
 
 impl Servers {

@@ -141,7 +141,7 @@ pub async fn start(
         if !users.is_optional {
             return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {}", users.without)));
         }
-        shell.tell(format!("{refuses}; it runs without"));
+        shell.tell(format!("{refuses}; it serves one user at a time"));
         multiuser = false;
     }
     shell.passed("listens", "the control daemon listens");

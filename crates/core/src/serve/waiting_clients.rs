@@ -12,8 +12,8 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
 
-/// The time after which a waiting client is reported, and the pause between two looks. Measured: the first client waits 0.15 s
-/// for its server to start.
+/// How long a client waits before it is reported as waiting, and the time until the next report. Measured: the first client waits
+/// 0.15 s for its server to start.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The most clients that are remembered: of all users together, and of one user. A user can start any number of clients.

@@ -19,7 +19,7 @@ const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 /// The time between two checks of a control daemon that does not answer.
 const MISSED_PERIOD: Duration = Duration::from_secs(1);
 
-/// The time until a check after the log has reported limits that differ from the order.
+/// The time until the next health check if the log has reported limits that differ from the configured ones.
 const CHECK_SOON: Duration = Duration::from_millis(100);
 
 /// The time between two counts of the clients while a change waits for their end. The log reports most ends at once.

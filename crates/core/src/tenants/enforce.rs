@@ -13,12 +13,12 @@ use super::watch::{OverBudget, Victim, VictimState};
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit};
 
-/// The pause after the first failed attempt to end a client. It doubles up to the longest pause.
+/// The pause after the first failed attempt to end a client, and the longest pause. The pause doubles.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// The time for which a list of clients, and a look at them, are used. Ending one client can take half a minute, and other
-/// clients leave meanwhile.
+/// How long a list of clients, or a look at the members of a slice, is used to choose a client to end. Ending one client can take
+/// half a minute, and other clients leave meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
 /// Carries out what an [`Enforcer`] asks.

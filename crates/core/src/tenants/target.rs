@@ -53,10 +53,11 @@ impl Meant {
     }
 }
 
-/// The time in which clients should disconnect. Measured: 50 ms for a program that ends when CUDA returns an error.
+/// The time that clients have to disconnect. Measured: 50 ms for a program that ends when CUDA returns an error.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The same before a signal: the container runtime waits for the answer, and then sends the signal in any case.
+/// The time that clients have to disconnect before a container runtime sends a signal. The runtime waits for the answer, and then
+/// sends the signal in any case.
 const TIMEOUT_BEFORE_A_SIGNAL: Duration = Duration::from_secs(4);
 
 impl Target {

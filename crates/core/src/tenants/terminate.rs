@@ -14,7 +14,7 @@ use super::termination_error::{LeftClient, TerminationError, WhyLeft};
 use super::termination_shell::{EnclosingContainer, RequestNews, TerminationShell};
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The first pause between two looks; it doubles up to the last.
+/// The first and the longest pause between two looks for clients that have not ended yet. The pause doubles.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 

@@ -46,7 +46,7 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
                 "{owner} (its server {server} handles a fatal GPU error, and the client may be at work on a healthy GPU)"
             ),
             WhyLeft::MayHaveEnded => {
-                write!(f, "{owner} (its work may have ended or not: there is no answer)")
+                write!(f, "{owner} (the control daemon did not answer, so its work may have ended or not)")
             }
         }
     }
@@ -184,8 +184,8 @@ mod tests {
             TerminationError::OutOfTime { after: AFTER, left: clients, doubt: Some("A hangs".to_string()) };
         assert_eq!(
             error.to_string(),
-            "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (its work may have ended or not: \
-             there is no answer); no signal was sent to them; there may be more: A hangs"
+            "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (the control daemon did not \
+             answer, so its work may have ended or not); no signal was sent to them; there may be more: A hangs"
         );
         let error = TerminationError::<String>::OutOfTime { after: AFTER, left: Vec::new(), doubt: None };
         assert_eq!(error.to_string(), "after 30 s it is not known which clients there are");

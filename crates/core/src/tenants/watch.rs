@@ -13,17 +13,17 @@ use super::spared::Spared;
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit, RateLimit};
 
-/// The time until the next look while some slice has two or more clients, and after a client has come: the driver lists a client
-/// a moment after the control daemon has admitted it.
+/// The time until the next look at a GPU while some slice has two or more clients, and after a client has come: the driver lists
+/// a client a moment after the control daemon has admitted it.
 pub const PERIOD: Duration = Duration::from_secs(1);
 
-/// The shortest time between two looks. Clients that come together are found by one look.
+/// The shortest time between two looks at a GPU: one look finds all clients that come within this time.
 const SHARE: Duration = Duration::from_millis(250);
 
 /// The time that replaces both [`PERIOD`] and [`SHARE`] while ended clients of some slice are started again and again.
 const QUICK: Duration = Duration::from_millis(100);
 
-/// The longest pause between attempts of which none could end a client.
+/// The longest pause between two attempts to end a client if the attempts before have failed.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
 /// The budgets of a GPU's slices, and what follows when they are exceeded.

@@ -103,7 +103,7 @@ fn whoever_has_no_servers_has_no_clients() {
 
 #[test]
 fn nobody_knows_where_nvml_says_nothing() {
-    let unknown = "left alone, since its clients are not known: no answer; NVML hangs";
+    let unknown = "left running, since its clients are not known: no answer; NVML hangs";
     for (there, expected) in [(vec![], unknown), (vec![1], "left to its 1 client")] {
         let mut story = with_clients(&[]);
         story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
@@ -134,7 +134,7 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
     let mut story = with_clients(&[]);
     story.host().says(mps_core::mps::Meaning::FaultHandling { server: SERVER });
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
-    let why = "left alone, since its clients are not known: it lists no client, and its list is not relied on after a \
+    let why = "left running, since its clients are not known: it lists no client, and its list is not relied on after a \
                fatal GPU error; NVML hangs";
     assert_eq!(judged(&mut story), Judged::Clients(why.to_owned()));
 }

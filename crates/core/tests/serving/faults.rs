@@ -221,7 +221,7 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
-    let why = "it is left alone, since its clients are not all known: NVML hangs";
+    let why = "it is not ended, since its clients are not all known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // On the GPU that was hit, all clients have lost their work.

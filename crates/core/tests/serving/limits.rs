@@ -112,7 +112,9 @@ fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
     story.served(2100);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (2, "Ready, serving"));
     assert!(
-        story.has_told("warning: server 9 wrote no limits to the log; they are confirmed to the GiB only")
+        story.has_told(
+            "warning: server 9 wrote no limits to the log; its limits are confirmed to the GiB only"
+        )
     );
 }
 

@@ -228,7 +228,10 @@ fn a_driver_that_refuses_multi_user_mode_gets_none_if_that_is_allowed() {
     assert_eq!(shell.started(&["A"]), Ok(false));
     assert_eq!(shell.spawned.iter().map(|(_, multiuser)| *multiuser).collect::<Vec<_>>(), [true, false]);
     assert_eq!(shell.forgotten, 1);
-    assert_eq!(shell.told(), ["this driver's control daemon refuses multi-user mode; it runs without"]);
+    assert_eq!(
+        shell.told(),
+        ["this driver's control daemon refuses multi-user mode; it serves one user at a time"]
+    );
 }
 
 #[test]

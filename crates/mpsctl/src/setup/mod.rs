@@ -27,10 +27,10 @@ use common::config::{self, Loaded, Sources};
 use common::host::inventory::Inventory;
 use common::text::printable;
 
-/// The exit status if there are files already that would have to change.
+/// The exit status if setup would have to change files that exist already.
 const THERE_ALREADY: u8 = 4;
 
-/// The longest time for an answer that shows that the service runs.
+/// The longest time that the service has to show that it runs.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]

@@ -5,7 +5,7 @@ use crate::show::time;
 use common::bus::proxy::Listed;
 use common::bus::rows::Event;
 
-/// The most lines.
+/// The most lines of events below the table.
 const LINES: usize = 5;
 
 /// The width of the time of an event, with the blanks around it.

@@ -55,7 +55,7 @@ async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<List
     }
 }
 
-/// The time for a last answer after the waiting has ended.
+/// The time that the service has for an answer to the last question, even if the deadline of the waiting is nearer.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
 async fn ask(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {

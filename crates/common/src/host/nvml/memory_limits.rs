@@ -41,7 +41,7 @@ impl Driver {
         let now = memory_limits::read(&device, &directory)?;
         if now.limit != wanted {
             return Ok(LimitOutcome::Refused(format!(
-                "the driver has taken it, and reads {}",
+                "the driver has accepted the limit of {mib} MiB, but reports {}",
                 limit_in_words(now)
             )));
         }

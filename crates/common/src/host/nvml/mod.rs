@@ -45,7 +45,8 @@ const MIB: u64 = 1 << 20;
 /// The number of tries for a list of processes that grows while it is copied.
 const TRIES: u32 = 5;
 
-/// The length of one wait for a critical error. No other task waits for the end of this wait.
+/// The longest time of one call of NVML that waits for a critical error. The calls have a thread of their own, so no other task
+/// waits for them.
 const XID_WAIT_MS: u32 = 60_000;
 
 /// The loaded library. It stays valid while processes and compute modes change. After a driver is reloaded, the library has to be
@@ -302,9 +303,10 @@ fn until_it_fits<T>(mut ask: impl FnMut() -> Result<T, NotListed>) -> Result<T, 
 fn why_not_listed(why: &NotListed) -> Problem {
     match why {
         NotListed::Refused(error) => words(error),
-        NotListed::Unreadable => {
-            Problem::new("this driver writes its list in a form that is not known", "install another driver")
-        }
+        NotListed::Unreadable => Problem::new(
+            "this driver writes its list of processes in an unknown form",
+            "install another driver",
+        ),
     }
 }
 

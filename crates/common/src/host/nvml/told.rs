@@ -12,11 +12,11 @@ use crate::host::gpu::Gpu;
 use crate::host::questions::ParallelQuestions;
 use crate::problem::Problem;
 
-/// The time for the next answer, counted from the last one. Without nvidia-persistenced, NVML wakes one GPU after the other, and
-/// each takes some seconds.
+/// How long the questions about all GPUs wait for the next answer, counted from the last one. Without nvidia-persistenced, NVML
+/// wakes one GPU after the other, and each takes some seconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The time for a GPU to which an earlier question is still unanswered.
+/// How long a question waits for a GPU that has not answered an earlier question yet.
 const REMAINDER: Duration = Duration::from_millis(200);
 
 /// An open driver, and the questions about its GPUs.
