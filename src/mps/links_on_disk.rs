@@ -444,7 +444,7 @@ mod tests {
         symlink("/", &slices).unwrap();
         let (made, moved) = place.lead_all(&[A]);
         assert_eq!(made, [A]);
-        let told = |path: &Path, why: &str| format!("{0} {why}, and is", path.display());
+        let told = |path: &Path, why: &str| format!("{0} {why}; it was renamed to", path.display());
         assert!(moved[0].starts_with(&told(&slices, "was a symbolic link")), "{moved:?}");
         for _ in 0..12 {
             fs::remove_dir_all(&slice).unwrap();

@@ -571,7 +571,7 @@ mod tests {
         }
         symlink(&elsewhere, log.join("full")).unwrap();
         let moved = opened("full").moved_away.unwrap();
-        assert!(moved.starts_with("was a symbolic link, and is full.refused-"), "{moved}");
+        assert!(moved.starts_with("was a symbolic link; it was renamed to full.refused-"), "{moved}");
         // Any user could have written to a log with this mode.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");
