@@ -9,26 +9,26 @@ use mps_core::bindings::{self, Binding, BoundBy, ControlGroup};
 use mps_core::terms::{DeviceName, SliceId};
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// All bindings of the host.
+/// The bindings of the host's control groups to slices.
 pub type SliceBindings = bindings::Bindings<SliceId>;
 
-/// The entry of a binding. It borrows everything, so that writing copies nothing.
+/// A binding as an entry of the state file. The entry borrows its texts, so that writing copies nothing.
 #[derive(Serialize, Deserialize)]
 struct BindingEntry<'a> {
     control_group: Cow<'a, str>,
     inode: u64,
     slices: Vec<String>,
-    /// True if the host agent's records have named the slice. False if root has.
+    /// True if the service made the binding from the host agent's records. False if root asked for the binding.
     #[serde(default)]
     by_platform: bool,
     label: Cow<'a, str>,
-    /// In seconds since the host was started.
+    /// The time of the binding, in seconds since the host was started.
     since: u64,
     #[serde(default)]
     was_used: bool,
 }
 
-/// Counts the bytes that are written, and drops them.
+/// A writer that counts the bytes and stores none.
 struct ByteCount(usize);
 
 impl io::Write for ByteCount {
@@ -42,7 +42,7 @@ impl io::Write for ByteCount {
     }
 }
 
-/// The size of a binding in the state file, with the comma.
+/// The bytes that a binding needs in the state file, with the comma before the next entry.
 pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
     let mut count = ByteCount(1);
     // Writing can't fail: the entry has only texts and numbers.
@@ -66,7 +66,7 @@ impl<'a> From<&'a Binding<SliceId>> for BindingEntry<'a> {
 
 impl From<BindingEntry<'_>> for Binding<SliceId> {
     fn from(entry: BindingEntry<'_>) -> Self {
-        // A name that can't be parsed is left out: this host has no such slice.
+        // A slice whose name can't be parsed is left out: this host has no such slice.
         let slice = |name: &String| match name.parse() {
             Ok(DeviceName::Slice(slice)) => Some(slice),
             _ => None,
@@ -82,7 +82,8 @@ impl From<BindingEntry<'_>> for Binding<SliceId> {
     }
 }
 
-/// The entries of all bindings as they were last written. Most changes add one binding to thousands.
+/// The entries of the bindings as the service wrote them last. Most changes add one binding to thousands, so only the new entry
+/// is serialized.
 #[derive(Debug, Default)]
 pub struct WrittenBindings {
     bindings: Arc<SliceBindings>,
@@ -90,7 +91,7 @@ pub struct WrittenBindings {
 }
 
 impl WrittenBindings {
-    /// The entries of these bindings, with commas.
+    /// The entries of these bindings as JSON text, separated by commas.
     pub fn entries(&mut self, bindings: &Arc<SliceBindings>) -> serde_json::Result<&str> {
         let before = mem::take(self);
         let (mut entries, more) = match bindings.added_to(&before.bindings) {

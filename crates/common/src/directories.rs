@@ -31,8 +31,8 @@ const MODE: u32 = 0o755;
 
 const PRIVATE: u32 = 0o700;
 
-/// The socket to which clients connect, and the mode that the control daemon gives it. A client needs the right to write in order
-/// to connect.
+/// The socket to which clients connect, and the mode that the control daemon gives the socket. A client needs the right to
+/// write in order to connect.
 pub const SOCKET: &str = "control";
 const SOCKET_MODE: u32 = 0o666;
 
@@ -43,7 +43,7 @@ pub fn open(path: &Path) -> Result<OwnedFd, BadDirectory> {
     open_as(path, MODE)
 }
 
-/// The same for a directory with mode 0700, which only this service and its control daemons use.
+/// Like [`open`], for a directory with mode 0700, which only this service and its control daemons use.
 pub fn open_private(path: &Path) -> Result<OwnedFd, BadDirectory> {
     open_as(path, PRIVATE)
 }
@@ -57,8 +57,9 @@ fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
     Ok(directory)
 }
 
-/// The same for the directory `path`, which is in a `parent` that [`open`] returned. Anything else with this name is renamed, and
-/// `moved` gets a message about that: a user who can write in `parent` must not be able to prevent that the directory is made.
+/// Like [`open`], for a directory `path` inside a `parent` that [`open`] returned. Anything else with the name of the directory
+/// is renamed, and `moved` gets a message about that: a user who can write in `parent` must not be able to prevent that the
+/// directory is made.
 pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<OwnedFd, BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let failed = |error: Errno| bad(path, format!("can't be made or opened: {error}"));
@@ -86,7 +87,8 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
 /// The most times that the service tries to make a file or directory that other programs remove or replace meanwhile.
 pub const ATTEMPTS: u32 = 3;
 
-/// Renames the file or directory at `path`, which is in `directory`. `moved` gets a message with the reason, `why`.
+/// Renames the file or directory at `path`, which is in `directory`. `moved` gets a message with `why`, the reason for the
+/// renaming.
 pub fn clear_place(
     directory: &OwnedFd,
     path: &Path,
@@ -121,24 +123,24 @@ pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirecto
     Ok(moved.pop())
 }
 
-/// Opens the directory `path`. None if it does not exist. Nothing is made or changed.
+/// Opens the directory `path`. None if the directory does not exist. The call makes and changes nothing.
 pub fn existing(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     walk(path, false)
 }
 
-/// Opens the directory `path`. None if it does not exist. Its mode is not corrected here: the health check does that, and reports
-/// it.
+/// Opens the directory `path`, which must belong to the service. None if the directory does not exist. The call does not
+/// correct the mode: the health check does that, and reports it.
 ///
 /// # Errors
-/// The directory does not belong to the service.
+/// The directory belongs to another user.
 pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(None) };
     stat(&directory).and_then(|stat| owner(&stat)).map_err(|problem| bad(path, problem))?;
     Ok(Some(directory))
 }
 
-/// Returns true if the directory exists and [`open`] would accept it. Nothing is made or changed, so `--check` can use this. A
-/// missing directory is no error.
+/// Returns true if the directory exists and [`open`] would accept it. The call makes and changes nothing, so `--check` can use
+/// it. A missing directory is no error.
 pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
@@ -153,8 +155,8 @@ fn bad(at: &Path, problem: impl Into<Problem>) -> BadDirectory {
     BadDirectory { path: at.to_owned(), problem: problem.into() }
 }
 
-/// Opens the directory by going through its ancestors. Makes missing directories if `make` is true. None if the directory is
-/// missing.
+/// Opens the directory `path` by going through its ancestors. With `make`, missing directories are made. Without `make`, None
+/// means that the directory is missing.
 fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     let mut at = PathBuf::from("/");
     let mut directory =
@@ -177,7 +179,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
         let last = at == path;
         directory = match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {
-                // The caller checks the last directory itself.
+                // The caller checks the directory at the end of the path itself.
                 if !last {
                     others_rule(&stat).map_err(|problem| bad(&at, problem))?;
                 }
@@ -202,7 +204,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     Ok(Some(directory))
 }
 
-/// The remedy for a read-only file system. Usually only the unit makes it read-only.
+/// The problem of a read-only file system. Usually only the unit makes the file system read-only for the service.
 fn read_only(path: &Path) -> Problem {
     Problem::new(
         "the file system is read-only",
@@ -214,9 +216,9 @@ fn read_only(path: &Path) -> Problem {
     )
 }
 
-/// The directory that a unit has to make writable for the service so that it can write in this pipe or log directory: the parent
-/// of the configured directory. A directory in `ReadWritePaths=` becomes a mount of its own, and no hard link can lead into it
-/// from outside.
+/// The directory that the service's unit has to make writable, so that the service can write in the pipe or log directory
+/// `path`: the parent of the configured directory. A directory in `ReadWritePaths=` becomes a mount of its own, and no hard
+/// link can lead into it from outside.
 pub fn to_be_writable(path: &Path) -> &Path {
     let is_below = |path: &&Path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -239,7 +241,8 @@ fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
     Ok(Some(was))
 }
 
-/// True if hard links are possible between the two directories: both are, or would be made, on one mount.
+/// Returns whether hard links are possible between two directories: both are on one mount. A directory that does not exist
+/// counts as part of the mount where it would be made.
 pub fn on_one_mount(one: &Path, other: &Path) -> bool {
     let mount = |path: &Path| {
         let there = path.ancestors().find_map(|path| {
@@ -265,9 +268,9 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
     ))
 }
 
-/// A user who can rename files in a directory can replace the service's directory there after any check. /tmp is accepted, since
-/// only the owner of a file can rename it there. A directory that root makes writable for a group, such as /var/log, is accepted
-/// too.
+/// Refuses a directory in which other users can rename files: they could replace the service's directory in it after any check.
+/// /tmp is accepted, since only the owner of a file can rename it there. A directory that root makes writable for a group, such
+/// as /var/log, is accepted too.
 fn others_rule(stat: &Stat) -> Result<(), Problem> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
@@ -294,8 +297,8 @@ fn stat(file: &OwnedFd) -> Result<Stat, Problem> {
     rustix::fs::fstat(file).map_err(|error| format!("can't be looked at: {error}").into())
 }
 
-/// The entry with this name in a directory. None if there is none. `O_PATH` opens it without side effects: opening a FIFO blocks,
-/// and opening a device may have effects.
+/// Opens the entry with this name in a directory. None if the directory has no such entry. `O_PATH` opens it without side
+/// effects: opening a FIFO blocks, and opening a device may have effects.
 fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<OwnedFd>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     match rustix::fs::openat(directory, name, flags, Mode::empty()) {
@@ -353,11 +356,11 @@ fn repair(path: &Path, was: u32, mode: u32) -> String {
 
 #[derive(Debug)]
 pub struct LogFile {
-    /// The file, opened for appending.
+    /// The log, opened for appending.
     pub output: File,
-    /// The same file, opened for reading and truncating.
+    /// The log, opened for reading and truncating.
     pub file: File,
-    /// A message about another file that had this name: what was wrong with it, and its new name.
+    /// A message about a wrong file that had the name of the log: what was wrong with that file, and its new name.
     pub moved_away: Option<String>,
 }
 
@@ -385,7 +388,8 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     }
 }
 
-/// The entry with the name of a log: the log itself, or what is wrong with the entry. None if there is no entry.
+/// Looks for the log `name` in the directory. Ok is the log; the inner error says why the entry with that name can't be the
+/// log. None if the directory has no such entry.
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedFd, String>>> {
     let Some(entry) = entry(directory, name)? else { return Ok(None) };
     let stat = rustix::fs::fstat(&entry)?;
@@ -406,10 +410,10 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
     Ok(Some(Err(why)))
 }
 
-/// The number of renamed entries for which there are numbered names.
+/// The most wrong entries with the name of a log that get a numbered name when they are renamed.
 const MOVED_AWAY: u32 = 9;
 
-/// Renames an entry to the first free one of a few names. If a user has taken all of them, it gets a random name.
+/// Renames an entry to the first free numbered name. If a user has taken all numbered names, the entry gets a random name.
 fn move_away(directory: impl AsFd, name: &str) -> rustix::io::Result<String> {
     for number in 1..=MOVED_AWAY {
         let new = format!("{name}.refused-{number}");
@@ -429,7 +433,7 @@ fn rename(directory: impl AsFd, name: &str, new: &str) -> rustix::io::Result<()>
     immutable::change(&directory, || rustix::fs::renameat_with(&directory, name, &directory, new, flags))
 }
 
-/// Makes a new, empty file in a directory that [`open`] made, and removes the former file of that name.
+/// Makes a new, empty file in a directory that [`open`] made. A former file with the name is removed.
 pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
     let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
     match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
@@ -444,7 +448,7 @@ fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
     Ok(File::from(rustix::fs::openat(directory, name, flags, Mode::from_raw_mode(0o644))?))
 }
 
-/// Opens the file of a descriptor once more, even if another file has its path now.
+/// Opens the file of a descriptor once more, even if another file has the file's path now.
 fn reopen(file: impl AsFd, flags: OFlags) -> io::Result<File> {
     let link = own_link(file.as_fd());
     Ok(File::from(rustix::fs::open(link, flags | OFlags::CLOEXEC, Mode::empty())?))
@@ -459,8 +463,8 @@ fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))
 }
 
-/// Removes the private directory from the plan if hard links from there to the pipe directory are not possible. Returns that
-/// directory.
+/// Removes the private directory from the plan of a control daemon if no hard links are possible between that directory and the
+/// pipe directory. Returns the removed directory.
 pub fn give_up_private_directory(plan: &mut ControlDaemonPlan) -> Option<PathBuf> {
     let beside = |private: &PathBuf| on_one_mount(private, &plan.pipe_directory);
     if plan.private_directory.as_ref().is_none_or(beside) { None } else { plan.private_directory.take() }

@@ -12,14 +12,14 @@ pub type SliceCounts = BTreeMap<GpuId, u32>;
 /// next reload may bring the slice back.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drained {
-    /// True if everything is drained, also a GPU that is added later.
+    /// True if an administrator has drained the whole host. Then a GPU that is added later is drained too.
     all: bool,
     #[serde(deserialize_with = "readable")]
     names: BTreeSet<DeviceName>,
 }
 
-/// The names that can be parsed. Others are left out: this host has no such device, and the rest of the state file, with the
-/// control daemons of the service, must stay usable.
+/// Reads the drained names from the state file. A name that can't be parsed is left out: this host has no such device, and the
+/// rest of the state file, with the control daemons of the service, must stay usable.
 fn readable<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeSet<DeviceName>, D::Error> {
     let names = BTreeSet::<String>::deserialize(deserializer)?;
     Ok(names.iter().filter_map(|name| name.parse().ok()).collect())
@@ -30,20 +30,20 @@ impl Drained {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// True if exactly this name was drained, even if no device has it any more.
+    /// Returns whether an administrator drained exactly this name. The host may have no device with the name any more.
     pub fn names(&self, name: DeviceName) -> bool {
         self.names.contains(&name)
     }
 
-    /// Drains these GPUs and slices. Without names, everything.
+    /// Drains these GPUs and slices. An empty list drains everything.
     pub fn drain(&mut self, names: &[DeviceName]) {
         self.all |= names.is_empty();
         self.names.extend(names);
     }
 
-    /// Puts these GPUs and slices into use again. Without names, everything. If a GPU was drained and only one of its slices is
-    /// named, the other slices stay drained; and likewise for the GPUs of a drained host. `there` are the present GPUs: after a
-    /// call with names, a GPU that is added later is not drained.
+    /// Puts these GPUs and slices into use again. An empty list means everything. If a GPU was drained and only one of its
+    /// slices is named, the other slices stay drained; and likewise for the GPUs of a drained host. `there` has the present
+    /// GPUs: after a call with names, a GPU that is added later is not drained.
     pub fn undrain(&mut self, names: &[DeviceName], there: &SliceCounts) {
         if names.is_empty() {
             *self = Self::default();
@@ -102,7 +102,7 @@ mod tests {
         matches!(slice.parse(), Ok(DeviceName::Slice(slice)) if drained.has(slice))
     }
 
-    /// The slices that are drained.
+    /// The names of the drained slices.
     fn slices(drained: &Drained) -> Vec<String> {
         let all = there().into_iter().flat_map(|(gpu, number)| gpu.slices(number));
         all.filter(|slice| drained.has(*slice)).map(|slice| slice.to_string()).collect()

@@ -18,18 +18,18 @@ impl Problem {
         Self { found: found.into(), remedy: remedy.into() }
     }
 
-    /// The same problem, with the name of the thing that fails because of it in front.
+    /// The same problem, with `failed` in front: the name of the thing that fails because of the problem.
     #[must_use]
     pub fn prefixed(self, failed: impl fmt::Display) -> Self {
         Self { found: format!("{failed}: {}", self.found), ..self }
     }
 
-    /// The same problem at its place in the configuration. Without a key it is a problem of the whole line or file.
+    /// The same problem with its place in the configuration. An empty key stands for the whole line or file.
     pub fn at(self, origin: Origin, key: impl Into<String>) -> LocatedProblem {
         LocatedProblem { origin, key: key.into(), problem: self }
     }
 
-    /// The same problem with this remedy, unless it has one already.
+    /// The same problem with the remedy `otherwise`, unless the problem has a remedy already.
     #[must_use]
     pub fn or_remedy(self, otherwise: &str) -> Self {
         if self.remedy.is_empty() { Self { remedy: otherwise.to_owned(), ..self } } else { self }
@@ -67,7 +67,7 @@ impl From<&str> for Problem {
     }
 }
 
-/// A problem with the name by which doctor reports it. The name never changes.
+/// A problem with the stable name by which `yunion-mpsctl doctor` reports it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedProblem {
     pub name: &'static str,
@@ -82,7 +82,7 @@ impl NamedProblem {
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Origin {
-    /// The path with which the file was opened.
+    /// The path with which the service opened the file.
     pub file: PathBuf,
     /// The line, from 1. None for the file as a whole.
     pub line: Option<usize>,
@@ -116,7 +116,7 @@ pub struct LocatedProblem {
 }
 
 impl LocatedProblem {
-    /// Without a key it is a problem of the whole line or file.
+    /// Makes a problem. An empty key stands for the whole line or file.
     pub fn new(
         origin: Origin,
         key: impl Into<String>,
@@ -126,7 +126,7 @@ impl LocatedProblem {
         Problem::new(found, remedy).at(origin, key)
     }
 
-    /// The problem with its key in front, without its place.
+    /// The problem as text, with the key in front and without the place.
     pub fn with_key(&self) -> Problem {
         let problem = self.problem.clone();
         if self.key.is_empty() { problem } else { problem.prefixed(&self.key) }

@@ -17,8 +17,8 @@ use crate::problem::Problem;
 pub const FILE: &str = "state.json";
 const VERSION: u32 = 1;
 
-/// The size limit of the state file: a larger one is neither read nor written. Besides the bindings it allows for 1024 control
-/// daemons with the longest possible paths.
+/// The largest state file that the service reads or writes. Besides the bindings, the size allows for 1024 control daemons with
+/// the longest possible paths.
 pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 
 /// A control daemon that the service has started.
@@ -26,39 +26,41 @@ pub const MAX_BYTES: usize = bindings::MOST_BYTES + 16 * 1024 * 1024;
 pub struct Running {
     pub process: ProcessId,
     pub pipe_directory: PathBuf,
-    /// The directory in which it makes its sockets, if it is not the pipe directory.
+    /// The directory in which the control daemon makes its sockets. None if that is the pipe directory.
     #[serde(default)]
     pub private_directory: Option<PathBuf>,
-    /// The directory that contains the slices' directories with links to it.
+    /// The directory that contains the slices' directories, with links to the control daemon. None if slices have no
+    /// directories.
     #[serde(default)]
     pub slice_directories: Option<PathBuf>,
     pub log_directory: PathBuf,
-    /// The UUIDs of its GPUs; the position is the ordinal.
+    /// The UUIDs of the control daemon's GPUs; the position is the ordinal.
     pub gpus: Vec<String>,
-    /// The names of its GPUs, by UUID. A running control daemon may have a GPU that the configuration does not name any more.
+    /// The names of the control daemon's GPUs, by UUID. A running control daemon may have a GPU that the configuration does not
+    /// name any more.
     #[serde(default)]
     pub gpu_names: BTreeMap<String, String>,
     pub multiuser: bool,
-    /// True if it was started with a binding to the CPUs near its GPUs.
+    /// True if the service has bound the control daemon to the CPUs near its GPUs.
     #[serde(default)]
     pub near_cpus: bool,
-    /// The number of bytes of its log that were passed on.
+    /// The number of bytes of the control daemon's log that the service has read.
     pub log_offset: u64,
 }
 
 impl Running {
-    /// The GPUs whose name is known, by UUID.
+    /// The GPUs of the control daemon with known names: the UUID and the name of each.
     pub fn named_gpus(&self) -> impl Iterator<Item = (&str, GpuId)> {
         self.gpu_names.iter().filter_map(|(uuid, name)| Some((uuid.as_str(), name.parse().ok()?)))
     }
 
-    /// The directory in which it makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
+    /// The directory in which the control daemon makes its sockets: its `CUDA_MPS_PIPE_DIRECTORY`.
     pub fn control_directory(&self) -> &Path {
         self.private_directory.as_ref().unwrap_or(&self.pipe_directory)
     }
 
-    /// The directories that its clients may have mounted: its pipe directory, and the configured one, which contains the
-    /// directories of its slices.
+    /// The directories that the control daemon's clients may have mounted: its pipe directory, and the configured pipe
+    /// directory, which contains the directories of its slices.
     pub fn directories_of_clients(&self, id: &DaemonId) -> impl Iterator<Item = &Path> {
         let pipe = self.pipe_directory.as_path();
         let configured = id
@@ -72,28 +74,28 @@ impl Running {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Contents {
     pub version: u32,
-    /// By the GPU's UUID, with nvidia-smi's words.
+    /// The compute mode that each GPU had before the service changed it, in nvidia-smi's words, by the GPU's UUID.
     pub previous_compute_modes: BTreeMap<String, String>,
-    /// The compute modes that the service has set, by the GPU's UUID. A GPU that is not here has `Exclusive_Process`.
+    /// The compute mode that the service has set, by the GPU's UUID. A GPU that is not in the map has `Exclusive_Process`.
     #[serde(default)]
     pub compute_modes_set: BTreeMap<String, String>,
-    /// By the control daemon's id.
+    /// The control daemons that the service has started, by id.
     #[serde(default)]
     pub control_daemons: BTreeMap<DaemonId, Running>,
     #[serde(default)]
     pub cdi_spec: Option<PathBuf>,
     #[serde(default)]
     pub drained: Drained,
-    /// The GPUs that need a reset, by name, each with the critical error that is the reason, in words.
+    /// The GPUs that need a reset, by name, each with the critical error that made the reset necessary, in words.
     #[serde(default)]
     pub to_reset: BTreeMap<String, String>,
-    /// The bindings are serialized separately, since there may be thousands of them.
+    /// The bindings are serialized separately, since a host may have thousands of them.
     #[serde(default, skip_serializing, deserialize_with = "crate::bindings::deserialize")]
     pub bindings: Arc<SliceBindings>,
 }
 
 impl Contents {
-    /// The text of the file before the entries of its bindings and after them.
+    /// The text of the state file before the entries of the bindings, and the text after them.
     pub fn around_bindings(&self) -> serde_json::Result<(String, &'static str)> {
         let whole = serde_json::to_string(self)?;
         let others = whole.strip_suffix('}').unwrap_or_default();
@@ -116,7 +118,7 @@ impl Default for Contents {
     }
 }
 
-/// The control daemons in the state file in `directory`, for programs that only read it. None in it if there is no state file.
+/// The control daemons in the state file in `directory`, for programs that only read the file. Empty if there is no state file.
 ///
 /// # Errors
 /// The state file can't be read or is damaged.
@@ -125,7 +127,7 @@ pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, Problem> {
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
-/// The content of the file. None if there is no file. The error describes what is wrong with the file.
+/// Reads the state file. None if it does not exist. The error describes what is wrong with the file.
 pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
     let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,

@@ -2,12 +2,12 @@
 
 use serde::Serialize;
 
-/// A JSON document, one value per line, without characters that control a terminal.
+/// A value as a JSON document, one value on each line, without characters that control a terminal.
 pub fn json(value: &impl Serialize) -> serde_json::Result<String> {
     serde_json::to_string_pretty(value).map(|text| escaped(&text))
 }
 
-/// A JSON document without characters that control a terminal. Only strings can contain such characters.
+/// A JSON document whose characters that control a terminal are escaped. Only strings can contain such characters.
 pub fn escaped(json: &str) -> String {
     let mut text = String::with_capacity(json.len());
     for c in json.chars() {
@@ -20,20 +20,21 @@ pub fn escaped(json: &str) -> String {
     text
 }
 
-/// Text without control characters: a part of it may come from other processes, which must not control the terminal.
+/// The text with a replacement for control characters: a part of the text may come from other processes, which must not control
+/// the terminal.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if is_unprintable(c) { '\u{fffd}' } else { c }).collect()
 }
 
-/// Characters that control a terminal, and invisible characters that reverse, break or hide others.
+/// Returns whether a character controls a terminal, or is invisible and reverses, breaks or hides other characters.
 pub fn is_unprintable(c: char) -> bool {
     c.is_control()
         || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
         || matches!(c, '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}')
 }
 
-/// Text for all clients of the bus, which may print it on a terminal: the name of a process may contain characters that control a
-/// terminal. A NUL would make the bus close the connection.
+/// The text without control characters, for the clients of the bus, which may print it on a terminal: the name of a process may
+/// contain characters that control a terminal. A NUL would make the bus close the connection.
 pub fn clean(text: &str) -> String {
     text.replace(char::is_control, "\u{fffd}")
 }

@@ -8,24 +8,24 @@ use std::path::Path;
 
 use tempfile::{Builder, NamedTempFile};
 
-/// Writes the file, and replaces a former one.
+/// Writes the file as a whole, and replaces a former file.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_parts(path, &[bytes])
 }
 
-/// The same with these parts, one after the other.
+/// Like [`write`], with content that is in several parts, one after the other.
 pub fn write_parts(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
     unfinished(path, parts)?.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// The same, so that a power failure does not leave an empty file.
+/// Like [`write`], and returns after the content is on the disk, so that a power failure does not leave an empty file.
 pub fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
     new.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// The same, but a file that exists already stays, and is an error.
+/// Like [`write`], but fails if the file exists already.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
@@ -34,10 +34,11 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     synced.inspect_err(|_| _ = fs::remove_file(path))
 }
 
-/// The file with a temporary name, which is removed when this value is dropped. Container runtimes and collectors choose files by
-/// the suffix of the name, and do not read one with this suffix.
+/// Writes the content to a new file with a temporary name, which is removed when the returned value is dropped. Container
+/// runtimes and collectors choose files by the suffix of the name, and do not read a file with this suffix.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
-    // The file is not opened by the library: its errors contain the random name, so the same error would be reported each time.
+    // This function opens the file, not the library: the library's errors contain the random name, so the same error would be
+    // reported each time.
     let open = |path: &Path| File::create_new(path);
     let mut new = Builder::new().prefix(".yunion-mps.").suffix(".new").make_in(directory(path), open)?;
     let file = new.as_file_mut();

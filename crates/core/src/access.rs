@@ -4,20 +4,21 @@ use alloc::string::String;
 
 use crate::bindings::{Binding, Bindings, BoundBy, ControlGroup, GroupUse};
 
-/// A program that asks for slices.
+/// A program for which slices are asked.
 #[derive(Debug, Clone, Copy)]
 pub struct Asker<'a> {
-    /// The path of its control group. None: it is not known yet.
+    /// The path of the program's control group. None if the path is not known yet.
     pub control_group: Option<&'a str>,
     /// The authority by which the program has the slices. A weaker binding of another control group is no obstacle for a slice
     /// that the program names.
     pub by: BoundBy,
-    /// True if other programs may have the slices too.
+    /// True if the program shares the slices with other programs. False if it wants them alone.
     pub shares: bool,
 }
 
 impl Asker<'_> {
-    /// The binding that excludes the program from a slice. `now` is in seconds since the host was started.
+    /// The binding of another control group that excludes the program from a slice. `now` is in seconds since the host was
+    /// started.
     pub fn kept_out_by<'b, S: Ord + Clone>(
         &self,
         slice: &S,
@@ -36,22 +37,22 @@ impl Asker<'_> {
 /// The state of a slice, seen by the program that asks for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Standing {
-    /// The reason why an administrator has to act before programs may use the GPU.
+    /// The reason why an administrator has to act before programs may use the GPU. None if no administrator has to act.
     pub unusable: Option<String>,
     /// True if an administrator has drained the slice.
     pub drained: bool,
-    /// The name of the binding that excludes other programs from the slice.
+    /// The name of the binding that excludes the program from the slice. None if no binding does.
     pub taken_by: Option<String>,
-    /// Why a program that is started now would not get its limits.
+    /// Why a program that is started now would not get the limits of the slice. None if it would.
     pub unserved: Option<String>,
 }
 
-/// The reason why a program may not have a slice, the easiest to overcome first.
+/// The reason why a program may not have a slice. The first variant is the easiest to overcome.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Obstacle {
     /// The slice is not served now. The service removes this obstacle, so the caller may wait.
     Unserved(String),
-    /// The slice is bound to another owner, who is named.
+    /// The slice is bound to another owner, whose name this is.
     Taken(String),
     /// The slice is drained: it takes no new clients.
     Drained,
@@ -60,7 +61,7 @@ pub enum Obstacle {
 }
 
 impl Obstacle {
-    /// Returns true if the service removes the obstacle by itself, so waiting makes sense.
+    /// Returns true if the service removes the obstacle by itself, so that the caller can wait.
     pub fn passes(&self) -> bool {
         matches!(self, Self::Unserved(_))
     }
@@ -69,7 +70,7 @@ impl Obstacle {
 /// Decides if a program may have a slice now.
 ///
 /// # Errors
-/// The obstacle. Of several obstacles, this is the obstacle that lasts longest.
+/// The obstacle. If there are several, the one that lasts longest.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

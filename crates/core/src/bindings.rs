@@ -33,10 +33,10 @@ pub const MOST_BYTES: usize = MOST * LARGEST;
 /// Root: no other user can choose the names of root's control groups.
 const ROOT: u32 = 0;
 
-/// A control group of the host. A group that is made again under the same path is another group.
+/// A control group of the host. A control group that was removed and made again with the same path is another one.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
-    /// Below the mount of its hierarchy. It begins with a slash and ends with none.
+    /// The path below the mount of the hierarchy. It begins with a slash and ends with none.
     pub path: String,
     pub inode: u64,
 }
@@ -44,20 +44,20 @@ pub struct ControlGroup {
 /// The use of a control group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupUse {
-    /// The control group is removed.
+    /// The control group was removed.
     Gone,
-    /// The control group is removed, but its pod still runs, and the kubelet may start the container again.
+    /// The control group was removed, but its pod still runs, and the kubelet may start the container again.
     PodGoesOn,
-    /// The control group has no process, and no control group below it has one.
+    /// Neither the control group nor a descendant of it has a process.
     Empty,
     /// The control group has processes, or the kernel does not say.
     Used,
 }
 
-/// The authority of a binding. A later authority is stronger.
+/// The source of a binding. A later variant has more authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BoundBy {
-    /// The host agent's records. They name the slice, or a GPU on which the service has chosen a free slice.
+    /// The host agent's records have named the slice, or a GPU on which the service has chosen a free slice.
     Platform,
     Root,
 }
@@ -66,10 +66,10 @@ pub enum BoundBy {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding<S> {
     pub group: ControlGroup,
-    /// At least one slice.
+    /// The slices of the control group. There is at least one.
     pub slices: BTreeSet<S>,
     pub by: BoundBy,
-    /// A name for people: a guest, a container, a job. The label may be empty.
+    /// The name of the owner, for people: a guest, a container, a job. It may be empty.
     pub label: String,
     /// The time of the binding in seconds since the host was started.
     pub since: u64,
@@ -77,21 +77,21 @@ pub struct Binding<S> {
     pub was_used: bool,
 }
 
-/// All bindings of the host. A copy is cheap, since both share the bindings: each change begins with a copy.
+/// The bindings of the host. A copy is cheap, since it shares the bindings: each change begins with a copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bindings<S>(Vec<Arc<Binding<S>>>);
 
 /// Why a control group is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotBound<S> {
-    /// A slice belongs to another binding.
+    /// A slice belongs to the binding of another control group.
     Taken {
         /// The slice.
         slice: S,
-        /// The name of the binding that has it.
+        /// The name of the binding that has the slice.
         by: String,
     },
-    /// The host has the most bindings that are allowed.
+    /// The host has as many bindings as are allowed.
     TooMany,
     /// The state file has no room for the binding.
     TooLarge,
@@ -112,9 +112,9 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
     }
 }
 
-/// Returns true if the name of a control group can be trusted: root has made this control group and all its ancestors. A user who
-/// owns a control group (a unit with `Delegate=`) can make control groups in it, and name them after another tenant's container.
-/// `owners` are the users who own them; None for a control group that is not there.
+/// Returns true if the name of a control group can be trusted: root has made this control group and all its ancestors. A user
+/// who owns a control group (a unit with `Delegate=`) can make control groups in it, and name them after another tenant's
+/// container. `owners` are the users who own the control group and its ancestors; None for a control group that does not exist.
 pub fn is_named_by_root(owners: impl IntoIterator<Item = Option<u32>>) -> bool {
     owners.into_iter().all(|owner| owner == Some(ROOT))
 }
@@ -146,12 +146,13 @@ fn is_in(path: &str, above: &str) -> bool {
 }
 
 impl ControlGroup {
-    /// True if the path is that of this control group or of a descendant.
+    /// Returns whether `path` is the path of this control group or of a descendant.
     pub fn has(&self, path: &str) -> bool {
         is_in(path, &self.path)
     }
 
-    /// True if this control group is an ancestor or a descendant of the control group at the path.
+    /// Returns whether this control group is an ancestor or a descendant of the control group at `path`, or that control group
+    /// itself.
     fn is_around_or_inside(&self, path: &str) -> bool {
         self.has(path) || is_in(&self.path, path)
     }
@@ -164,12 +165,12 @@ impl ControlGroup {
 }
 
 impl<S> Binding<S> {
-    /// The label of the binding, or else its control group.
+    /// The label of the binding, or the path of its control group if the label is empty.
     pub fn name(&self) -> &str {
         if self.label.is_empty() { &self.group.path } else { &self.label }
     }
 
-    /// The binding, joined with the slices that its control group has already.
+    /// This binding, with the slices of `before`, the present binding of the same control group.
     fn added_to(self, before: Option<&Self>) -> Self
     where
         S: Ord + Clone,
@@ -186,8 +187,8 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if the control group's use says that the binding has no owner any more. `now` is in seconds since the host
-    /// was started.
+    /// Returns true if the binding ends, since its control group is used in this way: the binding has no owner any more. `now`
+    /// is in seconds since the host was started.
     fn has_ended(&self, group_use: GroupUse, now: u64) -> bool {
         match group_use {
             GroupUse::Gone => true,
@@ -196,7 +197,8 @@ impl<S> Binding<S> {
         }
     }
 
-    /// Returns true if the control group's use says that the binding ends as soon as another control group asks for its slices.
+    /// Returns true if the binding ends when another control group asks for its slices, since its control group is used in this
+    /// way.
     pub fn gives_way(&self, group_use: GroupUse, now: u64) -> bool {
         (group_use == GroupUse::Empty && self.was_used) || self.has_ended(group_use, now)
     }
@@ -215,13 +217,14 @@ impl<S: Ord> FromIterator<Binding<S>> for Bindings<S> {
 }
 
 impl<S: Ord + Clone> Bindings<S> {
-    /// Binds a control group. If it is bound already with the same authority, the slices are added to its binding, and a label
-    /// that is not empty replaces the old one. A binding of stronger authority replaces a weaker one; a weaker one changes
-    /// nothing. Without sharing, the new binding takes its slices away from weaker bindings of other control groups: the records
-    /// name a container, and root may know better. `bytes_of` is the size of a binding in the state file.
+    /// Binds a control group. If the control group is already bound with the same authority, the slices are added to its
+    /// binding, and a label that is not empty replaces the old label. A binding with more authority replaces the binding of a
+    /// control group; a binding with less authority changes nothing. Without sharing, the new binding takes its slices away
+    /// from bindings of other control groups with less authority: the records name a container, and root may know better.
+    /// `bytes_of` is the size of a binding in the state file.
     ///
     /// # Errors
-    /// Nothing is changed.
+    /// The control group is not bound, and no binding is changed.
     pub fn bind(
         &mut self,
         wanted: Binding<S>,
@@ -251,7 +254,7 @@ impl<S: Ord + Clone> Bindings<S> {
         for one in self.0.iter_mut().filter(|one| loses(one)) {
             Arc::make_mut(one).slices.retain(|slice| !taken.contains(slice));
         }
-        // A control group of the same path that is not this one was removed.
+        // Another control group with the same path was removed, so its binding has no owner.
         self.0.retain(|one| !one.slices.is_empty() && (one.group.path != path || one.group == binding.group));
         match self.0.iter_mut().find(|one| one.group == binding.group) {
             Some(bound) => *bound = Arc::new(binding),
@@ -260,8 +263,8 @@ impl<S: Ord + Clone> Bindings<S> {
         Ok(())
     }
 
-    /// Ends the bindings that exclude the control group at this path from such a slice, and that have no owner any more, and
-    /// returns them: so the next container of a pod gets the slice of a container that has ended.
+    /// Ends the bindings that have no owner any more and exclude the control group at `path` from a slice for which `is_wanted`
+    /// is true. Returns the ended bindings. So the next container of a pod gets the slice of a container that has ended.
     pub fn make_way(
         &mut self,
         path: &str,
@@ -280,13 +283,14 @@ impl<S: Ord + Clone> Bindings<S> {
         self.0.extract_if(.., gives_way).collect()
     }
 
-    /// Ends the binding of the control group at this path. None if this control group has no binding of its own.
+    /// Ends the binding of the control group at this path, and returns it. None if this control group itself is not bound.
     pub fn unbind(&mut self, path: &str) -> Option<Arc<Binding<S>>> {
         let at = self.0.iter().position(|one| one.group.path == path)?;
         Some(self.0.remove(at))
     }
 
-    /// Ends the bindings that have no owner any more, and returns them. `now` is in seconds since the host was started.
+    /// Ends the bindings that have no owner any more, and returns the ended bindings. `now` is in seconds since the host was
+    /// started.
     pub fn end(&mut self, now: u64, use_of: impl Fn(&ControlGroup) -> GroupUse) -> Vec<Arc<Binding<S>>> {
         let has_ended = |one: &mut Arc<Binding<S>>| {
             let group_use = use_of(&one.group);
@@ -298,8 +302,8 @@ impl<S: Ord + Clone> Bindings<S> {
         self.0.extract_if(.., has_ended).collect()
     }
 
-    /// The binding that excludes a program from a slice. `by` is the authority by which the program asks. `path` is the program's
-    /// control group, if it is known, and `holds` says if a binding still has an owner.
+    /// The binding that excludes a program from a slice. `by` is the authority with which the program asks for the slice.
+    /// `path` is the program's control group, if it is known. `holds` returns whether a binding still has an owner.
     pub fn taken_from(
         &self,
         slice: &S,
@@ -311,14 +315,14 @@ impl<S: Ord + Clone> Bindings<S> {
         self.with(slice).filter(is_anothers).find(|one| one.by >= by && holds(one))
     }
 
-    /// The binding of a process in the control group at this path. `is_there` says if a control group still exists: a group that
-    /// was made again under the same path does not have the binding.
+    /// The binding that counts for a process in the control group at this path. `is_there` returns whether a control group
+    /// still exists: a control group that was made again with the same path does not have the binding.
     pub fn nearest(&self, path: &str, is_there: impl Fn(&ControlGroup) -> bool) -> Option<&Binding<S>> {
         let around = self.iter().filter(|one| one.group.has(path) && is_there(&one.group));
         around.max_by_key(|one| one.group.path.len())
     }
 
-    /// The bindings of each slice: several where it is shared.
+    /// The bindings of each slice. A shared slice has several.
     pub fn by_slice(&self) -> BTreeMap<&S, Vec<&Binding<S>>> {
         let mut all: BTreeMap<&S, Vec<&Binding<S>>> = BTreeMap::new();
         for one in self.iter() {
@@ -329,19 +333,19 @@ impl<S: Ord + Clone> Bindings<S> {
         all
     }
 
-    /// The bindings that have a slice: several where it is shared.
+    /// The bindings that have this slice. A shared slice has several.
     pub fn with(&self, slice: &S) -> impl Iterator<Item = &Binding<S>> {
         self.iter().filter(move |one| one.slices.contains(slice))
     }
 
-    /// The bindings beyond those in `before`. None if a binding in `before` was changed or has ended.
+    /// The bindings that are not in `before`. None if a binding in `before` was changed or has ended.
     pub fn added_to(&self, before: &Self) -> Option<impl Iterator<Item = &Binding<S>>> {
         let (old, new) = self.0.split_at_checked(before.0.len())?;
         let is_same = old.iter().zip(&before.0).all(|(one, other)| Arc::ptr_eq(one, other));
         is_same.then(|| new.iter().map(Arc::as_ref))
     }
 
-    /// All bindings, oldest first.
+    /// The bindings, oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &Binding<S>> {
         self.0.iter().map(Arc::as_ref)
     }

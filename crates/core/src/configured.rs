@@ -7,10 +7,10 @@ use crate::GpuUuid;
 /// The GPUs that a configuration names, as far as their UUIDs are known.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Configured {
-    /// The GPUs that the configuration names for certain.
+    /// The GPUs that the configuration certainly names.
     pub certainly: BTreeSet<GpuUuid>,
-    /// The configuration has an entry whose GPU has no known UUID: the GPUs that are certainly not the GPU of that entry. None if
-    /// all UUIDs are known.
+    /// Set if the configuration has an entry whose GPU has no known UUID: the GPUs that certainly are not the GPU of that
+    /// entry. None if all UUIDs are known.
     pub others: Option<BTreeSet<GpuUuid>>,
 }
 

@@ -10,12 +10,13 @@ use crate::{
     Permit, RunningDaemon,
 };
 
-/// Everything on which the decisions depend.
+/// The state on which the decisions about the whole host depend.
 #[derive(Debug, Clone)]
 pub struct Core<P> {
-    /// By id, so that no two control daemons have the same id. Some are about to end, and others wait for GPUs.
+    /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some are about to
+    /// end, and others wait for GPUs.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
-    /// The control daemons of the state file that have no supervisor, dead or alive.
+    /// The control daemons in the state file that have no supervisor. Their processes may have ended.
     left: BTreeMap<DaemonId, RunningDaemon>,
     modes: Modes,
     /// True once the service ends and leaves the control daemons, and the compute modes of their GPUs, to the next service.
@@ -23,13 +24,13 @@ pub struct Core<P> {
 }
 
 impl<P: Clone + PartialEq> Core<P> {
-    /// The core of a service that has just started, with the control daemons that the state file has, and the GPUs whose compute
-    /// mode an earlier service has changed.
+    /// The core of a service that has just started. `left` has the control daemons of the state file, and `changed` the GPUs
+    /// whose compute mode an earlier service has changed.
     pub fn new(left: BTreeMap<DaemonId, RunningDaemon>, changed: BTreeSet<GpuUuid>) -> Self {
         Self { lifecycles: BTreeMap::new(), left, modes: Modes::new(changed), leaving: false }
     }
 
-    /// Takes an event in, and returns the acts that follow.
+    /// Records an event, and returns the acts that the shell has to carry out now.
     pub fn on(&mut self, event: CoreEvent<P>, now: CoreTime) -> Vec<Act<P>> {
         match event {
             CoreEvent::Pursue(demand) => self.pursue(demand),
@@ -54,7 +55,7 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The next moment at which something has to be done though no event comes.
+    /// The next moment at which the core has to be called though no event comes.
     pub fn due(&self) -> Option<CoreTime> {
         self.lifecycles.values().filter_map(Lifecycle::due).min()
     }
@@ -112,7 +113,7 @@ impl<P: Clone + PartialEq> Core<P> {
         self.lifecycles.insert(order.id.clone(), Lifecycle::new(order, goal, written));
     }
 
-    /// The next act of each control daemon.
+    /// Chooses the next act of each control daemon.
     fn move_on(&mut self, now: CoreTime, acts: &mut Vec<Act<P>>) {
         for id in self.lifecycles.keys().cloned().collect::<Vec<_>>() {
             let held = self.held(&id);
@@ -157,7 +158,7 @@ impl<P: Clone + PartialEq> Core<P> {
         }
     }
 
-    /// The GPUs of the order with this id that other control daemons have, each with the id of that other control daemon.
+    /// The GPUs in the order for this id that other control daemons still have, each with the id of that control daemon.
     pub fn held(&self, id: &DaemonId) -> HeldGpus {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
         let holder = |gpu: &GpuUuid| {
@@ -172,29 +173,31 @@ impl<P: Clone + PartialEq> Core<P> {
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
-    /// The aim of the control daemon with this id. None: it has no supervisor.
+    /// The aim of the control daemon with this id. None if it has no supervisor.
     pub fn goal(&self, id: &DaemonId) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
     }
 
-    /// The order of the control daemon with this id. None: it has no supervisor.
+    /// The order for the control daemon with this id. None if it has no supervisor.
     pub fn order(&self, id: &DaemonId) -> Option<&Order<P>> {
         self.lifecycles.get(id).map(Lifecycle::order)
     }
 
-    /// The orders that wait until other control daemons have left their GPUs.
+    /// The orders for control daemons that wait until other control daemons have left their GPUs.
     pub fn pending(&self) -> impl Iterator<Item = &Order<P>> {
         self.lifecycles.values().filter(|one| one.is_pending()).map(Lifecycle::order)
     }
 
-    /// The GPUs that a control daemon should serve and another one still has, each with the id of that other one.
+    /// The GPUs for which a control daemon has an order while another control daemon still has the GPU, each with the id of
+    /// that other control daemon.
     pub fn kept(&self) -> HeldGpus {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.flat_map(|(id, _)| self.held(id)).collect()
     }
 
-    /// True if a control daemon starts, or gets one more GPU, as soon as another control daemon has ended, which is about to end
-    /// now. `is_put_off` is true for a control daemon whose end waits for clients, or for the end of a disturbance.
+    /// Returns whether a control daemon starts, or gets one more GPU, as soon as another control daemon has ended, which is
+    /// about to end now. `is_put_off` is true for a control daemon whose end waits for clients, or for the end of a
+    /// disturbance.
     pub fn is_starting(&self, is_put_off: impl Fn(&DaemonId) -> bool) -> bool {
         let serving = self.lifecycles.iter().filter(|(_, one)| one.goal() == Goal::Serve);
         serving.into_iter().any(|(id, one)| {
@@ -203,7 +206,8 @@ impl<P: Clone + PartialEq> Core<P> {
         })
     }
 
-    /// True if no control daemon has a supervisor, and no compute mode is being changed: a service that is stopped can exit.
+    /// Returns whether no control daemon has a supervisor and no compute mode is being changed, so that a service that is
+    /// stopped can exit.
     pub fn is_at_rest(&self) -> bool {
         self.lifecycles.is_empty() && self.modes.is_quiet()
     }

@@ -1,18 +1,18 @@
 //! The driver in force: all questions about GPUs go through this driver.
 
-/// The result of reading the host, as far as the driver is concerned. `D` is an open driver.
+/// The result of reading the GPUs of the host: what it says about the driver. `D` is an open driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverNews<D> {
-    /// This driver has listed its GPUs. It is the driver in force, or, if there was none, a driver that was opened for this
-    /// reading.
+    /// The reading has listed the GPUs with this driver. It is the driver in force, or a driver that was opened for this
+    /// reading if there was none.
     Listed(D),
-    /// There is no list, because one call has failed or the answer is late. The driver in force may still work.
+    /// The reading has no list, because one call has failed or the answer is late. The driver in force may still work.
     Failed,
     /// The driver in force has said that it does not work any more.
     Unusable,
 }
 
-/// The driver in force. It is replaced only by a reading of the host that knows better.
+/// The driver in force, which answers all questions about GPUs. None if no driver could be opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DriverInForce<D>(Option<D>);
 
@@ -23,12 +23,12 @@ impl<D> Default for DriverInForce<D> {
 }
 
 impl<D> DriverInForce<D> {
-    /// The driver, if there is one. If there is none, the host should be read again.
+    /// The driver in force. None if there is no driver; the host should be read again then.
     pub fn get(&self) -> Option<&D> {
         self.0.as_ref()
     }
 
-    /// Records a reading. Returns true if another driver is in force now, or none any more.
+    /// Records the result of a reading. Returns true if another driver is in force now, or if no driver is in force any more.
     pub fn take(&mut self, news: DriverNews<D>) -> bool {
         match news {
             DriverNews::Listed(driver) if self.0.is_none() => self.0 = Some(driver),

@@ -9,32 +9,32 @@ use crate::{Configured, DaemonId, GpuUuid};
 /// Something that has happened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CoreEvent<P> {
-    /// A plan has come into force.
+    /// A new plan has come into force.
     Pursue(Demand<P>),
-    /// The service is stopped for good. Every control daemon ends with its clients, including control daemons that an earlier
-    /// service has started.
+    /// An administrator stops the service for good. Every control daemon ends with its clients, including control daemons that
+    /// an earlier service has started.
     Stop {
         /// An order for each control daemon in the state file. The order is used if the control daemon has no supervisor.
         left: Vec<Order<P>>,
     },
-    /// The service ends, and the next one takes the control daemons over.
+    /// The service ends, and leaves the control daemons to the next service.
     Leave,
-    /// The act about a control daemon has come back.
+    /// The shell has carried out an act about a control daemon.
     Done {
         id: DaemonId,
-        /// The entry of the state file under this id now.
+        /// The control daemon's entry in the state file after the act. None if the state file has no entry.
         written: Option<RunningDaemon>,
-        /// True if the service watches the process, and so learns of its end.
+        /// True if the service watches the process, and so learns when it ends.
         watched: bool,
         outcome: ActOutcome,
     },
-    /// An act about a compute mode has come back.
+    /// The shell has carried out an act about a compute mode.
     ModeDone {
         /// The GPU's UUID.
         gpu: GpuUuid,
         outcome: ModeOutcome,
     },
-    /// The moment that [`crate::Core::due`] named has come.
+    /// The moment that [`crate::Core::due`] has returned has come.
     Due,
 }
 
@@ -50,11 +50,12 @@ pub struct Demand<P> {
     /// The GPUs that keep the service's compute mode, even if they are not served at the moment. None if the service does not set
     /// compute modes.
     pub kept: Configured,
-    /// GPUs that programs without MPS use. Their compute mode is set all the same, so that no further programs without MPS come.
+    /// The GPUs that programs without MPS use. Their compute mode is set though they are not served, so that no further
+    /// programs without MPS come.
     pub closed: Vec<GpuUuid>,
 }
 
-/// The switch `enable_cuda_mps`, and how it came to be off.
+/// The switch `enable_cuda_mps`, and how it was turned off.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MpsSwitch {
     /// The switch is on: a control daemon that is no longer needed ends once it has no client.
@@ -66,16 +67,16 @@ pub enum MpsSwitch {
     TurnedOff,
 }
 
-/// The order for one control daemon.
+/// The order for one control daemon: the GPUs that it should serve, and how.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order<P> {
-    /// No two orders have the same id.
+    /// The id of the control daemon. No two orders have the same id.
     pub id: DaemonId,
-    /// Two orders share a GPU only if the tenure of both is [`crate::Tenure::InTurns`].
+    /// The GPUs of the control daemon. Two orders share a GPU only if the tenure of both is [`crate::Tenure::InTurns`].
     pub gpus: Vec<GpuUuid>,
     /// True if the control daemon sets the compute modes of its GPUs.
     pub sets_modes: bool,
-    /// The rest of the order. The core only compares it.
+    /// The part of the order that the core only compares and does not read.
     pub payload: P,
 }
 
@@ -92,15 +93,15 @@ pub struct RunningDaemon {
 pub enum ActOutcome {
     /// The act has succeeded. After a takeover the process may have ended.
     Done,
-    /// The service has ended the control daemon, for a change of the order or as unused.
+    /// The service has ended the control daemon, since the order has changed or the control daemon is unused.
     Ended,
-    /// The control daemon needs its order again.
+    /// The control daemon lives, and has to be given its order again.
     Again,
-    /// The act has failed.
+    /// The act has failed for this reason.
     Failed(WhyFailed),
-    /// The use of the control daemon, the answer to [`crate::DaemonAct::Judge`].
+    /// The answer to [`crate::DaemonAct::Judge`]: the use of the control daemon.
     Used(RunUse),
-    /// The control daemon outlives every attempt to end it.
+    /// The control daemon still lives after every attempt to end it.
     Lives,
     /// The act was broken off by [`crate::Act::Interrupt`].
     Interrupted,
@@ -109,9 +110,9 @@ pub enum ActOutcome {
 /// The reason why an act has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WhyFailed {
-    /// The process has ended.
+    /// The process of the control daemon has ended.
     Gone,
-    /// The control daemon does not work properly, or a fault outside of it prevents that.
+    /// The control daemon does not work properly, or a fault outside of it prevents the service from using it.
     Ill,
     /// Something outside of the control daemon is not ready yet, and soon will be. A new control daemon would wait too.
     NotYet,
@@ -124,12 +125,12 @@ pub enum WhyFailed {
 pub enum RunUse {
     /// The control daemon has ended meanwhile.
     Gone,
-    /// No program.
+    /// No program uses the control daemon.
     Idle,
-    /// No client, but programs without MPS prevent the start of a server. If the control daemon ended, more such programs could
-    /// start.
+    /// The control daemon has no client, but programs without MPS prevent the start of a server. If the control daemon ended,
+    /// more such programs could start.
     KeptOut,
-    /// The control daemon has clients, or the service can't ask.
+    /// The control daemon has clients, or the service can't find out.
     Clients,
 }
 
@@ -138,11 +139,11 @@ pub enum RunUse {
 pub enum ModeOutcome {
     /// The GPU has the service's compute mode, or keeps another one for a reason that was logged.
     Taken,
-    /// The GPU has its former compute mode, or a mode that another program has set since.
+    /// The GPU has its recorded compute mode again, or a mode that another program has set since.
     PutBack,
-    /// The compute mode can't be restored now.
+    /// The service can't restore the compute mode now.
     Stays,
 }
 
-/// The GPUs of an order that other control daemons have, each with the id of that other control daemon.
+/// The GPUs in an order that other control daemons still have, each with the id of that control daemon.
 pub type HeldGpus = BTreeMap<GpuUuid, DaemonId>;

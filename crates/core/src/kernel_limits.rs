@@ -12,7 +12,7 @@ use alloc::vec::Vec;
 use crate::CoreTime;
 use crate::bindings::{Binding, Bindings, ControlGroup};
 
-/// The time between two checks of a limit.
+/// The time between two checks of a limit that the kernel enforces.
 pub const CHECK: CoreTime = CoreTime::from_secs(60);
 
 /// The time until the next check of a limit that is new, or that another program has just changed.
@@ -27,19 +27,20 @@ pub struct LimitedGroup<G> {
     pub group: ControlGroup,
 }
 
-/// The memory that a control group may have on a GPU.
+/// The limit of a control group on a GPU: the memory that the control group may have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupLimit<S> {
-    /// In MiB.
+    /// The limit in MiB.
     pub mib: u64,
     /// The slices whose memory makes up the limit.
     pub slices: BTreeSet<S>,
 }
 
-/// The limits of all control groups.
+/// The limit of each control group on each GPU.
 pub type GroupLimits<S, G> = BTreeMap<LimitedGroup<G>, GroupLimit<S>>;
 
-/// The limits that follow from the bindings. `memory_of` gives the GPU of a slice that is served, and its memory in MiB.
+/// The limits that follow from the bindings. `memory_of` gives the GPU of a slice that is served, and the slice's memory in
+/// MiB.
 pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     bindings: &Bindings<S>,
     memory_of: impl Fn(&S) -> Option<(G, u64)>,
@@ -55,7 +56,8 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     limits
 }
 
-/// The limits that binding the control groups at these paths can change: those of these control groups and of their ancestors.
+/// The limits that a binding of the control groups at these paths can change: the limits of these control groups and of their
+/// ancestors.
 pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
     paths: &[&str],
     bindings: &Bindings<S>,
@@ -69,7 +71,7 @@ pub fn limits_around<S: Ord + Clone, G: Ord + Clone>(
     around.flat_map(with_inside).collect()
 }
 
-/// The limits of a control group, for its own slices and the slices of its descendants.
+/// The limits of a bound control group on its GPUs, for its own slices and the slices of its descendants.
 fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
     one: &Binding<S>,
     inside: impl Iterator<Item = &'b Binding<S>>,
@@ -88,8 +90,8 @@ fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
     limits
 }
 
-/// The control group whose limit on this GPU is exactly the memory of this slice, and applies to all programs with this slice.
-/// None if two bindings have the slice, or if the limit covers several slices.
+/// The control group whose limit on this GPU is exactly the memory of this slice, so that the limit applies to all programs
+/// with this slice. None if two bindings have the slice, or if the limit covers several slices.
 pub fn limited_to<S: Ord, G: Ord + Clone>(
     slice: &S,
     gpu: &G,
@@ -101,37 +103,38 @@ pub fn limited_to<S: Ord, G: Ord + Clone>(
     limits.get(&place).filter(|limit| limit.slices.len() == 1).map(|_| place)
 }
 
-/// A goal for one limit: the kernel should enforce it, or should not any more.
+/// The aim for one limit: the kernel should enforce it, or should not enforce it any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitGoal {
     /// Set this limit, in MiB.
     Hold(u64),
-    /// Remove the limit if it has one of these values, in MiB. A limit with any other value was set by another program.
+    /// Remove the limit if its value is one of these, in MiB. Another program has set a limit with any other value.
     Lift(BTreeSet<u64>),
 }
 
-/// The end of an act about a limit.
+/// The outcome of an attempt to set or remove a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LimitOutcome {
-    /// The driver says that the goal is reached.
+    /// The driver confirms the goal.
     Reached,
-    /// The goal is reached. Before, the kernel had another limit, which the text describes.
+    /// The driver confirms the goal. Before that, the kernel had another limit, which the text describes.
     Replaced(String),
-    /// The driver does not offer such limits.
+    /// The driver can't set such limits.
     NotOffered,
     /// The goal is not reached, for this reason.
     Refused(String),
 }
 
-/// The goals for all limits: those to enforce, and those to remove.
+/// The goals for the limits that should be enforced or removed, and the outcomes so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelLimits<G>(BTreeMap<LimitedGroup<G>, Pursued>);
 
-/// A goal, and what was done for it so far.
+/// The goal for one limit, and the outcome of the attempts so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pursued {
     goal: LimitGoal,
-    /// The limits, in MiB, that the kernel may have from the service: the kernel may set a limit though its answer gets lost.
+    /// The limits, in MiB, that the service may have set in the kernel. The kernel may set a limit even if its answer gets
+    /// lost.
     ours: BTreeSet<u64>,
     outcome: Option<LimitOutcome>,
     due: CoreTime,
@@ -144,9 +147,9 @@ impl<G> Default for KernelLimits<G> {
 }
 
 impl<G: Ord + Clone> KernelLimits<G> {
-    /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often ends
-    /// the reason for the refusal. New goals alone do not cause that: a host may have thousands of limits. Returns true unless
-    /// the only change is that goals were added.
+    /// Sets the goals. A limit without a goal is removed. A refused limit is tried again, since a change of the goals often
+    /// ends the reason for the refusal. If goals were only added, refused limits are not tried again: a host may have thousands
+    /// of limits. Returns false if goals were only added, and true otherwise.
     pub fn pursue(&mut self, goals: &BTreeMap<LimitedGroup<G>, LimitGoal>, now: CoreTime) -> bool {
         let mut known = self.0.iter().peekable();
         let mut is_new = |goal: &(&LimitedGroup<G>, &LimitGoal)| {
@@ -170,19 +173,19 @@ impl<G: Ord + Clone> KernelLimits<G> {
         has_changed
     }
 
-    /// The next act, if it is due.
+    /// The next limit to set or remove, with its goal. None if no attempt is due.
     pub fn next(&self, now: CoreTime) -> Option<(LimitedGroup<G>, LimitGoal)> {
         let (place, pursued) = self.0.iter().find(|(_, pursued)| pursued.due <= now)?;
         Some((place.clone(), pursued.goal.clone()))
     }
 
-    /// The moment of the next act.
+    /// The moment of the next attempt. None if there is no goal.
     pub fn due(&self) -> Option<CoreTime> {
         self.0.values().map(|pursued| pursued.due).min()
     }
 
-    /// Records the end of an act. Returns true if the outcome is worth a message: the kernel refused for another reason than the
-    /// last time, or it had another limit than the service's.
+    /// Records the outcome of an attempt. Returns true if the outcome is worth a message: the kernel refused for another reason
+    /// than the last time, or it had another limit than the service's.
     pub fn has_acted(
         &mut self,
         place: &LimitedGroup<G>,
@@ -217,26 +220,26 @@ impl<G: Ord + Clone> KernelLimits<G> {
         was_held && was_another
     }
 
-    /// The outcome of the last act for each limit that should be enforced.
+    /// The outcome of the last attempt for each limit that should be enforced.
     pub fn outcomes(&self) -> impl Iterator<Item = (&LimitedGroup<G>, &LimitOutcome)> {
         self.0.iter().filter_map(|(place, pursued)| Some((place, pursued.shown()?)))
     }
 
-    /// The outcome for one limit.
+    /// The outcome of the last attempt for one limit. None if there was no attempt, or if the limit should not be enforced.
     pub fn outcome(&self, place: &LimitedGroup<G>) -> Option<&LimitOutcome> {
         self.0.get(place)?.shown()
     }
 }
 
 impl Pursued {
-    /// The outcome, if the goal is to enforce a limit.
+    /// The outcome of the last attempt. None if the goal is to remove the limit.
     fn shown(&self) -> Option<&LimitOutcome> {
         self.outcome.as_ref().filter(|_| matches!(self.goal, LimitGoal::Hold(_)))
     }
 }
 
 impl LimitGoal {
-    /// The limits that the kernel may get from the service by this goal.
+    /// The limits, in MiB, that the kernel may get from the service by this goal.
     fn mib(&self) -> BTreeSet<u64> {
         match self {
             Self::Hold(mib) => [*mib].into(),

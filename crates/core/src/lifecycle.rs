@@ -9,21 +9,22 @@ use crate::{
     WhyFailed,
 };
 
-/// The pause after the second failure in a row. After the first there is none. The pause doubles up to [`LAST_PAUSE`].
+/// The pause before a control daemon is started again after its second failure in a row. After the first failure there is no
+/// pause. The pause doubles up to [`LAST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 
-/// The longest pause after a failure. A container that is restarted meanwhile waits at most 25 s for its slice; then the engine
-/// gives up.
+/// The longest pause after a failure. A container that is restarted meanwhile waits at most 25 s for its slice; then the
+/// container engine gives up.
 const LAST_PAUSE: Duration = Duration::from_secs(20);
 
-/// The longest pause while programs without MPS prevent the start of a server. They may end at any moment.
+/// The longest pause while programs without MPS prevent the start of a server. Such programs may end at any moment.
 const HELD_PAUSE: Duration = Duration::from_secs(1);
 
 /// The longest pause while the control daemon waits for something else to be ready, such as the fabric manager.
 const SOON: Duration = Duration::from_secs(3);
 
-/// Returns true if programs wait for the next control daemon during this pause after a failure. After several failures in a row
-/// it is unknown when the next one comes.
+/// Returns true if programs should wait for the next control daemon during this pause after a failure. After several failures
+/// in a row it is unknown when a control daemon works again.
 pub fn programs_wait(pause: Duration) -> bool {
     pause < HELD_PAUSE
 }
@@ -31,12 +32,12 @@ pub fn programs_wait(pause: Duration) -> bool {
 /// After a control daemon has worked for this time, the pauses are short again.
 pub const HEALTHY_AGAIN: Duration = Duration::from_secs(60);
 
-/// The pause after the next failure.
+/// The pause after the next failure, if the pause after the last failure was `pause`.
 pub fn next_pause(pause: Duration) -> Duration {
     (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE)
 }
 
-/// The aim of a control daemon.
+/// The aim of a control daemon's supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Goal {
     /// The control daemon serves its order.
@@ -52,22 +53,22 @@ pub enum Goal {
 /// The work on a control daemon at this moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
-    /// The next act follows from the goal.
+    /// No act is under way. The next act follows from the goal.
     Open,
-    /// The act that comes next.
+    /// No act is under way. This act is the next one.
     Then(DaemonAct),
-    /// This act is under way, since this time.
+    /// This act has been under way since this moment.
     Busy { act: DaemonAct, since: CoreTime, interrupted: bool },
-    /// The pause after a failure. It ends at this moment, or when the order or the goal changes.
+    /// The pause after a failure. It ends at `until`, or when the order or the goal changes.
     Resting { until: CoreTime },
 }
 
-/// The order and the GPUs of an act.
+/// The order that the last act was begun with. The shell works with this order until the act has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Told {
     revision: u64,
     held: HeldGpus,
-    /// The GPUs that the control daemon was given. A later order may name other GPUs.
+    /// The GPUs that the order gives to the control daemon. A later order may name other GPUs.
     gpus: Vec<GpuUuid>,
     sets_modes: bool,
 }
@@ -78,7 +79,7 @@ impl Told {
     }
 }
 
-/// The next step for a control daemon.
+/// The next step of a supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Next {
     Act(DaemonAct),
@@ -86,23 +87,23 @@ pub(crate) enum Next {
     Release,
 }
 
-/// One control daemon: its order, and all that the core knows about it.
+/// One control daemon: its order, and the facts that the core knows about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Lifecycle<P> {
     order: Order<P>,
     goal: Goal,
-    /// Counts the changes of order and goal.
+    /// The number of changes of order and goal so far.
     revision: u64,
-    /// The order and the GPUs of the last act.
+    /// The order that the last act was begun with. None if no act was begun.
     told: Option<Told>,
-    /// The control daemon's entry in the state file.
+    /// The control daemon's entry in the state file. None if there is no entry.
     written: Option<RunningDaemon>,
     /// True if the service watches the process, and so learns of its end.
     watched: bool,
-    /// True if a control daemon has run under this id before. Then the next one waits until all of its GPUs are free. It could
-    /// get a missing GPU only by a restart, and clients on its other GPUs could prevent that for ever.
+    /// True if a control daemon has run under this id before. The next one then waits until all of its GPUs are free: it could
+    /// get a missing GPU only by a restart, and clients on its other GPUs could prevent the restart for ever.
     has_run: bool,
-    /// True if every attempt to end the control daemon has failed.
+    /// True if every attempt of the service to end the control daemon has failed.
     given_up: bool,
     phase: Phase,
     pause: Duration,
@@ -143,12 +144,12 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
-    /// True if no act was begun for the control daemon, and no process runs.
+    /// Returns whether the order waits: no act was begun for the control daemon, and no process runs.
     pub(crate) fn is_pending(&self) -> bool {
         self.told.is_none() && self.written.is_none()
     }
 
-    /// Sets the goal. Setting the same goal again changes nothing.
+    /// Sets the goal, and a new order if there is one. Setting the same goal and order again changes nothing.
     pub(crate) fn pursue(&mut self, goal: Goal, order: Option<Order<P>>) {
         let order = order.filter(|order| *order != self.order);
         if self.goal == goal && order.is_none() {
@@ -161,33 +162,33 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.pause = Duration::ZERO;
     }
 
-    /// True if the control daemon has this GPU, or is being started with it.
+    /// Returns whether the control daemon has this GPU, or is being started with it.
     fn has(&self, gpu: &str) -> bool {
         let starts = matches!(self.phase, Phase::Busy { act: DaemonAct::Start, .. });
         self.written.iter().any(|run| run.gpus.iter().any(|one| one == gpu))
             || starts && self.told.iter().any(|told| told.has(gpu))
     }
 
-    /// True if a control daemon of the tenure `other` can't have the GPU because of this one.
+    /// Returns whether this control daemon prevents a control daemon of the tenure `other` from getting the GPU.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
         // The tenure is compared first: most control daemons of a large host take turns, and then their GPUs do not matter.
         self.order.id.tenure().keeps_from(other) && self.has(gpu)
     }
 
-    /// True if the compute mode of this GPU must stay for this control daemon: its order names the GPU, or the order before, with
-    /// which the act under way still works.
+    /// Returns whether the compute mode of this GPU must stay for this control daemon. It must if the present order names the
+    /// GPU, or if the order of the act under way does.
     pub(crate) fn keeps_mode(&self, gpu: &str) -> bool {
         let sets = matches!(self.phase, Phase::Busy { act: DaemonAct::Start | DaemonAct::Serve, .. });
         let still_sets = || self.told.as_ref().is_some_and(|told| told.sets_modes && told.has(gpu));
         (self.order.sets_modes && self.has(gpu)) || (sets && still_sets())
     }
 
-    /// True if the order or the goal has changed since the last act began.
+    /// Returns whether the order or the goal has changed since the last act began.
     fn is_stale(&self) -> bool {
         self.told.as_ref().is_none_or(|told| told.revision != self.revision)
     }
 
-    /// The moment of the next step.
+    /// The moment at which the next step is due though no event comes. None if there is no such moment.
     pub(crate) fn due(&self) -> Option<CoreTime> {
         match self.phase {
             Phase::Resting { until } => Some(until),
@@ -195,8 +196,9 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }
     }
 
-    /// The next step, given the GPUs that other control daemons have. While a compute mode is being changed (`modes_change`), no
-    /// act that may set a compute mode is returned: each of the two would record the mode of the other as the former one.
+    /// The next step, given the GPUs that other control daemons have. While a compute mode is being changed (`modes_change`),
+    /// no act that may set a compute mode is returned: each of the two changes would record the other's mode as the former
+    /// mode.
     pub(crate) fn next(&mut self, held: &HeldGpus, modes_change: bool, now: CoreTime) -> Option<Next> {
         let has_other_order = self.is_stale();
         let has_other_gpus = self.told.as_ref().is_none_or(|told| told.held != *held);
@@ -213,8 +215,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
             Phase::Then(act) => *act,
             Phase::Open | Phase::Resting { .. } => {
-                // The moment in the phase has passed, and [`Self::due`] must not return it again. The control daemon may now wait
-                // for GPUs.
+                // The moment has passed, and [`Self::due`] must not return it again. The control daemon may now wait for GPUs.
                 self.phase = Phase::Open;
                 match self.choose(held)? {
                     Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
@@ -238,7 +239,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         Some(Next::Act(act))
     }
 
-    /// The step that follows from the goal. None: the control daemon waits for GPUs that other control daemons have.
+    /// The step that follows from the goal. None if the control daemon waits for GPUs that other control daemons have.
     fn choose(&self, held: &HeldGpus) -> Option<Next> {
         let is_left = self.written.is_some() && !self.given_up;
         Some(Next::Act(match self.goal {
@@ -267,10 +268,10 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.has_run |= watched;
         let is_stale = self.is_stale();
         match (self.goal, outcome) {
-            // The new order is tried at once.
+            // The order has changed during the act, so the new order is tried at once.
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
-            // The next service finds the control daemon in the state file.
+            // The control daemon stays in the state file, where the next service finds it.
             (Goal::Stop(permit), ActOutcome::Lives) if permit.cause() == Cause::Stop => {
                 (self.watched, self.given_up) = (false, true);
             }
@@ -302,7 +303,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         }
     }
 
-    /// Does nothing for a pause, which is longer each time.
+    /// Begins a pause, at most `longest`. Each pause is longer than the one before.
     fn rest(&mut self, longest: Duration) {
         self.phase = Phase::Then(DaemonAct::Rest(self.pause.min(longest)));
         self.pause = next_pause(self.pause);

@@ -9,13 +9,13 @@ use crate::{Configured, GpuUuid, ModeOutcome};
 pub(crate) struct Modes {
     /// The GPUs that keep the service's compute mode, even if they are not served.
     kept: Configured,
-    /// The GPUs whose mode may have to be restored.
+    /// The GPUs whose compute mode may have to be restored, since the service has changed it.
     touched: BTreeSet<GpuUuid>,
-    /// The GPUs whose mode is being set or restored at this moment.
+    /// The GPUs whose compute mode is being set or restored at this moment.
     under_way: BTreeSet<GpuUuid>,
-    /// The GPUs whose mode could not be restored. The next plan tries again.
+    /// The GPUs whose compute mode the service could not restore. The next plan tries again.
     stuck: BTreeSet<GpuUuid>,
-    /// The GPUs whose mode should be set though they are not served.
+    /// The GPUs whose compute mode should be set though they are not served, so that no further programs without MPS come.
     to_close: BTreeSet<GpuUuid>,
 }
 
@@ -30,19 +30,19 @@ impl Modes {
         }
     }
 
-    /// Takes the GPUs of a new plan, and tries again to restore the modes that could not be restored.
+    /// Sets the GPUs of a new plan. Compute modes that the service could not restore are tried again.
     pub(crate) fn pursue(&mut self, kept: Configured, closed: Vec<GpuUuid>) {
         self.kept = kept;
         self.to_close = closed.into_iter().collect();
         self.stuck.clear();
     }
 
-    /// From now on a GPU keeps the service's mode only while a control daemon has it.
+    /// Gives up the plan: from now on a GPU keeps the service's compute mode only while a control daemon has the GPU.
     pub(crate) fn give_up(&mut self) {
         self.pursue(Configured::default(), Vec::new());
     }
 
-    /// The modes of these GPUs may be set, for a control daemon.
+    /// Records that a control daemon is about to set the compute modes of these GPUs.
     pub(crate) fn may_be_set(&mut self, gpus: impl Iterator<Item = GpuUuid>) {
         self.touched.extend(gpus);
     }
@@ -62,7 +62,7 @@ impl Modes {
         }
     }
 
-    /// True while the mode of this GPU is being changed, so no other task may set it.
+    /// Returns whether the compute mode of this GPU is being changed, so that no other task may set it.
     pub(crate) fn is_under_way(&self, gpu: &GpuUuid) -> bool {
         self.under_way.contains(gpu)
     }
@@ -71,14 +71,14 @@ impl Modes {
         self.under_way.is_empty()
     }
 
-    /// The GPUs whose mode should be restored now: no control daemon needs them (`is_used`), and the configuration does not name
-    /// them. If a mode were restored earlier, programs without limits could use the GPU.
+    /// The GPUs whose compute mode should be restored now: no control daemon needs the GPU (`is_used`), and the configuration
+    /// does not name it. If a mode were restored earlier, programs without limits could use the GPU.
     pub(crate) fn to_put_back(&self, is_used: impl Fn(&GpuUuid) -> bool) -> Vec<GpuUuid> {
         let left = self.touched.difference(&self.under_way).filter(|gpu| !self.stuck.contains(*gpu));
         left.filter(|gpu| !self.kept.may_have(gpu) && !is_used(gpu)).cloned().collect()
     }
 
-    /// The GPUs whose mode should be set now though they are not served.
+    /// The GPUs whose compute mode should be set now, though they are not served.
     pub(crate) fn to_take(&self) -> Vec<GpuUuid> {
         self.to_close.difference(&self.under_way).cloned().collect()
     }

@@ -4,18 +4,18 @@ use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
 use alloc::vec::Vec;
 
-/// The meaning of a line of the log.
+/// The meaning of a line in the log of a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Meaning {
     /// The line changes nothing that the service knows.
     Ordinary,
     /// The line reports a failure that has no variant of its own.
     Trouble,
-    /// The line appears in normal operation too, for example whenever a client comes or goes.
+    /// The line appears in normal operation, for example whenever a client comes or goes.
     Noise,
-    /// A server is being started for a user.
+    /// The control daemon starts a server for a user.
     ServerStarting { server: u32, uid: u32 },
-    /// A server takes clients.
+    /// A server is ready for clients.
     ServerReady(u32),
     /// A server has ended.
     ServerExited { server: u32, status: i32 },
@@ -28,25 +28,25 @@ pub enum Meaning {
     /// The server that wrote the line limits its clients to this much memory of one GPU.
     MemoryLimit {
         server: u32,
-        /// The number of the GPU among the GPUs of the control daemon.
+        /// The number of the GPU in the control daemon's list of GPUs.
         ordinal: usize,
         /// The limit, in bytes.
         bytes: u64,
     },
-    /// A client met a fatal GPU error. It did not necessarily cause the error, which hits every client on that GPU.
+    /// A client met a fatal GPU error. The client did not necessarily cause the error, which hits every client on the GPU.
     Fault {
         /// The server's PID.
         server: u32,
         client: u32,
     },
-    /// A server ends every client on the GPUs with the error, and then recovers.
+    /// A server ends every client on the GPUs with the error. After that the server recovers.
     FaultHandling { server: u32 },
     /// A client loses its work because of a fault.
     TornDown {
         /// The server's PID.
         server: u32,
         client: u32,
-        /// The number of the GPU among the GPUs of the control daemon.
+        /// The number of the GPU in the control daemon's list of GPUs.
         ordinal: usize,
     },
     /// A client process has ended.
@@ -55,7 +55,7 @@ pub enum Meaning {
     ClientPending { client: u32, uid: u32 },
     /// The control daemon assigns a client to a server.
     ClientAdmitted(u32),
-    /// A client was turned away, since the server has as many clients as it can hold.
+    /// A server has refused a client, since the server has as many clients as it can hold.
     ClientRefused {
         /// The server's PID.
         server: u32,
@@ -65,7 +65,7 @@ pub enum Meaning {
 }
 
 impl Meaning {
-    /// True if the line is about the existence of servers or about their limits.
+    /// Returns whether the line reports that a server starts, is ready or ends, or reports the limits of a server.
     pub fn is_of_servers(&self) -> bool {
         matches!(
             self,
@@ -85,11 +85,11 @@ pub enum ServerStatus {
     Initializing,
     /// The server takes clients.
     Active,
-    /// The server met a fatal GPU error. It takes no client until the present clients are gone.
+    /// The server met a fatal GPU error. It takes no client until its present clients have ended.
     Fault,
     /// The server has ended.
     Gone,
-    /// The control daemon does not know the command.
+    /// The control daemon does not know the command that asks for the status.
     Unsupported,
 }
 
@@ -101,48 +101,48 @@ pub type ClientPids = BTreeMap<u32, BTreeSet<u32>>;
 pub struct Client {
     /// The client's PID on the host.
     pub pid: u32,
-    /// The number that distinguishes the client's connections: a process that connects again gets another number. None if it is
-    /// not known.
+    /// The number that distinguishes the client's connections: a process that connects again gets another number. None if the
+    /// control daemon does not give a number.
     pub id: Option<u64>,
     /// The server's PID.
     pub server: u32,
-    /// The beginning of the GPU's UUID. Empty if the GPU is not known.
+    /// The beginning of the GPU's UUID. Empty if the control daemon does not give it.
     pub gpu_prefix: String,
 }
 
 impl Client {
-    /// True if the client uses this GPU.
+    /// Returns whether the client uses the GPU with this UUID.
     pub fn is_on(&self, uuid: &str) -> bool {
         !self.gpu_prefix.is_empty() && uuid.starts_with(&self.gpu_prefix)
     }
 }
 
-/// The limits of a server's clients.
+/// The limits for the clients of a server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
     /// The active thread percentage.
     pub thread_percentage: u8,
     /// The memory limit of each GPU in MiB, by the GPU's ordinal.
     pub memory_mib: BTreeMap<usize, u64>,
-    /// The ordinals of the GPUs that enforce limits; the servers' logs name no others.
+    /// The ordinals of the GPUs that enforce limits. The servers' logs name only these GPUs.
     pub enforced: BTreeSet<usize>,
 }
 
-/// A control daemon and its servers at one moment.
+/// The state of a control daemon and its servers at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inspection {
-    /// The PIDs of the servers.
+    /// The PIDs of all servers.
     pub servers: Vec<u32>,
-    /// The statuses of the servers that were asked about.
+    /// The statuses of the servers that the service asked about, by PID.
     pub statuses: BTreeMap<u32, ServerStatus>,
-    /// The limits that differ from those asked about, in words: None stands for servers that are started later, the other keys
-    /// are the servers that were asked about.
+    /// The limits in force that differ from the expected limits, in words: of each server that the service asked about, by PID,
+    /// and under None of servers that are started later.
     pub differences: BTreeMap<Option<u32>, String>,
 }
 
 impl Inspection {
-    /// The status of a server that was asked about. Some control daemons can't report statuses; then the status only says if the
-    /// server is there.
+    /// The status of a server that the service asked about. Some control daemons can't report statuses; the status then says
+    /// only if the server exists.
     pub fn status(&self, server: u32) -> ServerStatus {
         match self.statuses.get(&server) {
             Some(ServerStatus::Unsupported) if !self.servers.contains(&server) => ServerStatus::Gone,
@@ -151,7 +151,7 @@ impl Inspection {
         }
     }
 
-    /// The servers with one of these statuses.
+    /// The servers that have one of these statuses.
     pub fn with(&self, wanted: &[ServerStatus]) -> impl Iterator<Item = u32> {
         self.statuses.keys().copied().filter(|server| wanted.contains(&self.status(*server)))
     }

@@ -9,7 +9,7 @@ pub struct Permit {
     cause: Cause,
 }
 
-/// The reason for which work is ended.
+/// The reason why work may be ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cause {
     /// An administrator stops the service for good.
@@ -18,7 +18,7 @@ pub enum Cause {
     Disabled,
     /// An administrator forces a change that otherwise waits for clients.
     Forced,
-    /// There is no client, so no work is lost.
+    /// The control daemon or the server has no client, so no work is lost.
     Unused,
     /// A server has met a fatal GPU error. Its clients have lost their work, and the server can't recover before they have ended.
     Fault,
@@ -33,23 +33,24 @@ impl Permit {
         Self { cause }
     }
 
-    /// The permit for a control daemon or a server with this number of clients, which must be 0. `clients` is None if the number
-    /// is unknown.
+    /// The permit to end a control daemon or a server with this number of clients. None unless the number is 0. `clients` is
+    /// None if the number is unknown.
     pub fn unused(clients: Option<usize>) -> Option<Self> {
         (clients == Some(0)).then(|| Self::new(Cause::Unused))
     }
 
-    /// The permit for a change that otherwise waits for the end of clients. `clients` is None if the number is unknown.
+    /// The permit to end a control daemon for a change that otherwise waits for the end of clients. None if the change is not
+    /// forced and there may be clients. `clients` is None if their number is unknown.
     pub fn for_a_change(is_forced: bool, clients: Option<usize>) -> Option<Self> {
         if is_forced { Some(Self::new(Cause::Forced)) } else { Self::unused(clients) }
     }
 
-    /// The permit for a client that a caller with the right to do so has named.
+    /// The permit to end a client that a caller with the right to do so has named.
     pub(crate) fn asked_for() -> Self {
         Self::new(Cause::Asked)
     }
 
-    /// The reason for which work is ended.
+    /// The reason why work may be ended.
     pub fn cause(self) -> Cause {
         self.cause
     }

@@ -4,7 +4,7 @@ use core::time::Duration;
 
 use crate::CoreTime;
 
-/// `most` messages at once, and `more` further messages in each period.
+/// The rate of messages: `most` messages at once, and `more` further messages in each period.
 #[derive(Debug, Clone, Copy)]
 pub struct Rate {
     /// The most messages at once.
@@ -15,23 +15,23 @@ pub struct Rate {
     pub period: Duration,
 }
 
-/// The number of messages that may be written now, and the number of suppressed ones.
+/// Counts the messages that may be written now, and the messages that were suppressed.
 #[derive(Debug, Clone)]
 pub struct RateLimit {
     rate: Rate,
     left: u32,
-    /// The beginning of the present period. It has no meaning while the full number may be written.
+    /// The beginning of the present period. It has no meaning while the full number of messages may be written.
     since: CoreTime,
     suppressed: usize,
 }
 
 impl RateLimit {
-    /// No message was sent yet.
+    /// The limit before the first message.
     pub fn new(rate: Rate) -> Self {
         Self { rate, left: rate.most, since: CoreTime::ZERO, suppressed: 0 }
     }
 
-    /// True if one more message, about `count` things, may be written now. Otherwise the things are counted as suppressed.
+    /// Returns whether a message about `count` things may be written now. If not, the things are counted as suppressed.
     pub fn take(&mut self, count: usize, now: CoreTime) -> bool {
         self.refill(now);
         if self.left == self.rate.most {
@@ -45,19 +45,19 @@ impl RateLimit {
         taken
     }
 
-    /// The number of things that were suppressed since the last call, if there are any.
+    /// The number of suppressed things since the last call. None if nothing was suppressed.
     pub fn suppressed(&mut self) -> Option<usize> {
         let suppressed = core::mem::take(&mut self.suppressed);
         (suppressed > 0).then_some(suppressed)
     }
 
-    /// The same, but None while no message may be written.
+    /// Like [`Self::suppressed`], but None while no message may be written.
     pub fn suppressed_before(&mut self, now: CoreTime) -> Option<usize> {
         self.refill(now);
         if self.left > 0 { self.suppressed() } else { None }
     }
 
-    /// When the next message may be written.
+    /// The moment from which the next message may be written.
     pub fn next(&mut self, now: CoreTime) -> CoreTime {
         self.refill(now);
         if self.left > 0 { now } else { self.since + self.rate.period }

@@ -38,14 +38,14 @@ pub struct Published {
     /// None before the daemon knows its GPUs.
     pub devices: Option<Vec<Listed<Device>>>,
     pub gpus: Vec<Listed<Gpu>>,
-    /// The service asks the control daemons for the clients, and a control daemon may hang.
+    /// The clients, or the reason why the daemon did not list them: it asks the control daemons, and a control daemon may hang.
     pub clients: Result<Vec<Listed<Client>>, BusError>,
     pub events: Vec<Listed<Event>>,
     pub pid: Option<u32>,
 }
 
 impl BusAnswer {
-    /// Asks for everything. If there is no daemon, the answer says so.
+    /// Asks the daemon for everything that it publishes. Without a daemon, the answer gives the reason.
     pub async fn ask() -> Self {
         let daemon = match DaemonProxy::connect().await {
             Ok(daemon) => daemon,
@@ -66,12 +66,13 @@ impl BusAnswer {
         }
     }
 
-    /// Everything that the daemon publishes, if it does.
+    /// Everything that the daemon publishes. None if the daemon did not answer.
     pub fn published(&self) -> Option<&Published> {
         if let Self::Answers(published) = self { Some(published) } else { None }
     }
 
-    /// The main file to read if the command line names none: the file that the service reads.
+    /// The main configuration file for a command line that names none: the file that the service reads. None if the service's
+    /// file is not known.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         self.published()?.config(sysroot)
     }
@@ -85,7 +86,7 @@ pub fn known<R>(answer: Result<Vec<R>, BusError>) -> Result<Option<Vec<R>>, BusE
     }
 }
 
-/// The published form of a name, whose address may have any spelling.
+/// The name under which the daemon publishes a slice or a GPU. The address in `name` may have any spelling.
 pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     let (address, _) = DeviceName::parts(name);
     let ordinal = name.strip_prefix(address).unwrap_or_default();
@@ -97,7 +98,7 @@ pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
 }
 
-/// True if this is the published name of the slice or of its GPU.
+/// Returns whether `name` is the published name of this slice or of its GPU.
 pub fn is_called(device: &Device, name: &str) -> bool {
     let uuid = device.device_path.as_ref();
     device.addr == name
@@ -105,7 +106,7 @@ pub fn is_called(device: &Device, name: &str) -> bool {
         || uuid.is_some_and(|uuid| uuid.eq_ignore_ascii_case(name))
 }
 
-/// The names of the client's slices.
+/// The published names of the slices that the client has.
 pub fn given(client: &Client) -> impl Iterator<Item = &str> {
     client.device.iter().flat_map(|names| names.split(',')).map(str::trim)
 }
@@ -129,14 +130,15 @@ impl Published {
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 
-    /// The number of clients on these GPUs, by the GPUs' UUIDs. A process that uses several GPUs counts once.
+    /// The number of clients on the GPUs with these UUIDs. A process that uses several GPUs counts once. None if the clients
+    /// are not known.
     pub fn clients_on(&self, gpus: &[String]) -> Option<usize> {
         let clients = self.clients.as_ref().ok()?;
         let pids = clients.iter().filter(|client| gpus.contains(&client.gpu)).map(|client| client.pid);
         Some(pids.collect::<BTreeSet<u32>>().len())
     }
 
-    /// The GPUs of the control daemon with this id.
+    /// The GPUs that the control daemon with this id serves.
     pub fn served_by<'p>(&'p self, id: &'p str) -> impl Iterator<Item = &'p Gpu> {
         self.gpus
             .iter()

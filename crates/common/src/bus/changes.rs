@@ -11,7 +11,7 @@ use super::{MANAGER, NAME};
 #[derive(Debug)]
 pub struct ServiceChanges {
     told: watch::Receiver<()>,
-    /// Takes every signal at once: an unread signal would delay the answers behind it.
+    /// The task that receives the signals. It takes every signal at once: an unread signal would delay the answers behind it.
     _hears: JoinSet<()>,
 }
 
@@ -35,8 +35,8 @@ impl ServiceChanges {
         Ok(Self { told, _hears: hears })
     }
 
-    /// Returns once something has changed since the last call. False: the bus has closed the connection, so no further change is
-    /// reported.
+    /// Returns once the service has reported a change since the last call. False means that the bus has closed the connection,
+    /// so the service can report no further change.
     pub async fn next(&mut self) -> bool {
         self.told.changed().await.is_ok()
     }

@@ -13,20 +13,20 @@ use crate::text::clean;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub enum RequestError {
-    /// No plan exists yet; ask again.
+    /// The service has no plan yet. The caller should ask again later.
     NotReady(String),
     NoSuchDevice(String),
     NoSuchClient(String),
-    /// The configuration was refused, and the one before stays in force.
+    /// The new configuration is wrong. The configuration before it stays in force.
     InvalidConfig(String),
-    /// Another change or request has to end first.
+    /// The service still works on another change or request. The caller should ask again later.
     Busy(String),
-    /// The slice takes no new clients.
+    /// An administrator has drained the slice, so it takes no new clients.
     Drained(String),
     NotServed(String),
-    /// The slice is bound to another owner.
+    /// The slice is bound to the control group of another owner.
     Taken(String),
-    /// The control group also has processes of others.
+    /// The caller wants to bind a control group that also contains processes of other programs.
     SharedControlGroup(String),
     /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, the same error with which the bus refuses a call.
     AccessDenied(String),

@@ -20,14 +20,14 @@ use super::error::RequestError;
 use super::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::variant::json;
 
-/// How long a caller waits for the answer to a request: a little longer than the time after which the daemon gives up on the
-/// request.
+/// The time that yunion-mpsctl waits for the answer to a request: a little longer than the time after which the daemon gives up
+/// on the request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 
 /// The time that the bus has to accept the connection, which takes milliseconds. The deadline of a method starts later.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
-/// How long a caller waits until the service has counted the clients: a little longer than the service takes at most.
+/// The time that yunion-mpsctl waits until the service has counted the clients: a little longer than the service needs at most.
 const LOOK_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[derive(Debug, thiserror::Error)]
@@ -179,11 +179,12 @@ type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
 /// The slices that a caller asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceWish {
-    /// The names as `list` shows them. A GPU stands for one of its slices.
+    /// The names of slices and GPUs as `yunion-mpsctl list` shows them. A GPU stands for one of its slices.
     pub names: Vec<String>,
-    /// True for one slice: of the named ones, or of all, the one with the fewest clients.
+    /// True if the caller wants one slice: the slice with the fewest clients among those in `names`, or among all slices if
+    /// `names` is empty. False if the caller wants every slice in `names`.
     pub free: bool,
-    /// True if other programs may have the slices too.
+    /// True if the slices may be shared with other programs. False if the caller wants the slices alone.
     pub share: bool,
 }
 
@@ -233,8 +234,8 @@ trait Control {
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
 
-/// The answer of a method that is for root. For other callers the bus refuses it with a text about its own rules, which is
-/// replaced.
+/// Turns the bus's refusal of a method that is only for root into an error that says so. The bus's own text speaks of policy
+/// rules.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
         BusError::Refused(RequestError::AccessDenied(_)) => {
@@ -255,7 +256,7 @@ fn is_from_bus(refusal: &str) -> bool {
     !rustix::process::geteuid().is_root() && of_a_bus.iter().any(|text| refusal.starts_with(text))
 }
 
-/// The service. The methods of its Manager are called through `Deref`.
+/// The connection to the service. `Deref` gives the methods of the interface `io.yunion.Mps1.Manager`.
 #[derive(Debug, Clone)]
 pub struct DaemonProxy {
     manager: ManagerProxy<'static>,
@@ -289,25 +290,25 @@ impl DaemonProxy {
         Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
-    /// Has the service count the clients, for the next answers of `devices` and `gpus`. Errors are ignored, since older numbers
-    /// are worth showing too: an older service does not know this call, a busy service refuses it, and a service that waits for a
-    /// hung GPU takes too long.
+    /// Asks the service to count the clients, so that the next answers of `devices` and `gpus` have present numbers. Errors are
+    /// ignored, since older numbers are worth showing too: an older service does not know this call, a busy service refuses it,
+    /// and a service that waits for a hung GPU takes too long.
     pub async fn look_at_clients(&self) {
         let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
     }
 
-    /// Ends the GPU work of the clients of these slices, and returns when no such client is left. Only for root.
+    /// Ends the GPU work of the clients of these slices, and returns when no client of these slices is left. Only for root.
     pub async fn release_devices(&self, devices: &[String]) -> Result<(), BusError> {
         for_root(self.control.release_devices(devices).await)
     }
 
-    /// Ends the GPU work of the clients in a container, and returns when no such client is left. Only for root.
+    /// Ends the GPU work of the clients in a container, and returns when no client of the container is left. Only for root.
     pub async fn release_container(&self, id: &str) -> Result<(), BusError> {
         for_root(self.control.release_container(id).await)
     }
 
-    /// Ends the GPU work of the clients that may end because of a signal to a container, and returns when the work has ended.
-    /// Only for root.
+    /// Ends the GPU work of the clients that a signal to a container may kill, and returns when the work has ended. Only for
+    /// root.
     pub async fn release_group(&self, stop: &ContainerStop) -> Result<(), BusError> {
         let ContainerStop { pid, container, signal, to_all } = stop;
         let options = OptionValues::from([
@@ -318,7 +319,7 @@ impl DaemonProxy {
         for_root(self.control.release_group(*pid, &options).await)
     }
 
-    /// The devices that the caller may have now, and the settings for a program that uses them.
+    /// Asks for slices for a program. Returns the names of the slices and the settings with which the program uses them.
     pub async fn take(&self, wish: &SliceWish) -> Result<(Vec<String>, ContainerAnswer), BusError> {
         let options = OptionValues::from([("free", wish.free.into()), ("share", wish.share.into())]);
         let (taken, environment, mounts, gpus) = self.manager.take_devices(&wish.names, &options).await?;
@@ -343,22 +344,24 @@ impl DaemonProxy {
         for_root(self.control.unbind(pid, &options).await)
     }
 
-    /// Takes slices and GPUs out of use for new clients. Without names, everything. Only for root.
+    /// Drains slices and GPUs: they take no new clients. An empty list drains everything. Only for root.
     pub async fn drain(&self, names: &[String]) -> Result<(), BusError> {
         for_root(self.control.drain(names).await)
     }
 
-    /// Puts slices and GPUs into use again. Without names, everything. Only for root.
+    /// Puts drained slices and GPUs into use again. An empty list means every slice and GPU. Only for root.
     pub async fn undrain(&self, names: &[String]) -> Result<(), BusError> {
         for_root(self.control.undrain(names).await)
     }
 
-    /// Has the service read its configuration again. Returns the generation that is then in force. Only for root.
+    /// Asks the service to read its configuration again. Returns the generation of the published devices after the reload. Only
+    /// for root.
     pub async fn reload(&self) -> Result<u64, BusError> {
         for_root(self.control.reload().await)
     }
 
-    /// Makes the changes that wait for the end of clients. Only for root.
+    /// Asks the service to make the changes that wait until clients have ended. With `force`, the service ends the clients.
+    /// Only for root.
     pub async fn apply(&self, force: bool) -> Result<(), BusError> {
         for_root(self.control.apply(force).await)
     }
@@ -371,7 +374,7 @@ impl DaemonProxy {
         Ok(Listed::read(values.iter().map(|(name, value)| (key(name), json(value))).collect())?)
     }
 
-    /// The PID of the service. The bus has it from the kernel.
+    /// The PID of the service, which the bus has from the kernel.
     pub async fn service_pid(&self) -> Result<u32, BusError> {
         let proxy = self.manager.inner();
         let bus = fdo::DBusProxy::new(proxy.connection()).await?;
@@ -379,7 +382,7 @@ impl DaemonProxy {
     }
 }
 
-/// A property's name as a key: `StateReason` is `state_reason`.
+/// Turns a property's name into the key of a dictionary: `StateReason` becomes `state_reason`.
 fn key(property: &str) -> String {
     let mut key = String::with_capacity(property.len() + 2);
     for letter in property.chars() {

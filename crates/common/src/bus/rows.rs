@@ -31,12 +31,12 @@ use crate::text::clean;
 /// An `a{sv}`. A key without a known value is left out.
 pub type Dict = BTreeMap<&'static str, Variant<'static>>;
 
-/// A struct that is a dictionary on the bus. It is serialized directly, without building a dictionary first.
+/// A struct that is a dictionary on the bus. Serde writes it to the message directly, without building a dictionary first.
 pub trait Row: Serialize + Type {
     /// The keys with an annotation, "const" or "false", as in the D-Bus annotation `EmitsChangedSignal`.
     const EMITS: &[(&str, &str)];
 
-    /// True if a value changes all the time, so that no signal reports its changes.
+    /// Returns whether the value of this key changes so often that the service sends no signal about the changes.
     fn is_silent(key: &str) -> bool {
         Self::EMITS.contains(&(key, "false"))
     }
@@ -74,9 +74,9 @@ pub trait Object: Interface + Clone {
     fn path(&self) -> String;
 }
 
-/// The value of a key.
+/// A value that can be sent on the bus under a key of a dictionary.
 trait OnBus {
-    /// The type on the bus.
+    /// The Rust type of the value on the bus.
     type Wire: Into<Variant<'static>> + Serialize + Type;
 
     /// The value for the bus, without text that the bus does not accept. None if the value is not known.
@@ -263,7 +263,7 @@ gpu_object! {
         bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
-        // These are the platform's own defaults. With other numbers the platform would see its rows as changed.
+        // The platform's own default is -1 for both numbers. The platform would take other numbers for a change of the device.
         "const" device_minor: i32 = -1;
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
@@ -311,11 +311,11 @@ gpu_object! {
     }
 }
 
-/// The object of a slice: its GPU, and its ordinal there.
+/// The D-Bus object of a slice: the GPU, and the slice's ordinal on the GPU.
 #[derive(Debug, Clone)]
 pub struct Slice(pub Arc<GpuView>, pub u32);
 
-/// The object of a GPU.
+/// The D-Bus object of a GPU.
 #[derive(Debug, Clone)]
 pub struct WholeGpu(pub Arc<GpuView>);
 
@@ -430,7 +430,8 @@ row! {
     }
 }
 
-/// A name of the container of a client, from the host agent's records.
+/// A name of the client's container in the host agent's records: `name` says which of the names. None if the records have no
+/// such name.
 fn guest_name(client: &ClientView, name: fn(&GuestContainer) -> &String) -> Option<String> {
     client.client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
 }
@@ -441,7 +442,7 @@ impl fmt::Display for PcieInfo {
     }
 }
 
-/// `mps_memory_limit` as a property's name: `MpsMemoryLimit`.
+/// Turns the key of a dictionary into a property's name: `mps_memory_limit` becomes `MpsMemoryLimit`.
 pub fn property_name(key: &str) -> String {
     let mut name = String::with_capacity(key.len());
     for word in key.split('_') {
@@ -470,7 +471,7 @@ fn mib(mib: u64) -> i32 {
     i32::try_from(mib).unwrap_or(i32::MAX)
 }
 
-/// Memory in MiB. The source has 0 for unknown memory, which is left out.
+/// An amount of memory as the MiB of a key. None for 0, which means that the memory is not known.
 fn known_mib(known: u64) -> Option<i32> {
     (known > 0).then(|| mib(known))
 }

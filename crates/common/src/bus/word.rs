@@ -7,8 +7,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer};
 use strum::VariantNames;
 
-/// A word in an answer of the service. A newer service may use a word that this version does not know: the word stays as it is,
-/// and equals no variant.
+/// A word in an answer of the service. A newer service may use a word that this version does not know: `Unknown` keeps that
+/// word, and equals no variant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Word<E> {
     Known(E),
@@ -16,21 +16,21 @@ pub enum Word<E> {
 }
 
 impl<E: Copy> Word<E> {
-    /// None for a word that this version does not know.
+    /// The variant for this word. None if this version does not know the word.
     pub fn known(&self) -> Option<E> {
         if let Self::Known(meaning) = self { Some(*meaning) } else { None }
     }
 }
 
 impl<E: VariantNames> Word<E> {
-    /// The words of all variants, then this word if this version does not know it.
+    /// The words of all variants, and this word too if this version does not know it.
     pub fn and_others(&self) -> impl Iterator<Item = &str> {
         let unknown = if let Self::Unknown(word) = self { Some(word.as_str()) } else { None };
         E::VARIANTS.iter().copied().chain(unknown)
     }
 }
 
-/// The word of a key that an answer lacks.
+/// The empty word stands for a key that the service's answer lacks.
 impl<E> Default for Word<E> {
     fn default() -> Self {
         Self::Unknown(String::new())

@@ -18,9 +18,9 @@ use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 pub struct Difference {
     pub kind: DifferenceKind,
     pub subject: String,
-    /// The published value; empty for something new.
+    /// The value that the service publishes now. Empty if the thing is new.
     pub from: String,
-    /// The planned value; empty for something that is removed.
+    /// The value after the reload. Empty if the reload removes the thing.
     pub to: String,
     pub effect: Effect,
 }
@@ -44,23 +44,24 @@ pub enum DifferenceKind {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "when", rename_all = "kebab-case")]
 pub enum Effect {
-    /// At once, for new clients.
+    /// The change takes effect at once, for clients that start after the reload.
     Live,
-    /// After the clients of a control daemon have ended. Then a new control daemon replaces it.
+    /// The change waits until the clients of the present control daemon have ended. Then the service replaces the control
+    /// daemon.
     Waits {
-        /// The number of clients now; null if it is unknown.
+        /// The number of clients of the present control daemon; null if it is unknown.
         clients: Option<usize>,
-        /// Why the change needs another control daemon.
+        /// Why the change needs a new control daemon.
         reason: String,
-        /// True if no new client is served until then.
+        /// True if new clients are not served while the change waits.
         out_meanwhile: bool,
     },
-    /// At once, but the GPU work of all clients ends.
+    /// The change takes effect at once, and ends the GPU work of all clients.
     Ends {
-        /// The number of clients now; null if it is unknown.
+        /// The number of clients that lose their work; null if it is unknown.
         clients: Option<usize>,
     },
-    /// Not at all: a reload refuses it.
+    /// The change does not take effect: the service refuses the reload for this reason.
     Refused { reason: String },
 }
 
@@ -115,12 +116,12 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Everything that a reload with this plan would change. The error is the reason why that is not known.
+/// The changes that a reload with this plan would make. The error is the reason why the changes are not known.
 pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
     if published.devices.is_none() {
         return Err("the service does not know its GPUs yet".to_owned());
     }
-    // The service does the same before it compares.
+    // The service also gives up private directories before it compares a new plan with the running control daemons.
     let mut plan = plan.clone();
     for daemon in &mut plan.control_daemons {
         give_up_private_directory(daemon);
@@ -195,8 +196,8 @@ impl Comparison<'_> {
                 }
                 continue;
             };
-            // The control daemon is about to end: then it has no GPUs of its own any more, and another one with the same id
-            // follows without a reload.
+            // A control daemon that is about to end has no GPUs of its own any more. The service starts the next control daemon
+            // with the same id without a reload.
             if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }
@@ -241,7 +242,8 @@ impl Comparison<'_> {
         }
     }
 
-    /// The present memory limit and thread percentage of a slice, or of a GPU whose slices are equal.
+    /// Compares the present memory limit and thread percentage with the planned size, of a slice or of a GPU whose slices are
+    /// equal.
     fn size(&mut self, name: &str, uuid: &str, [memory, threads]: [Option<i32>; 2], to: SliceSize) {
         for (kind, from, to) in [
             (DifferenceKind::MemoryLimit, memory, to.memory_mib),
@@ -258,7 +260,7 @@ impl Comparison<'_> {
         if let (Some(from), Some(to)) = (from, to)
             && from != to
         {
-            // The control daemon has no part in this limit.
+            // The service enforces this limit itself, so no control daemon has to be replaced.
             self.add(DifferenceKind::MaxClients, name, [&from, &to], Effect::Live);
         }
     }
@@ -272,7 +274,7 @@ impl Comparison<'_> {
                 published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
-        // Control daemons of single slices take turns, so none of them waits for another.
+        // Control daemons of single slices take turns on a GPU, so such a control daemon does not wait for another one.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
             planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };
@@ -294,7 +296,7 @@ impl Comparison<'_> {
     }
 }
 
-/// True if this control daemon is already in the service's plan and waits for its GPUs.
+/// Returns whether the service already plans this control daemon, which waits until other control daemons have left its GPUs.
 fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     planned.gpus.iter().all(|served| {
         published.gpus.iter().any(|gpu| {
@@ -305,8 +307,8 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// True if new clients look for the control daemon in another directory than that of the present one, which waits for the end of
-/// its clients.
+/// Returns whether the planned control daemon has another pipe directory than the running one, which waits for the end of its
+/// clients. New clients then do not find the running one.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }
@@ -317,7 +319,7 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         control_directory: Path::new(&daemon.control_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
-        // Before its start this is not known; then nothing has to change.
+        // A control daemon that has not started yet does not publish this value. The check then assumes no difference.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
         near_cpus: daemon.wanted_cpus.is_some(),
     };

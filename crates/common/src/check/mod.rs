@@ -19,10 +19,10 @@ use crate::problem::{LocatedProblem, Problem};
 /// The exit status of a wrong configuration (`EX_CONFIG`), after which the unit is not restarted.
 pub const BAD_CONFIGURATION: u8 = 78;
 
-/// The time limit for NVML. A GPU that falls off the bus can make a question hang for ever.
+/// The time that the check waits for NVML. A GPU that falls off the bus can make a call of NVML hang for ever.
 const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The result of the check: what a start would do.
+/// The result of the check: what the service would do if it started with this configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
     Refused(Refused),
@@ -36,16 +36,16 @@ pub enum Checked {
         loaded: Loaded,
         /// The driver's version, or the reason why there is none. None if the driver was not asked.
         driver: Option<Result<String, Problem>>,
-        /// The plan, or the reason why there is none yet. With `enable_cuda_mps: false` the plan is empty.
+        /// The plan, or the reason why the service can't make a plan yet. With `enable_cuda_mps: false` the plan is empty.
         plan: Result<Plan, Problem>,
-        /// The entries without a GPU on this host now. The service waits for such a GPU, but the path may also be
-        /// mistyped.
+        /// The entries of the device file that name no GPU of this host. The service waits for such a GPU, but the path in the
+        /// entry may also be mistyped.
         missing: Vec<Missing>,
     },
 }
 
 impl Checked {
-    /// The mistakes: problems in the files, and entries that certainly name no GPU of this host.
+    /// The mistakes of an administrator: problems in the files, and entries that certainly name no GPU of this host.
     pub fn problems(&self) -> Vec<LocatedProblem> {
         match self {
             Self::Refused(Refused { problems, .. }) | Self::Wrong { problems, .. } => problems.clone(),
@@ -55,7 +55,7 @@ impl Checked {
         }
     }
 
-    /// The settings, if the files are correct in themselves.
+    /// The settings. None if the files themselves have mistakes.
     pub fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,
@@ -63,7 +63,7 @@ impl Checked {
         }
     }
 
-    /// The warnings about the files, without those about the host agent.
+    /// The warnings about the files for this service, without the warnings about the host agent.
     pub fn warnings(&self) -> &[LocatedProblem] {
         match self {
             Self::Refused(refused) => &refused.warnings,
@@ -91,7 +91,7 @@ pub fn check(sources: &Sources) -> Checked {
     }
 }
 
-/// Runs a question to NVML. If NVML hangs, the error says so.
+/// Asks NVML a question on a thread of its own. The error gives the reason if NVML does not answer in time.
 pub fn ask_driver<T: Send + 'static>(
     sysroot: &Path,
     ask: impl FnOnce(Result<&mut GpuQuestions, &Problem>) -> T + Send + 'static,
@@ -110,17 +110,18 @@ pub fn ask_driver<T: Send + 'static>(
     })
 }
 
-/// Runs a function that may hang, on a new thread. None if it does not return in time. The thread then goes on without a caller.
+/// Runs a function that may hang, on a new thread. None if the function does not return before the deadline. The thread then
+/// goes on in the background.
 pub fn within<T: Send + 'static>(deadline: Duration, what: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (tell, answer) = mpsc::channel();
     std::thread::spawn(move || {
-        // This fails if the caller no longer waits.
+        // Sending fails if the caller has stopped waiting.
         let _ = tell.send(what());
     });
     answer.recv_timeout(deadline).ok()
 }
 
-/// The result of this configuration on a host with these GPUs.
+/// Decides what this configuration means on a host with these GPUs. `inventory` is None if the host's GPUs were not read.
 pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     let Some(inventory) = inventory.filter(|_| loaded.settings.enabled) else {
         return Checked::Right { loaded, driver: None, plan: Ok(Plan::default()), missing: Vec::new() };
@@ -142,7 +143,7 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     Checked::Right { loaded, driver, plan, missing }
 }
 
-/// The result in words, line by line.
+/// The result of the check as text, one line for each element.
 pub fn words(checked: &Checked) -> Vec<String> {
     let mut lines: Vec<String> =
         checked.all_warnings().map(|warning| format!("warning: {warning}")).collect();

@@ -8,17 +8,17 @@ use crate::bus::answers::BusAnswer;
 use crate::config::Sources;
 use crate::plan::{GpuPlan, Plan};
 
-/// The result of a start or a reload, without making one.
+/// The answer of `yunion-mpsctl check`: what a start or a reload of the service would do.
 #[derive(Debug)]
 pub struct CheckReport {
     checked: Checked,
-    /// The changes that a reload would make, or why they are not known.
+    /// The changes that a reload would make, or the reason why they are not known.
     changes: Result<Vec<Difference>, String>,
 }
 
 impl CheckReport {
-    /// Reads the files, looks at the host and asks the service. Without a file on the command line, this reads the file of the
-    /// service.
+    /// Reads the files, looks at the host and asks the service. If the command line names no file, the check reads the file
+    /// that the service reads.
     pub async fn new(Sources { config, sysroot }: Sources) -> Self {
         let bus = BusAnswer::ask().await;
         let config = config.or_else(|| bus.config(&sysroot));

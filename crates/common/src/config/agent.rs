@@ -28,23 +28,24 @@ const TYPES: [&str; 13] = [
     "HYGON_DCU_HAMI",
 ];
 
-/// A setting with which the agent or its containers fail.
+/// A setting that this service accepts, but with which the host agent or the agent's containers fail.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trouble {
     /// The stable name of this kind of trouble.
     pub name: &'static str,
     pub problem: LocatedProblem,
-    /// The path that the agent does not know, if the trouble is a path.
+    /// The path in the device file that the agent does not accept. None if the trouble is no path.
     pub path: Option<DevicePath>,
 }
 
-/// Returns true if the host belongs to the platform: then the files have the platform's own keys too. Other hosts have no agent.
+/// Returns true if the host belongs to the platform, and so has a host agent: the platform's programs are installed, or the
+/// files have keys of the platform.
 pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
     !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }
 
-/// All such settings. If MPS is off, the agent ignores entries of the type `NVIDIA_MPS`, and only keys without a value can make
-/// it fail.
+/// The settings with which the host agent or its containers fail. If MPS is off, the agent ignores entries of the type
+/// `NVIDIA_MPS`, and only a key without a value can make the agent fail.
 pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[EmptyKey]) -> Vec<Trouble> {
     let mut troubles: Vec<Trouble> = empty.iter().map(without_value).collect();
     if !settings.enabled {

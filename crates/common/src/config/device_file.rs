@@ -72,7 +72,8 @@ fn items<'t>(
         return if empty { Ok((place(None), Vec::new())) } else { Err(missing) };
     };
     match list.value {
-        // A key of an entry is outside of the list, so any further problem of the entries would be misleading.
+        // A key at the left edge ends the list, so the list lacks keys of its entries. Any further problem of the entries would
+        // mislead.
         _ if findings.problems.len() > before => Ok((origin, Vec::new())),
         Value::List(items) if items.len() > MAX_ENTRIES => {
             let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
@@ -87,7 +88,7 @@ fn items<'t>(
     }
 }
 
-/// The problem of an entry's key that is at the left edge of the file, outside of the list.
+/// The problem of a key that belongs to an entry, but stands at the left edge of the file and so outside of the list.
 fn outside(origin: Origin, key: &str) -> LocatedProblem {
     let remedy = match key {
         "path" => "begin an entry with it: `- path: ...` below `devices:`",
@@ -127,7 +128,7 @@ impl<'t> Entry<'t> {
         LocatedProblem::new(Origin { line, ..self.origin.clone() }, key, found, remedy)
     }
 
-    /// The entry. None if it is unusable; then `findings` has the problem.
+    /// Reads the entry. None if the entry is unusable; `findings` then has the problem.
     fn read(mut self, value: Value<'t>, findings: &mut Findings) -> Option<DeviceEntry> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
@@ -152,7 +153,7 @@ impl<'t> Entry<'t> {
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
         let overcommit = findings.checked(self.optional("overcommit", boolean));
-        // The keys are unwrapped only here, so that every problem is reported at once.
+        // Every key is read before the first `?`, so that the administrator sees every problem at once.
         let mps = Some(MpsEntry {
             slices: slices?,
             each: each?,
@@ -178,7 +179,7 @@ impl<'t> Entry<'t> {
         }
     }
 
-    /// The keys about the size of a slice, or of each slice.
+    /// Reads the keys about the size of one slice, either from the entry or from an element of the list `slices`.
     fn size(&self, findings: &mut Findings) -> Option<SliceKeys> {
         let memory_mib = findings.checked(self.optional("memory", memory));
         let thread_percentage = findings.checked(self.optional("thread_percentage", percentage));
@@ -190,7 +191,7 @@ impl<'t> Entry<'t> {
         })
     }
 
-    /// The keys of the list `slices`, for each slice. Empty if there is no such list, None if the list is unusable.
+    /// Reads the list `slices`: the keys of each slice. Empty if the entry has no such list, None if the list is unusable.
     fn own_sizes(&mut self, findings: &mut Findings) -> Option<Vec<SliceKeys>> {
         const WRITE_LIST: &str = "write a list of 1 to 999 slices, each as {memory: 20GiB}";
         let Some(Node { line, value }) = self.fields.remove("slices") else { return Some(Vec::new()) };
@@ -226,12 +227,12 @@ impl<'t> Entry<'t> {
             }
             Some(size)
         });
-        // All of them are read first, so that every problem is reported at once.
+        // All elements are read before a bad one counts, so that the administrator sees every problem at once.
         let own: Vec<Option<SliceKeys>> = own.collect();
         own.into_iter().collect()
     }
 
-    /// Takes these keys out of the pairs. Adds warnings about unknown keys and duplicate keys.
+    /// Moves the values of the known keys into `fields`. Returns warnings about unknown keys and duplicate keys.
     fn fill(&mut self, pairs: Vec<Pair<'t>>, keys: &[&'static str]) -> Vec<LocatedProblem> {
         let mut warnings = Vec::new();
         for (key, Node { value, .. }) in pairs {
@@ -249,7 +250,7 @@ impl<'t> Entry<'t> {
         warnings
     }
 
-    /// A key that must be there.
+    /// Reads a key that an entry must have. The error names the key.
     fn required<T>(&self, key: &str, remedy: &str, read: Reader<T>) -> Result<T, LocatedProblem> {
         let missing = || self.problem(self.origin.line, key, "missing", remedy);
         self.valid(self.fields.get(key).ok_or_else(missing)?, key, read)
@@ -265,7 +266,7 @@ impl<'t> Entry<'t> {
     }
 }
 
-/// Reads a value.
+/// A function that reads the value of a key. The error names the allowed values.
 type Reader<T> = fn(&Value<'_>) -> Result<T, Problem>;
 
 const WRITE_PATH: &str = "name the GPU by its render node, such as /dev/dri/renderD128";
@@ -284,7 +285,7 @@ fn path(value: &Value<'_>) -> Result<DevicePath, Problem> {
     }
 }
 
-/// The type. A type that is probably a misspelt `NVIDIA_MPS` is an error.
+/// Reads the type. A type that is probably a misspelt `NVIDIA_MPS` is an error.
 fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     match value.text().as_ref() {
         "" => Err(value.wrong(WRITE_TYPE)),
@@ -387,13 +388,13 @@ mod tests {
         entries
     }
 
-    /// The line, key and text of each problem or warning.
+    /// The line, the key and the text of each problem or warning.
     fn told(problems: &[LocatedProblem]) -> Vec<(usize, &str, &str)> {
         let line = |problem: &LocatedProblem| problem.origin.line.unwrap_or_default();
         problems.iter().map(|p| (line(p), p.key.as_str(), p.problem.found.as_str())).collect()
     }
 
-    /// One `NVIDIA_MPS` entry with this line as line 4.
+    /// A device file with one `NVIDIA_MPS` entry, which has `line` as the fourth line of the file.
     fn mps(line: &str) -> String {
         format!("devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  {line}\n")
     }
@@ -898,7 +899,7 @@ mod tests {
         }
     }
 
-    /// Reading never panics on any bytes, and each `NVIDIA_MPS` entry is complete.
+    /// Reads any bytes as a device file: reading does not panic, and each `NVIDIA_MPS` entry that it returns is complete.
     fn survives(bytes: &[u8]) {
         let mut findings = Findings::default();
         let entries = match text_of(Path::new(FILE), bytes) {
@@ -925,7 +926,7 @@ mod tests {
         }
     }
 
-    /// The path, true if the type is `NVIDIA_MPS`, and its keys.
+    /// An entry for a test: the path, true if the type is `NVIDIA_MPS`, and the keys.
     type AnyEntry = (String, bool, MpsEntry);
 
     prop_compose! {
@@ -959,7 +960,7 @@ mod tests {
         }
     }
 
-    /// The keys about a size, as YAML has them between braces.
+    /// The keys about a size, as a device file has them between braces.
     fn size_written(keys: &SliceKeys) -> Vec<String> {
         let memory = keys.memory_mib.map(|mib| match mib.get() {
             mib if mib % 1024 == 0 => format!("memory: {}GiB", mib / 1024),

@@ -21,20 +21,20 @@ pub(super) struct Draft {
     pub(super) settings: Settings,
     pub(super) device_file: Option<PathBuf>,
     pub(super) local_file: Option<PathBuf>,
-    /// The line of each key's value. A key that is not here has its default.
+    /// The line of each key's value. A key without an origin has its default.
     origins: BTreeMap<&'static str, Origin>,
-    /// The keys without a value that the host agent reads too. For this service they are not set.
+    /// The keys without a value that the host agent reads too. This service treats such a key as a missing key.
     pub(super) empty: Vec<EmptyKey>,
 }
 
-/// A key without a value, and the meaning that the host agent gives it, in words.
+/// A key without a value, and the meaning that the host agent gives the key, in words.
 pub(super) struct EmptyKey {
     pub(super) key: &'static str,
     pub(super) origin: Origin,
     pub(super) read_as: &'static str,
 }
 
-/// The host agent's reaction to such a key that can't be a text.
+/// The host agent's reaction to a key without a value, if the agent does not accept a text for that key.
 const MISTAKE: &str = "with it the platform's host agent does not start";
 
 /// Stores a value in the draft. The error names the allowed values.
@@ -146,7 +146,8 @@ impl Draft {
                 self.empty.extend(read_as(key, syntax).map(|read_as| EmptyKey { key, origin, read_as }));
                 continue;
             }
-            // The host agent also takes the text from the later file. But a value that it can't read stays a mistake.
+            // The host agent also takes a text from the later file. But a key without a value in the earlier file stays a
+            // mistake if the agent can't read it.
             self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
@@ -159,7 +160,8 @@ impl Draft {
         }
     }
 
-    /// A problem with the first of these keys that is set in a file.
+    /// A problem at the place where a file sets one of these keys: the first of the keys that is set. None if no file sets
+    /// them.
     fn problem_at(&self, keys: [&str; 2], found: String, remedy: &str) -> Option<LocatedProblem> {
         let (key, origin) = keys.iter().find_map(|key| self.origins.get_key_value(key))?;
         Some(LocatedProblem::new(origin.clone(), *key, found, remedy))
@@ -190,7 +192,7 @@ impl Draft {
         self.settings.log_in_pipe = Some(origin.clone());
     }
 
-    /// The checks that need all files.
+    /// Checks the values of different keys together, after all files were read.
     pub(super) fn check_together(&mut self, findings: &mut Findings) {
         self.place_log(findings);
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
@@ -242,8 +244,8 @@ impl Draft {
     }
 }
 
-/// The meaning that the host agent gives this key without a value. None if the agent does not read the key, or treats it like
-/// this service.
+/// The meaning, in words, that the host agent gives this key without a value. None if the agent does not read the key, or
+/// treats it like this service.
 fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
         (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
@@ -257,9 +259,10 @@ fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
-    /// YAML. If a key appears twice, the last one counts.
+    /// The file is YAML. If a key appears twice, the last one counts.
     Yaml,
-    /// `key = value`, an older form that the host agent still reads. If a key appears twice, the first one counts.
+    /// The file has lines `key = value`, an older form that the host agent still reads. If a key appears twice, the first one
+    /// counts.
     KeyValue,
 }
 
@@ -277,7 +280,7 @@ fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Pair<'t>>), Locat
     key_value_lines(text).map(|pairs| (Syntax::KeyValue, pairs)).ok_or(refused)
 }
 
-/// Reads the `key = value` form. None if some line is neither that nor a `[section]`, or if no line is a key.
+/// Reads the `key = value` form. None if a line has neither that form nor the form `[section]`, or if no line has a key.
 fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
     let mut pairs = Vec::new();
     for (at, line) in text.lines().enumerate() {
@@ -314,7 +317,7 @@ struct Chosen<'t> {
     value: Value<'t>,
 }
 
-/// The values of the keys of this service, in the order of the file. Each key appears once.
+/// The keys that this service reads, with their values, in the order of the file. Each key appears once.
 fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Findings) -> Vec<Chosen<'t>> {
     let mut chosen: Vec<Chosen<'t>> = Vec::new();
     for (Node { line, value: written }, Node { value, .. }) in pairs {
@@ -379,12 +382,12 @@ fn seconds(value: &Value<'_>, range: RangeInclusive<u64>) -> Result<Duration, Pr
     whole(value, range, "seconds").map(Duration::from_secs)
 }
 
-/// A text. An empty text means the same as a missing key.
+/// Reads a value that may be empty: an empty text means the same as a missing key.
 fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, Problem>) -> Result<Option<T>, Problem> {
     if value.as_text().is_some_and(|text| text.is_empty()) { Ok(None) } else { read(value).map(Some) }
 }
 
-/// The absolute path of a file. Messages show it as it is written, so it is not normalised.
+/// Reads the absolute path of a file. Messages show the path as it is written, so it is not normalised.
 fn file(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     if text.starts_with('/') && !text.contains(char::is_control) {
@@ -394,7 +397,7 @@ fn file(value: &Value<'_>) -> Result<PathBuf, Problem> {
     }
 }
 
-/// The absolute path of a directory. It is normalised, so that two spellings of one directory are equal.
+/// Reads the absolute path of a directory, and normalises it, so that two spellings of one directory are equal.
 fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     let parts: Vec<&str> = text.split('/').filter(|part| !matches!(*part, "" | ".")).collect();
@@ -409,8 +412,8 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
     }
 }
 
-/// The path of a directory for the options of container engines. It appears in `--volume=HOST:CONTAINER`, and unquoted in a
-/// shell, which would split it at blanks and expand patterns.
+/// Reads the path of a directory that appears in the options of container engines: in `--volume=HOST:CONTAINER`, and unquoted
+/// in a shell, which would split it at blanks and expand patterns.
 fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {
@@ -456,7 +459,7 @@ mod tests {
 
     const FILE: &str = "/etc/yunion/host.conf";
 
-    /// Reads one file over the defaults.
+    /// Reads one file, whose values override the defaults.
     fn overlaid(text: &str) -> (Draft, Findings) {
         let mut draft = Draft::new();
         let mut findings = Findings::default();
@@ -478,7 +481,7 @@ mod tests {
         findings.problems
     }
 
-    /// The only problem: its line, its key, and the text that was found.
+    /// The only problem of a file: the line, the key, and the text that was found.
     fn problem(text: &str) -> (Option<usize>, String, String) {
         let [problem] = <[LocatedProblem; 1]>::try_from(problems(text)).unwrap();
         assert_eq!(problem.origin.file, Path::new(FILE));
@@ -588,7 +591,7 @@ mod tests {
                 "{FILE}:3: cuda_mps_replicas: already set on line 1; the last one counts; remove one of them"
             )
         );
-        // A value that is overridden is not checked.
+        // The later value of a key overrides the earlier one, so the earlier one is not checked.
         assert_eq!(settings("log_level: loud\nlog_level: warn\n").log_level, LogLevel::Warn);
     }
 
@@ -955,7 +958,7 @@ mod tests {
         }
     }
 
-    /// The lines that an administrator would write for these settings: key, value, and true if the value needs quotes.
+    /// The lines that an administrator would write for these settings: the key, the value, and true if the value needs quotes.
     fn written(settings: &Settings) -> Vec<(&'static str, String)> {
         let path = |path: &Path| format!("\"{}\"", path.display());
         let mut lines = vec![
@@ -1013,7 +1016,7 @@ mod tests {
         })
     }
 
-    /// Reading never panics on any bytes, and a file that can't be read has a problem.
+    /// Reads any bytes as host.conf: reading does not panic, and an unreadable file gives a problem.
     fn survives(bytes: &[u8]) {
         let mut draft = Draft::new();
         let mut findings = Findings::default();

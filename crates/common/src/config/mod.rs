@@ -88,7 +88,7 @@ impl Default for Settings {
     }
 }
 
-/// The settings that a supervisor needs besides the plan.
+/// The settings that the supervisors of control daemons need besides the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervision {
     /// `cuda_mps_set_compute_mode`. If it is false, the service does not change compute modes.
@@ -168,7 +168,7 @@ impl MpsEntry {
         Self { slices, each: SliceKeys::default(), own: Vec::new(), isolation: None, overcommit: false }
     }
 
-    /// The keys of each slice, by its ordinal.
+    /// The keys of each slice, in the order of the ordinals.
     pub fn sizes(&self) -> impl Iterator<Item = SliceKeys> {
         (0..self.slices.get() as usize).map(|ordinal| {
             let own = self.own.get(ordinal).copied().unwrap_or_default();
@@ -193,13 +193,13 @@ pub enum DevicePath {
     Uuid(String),
     /// The number N of `/dev/nvidiaN`.
     NvidiaMinor(u32),
-    /// Any other text, verbatim. For an `NVIDIA_MPS` entry this is an error. The plan writes the message, since it
+    /// Any other text, verbatim. In an `NVIDIA_MPS` entry such a path is an error. The plan writes the message, since the plan
     /// knows the GPUs and can name the right path.
     Other(String),
 }
 
 impl fmt::Display for DevicePath {
-    /// The spelling of a user.
+    /// Writes the path as an administrator writes it in the device file.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::RenderNode(node) => write!(f, "{}", node.display()),
@@ -234,18 +234,19 @@ pub enum Topology {
     PerSlice,
 }
 
-/// `isolation`: the largest thing that a fault affects.
+/// `isolation`: the part of the host in which a fault of one client can end the work of other clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, EnumString, strum::Display)]
 #[strum(serialize_all = "snake_case")]
 pub enum Isolation {
-    /// The GPU: its slices share a control daemon, and compute at the same time.
+    /// The GPU: its slices share a control daemon and compute at the same time, so a fault in one slice ends the work in all of
+    /// them.
     Gpu,
-    /// The slice: each has its own control daemon, and the slices take turns on the GPU.
+    /// The slice: each slice has its own control daemon, and the slices take turns on the GPU.
     Slice,
 }
 
 impl Settings {
-    /// The isolation of the slices of a GPU with these keys.
+    /// The isolation of the slices of a GPU whose entry has these keys.
     pub fn isolation(&self, keys: &MpsEntry) -> Isolation {
         keys.isolation.unwrap_or(match self.topology {
             Topology::Shared | Topology::PerGpu => Isolation::Gpu,
@@ -272,27 +273,27 @@ impl Settings {
     }
 }
 
-/// `cuda_mps_thread_percentage`: the share of a GPU's threads that one of N slices may use.
+/// `cuda_mps_thread_percentage`: the share of a GPU's threads that each of N slices may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ThreadPolicy {
-    /// 100/N.
+    /// Each slice gets 100/N percent.
     #[default]
     Equal,
-    /// min(100, 200/N).
+    /// Each slice gets min(100, 200/N) percent.
     Balanced,
-    /// 100.
+    /// Each slice gets 100 percent.
     Unlimited,
-    /// A fixed percentage, 1 to 100.
+    /// Each slice gets this percentage, 1 to 100.
     Fixed(u8),
 }
 
-/// `cuda_mps_multiuser`: one root server for the clients of every user.
+/// `cuda_mps_multiuser`: one server, which runs as root, serves the clients of every user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MultiUser {
-    /// On if every GPU of the control daemon allows it and the driver knows the option.
+    /// One server serves every user if every GPU of the control daemon allows that and the driver knows the option.
     #[default]
     Auto,
-    /// Always on. A driver that refuses it is an error.
+    /// One server always serves every user. A driver that refuses the option is an error.
     On,
     Off,
 }
@@ -301,7 +302,7 @@ pub enum MultiUser {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum CpuAffinity {
-    /// The CPUs near its GPUs.
+    /// The control daemon is bound to the CPUs near its GPUs.
     Auto,
     #[default]
     None,
@@ -311,10 +312,10 @@ pub enum CpuAffinity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum MemoryLimit {
-    /// The kernel, if it can. This service watches the memory too.
+    /// The kernel enforces the limit if it can. The service watches the memory too.
     #[default]
     Auto,
-    /// The service watches the memory; the kernel enforces no limit.
+    /// The service alone watches the memory; the kernel enforces no limit.
     Watch,
 }
 
@@ -322,10 +323,10 @@ pub enum MemoryLimit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum OnOveruse {
-    /// A message.
+    /// The service only writes a message.
     #[default]
     Report,
-    /// A message, and the end of the GPU work of the newest clients of the slice, until the rest fits.
+    /// The service writes a message, and ends the GPU work of the newest clients of the slice, until the remaining clients fit.
     Terminate,
 }
 
@@ -335,7 +336,7 @@ pub enum OnOveruse {
 pub enum MayTerminate {
     #[default]
     Root,
-    /// Root, and the user who has started the process.
+    /// Root and the user who has started the process.
     Owner,
 }
 
@@ -381,7 +382,7 @@ struct Findings {
 }
 
 impl Findings {
-    /// The value. On an error, the problem is added and the result is None.
+    /// Returns the value. If `read` is an error, adds the problem and returns None.
     fn checked<T>(&mut self, read: Result<T, LocatedProblem>) -> Option<T> {
         read.map_err(|problem| self.problems.push(problem)).ok()
     }
@@ -423,7 +424,7 @@ pub const MAIN_FILE: &str = "/etc/yunion/host.conf";
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
-    /// The files that were read, for a message. If there are none, the main file that does not exist.
+    /// The files that were read, for a message. If no file was read, the main file that does not exist.
     pub fn files(&self) -> String {
         match self.settings.sources.as_slice() {
             [] => MAIN_FILE.to_owned(),
@@ -527,7 +528,7 @@ fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
 /// The largest file that is read. A normal file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
-/// The text of a file. None if it is missing.
+/// The text of a file. None if the file does not exist.
 fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProblem> {
     let (found, remedy) = match regular_file::read(&below(sysroot, file), MAX_FILE_BYTES) {
         Ok(bytes) => return text_of(file, &bytes).map(Some),
@@ -545,7 +546,7 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProbl
     Err(LocatedProblem::new(Origin::whole(file), "", found, remedy))
 }
 
-/// The path below the sysroot. A relative path stays relative if the sysroot is the real root.
+/// The path of a file below the sysroot. If the sysroot is `/`, a relative path stays relative.
 pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     if sysroot == Path::new("/") {
         file.to_owned()
@@ -554,7 +555,7 @@ pub fn below(sysroot: &Path, file: &Path) -> PathBuf {
     }
 }
 
-/// The text of a file. An error if the bytes are no text.
+/// Decodes the bytes of a file as UTF-8 text. The error gives the line of the first byte that is no text.
 fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
     let damaged = |at: usize, found, remedy| {
         let line = Some(bytes.iter().take(at).filter(|byte| **byte == b'\n').count() + 1);
@@ -571,7 +572,7 @@ fn text_of(file: &Path, bytes: &[u8]) -> Result<String, LocatedProblem> {
     }
 }
 
-/// A whole number within a range. The error names the allowed values.
+/// Reads a whole number within a range. The error names the allowed values.
 fn whole<T>(value: &Value<'_>, range: RangeInclusive<T>, unit: &str) -> Result<T, Problem>
 where
     T: TryFrom<i128> + PartialOrd + fmt::Display,
@@ -583,21 +584,21 @@ where
     })
 }
 
-/// A number of slices. The platform's `addr` column has 16 characters, as many as the name `0001:1a:00.0-999`. So a slice's
-/// ordinal has at most three digits.
+/// Reads a number of slices. The platform's `addr` column has 16 characters, as many as the name `0001:1a:00.0-999`. So a
+/// slice's ordinal has at most three digits.
 fn slices(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "slices").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// A number of clients. The largest allowed number is more than any GPU can have.
+/// Reads a number of clients. The largest allowed number is more than any GPU can have.
 fn most_clients(value: &Value<'_>) -> Result<NonZeroU32, Problem> {
     whole(value, 1..=999, "clients").map(|count| NonZeroU32::new(count).unwrap_or(NonZeroU32::MIN))
 }
 
-/// The most MiB that a slice can be given in the file: 16 TiB.
+/// The largest memory of a slice that the device file can ask for, in MiB: 16 TiB.
 const MOST_MEMORY_MIB: u64 = 16 << 20;
 
-/// An amount of memory: a number of MiB, or a number with its unit.
+/// Reads an amount of memory: a number of MiB, or a number with its unit.
 fn memory(value: &Value<'_>) -> Result<NonZeroU64, Problem> {
     let text = value.text();
     let (number, unit) = match (text.strip_suffix("GiB"), text.strip_suffix("MiB")) {
@@ -630,7 +631,7 @@ mod tests {
     const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
     const ONE_GPU: &[u8] = b"devices:\n- {path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2}\n";
 
-    /// A root directory with these files.
+    /// A temporary root directory that contains these files.
     fn sysroot(files: &[(&str, &[u8])]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (file, content) in files {
@@ -784,7 +785,7 @@ mod tests {
         }
     }
 
-    /// Often a problem has its cause in a misspelt key.
+    /// A problem is often caused by a misspelt key, which only a warning names.
     #[test]
     fn problems_hide_no_warning() {
         let main = b"enable_cuda_mps: true\ncuda_mps_replica: 4\ncuda_mps_replicas: 0\n".as_slice();
@@ -887,7 +888,7 @@ mod tests {
         let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
         assert_eq!(loaded.warnings.len(), 1);
         assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
-        // They stay problems if it is not certain that MPS is off.
+        // If it is not certain that MPS is off, the problems do not become warnings.
         let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
     }

@@ -29,7 +29,8 @@ impl<'t> Node<'t> {
     }
 }
 
-/// A value. YAML 1.2 decides the type of a plain scalar. `as_bool` and similar methods apply the platform's rules.
+/// A value of a YAML file. YAML 1.2 decides the type of a plain scalar. `as_bool` and similar methods apply the platform's
+/// rules.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Value<'t> {
     Null,
@@ -43,13 +44,13 @@ pub(super) enum Value<'t> {
 
 pub(super) type Pair<'t> = (Node<'t>, Node<'t>);
 
-/// The most characters of a text that a message repeats.
+/// A message shows at most this number of characters of a text in the file.
 const SHOWN_CHARS: usize = 80;
 
 const ERROR_CHARS: usize = 300;
 
 impl Value<'_> {
-    /// A boolean by the platform's rules: a plain word of YAML 1.1, or any text that Go's `ParseBool` accepts.
+    /// Reads a boolean by the platform's rules: a plain word of YAML 1.1, or any text that Go's `ParseBool` accepts.
     pub(super) fn as_bool(&self) -> Option<bool> {
         match self {
             Self::Bool(value) => Some(*value),
@@ -66,8 +67,8 @@ impl Value<'_> {
         }
     }
 
-    /// A whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as octal, and
-    /// hardly any user means that.
+    /// Reads a whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as
+    /// octal, and hardly any user means that.
     pub(super) fn as_integer(&self) -> Option<i128> {
         match self {
             Self::Integer(value) => Some(*value),
@@ -82,7 +83,7 @@ impl Value<'_> {
         }
     }
 
-    /// A scalar as text. None for null, a list or a mapping.
+    /// The value as text. None for null, a list or a mapping.
     pub(super) fn as_text(&self) -> Option<Cow<'_, str>> {
         match self {
             Self::Bool(value) => Some(value.to_string().into()),
@@ -93,7 +94,7 @@ impl Value<'_> {
         }
     }
 
-    /// A scalar as text. Empty for anything else.
+    /// The value as text. Empty for null, a list or a mapping.
     pub(super) fn text(&self) -> Cow<'_, str> {
         self.as_text().unwrap_or_default()
     }
@@ -127,7 +128,7 @@ fn cut(text: &str, chars: usize) -> Cow<'_, str> {
     }
 }
 
-/// Reads the first document of a file. Null if there is none.
+/// Reads the first document of a file. Null if the file has no document.
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedProblem> {
     let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
     if brackets > MAX_BRACKETS {
@@ -181,13 +182,13 @@ const MAX_LINE_BYTES: usize = 16 << 10;
 /// The greatest depth of nested lists and mappings. An alias that contains itself would nest without end.
 const MAX_DEPTH: u8 = 32;
 
-/// The facts about the input that every node needs.
+/// The input text and the facts that the reader of every value needs.
 struct Source<'t> {
     text: &'t str,
     newlines: Vec<usize>,
-    /// The number of values and copied bytes that may still be built. An alias repeats its value, so a small file could ask for
-    /// any number. A file without aliases never reaches the limit, since each value and each copied byte takes at least half a
-    /// byte of the file.
+    /// The number of values and copied bytes that the reader may still build. An alias repeats its value, so a small file could
+    /// ask for any number. A file without aliases never reaches the limit, since each value and each copied byte takes at least
+    /// half a byte of the file.
     budget: Cell<usize>,
 }
 
@@ -267,7 +268,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
-        // The number is too large for any setting. As a text it can be shown unchanged.
+        // The number is too large for any setting. As a text, a message can show it unchanged.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
         Ok(Node::without_line(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
@@ -334,8 +335,8 @@ fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), 
     Ok(())
 }
 
-/// The pairs of a mapping, without merged pairs that a later key overrides. Overriding is the purpose of merging, so such a key
-/// is no duplicate.
+/// The pairs of a mapping, without merged pairs that a later key overrides. Overriding is the purpose of merging, so a merged
+/// key that is overridden is no duplicate.
 fn without_overridden(pairs: Vec<(Pair<'_>, bool)>) -> Vec<Pair<'_>> {
     let mut later = BTreeSet::new();
     let counts = |(pair, merged): &(Pair<'_>, bool)| {

@@ -7,12 +7,12 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::fs::{IFlags, Mode, OFlags};
 use rustix::io::{Errno, Result};
 
-/// True if the directory has the flag. An error if the file system has no such flags.
+/// Returns whether the directory has the immutable flag. An error if the file system has no such flags.
 pub fn is_set(directory: impl AsFd) -> Result<bool> {
     Ok(rustix::fs::ioctl_getflags(readable(directory)?)?.contains(IFlags::IMMUTABLE))
 }
 
-/// Sets or removes the flag. Fails without the capability, and on a file system without such flags.
+/// Sets or removes the immutable flag. Fails without the capability, and on a file system without such flags.
 pub fn set(directory: impl AsFd, immutable: bool) -> Result<()> {
     let directory = readable(directory)?;
     let before = rustix::fs::ioctl_getflags(&directory)?;
@@ -21,7 +21,7 @@ pub fn set(directory: impl AsFd, immutable: bool) -> Result<()> {
     if flags == before { Ok(()) } else { rustix::fs::ioctl_setflags(&directory, flags) }
 }
 
-/// Makes a change in a directory of the service. If the flag prevents the change, the flag is removed first.
+/// Makes a change in a directory of the service. If the immutable flag prevents the change, the flag is removed first.
 pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result<T> {
     match change() {
         Err(Errno::PERM) if set(directory, false).is_ok() => change(),
@@ -29,7 +29,8 @@ pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result
     }
 }
 
-/// The flags need an open directory, and an `O_PATH` descriptor is none.
+/// Opens the directory for reading. The kernel reads and sets flags only through such a descriptor, not through an `O_PATH`
+/// descriptor.
 fn readable(directory: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::openat(directory, ".", flags, Mode::empty())

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-/// The threads for one kind of question.
+/// The threads that the service may use for one kind of question.
 #[derive(Debug, Clone)]
 pub struct Blocking(Arc<Semaphore>);
 
@@ -18,8 +18,8 @@ impl Blocking {
         Self(Arc::new(Semaphore::new(threads)))
     }
 
-    /// Asks on a thread of its own. None if there is no answer within `patience`: the question hangs, hanging questions occupy
-    /// all threads, or the question has panicked.
+    /// Asks the question on a thread of its own. None if no answer comes within `patience`: the question hangs, hanging
+    /// questions occupy all threads, or the question has panicked.
     pub async fn ask<T: Send + 'static>(
         &self,
         patience: Duration,
@@ -27,7 +27,7 @@ impl Blocking {
     ) -> Option<T> {
         let answer = async {
             let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
-            // The thread itself releases the permit, since the caller may no longer wait then.
+            // The permit is released when the question has ended, since the caller may have stopped waiting earlier.
             let asked = tokio::task::spawn_blocking(move || (question(), thread));
             asked.await.ok().map(|(answer, _)| answer)
         };

@@ -2,8 +2,8 @@
 
 use mps_core::Tenure;
 
-/// The mode that decides which processes may open a context on a GPU. Its text is that of
-/// `nvidia-smi --query-gpu=compute_mode`.
+/// The mode that decides which processes may open a context on a GPU. Its text is the text of `nvidia-smi
+/// --query-gpu=compute_mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 pub enum ComputeMode {
     /// Any number of processes may use the GPU.
@@ -19,8 +19,8 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// The mode of a GPU that is served. `EXCLUSIVE_PROCESS` is for one control daemon: its server can open the GPU, and no
-    /// program without MPS can. Several control daemons can't share a GPU in that mode.
+    /// The mode of a GPU that is served. `EXCLUSIVE_PROCESS` is for a GPU with one control daemon: the server can open the GPU,
+    /// and a program without MPS can't. Several control daemons can't share a GPU in that mode.
     pub fn while_served(tenure: Tenure) -> Self {
         match tenure {
             Tenure::Alone => Self::ExclusiveProcess,

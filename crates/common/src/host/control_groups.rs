@@ -12,16 +12,16 @@ use mps_core::bindings::{ControlGroup, GroupUse, is_named_by_root, pod_of};
 
 use super::proc;
 
-/// The mount of the one hierarchy, or of all hierarchies.
+/// The directory in which the kernel's control groups are mounted: the one hierarchy, or a directory for each hierarchy.
 const MOUNT: &str = "/sys/fs/cgroup";
 
 /// A file that exists only with cgroup v2, which has one hierarchy.
 const ONE_HIERARCHY: &str = "/sys/fs/cgroup/cgroup.controllers";
 
-/// The most descendants of a control group in which processes are searched for.
+/// The most descendants of a control group that are read in a search for processes.
 const MOST: usize = 256;
 
-/// The hierarchy of the control groups of this host.
+/// The hierarchies of control groups on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Hierarchies {
     One,
@@ -33,7 +33,7 @@ impl Hierarchies {
         if Path::new(ONE_HIERARCHY).exists() { Self::One } else { Self::OfTheServiceManager }
     }
 
-    /// A control group as a directory.
+    /// The directory of the control group with this path.
     fn directory(self, path: &str) -> PathBuf {
         let mount = match self {
             Self::One => PathBuf::from(MOUNT),
@@ -42,13 +42,14 @@ impl Hierarchies {
         mount.join(path.trim_start_matches('/'))
     }
 
-    /// The path in this hierarchy, from the text of `/proc/PID/cgroup`.
+    /// The path of a process in the hierarchy that counts. `cgroups` is the text of `/proc/PID/cgroup`.
     fn path_in(self, cgroups: &str) -> Option<&str> {
         let wanted = match self {
             Self::One => "",
             Self::OfTheServiceManager => "name=systemd",
         };
-        // The line has a number, the hierarchy, and a path. A tenant may have chosen names in the path, which can have colons.
+        // A line has a number, the name of a hierarchy, and a path. A tenant may have chosen names in the path, and the names
+        // can have colons.
         cgroups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             (fields.next()? == wanted).then(|| fields.next())?
@@ -89,10 +90,11 @@ pub fn directory(path: &str) -> PathBuf {
     Hierarchies::of_this_host().directory(path)
 }
 
-/// Returns true if the name of the control group at a path can be trusted. `hierarchy` is a name in `/proc/PID/cgroup`.
+/// Returns whether root has named the control group at a path, so that the name can be trusted. `hierarchy` is a name in
+/// `/proc/PID/cgroup`.
 pub fn is_believed(hierarchy: &str, path: &str) -> bool {
     let mount = match hierarchy {
-        // A host with several hierarchies may use this one too.
+        // A host with several hierarchies may have put the unified hierarchy in this directory.
         "" if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
         "" => PathBuf::from(MOUNT),
         named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
@@ -108,13 +110,13 @@ fn owners(mut directory: PathBuf, path: &str) -> impl Iterator<Item = Option<u32
     })
 }
 
-/// The use of a control group: removed, empty, or with processes.
+/// The use of a control group at this moment: removed, empty, or with processes.
 pub fn use_of(group: &ControlGroup) -> GroupUse {
     match find(&group.path) {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
         Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
-        // A pod has a process of its own until it ends. The kubelet removes the pod's control group some time later.
+        // A pod keeps a process of its own until the pod ends. The kubelet removes the pod's control group some time later.
         Ok(_) | Err(_) => match pod_of(&group.path) {
             Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
             _ => GroupUse::Gone,
@@ -131,7 +133,7 @@ fn is_empty(path: &str) -> bool {
     }
 }
 
-/// True if neither this control group nor any descendant is known to have a process.
+/// Returns whether neither this control group nor any of its descendants is known to have a process.
 fn has_no_process(top: PathBuf) -> bool {
     let mut left = vec![top];
     let mut looked_at = 0;
@@ -149,8 +151,8 @@ fn has_no_process(top: PathBuf) -> bool {
     true
 }
 
-/// The control group of a container with this id, from the path of the control group of one of its processes, which may be a
-/// descendant. The whole path if no name in it has the id.
+/// The part of `path` that ends with the control group of the container with this id. `path` is the control group of a process
+/// in the container, which may be a descendant. The whole path if no name in the path has the id.
 pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     let is_its = |name: &str| {
         let name = name.strip_suffix(".scope").unwrap_or(name);
@@ -164,7 +166,8 @@ pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     above.find(|path| path.rsplit('/').next().is_some_and(is_its)).unwrap_or(path)
 }
 
-/// Why a control group has no single owner: it has processes of all users, or a user can move any own process into it.
+/// The reason why a control group has no single owner, in words: it has processes of all users, or a user can move any own
+/// process into it. None if it can have one owner.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
     let is = |prefix: &str, suffix: &str| {
@@ -218,7 +221,7 @@ mod tests {
             (Hierarchies::One, both, Some("/unified")),
             (Hierarchies::One, "0::/a/xname=systemd:/b", Some("/a/xname=systemd:/b")),
             (Hierarchies::OfTheServiceManager, "0::/a", None),
-            // A tenant has given a control group this name.
+            // A tenant has given a control group a name that looks like another hierarchy.
             (
                 Hierarchies::OfTheServiceManager,
                 "2:cpu:/own/x:name=systemd:/victim\n1:name=systemd:/own",

@@ -43,8 +43,8 @@ impl Cpus {
         Self::allowed_for(proc::FIRST)
     }
 
-    /// Binds this thread to these CPUs, and with it every program and thread that it starts. CPUs that are not allowed are left
-    /// out. If none is allowed, nothing changes.
+    /// Binds the calling thread to these CPUs, and with it every program and thread that it starts. CPUs that the thread may
+    /// not use are left out. If the thread may use none of these CPUs, nothing changes.
     pub fn bind(self) -> io::Result<()> {
         let own = sched_getaffinity(None)?;
         match Self::new(|cpu| self.0.is_set(cpu) && own.is_set(cpu)) {
@@ -65,7 +65,7 @@ impl Cpus {
         })
     }
 
-    /// The list for people. `all` stands for all CPUs of the host.
+    /// The list of CPUs as text for people. `all` stands for all CPUs of the host.
     pub fn describe(self) -> String {
         let all = Self::of_host().is_some_and(|host| self.includes(host));
         if all { "all".to_owned() } else { self.to_string() }
@@ -127,7 +127,7 @@ mod tests {
         assert_eq!(Cpus::of_host().unwrap().describe(), "all");
     }
 
-    /// In new threads: a thread that is bound to one CPU can't remove the binding itself.
+    /// The test binds new threads: a thread that is bound to one CPU can't remove the binding itself.
     #[test]
     fn a_thread_is_bound_to_the_cpus_that_it_may_use() {
         let own = || Cpus(sched_getaffinity(None).unwrap());

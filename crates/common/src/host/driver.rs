@@ -51,7 +51,7 @@ impl Series {
     }
 }
 
-/// The first driver series and the first GPU generation that have a property.
+/// A property of drivers and GPUs: the first driver series and the first GPU generation that have it.
 #[derive(Debug, Clone, Copy)]
 pub struct Since {
     pub series: u32,
@@ -59,12 +59,12 @@ pub struct Since {
 }
 
 impl Since {
-    /// True if this GPU has the property with this driver.
+    /// Returns whether this GPU has the property with this driver.
     pub fn holds(self, driver: Series, gpu: Capability) -> bool {
         driver.0 >= self.series && self.holds_on(gpu)
     }
 
-    /// True if this GPU has the property with some driver.
+    /// Returns whether this GPU has the property with some driver.
     pub fn holds_on(self, gpu: Capability) -> bool {
         gpu.unwrap_or(ANY_GPU) >= self.capability
     }
@@ -83,27 +83,28 @@ const ANY_DRIVER: u32 = 0;
 const ANY_GPU: (u32, u32) = (0, 0);
 const VOLTA: (u32, u32) = (7, 0);
 
-/// The limits of memory and threads are enforced.
+/// The driver enforces the limits of memory and threads that a control daemon sets.
 pub const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// One server serves the clients of every user. The control daemon decides if its driver can do that: it is started with the
-/// option, and again without the option if it refuses it.
+/// One server serves the clients of every user. The service starts the control daemon with the option for that, and again
+/// without the option if the driver refuses the option.
 pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
-/// A client does not need the right to write to the pipe directory.
+/// A client can use a control daemon without the right to write to the pipe directory.
 pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
 
-/// A client of a multi-user server needs nothing but a hard link to the control daemon's socket, in any directory, and
-/// no memory that it shares with the host.
+/// A client of a multi-user server needs only a hard link to the control daemon's socket, in any directory. It needs no memory
+/// that it shares with the host.
 pub const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
 
-/// NVML lists the clients of MPS apart from the other processes on a GPU. Otherwise an empty list of clients has no meaning.
+/// NVML lists the clients of MPS apart from the other processes on a GPU. Without this property an empty list of clients has no
+/// meaning.
 pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
 const CLIENTS_48: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// The number of clients that a GPU can have at once.
+/// The number of clients that a GPU can have at the same time.
 pub fn most_clients(driver: Series, gpu: Capability) -> u32 {
     if CLIENTS_60.holds(driver, gpu) {
         60
@@ -126,7 +127,7 @@ pub fn process_record(version: &str) -> usize {
 /// The option for multi-user mode. Every series with this mode knows it.
 const MULTI_USER_OPTION: &str = "-multiuser-server";
 
-/// The options that start a control daemon in the foreground and in the background.
+/// The options with which the program starts a control daemon in the foreground and in the background.
 const FOREGROUND: &str = "-f";
 const BACKGROUND: &str = "-d";
 
@@ -135,17 +136,18 @@ pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
     [FOREGROUND].into_iter().chain(multi_user.then_some(MULTI_USER_OPTION)).collect()
 }
 
-/// The FIFO through which a control daemon gets the log of its servers, in its pipe directory. If the control daemon can't make
-/// the FIFO, neither it nor a server writes a log.
+/// The name of the FIFO, in the control daemon's pipe directory, through which the servers send their log to the control
+/// daemon. If the control daemon can't make the FIFO, neither it nor a server writes a log.
 pub const LOG_FIFO: &str = "log";
 
-/// True if these arguments start a control daemon. Otherwise the program is a front end.
+/// Returns whether the program starts a control daemon with these arguments. Otherwise the program is a front end, which sends
+/// a command to a control daemon.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
     arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }
 
-/// True if a control daemon that has ended says in this line that it did not know an option. Then its program acts as a front end
-/// and finds no control daemon.
+/// Returns whether a control daemon that has ended says in this line that it did not know an option. Without a known option,
+/// the program acts as a front end and finds no control daemon.
 pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
 }
@@ -155,21 +157,21 @@ pub fn fabric_is_not_ready(line: &str) -> bool {
     line.contains("system not yet initialized")
 }
 
-/// True if a front end says that no control daemon listens in the pipe directory.
+/// Returns whether the output of a front end says that no control daemon listens in the pipe directory.
 pub fn finds_no_control_daemon(said: &str) -> bool {
     said.contains("Cannot find MPS control daemon")
 }
 
-/// True if this answer of a control daemon says that it does not know the command.
+/// Returns whether this answer of a control daemon says that the control daemon does not know the command.
 pub fn is_unknown_command(answer: &str) -> bool {
     answer.starts_with("Unknown command")
 }
 
-/// The environment variable for the protocol of a control daemon and a front end, and the protocol of the service's commands.
-/// Without the variable, a newer driver may use another protocol.
+/// The environment variable that chooses the protocol between a control daemon and a front end, and the protocol that the
+/// service uses. Without the variable, a newer driver may use another protocol.
 pub const PROTOCOL: (&str, &str) = ("CUDA_MPS_PROTOCOL_VERSION", "2");
 
-/// Makes the control daemon's program print its CUDA version.
+/// The option with which the control daemon's program prints its CUDA version and ends.
 pub const VERSION_OPTION: &str = "-v";
 
 #[cfg(test)]
@@ -205,7 +207,7 @@ mod tests {
         }
     }
 
-    /// A text for people, with all of these facts.
+    /// The facts of this module as a table for people.
     #[test]
     fn drivers_and_gpus_differ_so() {
         let mut listed = "driver GPU limits clients multi-user read-only linked NVML-lists\n".to_owned();

@@ -10,12 +10,12 @@ use crate::problem::Problem;
 
 pub const NVIDIA: u16 = 0x10de;
 
-/// The capability of a GPU's PCI Express link, not its present state.
+/// The fastest PCI Express link that a GPU can have. The present link may be slower.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PcieLink {
-    /// The rate in lspci's spelling, `8GT/s`.
+    /// The rate of one lane in lspci's spelling, `8GT/s`.
     pub rate: String,
-    /// The number of lanes. 0 if unknown.
+    /// The number of lanes. 0 if it is not known.
     pub width: u32,
 }
 
@@ -30,8 +30,8 @@ impl PcieLink {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
 
-    /// The version, and the GB/s of one lane. The platform compares these texts, so this uses the platform's rounding, and its -1
-    /// for an unknown rate.
+    /// The PCI Express version, and the throughput of one lane in GB/s. The platform compares the published texts, so this uses
+    /// the platform's rounding, and its -1 for an unknown rate.
     fn version_and_lane(&self) -> (&'static str, f64) {
         match self.rate.as_str() {
             "2.5GT/s" => ("1.0", 0.25),
@@ -53,14 +53,15 @@ pub struct PciDevice {
     /// The PCI vendor number, 0x10de for NVIDIA.
     pub vendor: u16,
     pub device: u16,
-    /// The kernel driver of the device: `nvidia`, `vfio-pci`. None if the device has no driver, or if /sys does not say.
+    /// The kernel driver that is bound to the device: `nvidia`, `vfio-pci`. None if the device has no driver, or if /sys does
+    /// not name it.
     pub driver: Option<String>,
     pub render_node: Option<PathBuf>,
     pub card_node: Option<PathBuf>,
     pub numa_node: Option<i32>,
-    /// The CPUs near the device. None if /sys does not say.
+    /// The CPUs near the device. None if /sys does not list them.
     pub local_cpus: Option<Cpus>,
-    /// The link's capability. None if the device shows none.
+    /// The fastest link that the device can have. None if the device does not report one.
     pub link: Option<PcieLink>,
     /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.
     pub pci_ids_name: Option<String>,
@@ -77,7 +78,7 @@ impl PciDevice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Gpu {
     pub pci: PciDevice,
-    /// The facts from the driver, or the reason for their absence, in words for an administrator (`GPU is lost ...`).
+    /// The facts from NVML, or the reason why NVML does not give them, in words for an administrator (`GPU is lost ...`).
     pub nvml: Result<NvmlFacts, Problem>,
 }
 

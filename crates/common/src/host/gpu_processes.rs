@@ -4,21 +4,22 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use mps_core::terms::GpuProcess;
 
-/// The name of an MPS server, cut to the 15 characters that the kernel stores. The control daemon's name is cut to the same text.
+/// The name of an MPS server, cut to the 15 characters that the kernel stores. The kernel cuts the control daemon's name to the
+/// same text.
 const MPS_SERVER: &str = "nvidia-cuda-mps";
 
 /// The two lists of processes that NVML has for a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Contexts {
-    /// All processes by PID, each with its memory in MiB.
+    /// All processes with a context on the GPU: the memory of each in MiB, by PID.
     pub(super) compute: BTreeMap<u32, Option<u64>>,
-    /// The clients of MPS servers, in the same form. None if there is no reliable list, as before Volta.
+    /// The clients of MPS servers: the memory of each in MiB, by PID. None if NVML has no reliable list, as before Volta.
     pub(super) mps: Option<BTreeMap<u32, Option<u64>>>,
 }
 
 impl Contexts {
-    /// True if this process is a client of a server. Without a list of clients, every process on a GPU that has a server counts
-    /// as a client.
+    /// Returns whether this process is a client of a server. Without a list of clients, every process on a GPU that has a
+    /// server counts as a client.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {
             Some(clients) => clients.contains_key(&pid),
@@ -29,13 +30,13 @@ impl Contexts {
         }
     }
 
-    /// The PIDs of the clients of MPS servers. None if they were not listed, although there may be some.
+    /// The PIDs of the clients of MPS servers. None if NVML does not list them.
     pub(super) fn clients(&self) -> Option<BTreeSet<u32>> {
         Some(self.mps.as_ref()?.keys().copied().collect())
     }
 
     pub(super) fn processes(&self, command: impl Fn(u32) -> Option<String>) -> Vec<GpuProcess> {
-        // A new client may be only in the second list.
+        // A client that has just come may be only in the list `mps`, which NVML made second.
         let mut all = self.mps.clone().unwrap_or_default();
         all.extend(&self.compute);
         all.into_iter()
@@ -43,8 +44,8 @@ impl Contexts {
             .collect()
     }
 
-    /// The processes that prevent the start of a server: there is no server yet, and they are not its clients. A process that has
-    /// just ended is left out.
+    /// The processes that prevent the start of a server, with their PIDs and commands: there is no server yet, and the
+    /// processes are no clients. A process that has just ended is left out.
     pub(super) fn foreign(&self, command: impl Fn(u32) -> Option<String>) -> Vec<(u32, String)> {
         let strangers = self.compute.keys().filter(|pid| !self.is_client(**pid, &command));
         let strangers: Vec<_> = strangers.filter_map(|pid| Some((*pid, command(*pid)?))).collect();
@@ -61,7 +62,7 @@ mod tests {
         Contexts { compute: list(compute), mps: mps.map(list) }
     }
 
-    /// 9 and 10 are servers. 404 has ended.
+    /// The names of processes for the tests: 9 and 10 are servers, and 404 has ended.
     fn names(pid: u32) -> Option<String> {
         match pid {
             9 | 10 => Some("nvidia-cuda-mps".to_owned()),

@@ -7,8 +7,8 @@ use rustix::io::Errno;
 
 use crate::host::proc;
 
-/// The identity of the process that runs with this PID now. An error if there is none. A zombie does not count: it does not run
-/// any more, and its parent may never collect it.
+/// The identity of the process that has this PID now. An error if no process has the PID. A zombie counts as ended: it does not
+/// run any more, and its parent may never collect it.
 pub fn read(pid: u32) -> io::Result<ProcessId> {
     let stat = proc::stat(pid)?;
     if stat.has_ended() {
@@ -17,8 +17,8 @@ pub fn read(pid: u32) -> io::Result<ProcessId> {
     Ok(ProcessId { pid, start_time: stat.start_time })
 }
 
-/// True if this process still runs. If that can't be found out, for example because the service has no file descriptors left, the
-/// process counts as running.
+/// Returns whether this process still runs. If the kernel does not say, for example because the service has no file descriptors
+/// left, the process counts as running.
 pub fn runs(process: ProcessId) -> bool {
     match read(process.pid) {
         Ok(now) => now == process,

@@ -12,12 +12,14 @@ pub fn new_instance() -> io::Result<std::os::fd::OwnedFd> {
     Ok(inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)?)
 }
 
-/// True if this error means that the kernel has no more of a resource. Any other error is about one file.
+/// Returns whether this error means that the kernel or the process has no more of a resource. Any other error is about one
+/// file.
 pub fn is_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOSPC | Errno::NOMEM)
 }
 
-/// The kernel has the same error number for "no instance left" and for "no open file left".
+/// Returns whether the service can't open another file. The kernel has the same error number for "no inotify instance left" and
+/// for "no open file left".
 pub fn no_files() -> bool {
     File::open("/dev/null").is_err()
 }
@@ -42,7 +44,7 @@ pub fn shortage(errno: Errno, no_files: bool) -> Problem {
     }
 }
 
-/// Why this user can't watch another file. None if the user can.
+/// The reason why the service's user can't watch another file. None if the user can watch one.
 pub fn none_left() -> Option<Problem> {
     let watched = new_instance().and_then(|queue| Ok(inotify::add_watch(&queue, "/", WatchFlags::CREATE)?));
     let errno = Errno::from_io_error(&watched.err()?)?;

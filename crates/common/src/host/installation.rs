@@ -5,17 +5,18 @@ use std::path::Path;
 
 use crate::problem::Problem;
 
-/// The file that the loaded module makes, with its version.
+/// The file of the driver's loaded module, with the module's version.
 const MODULE: &str = "proc/driver/nvidia/version";
 
 /// The directory to which NVIDIA's GPU operator mounts the file system of its driver container.
 const OPERATORS: &str = "run/nvidia/driver";
 
-/// The remedy if the driver belongs to the operator.
+/// The remedy if NVIDIA's GPU operator has installed the driver in a container.
 const ON_THE_HOST: &str = "install the same driver with its MPS programs on the host, and let the operator leave it alone \
                            (driver.enabled=false)";
 
-/// The problem if the module of a driver is loaded, but the host does not have its library.
+/// The problem if the module of a driver is loaded, but the host does not have the driver's library. None if no module is
+/// loaded.
 pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     let module = fs::read_to_string(sysroot.join(MODULE)).ok()?;
     let loaded = format!("NVIDIA's kernel module {} is loaded, and its libraries are", version(&module));
@@ -25,7 +26,7 @@ pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     })
 }
 
-/// The problem if the host does not have a program, but the operator's driver container has it.
+/// The problem if the host does not have a program of the driver, but the operator's driver container has it.
 pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     let operators = sysroot.join(OPERATORS);
     operators.join("usr/bin").join(program).exists().then(|| {
@@ -34,7 +35,7 @@ pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     })
 }
 
-/// The version of the module: the first word that is a number with a point.
+/// The version of the module, from the text of its file: the first word that is a number with a point.
 fn version(module: &str) -> &str {
     let mut words = module.split_whitespace();
     words

@@ -18,7 +18,7 @@ pub struct Inventory {
     pub driver: Result<String, Problem>,
     /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
     pub gpus: Vec<Gpu>,
-    /// Display devices of other vendors, so that the message about an entry that names such a device can say so.
+    /// The display devices of other vendors. An entry of the device file may name one by mistake, and the message then says so.
     pub others: Vec<PciDevice>,
     /// The CPUs of this host. None if the host has more CPUs than the service can publish.
     pub cpus: Option<Cpus>,
@@ -29,15 +29,15 @@ impl Inventory {
         Series::parse(self.driver.as_deref().unwrap_or_default())
     }
 
-    /// These CPUs. None if they are all CPUs of the host.
+    /// Returns these CPUs. None if they are all CPUs of the host.
     pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
         (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }
 
-    /// Reads the facts from the bus, the driver and pci.ids. This never fails: a fact that can't be read is missing, with the
-    /// reason if the result has a field for it.
+    /// Reads the GPUs of the host from /sys, NVML and pci.ids. Reading never fails: a fact that can't be read is missing, with
+    /// the reason if the result has a field for it.
     ///
-    /// `nvml` is an open driver, or the reason why there is none.
+    /// `nvml` is an open driver, or the reason why the driver can't be opened.
     pub fn read(sysroot: &Path, nvml: Result<&mut GpuQuestions, &Problem>) -> Self {
         let devices = sysfs::scan(sysroot).unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
@@ -85,7 +85,7 @@ impl Inventory {
             };
             gpus.push(Gpu { pci, nvml });
         }
-        // The remaining GPUs have no entry in /sys, for example in a container that hides it.
+        // GPUs that NVML lists and /sys does not, for example in a container that hides /sys.
         gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
         Self { driver, gpus, others, cpus: Cpus::of_host() }
@@ -154,7 +154,7 @@ mod tests {
             on_bus("00:08.0", NVIDIA, Some("nvidia")),
             on_bus("03:00.0", 0x1002, Some("amdgpu")),
         ];
-        // NVML lists in another order, and 0001:1a:00.0 is not in /sys.
+        // NVML lists the GPUs in another order than /sys, and /sys does not have 0001:1a:00.0.
         let known = vec![listed("0001:1A:00.0", 0), listed("00000000:00:06.0", 1)];
         let lost = address("00:08.0");
         let told = ToldByNvml {

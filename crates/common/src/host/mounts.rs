@@ -30,7 +30,8 @@ impl Place {
         place.ok_or_else(|| io::Error::other(format!("{}: its mount is not listed", directory.display())))
     }
 
-    /// The path of this place relative to another one, which contains it; empty if both are the same.
+    /// The path of this place relative to `other`, which contains it; empty if both are the same. None if `other` does not
+    /// contain this place.
     pub fn below(&self, other: &Self) -> Option<&Path> {
         if self.device == other.device { self.path.strip_prefix(&other.path).ok() } else { None }
     }
@@ -42,13 +43,13 @@ struct MountPoint {
     point: PathBuf,
 }
 
-/// The places that the mounts of a process show, in the order of the mounts.
+/// The places that a process sees as the roots of its mounts, in the order of the mounts.
 pub fn roots(process: impl Display) -> io::Result<Vec<Place>> {
     Ok(mounts(&proc::mountinfo(process)?).map(|mount| mount.root).collect())
 }
 
-/// The place of a path. The mount is found by its id, not by its order in the list: a later mount can hide an earlier one at the
-/// same point or at an ancestor.
+/// The place of a path, by the id of the mount through which the path was opened. The order in the list does not count: a later
+/// mount can hide an earlier one at the same point or at an ancestor.
 fn place_in(mountinfo: &[u8], id: u64, path: &Path) -> Option<Place> {
     let MountPoint { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
     let rest = path.strip_prefix(point).ok()?;
@@ -60,8 +61,8 @@ fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = MountPoint> {
     mountinfo.split(|byte| *byte == b'\n').filter_map(mount)
 }
 
-/// Reads `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. A line that is cut off before the options is left
-/// out, since it may be cut off within a path.
+/// Reads a line of mountinfo: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None for a line that is cut
+/// off before the options, since it may be cut off within a path.
 fn mount(line: &[u8]) -> Option<MountPoint> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
@@ -71,7 +72,7 @@ fn mount(line: &[u8]) -> Option<MountPoint> {
     Some(MountPoint { id, root: Place { device, path: root }, point })
 }
 
-/// A path without escapes. The kernel writes bytes that would break a line as three octal digits: `\040` for a space.
+/// Decodes a path of mountinfo. The kernel writes bytes that would break a line as three octal digits: `\040` for a space.
 fn unescaped(field: &[u8]) -> PathBuf {
     let mut path = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -88,7 +89,7 @@ fn unescaped(field: &[u8]) -> PathBuf {
     OsString::from_vec(path).into()
 }
 
-/// True if places can be found at all. In a chroot, where packages are built, the root is often no mount.
+/// Returns whether a test can find places on this machine. In a chroot, where packages are built, the root is often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
     Place::find(Path::new("/")).is_ok()
@@ -172,7 +173,7 @@ mod tests {
         assert_eq!(roots_in(b"7 1 8:1 /a\xff /b rw")[0].path, Path::new(OsStr::from_bytes(b"/a\xff")));
     }
 
-    /// The list may be cut off at a number of bytes, even within a path.
+    /// The list of mounts may be cut off after any byte, even within a path.
     #[test]
     fn a_list_that_is_cut_has_no_other_places() {
         let mut list = String::new();

@@ -6,7 +6,8 @@ use std::path::Path;
 /// The paths of the list in different distributions. The first file that can be opened is used.
 const PLACES: [&str; 3] = ["usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "usr/share/pci.ids"];
 
-/// The names of these devices (vendor, device): the text in square brackets. A device without such a text is left out.
+/// The model names of devices, by vendor and device number: the text in square brackets in pci.ids. A device without such a
+/// text is left out.
 pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     if wanted.is_empty() {
         return BTreeMap::new();
@@ -15,7 +16,8 @@ pub(super) fn names(sysroot: &Path, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(
     file.map(|file| parse(BufReader::new(file), wanted)).unwrap_or_default()
 }
 
-/// Ends without an error if the list can't be read further, since names are optional.
+/// Reads the names from an open pci.ids. If the list can't be read further, returns the names found so far, since names are
+/// optional.
 fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16, u16), String> {
     let mut names = BTreeMap::new();
     let mut vendor = None;
@@ -24,7 +26,8 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
         let text = String::from_utf8_lossy(&line);
         let text = text.trim_end();
         if let Some(entry) = text.strip_prefix('\t') {
-            // After a second tab comes a subsystem. The rest of such a line does not begin with a number.
+            // A line with two tabs names a subsystem. The text after its first tab does not begin with a number, so the line is
+            // skipped.
             let device = vendor.zip(numbered(entry)).map(|(vendor, (device, name))| ((vendor, device), name));
             if let Some((id, name)) = device
                 && wanted.contains(&id)
@@ -41,15 +44,15 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
     names
 }
 
-/// Splits a line into its four hexadecimal digits and the name after white space.
+/// Splits a line at its first four hexadecimal digits: returns their number and the name after the white space.
 fn numbered(text: &str) -> Option<(u16, &str)> {
     let (digits, name) = text.split_at_checked(4)?;
     let plain = digits.bytes().all(|byte| byte.is_ascii_hexdigit()) && name.starts_with([' ', '\t']);
     if plain { Some((u16::from_str_radix(digits, 16).ok()?, name.trim_start())) } else { None }
 }
 
-/// The name in brackets, by the platform's rule for `code name [model]`: from the last opening bracket after a blank to the last
-/// closing bracket.
+/// The text in brackets, by the platform's rule for `code name [model]`: from the last opening bracket after a blank to the
+/// last closing bracket.
 fn in_brackets(name: &str) -> Option<&str> {
     let (inside, _) = name.rsplit_once(']')?;
     let (code_name, model) = inside.rsplit_once(" [")?;

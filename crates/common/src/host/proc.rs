@@ -16,16 +16,16 @@ use std::time::{Duration, SystemTime};
 
 use rustix::io::Errno;
 
-/// Stands for this process where a PID is expected.
+/// The name under /proc of the calling process.
 pub const OWN: &str = "self";
 
-/// The map of the user ids of this process's user namespace.
+/// The file with the user ids of the service's user namespace, as seen from the parent namespace.
 pub const OWN_UID_MAP: &str = "/proc/self/uid_map";
 
-/// The program of this process, to start it again.
+/// The link to this process's own program, with which the process starts itself again.
 pub const OWN_PROGRAM: &str = "/proc/self/exe";
 
-/// The list of mounted file systems, relative to a root directory.
+/// The list of mounted file systems.
 pub const MOUNTS: &str = "/proc/mounts";
 
 /// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new process, but a
@@ -36,7 +36,7 @@ const MAX_BYTES: u64 = 8 << 20;
 /// runtime has made come first.
 const MOUNTINFO_BYTES: u64 = 1 << 20;
 
-/// The first process of the host.
+/// The PID of the first process of the host.
 pub const FIRST: u32 = 1;
 
 /// The most characters of a program's name that are shown.
@@ -50,7 +50,7 @@ fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
     beginning(path, MAX_BYTES)
 }
 
-/// The error for a file of a process that lacks an expected line.
+/// The error for a file of a process that lacks an expected line, such as `Uid:`.
 fn lacks(process: impl Display, file: &str, found: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{} {found}", path(process, file).display()))
 }
@@ -65,7 +65,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// The text after this name on its line.
+/// The text after this name, on the line of a file that begins with the name.
 fn line<'a>(file: &'a [u8], name: &str) -> Option<&'a str> {
     let found = file.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name.as_bytes()))?;
     std::str::from_utf8(found).ok().map(str::trim)
@@ -76,15 +76,15 @@ pub fn pids() -> Vec<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// True if this error means that there is no such process. With any other error the process may run.
+/// Returns whether this error means that no such process exists. After any other error the process may run.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
 
-/// True if a process has a running child.
+/// Returns whether a process has a running child.
 ///
 /// # Errors
-/// The process has ended: then its children have another parent. Or some process that may be a child can't be read, for example
+/// The process has ended, so its children have another parent. Or a process that may be a child can't be read, for example
 /// since the service has no file descriptor left.
 pub fn has_children(pid: u32) -> io::Result<bool> {
     if stat(pid)?.has_ended() {
@@ -99,7 +99,8 @@ pub fn has_children(pid: u32) -> io::Result<bool> {
     is_parent(pid, others)
 }
 
-/// True if one of these processes is a running child.
+/// Returns whether one of `others` is a running child of the process. An error if no child was found and some process can't be
+/// read.
 fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
     for other in others {
         match other {
@@ -115,19 +116,19 @@ fn is_parent(pid: u32, others: Vec<io::Result<Stat>>) -> io::Result<bool> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stat {
     state: char,
-    /// The PID of its parent. 0 if the parent is in another PID namespace.
+    /// The PID of the parent. 0 if the parent is in another PID namespace.
     pub parent: u32,
     /// The session of the process. None while the kernel removes the process.
     pub session: Option<u32>,
-    /// The number of its threads that have not ended.
+    /// The number of threads of the process that have not ended.
     threads: u32,
     /// The start time in clock ticks since boot (field 22).
     pub start_time: u64,
 }
 
 impl Stat {
-    /// The name in field 2 may hold spaces, brackets and bytes that are no text, so the fields are counted from its
-    /// last bracket.
+    /// Parses the text of /proc/PID/stat. The name in field 2 may hold spaces, brackets and bytes that are no text, so the
+    /// fields are counted from the last bracket.
     fn parse(stat: &[u8]) -> Option<Self> {
         let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
         let fields = std::str::from_utf8(stat.get(name_ends + 1..)?).ok()?;
@@ -141,13 +142,13 @@ impl Stat {
         })
     }
 
-    /// True if SIGSTOP or a debugger has stopped the process.
+    /// Returns whether SIGSTOP or a debugger has stopped the process.
     pub fn is_stopped(&self) -> bool {
         matches!(self.state, 'T' | 't')
     }
 
-    /// True if the process has ended and only waits for its parent to collect the exit status. A process whose first
-    /// thread alone has ended is shown as a zombie, too, but still has threads.
+    /// Returns whether the process has ended and only waits for its parent to collect the exit status. The kernel also shows a
+    /// process as a zombie if only the first thread has ended; such a process still has threads.
     pub fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X') && self.threads <= 1
     }
@@ -157,7 +158,7 @@ pub fn stat(pid: u32) -> io::Result<Stat> {
     Stat::parse(&read(path(pid, "stat"))?).ok_or_else(|| lacks(pid, "stat", "is cut short"))
 }
 
-/// The states of its threads. Threads that have ended are left out.
+/// The states of the threads of a process. Threads that have ended are left out.
 pub fn threads(pid: u32) -> Vec<Stat> {
     let threads = fs::read_dir(path(pid, "task")).into_iter().flatten().flatten();
     threads.filter_map(|thread| Stat::parse(&read(thread.path().join("stat")).ok()?)).collect()
@@ -167,7 +168,7 @@ pub fn threads(pid: u32) -> Vec<Stat> {
 pub struct ProcessStatus(Vec<u8>);
 
 impl ProcessStatus {
-    /// The user ids: real, effective, saved and file system.
+    /// The user ids of the process: real, effective, saved and file system.
     pub fn uids(&self) -> Vec<u32> {
         let ids = line(&self.0, "Uid:").unwrap_or_default();
         ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect()
@@ -193,7 +194,7 @@ impl ProcessStatus {
         self.has(signal, "SigBlk:")
     }
 
-    /// Returns true if the process is the first one in its PID namespace, and that is not the host's.
+    /// Returns true if the process is the first one in a PID namespace other than the host's, as in a container.
     pub fn is_first_of_its_namespace(&self) -> bool {
         let pids = line(&self.0, "NSpid:").unwrap_or_default();
         let mut pids = pids.split_ascii_whitespace().rev();
@@ -215,7 +216,7 @@ pub fn status(process: impl Display) -> io::Result<ProcessStatus> {
 /// # Errors
 /// The process has ended.
 pub fn blocks(pid: u32, signal: i32) -> io::Result<bool> {
-    // For most processes the first thread is enough.
+    // For most processes the first thread does not block the signal, so the other threads need not be read.
     if !status(pid)?.blocks(signal) {
         return Ok(false);
     }
@@ -238,8 +239,8 @@ pub fn program(pid: u32) -> String {
     program.trim_end_matches('\n').chars().take(PROGRAM_CHARACTERS).map(printable).collect()
 }
 
-/// The arguments of a process, the program's name first, without empty ones. They are in the memory of the process, so
-/// this call hangs if the process hangs in the driver.
+/// The arguments of a process without empty ones. The first is the program's name. The arguments are in the memory of the
+/// process, so this call hangs if the process hangs in the driver.
 pub fn arguments(pid: u32) -> Vec<OsString> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     let arguments = all.split(|byte| *byte == 0).filter(|argument| !argument.is_empty());
@@ -259,7 +260,8 @@ pub fn set_oom_score_adj(score: i16) -> io::Result<()> {
     fs::write(path(OWN, "oom_score_adj"), score.to_string())
 }
 
-/// The environment that a process was started with, or names as its environment. This call may hang like [`arguments`].
+/// The environment of a process: the environment with which the process was started, or the memory that the process has named
+/// as its environment since. This call may hang like [`arguments`].
 pub fn environment(pid: u32) -> io::Result<Vec<u8>> {
     read(path(pid, "environ"))
 }
@@ -275,18 +277,18 @@ pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
 
-/// The same as text, with a replacement character for bytes that are no text.
+/// Like [`cgroups`], as text: bytes that are no text become a replacement character.
 pub fn cgroups_text(process: impl Display) -> io::Result<String> {
     cgroups(process).map(|cgroups| text(&cgroups))
 }
 
-/// The identity of the mount namespace of a process. Two processes that see the same file systems have the same one.
+/// The identity of the mount namespace of a process. Processes that share a mount namespace have the same identity.
 pub fn mount_namespace(process: impl Display) -> io::Result<PathBuf> {
     fs::read_link(path(process, "ns/mnt"))
 }
 
-/// True if a process sees other file systems than this process and the host do, as in a container. An error if the process has
-/// ended, or if only root may find out.
+/// Returns whether a process has another mount namespace than this process and the host, as in a container. An error if the
+/// process has ended, or if only root may find out.
 pub fn is_elsewhere(pid: u32) -> io::Result<bool> {
     let its = mount_namespace(pid)?;
     let host = [mount_namespace(OWN), mount_namespace(FIRST)];
@@ -306,7 +308,7 @@ pub fn mountinfo(process: impl Display) -> io::Result<Vec<u8>> {
     beginning(path(process, "mountinfo"), MOUNTINFO_BYTES)
 }
 
-/// The mount through which this process has opened a file, by its id in [`mountinfo`], and the path of the file.
+/// The mount through which this process has opened a file, as its id in [`mountinfo`], and the path of the file.
 pub fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
     let descriptor = file.as_fd().as_raw_fd();
     let information = format!("fdinfo/{descriptor}");
@@ -326,7 +328,8 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// True if something is mounted at this path, according to a file like /proc/mounts. Below a sysroot that is another file.
+/// Returns whether something is mounted at `place`, according to `mounts`, a file like /proc/mounts. A test gives a file below
+/// a sysroot.
 pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use crate::problem::Problem;
 
-/// The absolute path of an executable program in a directory of `PATH`.
+/// Searches the directories in `PATH` for an executable program. Returns the program's absolute path.
 pub fn find_program(name: &str) -> Result<PathBuf, Problem> {
     find_program_in(name, &std::env::var_os("PATH").unwrap_or_default())
 }

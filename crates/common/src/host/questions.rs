@@ -1,5 +1,5 @@
-//! Questions of one kind, each about one thing and on its own thread: a GPU that has fallen off the bus can block a question for
-//! ever, and the answers about other GPUs must come nevertheless.
+//! Questions of one kind, each about one thing (such as a GPU) and on its own thread: a GPU that has fallen off the bus can
+//! block a question for ever, and the answers about other GPUs must come nevertheless.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -7,13 +7,13 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The running questions, by the things that they are about. About each thing there is only one question at a time, so a question
+/// The running questions, by the thing that each is about. About each thing there is only one question at a time, so a question
 /// that hangs occupies only one thread.
 #[derive(Debug)]
 pub(super) struct ParallelQuestions<K, T> {
     running: BTreeMap<K, JoinHandle<()>>,
     sender: Sender<(K, T)>,
-    /// The mutex is only for `Sync`, which a receiver alone is not.
+    /// A receiver alone is not `Sync`, so it is in a mutex.
     answers: Mutex<Receiver<(K, T)>>,
 }
 
@@ -25,9 +25,9 @@ impl<K, T> Default for ParallelQuestions<K, T> {
 }
 
 impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T> {
-    /// Asks about each of these things, and waits as long as answers keep coming: `patience` after the last one for things that
-    /// are asked about now, and `remainder` for things about which an earlier question still runs. The result has only the things
-    /// with an answer.
+    /// Asks about each of these things, and waits as long as answers keep coming: `patience` after the last answer for things
+    /// about which a new question was asked, and `remainder` for things about which an earlier question still runs. The result
+    /// has only the things with an answer.
     pub(super) fn ask(
         &mut self,
         things: impl IntoIterator<Item = K>,
@@ -35,11 +35,11 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // A late answer is outdated. It only shows that the thing answers again.
+        // An answer to an earlier question is outdated, but the thing can be asked about again.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // A thread that has panicked is finished too.
+        // The thread of a question that has panicked is finished, but has sent no answer.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {
@@ -80,7 +80,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // An error means that the caller no longer waits.
+            // Sending fails if the caller no longer exists.
             let _ = sender.send((thing, answer));
         })
     }

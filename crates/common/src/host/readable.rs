@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// It waits with the runtime's own poll, so no timer is needed.
+/// A descriptor that is registered with tokio's poll, so that waiting needs no timer.
 #[derive(Debug)]
 pub struct Readable(AsyncFd<OwnedFd>);
 

@@ -17,9 +17,9 @@ pub enum Unreadable {
     TooLarge(u64),
 }
 
-/// The whole content, at most `limit` bytes.
+/// Reads the whole file. An error if the file has more than `limit` bytes.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
-    // This check comes before the file is opened, since opening a device may have effects.
+    // The file is checked before it is opened, since opening a device may have effects.
     check(fs::metadata(path)?.file_type())?;
     // With NONBLOCK, a FIFO that has replaced the file after the check does not block.
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;

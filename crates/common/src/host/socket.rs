@@ -5,7 +5,7 @@ use std::path::Path;
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-/// The PID of the control daemon that listens in a pipe directory, from the kernel.
+/// The PID of the control daemon that listens in a pipe directory, as the kernel reports it. None if no process listens.
 pub fn listener(pipe_directory: &Path) -> Option<u32> {
     connect(pipe_directory).ok()
 }

@@ -3,7 +3,8 @@
 use std::io::IsTerminal;
 use std::os::fd::AsFd;
 
-/// systemd sets `JOURNAL_STREAM` to the device and inode of its socket. After a redirection, standard error has others.
+/// Returns whether standard error is the journal. systemd sets `JOURNAL_STREAM` to the device and inode of its socket. After a
+/// redirection, standard error has other numbers.
 pub fn is_journal() -> bool {
     let said = std::env::var("JOURNAL_STREAM").unwrap_or_default();
     let Some((device, inode)) = said.split_once(':') else { return false };

@@ -29,7 +29,7 @@ pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     Ok(devices)
 }
 
-/// None for a device of another class, or for a device whose files can't be read.
+/// Reads a device from its directory in /sys. None for a device that is no display controller, or whose files can't be read.
 fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
     if number(&directory.join("class"))? >> 16 != DISPLAY {
         return None;
@@ -53,7 +53,7 @@ fn text(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Parses `0x030200`.
+/// Reads a file with a number such as `0x030200`.
 fn number(path: &Path) -> Option<u32> {
     u32::from_str_radix(text(path)?.strip_prefix("0x")?, 16).ok()
 }
@@ -63,7 +63,7 @@ fn driver(directory: &Path) -> Option<String> {
     Some(target.file_name()?.to_str()?.to_owned())
 }
 
-/// The device node in /dev/dri with this prefix, with the lowest number if there are several.
+/// The device node in /dev/dri whose name begins with this prefix. If there are several, the one with the lowest number.
 fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     let numbers = fs::read_dir(drm).ok()?.flatten().filter_map(|entry| {
         let name = entry.file_name();
@@ -73,7 +73,8 @@ fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     numbers.min().map(|number| PathBuf::from(format!("/dev/dri/{prefix}{number}")))
 }
 
-/// The link that lspci would print if the registers can be read, otherwise the link that the kernel reports.
+/// The PCI Express link of a device: the link that lspci would print if the device's registers can be read, otherwise the link
+/// that the kernel reports.
 fn link(directory: &Path) -> Option<PcieLink> {
     match link_in_config(&config(directory)) {
         Ok(link) => link,
@@ -86,7 +87,8 @@ fn link(directory: &Path) -> Option<PcieLink> {
     }
 }
 
-/// The first 256 bytes, which contain every capability that is needed here. Users other than root get 64 bytes.
+/// The first 256 bytes of the device's configuration space, which contain every capability that is needed here. The kernel
+/// gives users other than root only 64 bytes.
 fn config(directory: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok(file) = File::open(directory.join("config")) {
@@ -96,11 +98,12 @@ fn config(directory: &Path) -> Vec<u8> {
     bytes
 }
 
-/// The registers are incomplete, or the device answers only with ones.
+/// The registers of the device are incomplete, or the device answers only with ones.
 #[derive(Debug, PartialEq, Eq)]
 struct CutShort;
 
-/// Finds the Link Capabilities register in the same way as lspci.
+/// Finds the Link Capabilities register in a device's configuration space, in the same way as lspci. None if the device has no
+/// link.
 fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
     let byte = |at: usize| config.get(at).copied().ok_or(CutShort);
     let word = |at: usize| Ok(u16::from_le_bytes([byte(at)?, byte(at + 1)?]));
@@ -135,7 +138,7 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
     Ok(None)
 }
 
-/// The rates in GT/s by their numbers in the register.
+/// The rates in GT/s, by the number that the register has for each.
 const RATES: [&str; 9] = ["", "2.5", "5", "8", "16", "32", "64", "", "128"];
 
 /// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.

@@ -16,12 +16,13 @@ use super::variant::json;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The deadline for systemd's answer about a unit. A caller waits for the answer.
+/// The time that the service waits for systemd's answer about a unit. A caller of the service waits meanwhile.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The deadline for systemd's other answers, and for the move of a process into its scope. systemd needs milliseconds, but
-/// answers no request while it reloads its units, which can take seconds on a large host. The deadline is long, since after a
-/// stop for an unknown reason the control daemons are left running. If the bus has ended, a call fails at once.
+/// The time that the service waits for systemd's other answers, and for the move of a process into its scope. systemd needs
+/// milliseconds, but answers no request while it reloads its units, which can take seconds on a large host. The time is long,
+/// since after a stop for an unknown reason the service leaves the control daemons running. If the bus has ended, a call fails
+/// at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,40 +32,42 @@ const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 /// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
 const MOVE_PAUSE: Duration = Duration::from_millis(2);
 
-/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops the scope. Measured: 4 ms.
+/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops their scope. Measured: 4 ms.
 /// systemd's default of 90 s would only delay a shutdown.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The reason why this process got SIGTERM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Stopping {
-    /// The unit is stopped, alone or together with the host.
+    /// systemd stops the unit, alone or together with the host.
     Stop,
-    /// The unit is started again at once: `systemctl restart`, an upgrade, or a start that took too long.
+    /// systemd starts the unit again at once: after `systemctl restart`, an upgrade, or a start that took too long.
     Restart,
     /// This process is no service of systemd, so SIGTERM means that it should stop.
     NotUnderSystemd,
-    /// The reason is unknown, for the reason in the text: systemd did not answer, or has no job for the unit (`kill`, `systemctl
-    /// kill`, or a limit such as `RuntimeMaxSec=` was the cause). Then the clients should be left running, as for a restart: a
-    /// control daemon can still be stopped later, but a job that was ended is lost.
+    /// The reason is unknown, for the reason in the text: systemd did not answer, or has no job for the unit (`kill`,
+    /// `systemctl kill`, or a limit such as `RuntimeMaxSec=` was the cause). The service then leaves the clients running, as
+    /// for a restart: a control daemon can still be stopped later, but a job that was ended is lost.
     Unknown(String),
 }
 
-/// True if systemd runs this host.
+/// Returns whether systemd runs this host.
 pub fn runs_host() -> bool {
     sd_notify::booted().unwrap_or(false)
 }
 
-/// True if systemd runs this process as a system service. False for a start by hand, even on a host with systemd.
+/// Returns whether systemd runs this process as a system service. False for a process that a user has started, even on a host
+/// with systemd.
 pub fn runs_us() -> bool {
     own_service().is_some()
 }
 
-/// Moves a process into its own scope, `yunion-mps-control-<id>.scope`, and returns the scope's name once the process is there.
+/// Moves a process into its own scope, `yunion-mps-control-<id>.scope`, and returns the scope's name once the process is in the
+/// scope.
 ///
 /// # Errors
-/// This process is no service of systemd, or systemd refuses or does not answer. Then the process is most likely still in its old
-/// unit, but may still be moved a moment later.
+/// This process is no service of systemd, or systemd refuses or does not answer. The process is then most likely still in its
+/// old unit, but systemd may still move it a moment later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let name = scope_name(id);
@@ -74,10 +77,10 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     Ok(name)
 }
 
-/// Moves this process, and all that it starts, into its own scope: `yunion-mps-run-<PID>.scope`.
+/// Moves this process, and every process that it starts, into its own scope: `yunion-mps-run-<PID>.scope`.
 ///
 /// # Errors
-/// There is no systemd, or systemd refuses or does not answer. Then the process is most likely still in its old unit.
+/// systemd does not run the host, refuses, or does not answer. The process is then most likely still in its old unit.
 pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     let pid = std::process::id();
     let name = format!("yunion-mps-run-{pid}.scope");
@@ -90,8 +93,8 @@ pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     arrival(pid, &name).await
 }
 
-/// Waits until systemd has moved a process into a unit. The answer of systemd only means that the job is queued. The control
-/// group of the process shows when the job is done.
+/// Waits until systemd has moved a process into a unit. systemd's answer only means that the job is queued. The control group
+/// of the process shows when the job is done.
 async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -113,8 +116,8 @@ async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     }
 }
 
-/// Removes the limits of this service's unit until the next boot, for a control daemon that stays in the unit's control group.
-/// Otherwise the kernel could kill servers, and with them tenants' jobs, to free memory.
+/// Removes the limits of the service's unit until the next boot, for a control daemon that stays in the unit's control group.
+/// With the limits the kernel could kill servers, and with them tenants' jobs, to free memory.
 pub async fn lift_limits() -> Result<(), Problem> {
     let own = own_service().ok_or("this process is no service of systemd")?;
     let lifted = async {
@@ -168,7 +171,7 @@ pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. Its error begins with `refused`.
+/// Waits for an answer of systemd. If systemd refuses, the error begins with `refused`.
 async fn answer<T>(
     patience: Duration,
     refused: &str,
@@ -233,8 +236,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     let connection = Connection::system().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::new(&connection).await?;
-    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. systemd 253 and later have this
-    // property for scopes. Earlier versions behave like this without it.
+    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. systemd 253 and later have the
+    // property `OOMPolicy` for scopes. Earlier versions behave like that without it.
     let policy = ("OOMPolicy", Variant::from("continue"));
     properties.push(policy.clone());
     loop {
@@ -245,7 +248,7 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
             {
                 properties.pop();
             }
-            // The control daemon before, with the same scope name, has ended, but its servers may still be ending.
+            // The control daemon before, whose scope had the same name, has ended, but its servers may still be ending.
             Err(zbus::Error::MethodError(error, ..))
                 if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
@@ -256,10 +259,9 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     }
 }
 
-/// Two defaults are kept on purpose. There is no `BindsTo=` or the like, which would end the scope with this service's unit.=>And
-/// there is no `BindsTo=` or similar setting, which would end the scope together with this service's unit.
-/// `KillMode=control-group` fits, since servers and clients end with their control daemon anyway. There is no `BindsTo=` or the
-/// like, which would end the scope with this service's unit.
+/// The properties of a control daemon's scope. Two defaults are kept on purpose. `KillMode=control-group` fits, since servers
+/// and clients end with their control daemon anyway. No `BindsTo=` or similar setting is used, since it would end the scope
+/// together with the service's unit.
 fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
     let stop_timeout = u64::try_from(STOP_TIMEOUT.as_micros()).unwrap_or(u64::MAX);
     vec![
@@ -297,8 +299,9 @@ fn own_service() -> Option<String> {
     (unit.ends_with(".service") && !unit.starts_with("user@")).then(|| unit.to_owned())
 }
 
-/// The unit of a process, from its /proc/PID/cgroup. systemd has its units in the unified hierarchy, or on older hosts in the
-/// hierarchy named systemd. In the path, slices come before the unit, and groups after the unit belong to it.
+/// The unit of a process, from the text of its /proc/PID/cgroup. systemd has its units in the unified hierarchy, or on older
+/// hosts in the hierarchy named systemd. In the path, slices come before the unit, and groups after the unit belong to the
+/// unit.
 fn unit_of(cgroup: &str) -> Option<&str> {
     cgroup.lines().find_map(|line| {
         let (_, hierarchy_and_path) = line.split_once(':')?;
@@ -330,7 +333,7 @@ mod tests {
         assert_eq!(unit_of(unified), Some("yunion-mps-daemon.service"));
         let legacy = "9:name=systemd:/system.slice/a.service\n4:memory:/system.slice\n0::/\n";
         assert_eq!(unit_of(legacy), Some("a.service"));
-        // In the hierarchies of other controllers the groups have other names. A slice has no processes itself.
+        // The hierarchies of other controllers name their groups differently. A slice of systemd has no processes itself.
         assert_eq!(unit_of("4:memory:/system.slice/a.service\n0::/system.slice\n"), None);
         assert_eq!(
             unit_of("0::/system.slice/yunion-mps-control-a:b.scope/sub\n"),

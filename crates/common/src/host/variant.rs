@@ -3,7 +3,7 @@
 use serde_json::Value;
 use zbus::Variant;
 
-/// The plain value. A file descriptor has none, and systemd never sends one.
+/// Converts a D-Bus value to plain JSON. A file descriptor has no JSON form, and systemd never sends one.
 pub fn json(value: &Variant<'_>) -> Value {
     match value {
         Variant::U8(n) => Value::from(*n),

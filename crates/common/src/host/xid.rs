@@ -3,12 +3,12 @@
 
 use std::fmt;
 
-/// The consequence of a critical error.
+/// The consequence of a critical error for the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FollowUp {
-    /// A program has caused it, and the GPU works.
+    /// A program has caused the error. The GPU works.
     Application,
-    /// An administrator should check the GPU, which is still served.
+    /// An administrator should check the GPU. The service still serves it.
     Look,
     /// The GPU needs a reset, or the host a reboot, before the GPU takes another client.
     Reset,
@@ -17,13 +17,13 @@ pub enum FollowUp {
 /// The recovery action that the driver asks for at the moment (`NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecoveryAction {
-    /// Nothing is to be done.
+    /// The driver asks for nothing.
     Nothing,
-    /// A reset, now or once its programs have ended.
+    /// The GPU needs a reset, now or once the programs on the GPU have ended.
     Reset,
-    /// A reboot of the host.
+    /// The host needs a reboot.
     Reboot,
-    /// Programs that use several GPUs together have to end.
+    /// The programs that use several GPUs together have to end.
     EndPeers,
 }
 
@@ -32,16 +32,17 @@ pub enum RecoveryAction {
 pub struct CriticalError {
     /// The number in NVIDIA's catalogue.
     pub xid: u64,
-    /// The recovery action that the driver asks for. None with older drivers, and for a GPU that does not answer.
+    /// The recovery action that the driver asks for after the error. None with older drivers, and for a GPU that does not
+    /// answer.
     pub action: Option<RecoveryAction>,
 }
 
-/// The error after which the driver asks for another recovery action.
+/// The Xid with which the driver reports that it asks for another recovery action.
 const ACTION_CHANGED: u64 = 154;
 
 use FollowUp::{Application, Look, Reset};
 
-/// The known errors, by their numbers.
+/// The critical errors that the service knows: the number, the meaning in words, and the consequence.
 const CATALOGUE: [(u64, &str, FollowUp); 35] = [
     (8, "the GPU stopped processing", Application),
     (11, "a command buffer that can't be read", Application),
@@ -86,7 +87,7 @@ impl CriticalError {
         all.find(|(number, ..)| *number == self.xid).map(|(_, meaning, follow_up)| (meaning, follow_up))
     }
 
-    /// The consequence of the error. If the driver asks for an action, that counts instead of the catalogue.
+    /// The consequence of the error. If the driver asks for an action, the action counts instead of the catalogue.
     pub fn follow_up(self) -> FollowUp {
         match (self.action, self.known()) {
             (Some(RecoveryAction::Reset | RecoveryAction::Reboot), _) => Reset,

@@ -8,13 +8,14 @@ use mps_core::register::MayCommand;
 pub(super) enum Reach {
     /// The process runs on the host.
     Host,
-    /// The control daemon's own directory, or an ancestor of it, is mounted in the process's container.
+    /// The process is in a container in which the control daemon's own directory, or an ancestor of it, is mounted.
     OwnDirectory,
-    /// Only the socket `control`.
+    /// The process is in a container, and reaches only the socket `control`.
     Control,
 }
 
-/// The commands that are allowed. `uid` is the effective user id as seen from the host.
+/// The commands that the control daemon takes from a process. `uid` is the effective user id of the process as seen from the
+/// host.
 pub(super) fn may_command(uid: u32, reach: Reach) -> MayCommand {
     match (uid, reach) {
         (0, Reach::Host | Reach::OwnDirectory) => MayCommand::All,

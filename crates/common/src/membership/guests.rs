@@ -27,23 +27,23 @@ use super::CLAIMS;
 /// The file with all containers of one guest: the ids that the container runtime uses.
 const CONTAINERS: &str = "containers";
 
-/// The file with the description of a guest, its containers and their devices.
+/// The file that describes a guest, its containers and their devices.
 const DESCRIPTION: &str = "desc";
 
 /// The type of a device that is a slice of this service.
 const OUR_TYPE: &str = "NVIDIA_MPS";
 
-/// The largest file that is read, in bytes. A guest's description has some ten thousand.
+/// The largest record that the service reads, in bytes. A guest's description has some ten thousand.
 const LARGEST: u64 = 1024 * 1024;
 
-/// The most bytes of all files that are read for one look. In memory, the ids of containers need about five times as much, and
-/// several looks may run at once. The ids of 4,096 guests, or the descriptions of a thousand, are smaller.
+/// The most bytes of all records that the service reads for one look. In memory, the ids of containers need about five times as
+/// much, and several looks may run at once. The ids of 4,096 guests, or the descriptions of a thousand, are smaller.
 const ALL: u64 = 16 * 1024 * 1024;
 
-/// The most guests whose records are read.
+/// The most guests whose records the service reads.
 const GUESTS: usize = 4096;
 
-/// The longest name of a guest that is stored, in characters.
+/// The longest part of a guest's name that the service stores, in characters.
 const NAME: usize = 128;
 
 /// The mode bits of a file that users other than its owner can write.
@@ -54,26 +54,28 @@ const WRITTEN_BY_OTHERS: u32 = 0o022;
 const ATTEMPTS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(25);
 
-/// The record of one container.
+/// The host agent's record of one container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct GuestRecord {
     pub(super) names: GuestContainer,
-    /// The guest's devices of this type. The name of a GPU stands for one slice of the GPU.
+    /// The container's devices of the type `NVIDIA_MPS`. The name of a GPU stands for one slice of the GPU.
     pub(super) devices: Vec<DeviceName>,
 }
 
-/// The records. They are read when the first container is asked about, and are used for one look at processes.
+/// The host agent's records of all guests. They are read when the first container is asked about, and are used for one look at
+/// processes.
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
     room: Room,
-    /// The containers by id, each with the directory of its guest and its key there. None for an id that two guests have.
+    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None for an id that two
+    /// guests have.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
-    /// The descriptions that were read.
+    /// The descriptions of guests that were read, by the guest's directory. None for a description that can't be used.
     guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
 }
 
-/// The number of bytes that may still be read.
+/// The number of bytes of records that may still be read in this look.
 #[derive(Debug)]
 struct Room(AtomicU64);
 
@@ -132,7 +134,8 @@ impl GuestRecords {
         Self { directory, room: Room::new(), containers: OnceLock::new(), guests: Mutex::default() }
     }
 
-    /// The record of the container with this id of 64 hexadecimal digits. None if no guest has it, or two have.
+    /// The record of the container with this id of 64 hexadecimal digits. None if no guest has the id, or if two guests have
+    /// it.
     pub(super) fn record_of(&self, id: &str) -> Option<GuestRecord> {
         let containers = self.containers.get_or_init(|| read_containers(&self.directory, &self.room));
         let (guest, key) = containers.get(id)?.as_ref()?;
@@ -161,13 +164,14 @@ impl Guest {
     }
 }
 
-/// The beginning of a name, on one line and without control characters, since it is used in labels of bindings and in events.
+/// The first characters of a name, on one line and without control characters: the service uses the name in labels of bindings
+/// and in events.
 fn shortened(name: Option<&str>) -> String {
     let plain = |c: char| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c };
     name.unwrap_or_default().chars().take(NAME).map(plain).collect()
 }
 
-/// The reason why a record is not used, or not yet. It contains nothing from the record.
+/// The reason why a record is not used at all, or not yet. It quotes nothing from the record, which may contain credentials.
 #[derive(Debug)]
 enum BadRecord {
     /// The record does not exist or can't be read.
@@ -175,9 +179,9 @@ enum BadRecord {
     /// Users other than the service's user can write the record, or it is no regular file or directory.
     NotTheAgents,
     TooLarge,
-    /// The files that were read before it have used up the allowed bytes.
+    /// The records that were read before have used up the allowed bytes.
     NoRoom,
-    /// The record may be half-written.
+    /// The text is no valid record. The agent may have written only half of it yet.
     NotUnderstood {
         line: usize,
         column: usize,
@@ -212,7 +216,7 @@ impl From<rustix::io::Errno> for BadRecord {
     }
 }
 
-/// The containers of all guests, by the ids that the container runtime knows them by.
+/// The containers of all guests, by the ids that the container runtime has given them.
 fn read_containers(directory: &Path, room: &Room) -> BTreeMap<String, Option<(OsString, String)>> {
     let mut containers = BTreeMap::new();
     let mut left = guests_in(directory).unwrap_or_else(|error| {
@@ -285,10 +289,10 @@ fn read_file<T: DeserializeOwned>(
         return Err(BadRecord::NoRoom);
     }
     let mut bytes = Vec::new();
-    // If the agent writes more at this moment, this is half of a file.
+    // If the agent is writing the file at this moment, only a part of it is read.
     file.take(found.len()).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
     room.take(bytes.len() as u64);
-    // The text of this error could quote the file.
+    // The text of the parser's error could quote the file, so only the place of the error is used.
     let place =
         |error: serde_json::Error| BadRecord::NotUnderstood { line: error.line(), column: error.column() };
     serde_json::from_slice(&bytes).map_err(place)
@@ -298,13 +302,14 @@ fn directory_flags() -> OFlags {
     OFlags::RDONLY | OFlags::CLOEXEC | OFlags::DIRECTORY
 }
 
-/// The agent writes its records as root. A record that another user can write proves nothing.
+/// Refuses a file that another user can write, and so may have written. The agent writes its records as root.
 fn believed(stat: &Stat) -> Result<(), BadRecord> {
     let is_the_agents = stat.st_uid == geteuid().as_raw() && stat.st_mode & WRITTEN_BY_OTHERS == 0;
     if is_the_agents { Ok(()) } else { Err(BadRecord::NotTheAgents) }
 }
 
-/// Reads until the file is complete. If it can't be read, the reason is logged.
+/// Reads a record of the agent. If the record is half-written, tries again until it is complete. If it can't be read, the
+/// reason is logged.
 fn believed_file<T: DeserializeOwned>(
     directory: &Path,
     guest: &OsString,
@@ -322,7 +327,7 @@ fn believed_file<T: DeserializeOwned>(
     read.inspect_err(|error| not_read(&directory.join(guest).join(file), error))
 }
 
-/// The records of containers that exist and are not used, each with the reason.
+/// The records of containers that the service can't use, each with the reason.
 pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
     let guests = match guests_in(directory) {
         Ok(guests) => guests,
@@ -372,7 +377,7 @@ mod tests {
         digit.to_string().repeat(64)
     }
 
-    /// A host agent's directory of guests.
+    /// A directory of guests, as a host agent has it, for a test.
     struct Servers(tempfile::TempDir);
 
     impl Servers {
@@ -396,7 +401,7 @@ mod tests {
             }
         }
 
-        /// A guest of one container, with devices of these addresses and types.
+        /// Writes the records of a guest with one container, which has devices with these addresses and types.
         fn one(&self, guest: &str, id: &str, devices: &[(&str, Option<&str>)]) {
             self.write(guest, &containers(id), &description(devices));
         }
@@ -449,7 +454,7 @@ mod tests {
             assert_eq!([guest, container, project], ["train-1", "main", "vision"]);
         }
         assert_eq!(servers.record_of(&id('a')), None);
-        // The container runtime does not know this container yet.
+        // The agent has recorded a container that the container runtime has not made yet, so the record has no id.
         servers.write("guest", &json!({"c-1": {"id": "c-1", "cri_id": null}}), &description(&[]));
         assert_eq!(servers.record_of(ID), None);
         servers.write(
@@ -526,7 +531,7 @@ mod tests {
         ));
     }
 
-    /// However damaged the directory is, a look reads only the allowed bytes, and the reason is logged.
+    /// A look reads only the allowed bytes, however damaged the directory is, and logs the reason.
     #[test]
     fn all_files_together_are_bounded() {
         let servers = Servers::new();
@@ -549,7 +554,7 @@ mod tests {
         assert_eq!(names(&servers.record_of(&id('b')).unwrap().devices), ["00:06.0-1"]);
     }
 
-    /// The agent writes in place: a reader that gets half of a file waits for the rest.
+    /// The agent writes in place: the service reads a half-written record again until it is complete.
     #[test]
     fn a_half_written_record_is_read_again() {
         let servers = Servers::new();

@@ -50,15 +50,15 @@ pub const DEVICE_VARIABLE: &str = "YUNION_MPS_DEVICE";
 /// The environment variable that names the directory in which a process looks for its control daemon.
 pub const PIPE_DIRECTORY_VARIABLE: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
-/// The most slices that a process can claim. A container has at most one slice of each GPU.
+/// The most slices that the environment of a process can claim. A container has at most one slice of each GPU.
 const CLAIMS: usize = 64;
 
 const ANCESTORS: usize = 32;
 
-/// The slices of control daemons, as far as they are known without looking at processes.
+/// The slices of all control daemons, as the plan and the state file have them. No process has to be looked at for that.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Slices {
-    /// The pipe directories, in which slices have directories.
+    /// The pipe directories, which contain the directories of slices.
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     /// The control daemons' own directories, which contain their privileged sockets.
     own_directories: BTreeSet<PathBuf>,
@@ -80,34 +80,34 @@ impl Slices {
         slices
     }
 
-    /// The same with further GPUs, by UUID: a running control daemon keeps its GPUs, even if the plan changes.
+    /// Adds GPUs, by UUID: a running control daemon keeps its GPUs, even if the plan changes.
     #[must_use]
     pub fn and_of<'a>(mut self, gpus: impl IntoIterator<Item = (&'a str, GpuId)>) -> Self {
         self.gpus.extend(gpus.into_iter().map(|(uuid, gpu)| (uuid.to_owned(), gpu)));
         self
     }
 
-    /// The same with further pipe directories.
+    /// Adds pipe directories.
     #[must_use]
     pub fn and_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
         Arc::make_mut(&mut self.pipe_directories).extend(directories.into_iter().map(Path::to_owned));
         self
     }
 
-    /// The same with the control daemons' own directories.
+    /// Adds the control daemons' own directories.
     #[must_use]
     pub fn commanded_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
         self.own_directories.extend(directories.into_iter().map(Path::to_owned));
         self
     }
 
-    /// The same with these bindings of control groups.
+    /// Sets the bindings of control groups to slices.
     #[must_use]
     pub fn bound_by(self, bindings: &Arc<SliceBindings>) -> Self {
         Self { bindings: Arc::clone(bindings), ..self }
     }
 
-    /// The same with this directory of the host agent's records of its guests.
+    /// Sets the directory in which the host agent keeps the records of its guests.
     #[must_use]
     pub fn recorded_in(self, servers: &Path) -> Self {
         Self { servers: Some(servers.to_owned()), ..self }
@@ -119,7 +119,8 @@ impl Slices {
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
-    /// The part of a process's slices that is on the GPU with this UUID. All of them if the process uses no GPU yet.
+    /// The slices of a process, `all`, as far as they count on the GPU with this UUID. All of them if the process uses no GPU
+    /// yet.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
@@ -128,19 +129,19 @@ impl Slices {
     }
 }
 
-/// The places of the slices' directories, and everything else that is equal for all processes. It is made for one look at
-/// processes, on a thread on which the kernel may be asked: reading an environment can hang in the driver.
+/// The places of the slices' directories, and the other facts that are equal for all processes. The service makes this for one
+/// look at processes, on a thread on which it may ask the kernel: reading an environment can hang in the driver.
 #[derive(Debug)]
 pub struct SliceMounts {
-    /// The pipe directories, in which slices have directories.
+    /// The pipe directories as places, which are independent of a mount.
     pipes: Vec<Place>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
     own: Vec<Place>,
-    /// The mount namespaces of the host: that of the service, and that of the first process.
+    /// The mount namespaces of the service and of the first process: a process in one of them runs on the host.
     host: Vec<PathBuf>,
     /// The service's user namespace.
     user: Option<PathBuf>,
-    /// The first process of each container, found when a caller asks for one.
+    /// The first process of each container, by the container's id. The service searches for them when the first one is needed.
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
@@ -160,18 +161,18 @@ struct Sight {
     own: bool,
 }
 
-/// All that was found out about a process without reading its memory.
+/// The facts about a process that were found without reading its memory.
 #[derive(Debug)]
 pub struct ProcessSight {
     evidence: Evidence,
     reach: Reach,
-    /// All bindings: no process can claim a slice that is bound to another control group.
+    /// All bindings: a process can't claim a slice that is bound to another control group.
     bindings: Arc<SliceBindings>,
     pipe_directories: Arc<BTreeSet<PathBuf>>,
 }
 
 impl SliceMounts {
-    /// Finds the places of the pipe directories. A directory that does not exist has no slices.
+    /// Finds the places of the pipe directories. A pipe directory that does not exist has no slices.
     pub fn find(slices: &Slices) -> Self {
         let namespaces = [proc::mount_namespace(proc::OWN), proc::mount_namespace(proc::FIRST)];
         let places = |directories: &BTreeSet<PathBuf>| {
@@ -190,8 +191,8 @@ impl SliceMounts {
         }
     }
 
-    /// Looks at a process without reading its memory, which could hang. If the environment counts for this process, its slices
-    /// are not known yet.
+    /// Looks at a process without reading the memory of the process, since such a read could hang. If the environment of the
+    /// process counts, the slices are not known yet.
     ///
     /// # Errors
     /// The process has ended, or can't be read.
@@ -217,13 +218,14 @@ impl SliceMounts {
             command: proc::name(pid).unwrap_or_default(),
             ..KnownClient::only(process)
         };
-        // Another process may have had its PID during the look.
+        // During the look the process may have ended and another process may have got its PID.
         if identity::read(pid)? == process { Ok((client, seen)) } else { Err(Errno::SRCH.into()) }
     }
 
-    /// Looks at the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so its ancestors
-    /// count too. So do ancestors in other namespaces, up to the host, for a sandbox in a container: the sandbox has the slices
-    /// of the container. But the sandbox reaches no directory that only its ancestors see.
+    /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so
+    /// the mounts of its ancestors count too. The mounts of ancestors in other namespaces count up to the host, for a sandbox
+    /// in a container: the sandbox has the slices of the container. But the sandbox reaches no directory that only its
+    /// ancestors see.
     ///
     /// # Errors
     /// The process has ended, or can't be read.
@@ -257,7 +259,7 @@ impl SliceMounts {
             Some(_) if all.own => Reach::OwnDirectory,
             Some(_) => Reach::Control,
         };
-        // If the process sees neither a slice nor a pipe directory, it is not known how it reached the GPU.
+        // A process that sees neither a slice nor a pipe directory has reached the GPU in an unknown way.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();
@@ -272,19 +274,19 @@ impl SliceMounts {
         })
     }
 
-    /// The label of the binding of a process.
+    /// The label of the binding of a process. None if the process has no binding, or the binding has no label.
     fn label_of(&self, pid: u32) -> Option<String> {
         self.binding_of(pid).map(|its| its.label.clone()).filter(|label| !label.is_empty())
     }
 
     fn binding_of(&self, pid: u32) -> Option<&Binding<SliceId>> {
-        // Most hosts have no bindings, and then the kernel need not be asked.
+        // Most hosts have no bindings, and then the kernel is not asked for the control group of the process.
         self.bindings.iter().next()?;
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
 
-    /// The container of a process with this record. Its devices are those on GPUs of which the process is not bound to a slice
-    /// yet.
+    /// The recorded container of a process, if the container is not bound to all of its slices yet. The result has only devices
+    /// on GPUs of which the process is not bound to a slice.
     fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
         let binding = self.binding_of(pid);
         if binding.is_some_and(|its| its.by == BoundBy::Root) {
@@ -306,8 +308,8 @@ impl SliceMounts {
         records.record_of(of_the_hosts(&proc::cgroups_text(pid).ok()?)?)
     }
 
-    /// The mount namespace of a process and its root directory there: processes with the same ones have the same list of mounts.
-    /// None on the host, and for an ancestor that has just ended.
+    /// The mount namespace of a process and its root directory: processes for which both are the same have the same list of
+    /// mounts. None for a process on the host, and for an ancestor that has just ended.
     fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
         let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
         match place {
@@ -318,8 +320,8 @@ impl SliceMounts {
         }
     }
 
-    /// The slices of a process whose directories root of the host, or a runtime of the host, has mounted. None if the mounts of
-    /// the process prove nothing.
+    /// The slices of a process whose directories were mounted by root of the host or by a runtime of the host. None if the
+    /// mounts of the process prove nothing.
     fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<SliceId>> {
         let its = proc::user_namespace(process).ok();
         if its.is_some() && its == self.user {
@@ -375,7 +377,7 @@ impl ProcessSight {
     }
 }
 
-/// The tenant of a process of this user.
+/// The tenant for whom a process of this user works.
 fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     let container = match of_the_hosts(&proc::cgroups_text(pid)?) {
         Some(id) => id.to_owned(),
@@ -384,7 +386,8 @@ fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
     Ok(Tenant { uid, container })
 }
 
-/// Returns true if this control group exists. A group that was removed and made again with the same path is another group.
+/// Returns true if this control group still exists. A control group that was removed and made again with the same path is
+/// another one.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }
@@ -397,7 +400,8 @@ fn bound(binding: &Binding<SliceId>) -> Membership {
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
 }
 
-/// The parent of a process, the parent's parent and so on. It stops where a PID may belong to another process by now.
+/// The parent of a process, the parent's parent and further ancestors. The list stops where a PID may belong to another process
+/// by now.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     let parent = |child: &proc::Stat| {
         let parent = proc::stat(child.parent).ok()?;
@@ -426,7 +430,7 @@ fn first_processes() -> BTreeMap<String, u32> {
     oldest.into_iter().map(|(id, (_, pid))| (id, pid)).collect()
 }
 
-/// The slices in the environment of a process: by their names, or one slice by its directory.
+/// The slices that the environment of a process names: by their names in a variable, or one slice by its directory.
 fn claimed(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Vec<DeviceName> {
     let named = named(environment);
     if named.is_empty() {
@@ -441,13 +445,14 @@ fn named(environment: &[u8]) -> Vec<DeviceName> {
         proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
     for name in value.unwrap_or_default().split(',').take(CLAIMS) {
-        // Anything but a name is left out, since every user can read the published names.
+        // The named slices are published, and every user can read them. So a text that is no name is left out, and so is a
+        // second mention of a name.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     slices
 }
 
-/// The slice whose directory has this path below the pipe directory: `slices/00_06.0-1`.
+/// The slice with this directory, as a path below the pipe directory: `slices/00_06.0-1`.
 fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }
@@ -533,7 +538,7 @@ mod tests {
         SliceMounts::find(&slices.commanded_in(directories))
     }
 
-    /// The mounts of a container in which this directory is mounted at another path.
+    /// The mounts of a container in which this directory of the host is mounted at another path.
     fn seen(directory: &Path) -> Sight {
         let pipe = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(pipe.path().join("slices/00_06.0-1")).unwrap();
@@ -571,7 +576,7 @@ mod tests {
         assert_eq!((seen.slices(own).unwrap(), seen.asks_environment()), (None, true));
         assert_eq!(client.command, proc::name(own).unwrap());
         assert!(client.to_string().starts_with(&format!("PID {own} of user ")), "{client}");
-        // Another process with this PID is another client.
+        // A process with the same PID and another start time is another client.
         assert!(mounts.look_at(ProcessId { start_time: process.start_time + 1, ..process }).is_err());
         assert!(mounts.look_at(ProcessId { pid: u32::MAX, ..process }).is_err());
         assert_eq!(ancestors(own).next(), Some(std::os::unix::process::parent_id()));

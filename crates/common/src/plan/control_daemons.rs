@@ -1,4 +1,4 @@
-//! The control daemons for the usable GPUs, and the comparison of a control daemon with a later plan.
+//! The planned control daemons for the usable GPUs, and the comparison of a running control daemon with a new plan.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,29 +21,29 @@ use crate::problem::LocatedProblem;
 pub struct ControlDaemonPlan {
     pub id: DaemonId,
     pub pipe_directory: PathBuf,
-    /// The directory in which only the control daemon makes its sockets. The pipe directory then has a link to the socket for
-    /// clients. None if the sockets are in the pipe directory.
+    /// The directory in which the control daemon makes its sockets, and which only root can read. The pipe directory then has a
+    /// link to the socket for clients. None if the sockets are in the pipe directory.
     pub private_directory: Option<PathBuf>,
     /// The control daemon's `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
-    /// The directory that contains the directories of its slices, each with a link to its socket. None if clients have to connect
-    /// in the pipe directory.
+    /// The directory that contains the directories of the control daemon's slices, each with a link to the control daemon's
+    /// socket. None if clients have to connect in the pipe directory.
     pub slice_directories: Option<PathBuf>,
-    /// The GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend on the
-    /// order of entries.
+    /// The control daemon's GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend
+    /// on the order of entries.
     pub gpus: Vec<ServedGpu>,
-    /// The default active thread percentage: the largest percentage of its slices.
+    /// The default active thread percentage: the largest percentage of the control daemon's slices.
     pub thread_percentage: u8,
     /// True if one server should serve the clients of every user.
     pub multiuser: bool,
     /// True if the control daemon is started without multi-user mode when its driver refuses it.
     pub multiuser_optional: bool,
     pub prewarm: bool,
-    /// The CPUs near its GPUs, if it should be bound to them.
+    /// The CPUs to which the control daemon should be bound, near its GPUs. None if it should not be bound.
     pub cpus: Option<Cpus>,
 }
 
-/// A running control daemon: the properties that can't be changed while it runs.
+/// The properties of a running control daemon that can't be changed while it runs.
 #[derive(Debug, Clone, Copy)]
 pub struct Present<'a> {
     pub pipe_directory: &'a Path,
@@ -57,13 +57,15 @@ pub struct Present<'a> {
 }
 
 impl ControlDaemonPlan {
-    /// The names of those of its GPUs that have these UUIDs and a known name, by UUID.
+    /// The names of the GPUs with these UUIDs, by UUID. A GPU is left out if it is not the control daemon's, or if its name is
+    /// not known.
     pub fn gpu_names(&self, uuids: &[String]) -> BTreeMap<String, String> {
         let its = self.gpus.iter().filter(|gpu| uuids.contains(&gpu.uuid));
         its.filter_map(|gpu| Some((gpu.uuid.clone(), gpu.id?.to_string()))).collect()
     }
 
-    /// The GPUs with slices that are served as planned only once the control daemon has got this order, after the order `before`.
+    /// The UUIDs of the GPUs with slices that are served as planned only after the control daemon has carried out this plan.
+    /// `before` is the plan that the control daemon has carried out.
     pub fn to_be_set_since<'a>(&'a self, before: &'a Self) -> impl Iterator<Item = &'a str> {
         let waits = |gpu: &&ServedGpu| {
             let Some(known) = before.gpus.iter().find(|known| known.uuid == gpu.uuid) else { return true };
@@ -80,12 +82,13 @@ impl ControlDaemonPlan {
         self.gpus.iter().filter(waits).map(|gpu| gpu.uuid.as_str())
     }
 
-    /// The tenure of its GPUs.
+    /// The tenure with which the control daemon has its GPUs.
     pub fn tenure(&self) -> Tenure {
         self.id.tenure()
     }
 
-    /// True if this control daemon looks for programs without MPS on a GPU. One of those that take turns there does it for all.
+    /// Returns whether this control daemon looks for programs without MPS on its GPU. Of the control daemons that take turns on
+    /// a GPU, only the one of slice 0 looks for such programs.
     pub fn stands_guard(&self) -> bool {
         self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.sizes.contains_key(&0))
     }
@@ -99,14 +102,14 @@ impl ControlDaemonPlan {
         self.gpus.iter().flat_map(ServedGpu::slices)
     }
 
-    /// The memory limit and the thread percentage of a slice of one of its GPUs.
+    /// The memory limit and the thread percentage of a slice of this GPU, each with the control daemon's default.
     fn limits(&self, gpu: &ServedGpu, size: &SliceSize) -> [Limit; 2] {
         let threads = (size.thread_percentage.into(), self.thread_percentage.into());
         [(size.memory_mib, gpu.memory_limit_mib), threads]
     }
 
-    /// The part of this plan that a running control daemon can't fulfil, so that it has to be replaced. A GPU that is not
-    /// `reachable` is ignored.
+    /// The first reason why a running control daemon can't carry out this plan and has to be replaced. None if it can. A GPU
+    /// for which `reachable` is false is ignored.
     pub fn misfit(&self, present: &Present<'_>, reachable: impl Fn(&str) -> bool) -> Option<String> {
         let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
@@ -134,7 +137,7 @@ impl ControlDaemonPlan {
     }
 }
 
-/// The control daemons for the GPUs that can be served now. This also sets the directories of slices.
+/// Plans the control daemons for the GPUs that can be served now. Also sets the directories of slices in `gpus`.
 pub(super) fn control_daemons(
     gpus: &mut [GpuPlan],
     settings: &Settings,
@@ -161,7 +164,7 @@ pub(super) fn control_daemons(
     let control_daemons: Vec<ControlDaemonPlan> =
         all.filter_map(|(gpus, slice)| control_daemon(gpus, slice, settings, inventory)).collect();
     for gpu in gpus {
-        // A GPU that can't be served now gets the directories that it has when it is served.
+        // The slices of a GPU that can't be served now get the directories that they have when the GPU is served.
         let pipe_directory = gpu.slice_pipe_directory(0);
         let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == pipe_directory);
         gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
@@ -182,7 +185,8 @@ fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathB
     config::has_room_for_sockets(&directory).then_some(directory)
 }
 
-/// The directory of the slices' directories for these GPUs, if clients can connect in any directory.
+/// The directory that contains the directories of the slices of these GPUs. None if clients have to connect in the pipe
+/// directory.
 fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Option<PathBuf> {
     let directories = settings.pipe_directory.join(DIRECTORIES);
     let names = gpus.iter().map(|(gpu, _)| gpu.slice(gpu.slices().saturating_sub(1)).directory_name());
@@ -191,7 +195,7 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// The control daemon with this pipe directory, for these GPUs, or for one slice of a GPU.
+/// Plans the control daemon with this pipe directory, for these GPUs. With `only`, it serves that slice alone.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -210,15 +214,15 @@ fn control_daemon(
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
     let multiuser = settings.multiuser == MultiUser::On || if_possible;
-    // True if clients of these GPUs can connect in any directory.
+    // With this property, clients can connect through a link in any directory.
     let series = inventory.series();
     let linked =
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
     let private_directory = linked.then(|| private_directory(&pipe_directory, settings)).flatten();
     let slice_directories = linked.then(|| slice_directories(gpus, settings)).flatten();
-    // The ordinals in limits are those that the client sees. In a container with one GPU, ordinal 0 is that GPU, and the default
-    // of ordinal 0 applies to it, even if it has another ordinal on the host. A client's own limit can only lower the default, so
-    // no default may be below the limit of any slice.
+    // A limit names a GPU by the ordinal that the client sees. In a container with one GPU, ordinal 0 is that GPU, and the
+    // default of ordinal 0 applies to it, even if the GPU has another ordinal on the host. A client's own limit can only lower
+    // the default, so no default may be below the limit of any slice.
     let ordinals =
         |gpu: &GpuPlan| only.map_or(0..gpu.slices(), |slice| slice.ordinal..slice.ordinal.saturating_add(1));
     let sizes: Vec<SliceSize> =
@@ -231,7 +235,7 @@ fn control_daemon(
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: gpu.places,
-        // NVML does not say to which of several control daemons a client belongs.
+        // If several control daemons serve a GPU, NVML does not say to which of them a client belongs.
         clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {
@@ -241,7 +245,8 @@ fn control_daemon(
         gpus: gpus.iter().map(served).collect(),
         thread_percentage,
         multiuser,
-        // Without multi-user mode, a server runs as its user, and has to have access to the control daemon's directory.
+        // Without multi-user mode, a server runs as the user of its clients, and needs access to the control daemon's
+        // directory.
         multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
@@ -250,7 +255,7 @@ fn control_daemon(
     })
 }
 
-/// Checks that no log directory is where a control daemon makes its FIFO.
+/// Returns a problem if a log directory is where a control daemon makes its FIFO: the control daemon would write no log.
 pub(super) fn each_writes_a_log(
     control_daemons: &[ControlDaemonPlan],
     settings: &Settings,
@@ -295,7 +300,8 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
     }
 }
 
-/// The limits of the slices that are smaller than the default, in words. None if no slice is smaller.
+/// The slices of the GPU whose limits are smaller than the control daemon's defaults, in words. None if no slice has smaller
+/// limits.
 fn smaller(
     gpu: &GpuPlan,
     served: &ServedGpu,
@@ -326,7 +332,7 @@ mod tests {
     use crate::plan::tests::{facts, h200s, limits, node, plan, with};
     use crate::problem::Origin;
 
-    /// A slice has to wait for another control daemon only if its own limits change, and with them the default that it needs.
+    /// A slice waits for another control daemon only if its own limits change, and with them the default that it needs.
     #[test]
     fn a_slice_with_unchanged_limits_waits_for_nothing() {
         let plan_of = |slices: [(u64, u8); 3]| {
@@ -363,10 +369,10 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            // The default is larger than the new limits, before and after the change.
+            // The default is larger than the new limits, before the change and after it.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
-            // The default grows, but the other slices' own limits stay.
+            // The default grows, but the other slices keep their limits.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
             // The default was smaller than the second slice's new limit.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
@@ -624,7 +630,7 @@ mod tests {
         assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
     }
 
-    /// A slice is served only once its directory has a link.
+    /// A slice is served only after its directory has got a link.
     #[test]
     fn a_gpu_with_new_slices_waits_for_their_directories() {
         let mut inventory = h200s();

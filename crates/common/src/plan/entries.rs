@@ -14,13 +14,13 @@ use crate::problem::{LocatedProblem, Origin, Problem};
 
 pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
-    /// The keys of its own entry, or the number of slices of every GPU.
+    /// The keys of the GPU's own entry. Without an entry, the keys that all GPUs get.
     pub keys: MpsEntry,
-    /// The reason why the GPU is missing. None if it is there.
+    /// The reason why the host does not have the GPU at present. None if it has the GPU.
     pub gone: Option<Problem>,
 }
 
-/// The configured GPUs in the order of the configuration, and the entries without a GPU.
+/// The configured GPUs in the order of the configuration, and the entries that name no GPU of this host.
 pub(super) fn wanted<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -30,7 +30,7 @@ pub(super) fn wanted<'a>(
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
     let mut missing = Vec::new();
-    // Without a driver, two paths are known to name the same GPU only if their texts are equal.
+    // Without a driver, two entries are known to name the same GPU only if their paths are the same text.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
         let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
@@ -79,7 +79,8 @@ pub(super) fn wanted<'a>(
     }
     match not_yet {
         _ if !problems.is_empty() => {
-            // These are reported too, so that all problems can be corrected at once.
+            // Entries that certainly name no GPU are reported with the other problems, so that the administrator can correct
+            // all at once.
             let certain = missing.into_iter().filter(|missing| missing.certain);
             problems.extend(certain.map(|missing| missing.problem));
             Err(PlanError::Problems(problems))
@@ -90,8 +91,8 @@ pub(super) fn wanted<'a>(
     }
 }
 
-/// An address without a domain still means the same GPU as before. After that GPU has been removed, another GPU with this address
-/// is not served instead.
+/// Turns an address without a domain into the full address that it had in the plan before. If the GPU with that address was
+/// removed, another GPU whose address differs only in the domain is not served instead.
 fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     match (path, find(path, before)) {
         (DevicePath::ShortPci(_), Ok(gpu)) => DevicePath::Pci(gpu.pci.address),
@@ -99,8 +100,8 @@ fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     }
 }
 
-/// The GPU that the path has named in the former plan, and true if the GPU is missing now, so that the facts from that plan are
-/// used. None if another GPU has its address now.
+/// The GPU that the path has named in the plan before, and true if the host does not have the GPU now, so that the former facts
+/// are used. None if another GPU has the address now.
 fn known_before<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -114,7 +115,7 @@ fn known_before<'a>(
     }
 }
 
-/// Every NVIDIA GPU without an entry, in PCI order. A GPU with another kernel driver is left out.
+/// Every NVIDIA GPU that no entry of the device file names, in PCI order. A GPU with another kernel driver is left out.
 fn unclaimed<'a>(
     settings: &Settings,
     inventory: &'a Inventory,
@@ -125,7 +126,7 @@ fn unclaimed<'a>(
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
             Ok(address) => claimed.extend(address),
-            // If it is not known which GPU the entry names, each GPU may be the one, and could be in use.
+            // If it is not known which GPU the entry names, it may be any GPU, and the GPU could be used for something else.
             Err(problem) => {
                 not_yet.get_or_insert(problem);
             }
@@ -145,7 +146,7 @@ fn unclaimed<'a>(
     wanted
 }
 
-/// The use of each GPU, if no GPU is left to serve.
+/// The reason why no GPU is left to serve: the other use of each GPU.
 pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String {
     let mut others = Vec::new();
     let mut remedy = "";
@@ -212,7 +213,7 @@ mod tests {
         );
     }
 
-    /// Then the service serves nothing, and the reason shows a mistyped type.
+    /// The service serves no GPU if each has another use. The reason names the entries, so a mistyped type is seen.
     #[test]
     fn if_all_gpus_have_another_use_each_use_is_named() {
         let settings = and_other(no_entries(), Some(pci("1a:00.0")));
@@ -254,7 +255,7 @@ mod tests {
         for (path, found) in golden {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {all}");
             assert_eq!(missing(&with(vec![(path.clone(), 4)]), &inventory), [(true, expected)]);
-            // The other GPUs are served.
+            // A wrong path does not prevent that the other GPUs are served.
             let plan = plan(&with(vec![(node(128), 4), (path.clone(), 4)]), &inventory).unwrap();
             assert_eq!((plan.gpus.len(), plan.gpus[0].unusable()), (1, None));
             let [missing] = plan.missing.as_slice() else { panic!("{:?}", plan.missing) };
@@ -291,15 +292,15 @@ mod tests {
         assert_eq!((after.gpus[1].slices(), after.gpus[1].size(0).memory_mib), (2, 61440));
         assert_eq!(after.control_daemons[0].gpus.len(), 1);
         assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
-        // If the plan is made again it stays the same, and when the GPU is back, the plan is as before.
+        // A second plan with the GPU still missing is the same. With the GPU back, the plan is the first one again.
         assert_eq!(plan_after(&settings, &without, &after.gpus).unwrap(), after);
         assert_eq!(plan_after(&settings, &whole, &after.gpus).unwrap(), before);
-        // Another GPU at the same address does not replace it.
+        // Another GPU at the address of the missing one does not replace it.
         let mut other = without;
         other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 122_880, (9, 0)));
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
-        // The same GPU with another name stays in the plan.
+        // A GPU whose render node has another name now stays in the plan.
         let mut renamed = h200s();
         renamed.gpus[1].pci.render_node = None;
         let after = plan_after(&settings, &renamed, &before.gpus).unwrap();

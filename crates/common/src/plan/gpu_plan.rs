@@ -17,34 +17,36 @@ pub struct GpuPlan {
     /// The slices, by their ordinals.
     pub sizes: Vec<SliceSize>,
     pub isolation: Isolation,
-    /// The most clients that a control daemon can have on the GPU.
+    /// The most clients that a control daemon can have on the GPU at the same time.
     pub places: u32,
-    /// True if clients on the GPU can be counted.
+    /// True if the service can count the clients on the GPU.
     pub clients_counted: bool,
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
-    /// The pipe directory of its control daemon. If each slice has a control daemon, their pipe directories are inside this one.
+    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, their pipe directories are inside
+    /// this directory.
     pub pipe_directory: PathBuf,
-    /// The directory that contains the directories of its slices, if each slice has one.
+    /// The directory that contains the directories of the GPU's slices. None if slices have no directories.
     pub slice_directories: Option<PathBuf>,
-    /// The CPUs near the GPU, if its control daemon and its clients should run there. None if these are all CPUs.
+    /// The CPUs near the GPU, on which its control daemon and its clients should run. None if they are not bound to CPUs, or if
+    /// these are all CPUs of the host.
     pub cpus: Option<Cpus>,
 }
 
 pub const HELD: &str = "gpu-held";
 
-/// The name of the problem that the slices of the GPU can't have a control daemon each.
+/// The name of the problem that the slices of a GPU can't have a control daemon each.
 pub(super) const INSEPARABLE: &str = "isolation-impossible";
 
 impl GpuPlan {
-    /// The reason why the GPU can't be served now, if there is one.
+    /// The reasons why the GPU can't be served now, in words. None if it can be served.
     pub fn unusable(&self) -> Option<String> {
         let obstacles: Vec<String> = self.obstacles.iter().map(|one| one.problem.to_string()).collect();
         (!obstacles.is_empty()).then(|| obstacles.join("; "))
     }
 
-    /// True if the GPU can be served, now or later, without a change of the GPU by an administrator.
+    /// Returns whether the GPU can be served, now or later, without a change of the GPU by an administrator.
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
             Ok(facts) => {
@@ -55,27 +57,27 @@ impl GpuPlan {
         }
     }
 
-    /// The number of its slices.
+    /// The number of the GPU's slices.
     pub fn slices(&self) -> u32 {
         u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
     }
 
-    /// The size of this slice. All zero for a slice that does not exist.
+    /// The size of the slice with this ordinal. All zero for a slice that does not exist.
     pub fn size(&self, ordinal: u32) -> SliceSize {
         usize::try_from(ordinal).ok().and_then(|ordinal| self.sizes.get(ordinal)).copied().unwrap_or_default()
     }
 
-    /// The largest value of each part of its slices' sizes.
+    /// The largest memory, the largest percentage and the largest number of clients of the GPU's slices.
     pub fn largest(&self) -> SliceSize {
         SliceSize::largest(&self.sizes)
     }
 
-    /// True if all of its slices have the same size.
+    /// Returns whether all slices of the GPU have the same size.
     pub fn equal_slices(&self) -> bool {
         self.sizes.iter().all(|size| Some(size) == self.sizes.first())
     }
 
-    /// The most clients of this slice. None if the GPU's clients can't be counted.
+    /// The most clients of the slice with this ordinal. None if the service can't count the GPU's clients.
     pub fn max_clients(&self, ordinal: u32) -> Option<u32> {
         self.clients_counted.then(|| self.size(ordinal).max_clients)
     }
@@ -102,7 +104,7 @@ impl GpuPlan {
         Some(self.slice_directories.as_ref()?.join(self.slice(ordinal).directory_name()))
     }
 
-    /// The processes without MPS, if they are the only reason why the GPU is not served.
+    /// The processes without MPS that use the GPU, if they are the only reason why the GPU is not served.
     pub fn holders(&self) -> &[(u32, String)] {
         match (&self.gpu.nvml, self.obstacles.as_slice()) {
             (Ok(facts), [NamedProblem { name: HELD, .. }]) => &facts.state.foreign_processes,
@@ -111,8 +113,8 @@ impl GpuPlan {
     }
 }
 
-/// The obstacles, except for processes that use the GPU. All of them are returned at once, so that an administrator can correct
-/// all before the next attempt.
+/// The obstacles to serving a GPU, except for processes that use it. All of them are returned at once, so that an administrator
+/// can correct all before the next attempt.
 pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
     match &gpu.nvml {
         Ok(facts) => settings(gpu, facts),

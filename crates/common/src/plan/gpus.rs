@@ -47,7 +47,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let mut gpu = (*gpu).clone();
     let obstacles = match gone {
         Some(problem) => {
-            // The processes that have used the GPU are not there any more.
+            // The processes that had used the GPU can't be looked at while the GPU is gone.
             gpu.nvml.as_mut().into_iter().for_each(|facts| facts.state.foreign_processes.clear());
             vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
         }
@@ -79,7 +79,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     }
 }
 
-/// The obstacle if processes prevent the start of an MPS server.
+/// The obstacle that processes without MPS prevent the start of a server on the GPU. None if there are no such processes.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     let exclusive = facts.state.compute_mode.is_some_and(ComputeMode::is_exclusive);
     if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
@@ -95,7 +95,7 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     Some(NamedProblem::new(HELD, found, format!("end them: kill {}", pids.join(" "))))
 }
 
-/// The obstacle if the slices of a GPU can't have a control daemon each.
+/// The obstacle that the slices of a GPU should have a control daemon each, but can't. None if they can.
 fn inseparable(
     gpu: &Gpu,
     facts: &NvmlFacts,
@@ -120,7 +120,8 @@ fn inseparable(
     Some(NamedProblem::new(INSEPARABLE, found, remedy))
 }
 
-/// Adds warnings for entries of another type that name a GPU which is served. Their users can't work with its compute mode.
+/// Adds a warning for each entry of another type that names a GPU which is served. The user of such an entry can't work with
+/// the compute mode for MPS.
 pub(super) fn warn_of_other_claims(gpus: &mut [GpuPlan], settings: &Settings, inventory: &Inventory) {
     let claims = |entry: &&DeviceEntry, address| paths::claimed_by(entry, inventory) == Some(address);
     let (ours, others): (Vec<_>, Vec<_>) = settings.devices.iter().partition(|entry| entry.mps.is_some());

@@ -7,12 +7,12 @@ use crate::config::{Isolation, MpsEntry, Settings, SliceKeys, ThreadPolicy};
 use crate::host::gpu::Gpu;
 use crate::problem::Problem;
 
-/// The memory of one of N slices, in whole MiB.
+/// The memory of one of N equal slices, in whole MiB.
 pub(super) fn memory_mib(total_mib: u64, slices: NonZeroU32) -> u64 {
     total_mib / u64::from(slices.get())
 }
 
-/// The active thread percentage of one of N slices, 1 to 100.
+/// The active thread percentage of one of N equal slices, 1 to 100.
 pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 {
     let percent = match policy {
         ThreadPolicy::Equal => 100 / slices.get(),
@@ -23,12 +23,12 @@ pub(super) fn thread_percentage(policy: ThreadPolicy, slices: NonZeroU32) -> u8 
     u8::try_from(percent.clamp(1, 100)).unwrap_or(100)
 }
 
-/// The most clients of one of N slices of a GPU that can have this many clients.
+/// The most clients of one of N equal slices of a GPU that can have `places` clients.
 pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
     (places / slices.get()).max(1)
 }
 
-/// The number of slices that share the clients and the threads of one control daemon on the GPU.
+/// The number of slices that share a control daemon on the GPU, and with it the clients and the threads.
 pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     match isolation {
         Isolation::Gpu => slices,
@@ -36,22 +36,23 @@ pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     }
 }
 
-/// The memory, in MiB, that the CUDA context of a process needs with this percentage of the threads: the least and the most. It
-/// has a fixed part and a part for each multiprocessor, measured with driver 580: 147 MiB with 25 % on an H100, 514 MiB with 100
-/// % on an H200. The least is for a GPU with 27 multiprocessors, and the most includes some reserve.
+/// The least and the most memory, in MiB, that the CUDA context of a process needs with this percentage of the threads. The
+/// memory has a fixed part and a part for each multiprocessor, measured with driver 580: 147 MiB with 25 % on an H100, 514 MiB
+/// with 100 % on an H200. The least is for a GPU with 27 multiprocessors, and the most includes some reserve.
 pub fn context_mib(thread_percentage: u8) -> RangeInclusive<u64> {
     const FIXED: u64 = 32;
     let percent = u64::from(thread_percentage);
     FIXED + percent..=FIXED + 7 * percent
 }
 
-/// The key that asks for more memory than the GPU has, or leaves too little memory for a client of a slice.
+/// The key of an entry that asks for more memory than the GPU has, or that leaves too little memory for a client of a slice.
+/// None if the sizes are possible.
 pub(super) fn wrong_size(gpu: &Gpu, keys: &MpsEntry, settings: &Settings) -> Option<(&'static str, Problem)> {
     let total = gpu.facts()?.memory_total_mib?;
     too_little(gpu, total, keys, settings).or_else(|| too_much(gpu, total, keys))
 }
 
-/// The key that gives a slice less memory than the context of one client needs.
+/// The key of an entry that gives a slice less memory than the context of one client needs.
 fn too_little(
     gpu: &Gpu,
     total: u64,
@@ -82,7 +83,7 @@ fn too_little(
     Some((key, Problem::new(found, "write more; a size in GiB has the unit, such as 20GiB")))
 }
 
-/// The key that asks for more memory than the GPU has.
+/// The key of an entry that asks for more memory than the GPU has.
 fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry) -> Option<(&'static str, Problem)> {
     let (slices, address) = (keys.slices, gpu.pci.address);
     let share = memory_mib(total, slices);
@@ -101,7 +102,7 @@ fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry) -> Option<(&'static str, Pro
     Some((key, Problem::new(found, remedy)))
 }
 
-/// The memory of the slices together, in MiB, if that is more than the GPU has.
+/// The memory of all slices of a GPU together, in MiB. None if the GPU has that much memory.
 pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
     let share = memory_mib(total, keys.slices);
     let memory = |size: SliceKeys| size.memory_mib.map_or(share, NonZeroU64::get);
@@ -113,11 +114,12 @@ pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
     (sum > total).then_some(sum)
 }
 
-/// A limit of a slice, and the control daemon's default for it.
+/// The limit of a slice, then the control daemon's default for that limit.
 pub(super) type Limit = (u64, u64);
 
-/// True if the slice's clients get this limit only after the control daemon has got another default than `before`. A slice whose
-/// own limit stays has to wait for nothing, even if the default changes.
+/// Returns whether the slice's clients get the new limit only after the control daemon has got another default. The first pair
+/// is the new limit and default, the second pair the former ones. A slice whose own limit stays does not wait, even if the
+/// default changes.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
     // If the default is below the slice's new limit, its clients get too little. If the slice's new limit is also the new
     // default, clients do not set a limit themselves, so the old default would apply.
@@ -177,7 +179,7 @@ mod tests {
             none[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"),
             "{none:?}"
         );
-        // The administrator meant GiB.
+        // An administrator has written 20, which means MiB, and meant GiB.
         let mut settings = with(vec![(node(128), 4)]);
         settings.devices[0].mps.as_mut().unwrap().each.memory_mib = NonZeroU64::new(20);
         assert_eq!(
@@ -200,7 +202,7 @@ mod tests {
         keys.own = vec![size(8192, None), size(20, None)];
         let told = problems(&settings, &p40());
         assert!(told[0].starts_with("devices.yml:2: devices[0].slices: 20 MiB"), "{told:?}");
-        // If a slice has its own control daemon, it has all threads.
+        // A slice with its own control daemon has all threads of the GPU.
         let mut settings = with(vec![(node(128), 4)]);
         let keys = settings.devices[0].mps.as_mut().unwrap();
         (keys.each.memory_mib, keys.isolation) = (NonZeroU64::new(100), Some(Isolation::Slice));

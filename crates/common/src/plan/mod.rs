@@ -28,33 +28,33 @@ use crate::problem::{LocatedProblem, Problem};
 /// plan of a configuration without GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Plan {
-    /// Every GPU of the configuration, in the order of the configuration. Not all of them can be served.
+    /// The GPUs of the configuration, in its order. The plan also has GPUs that can't be served at present.
     pub gpus: Vec<GpuPlan>,
     pub missing: Vec<Missing>,
     pub control_daemons: Vec<ControlDaemonPlan>,
     /// The GPUs of the configuration, by UUID.
     pub configured: Configured,
-    /// The reason why the plan has no GPU, in words for an administrator. Empty if it has a GPU, or if the configuration asks for
-    /// none.
+    /// The reason why the plan has no GPU, in words for an administrator. Empty if the plan has a GPU, or if the configuration
+    /// asks for none.
     pub nothing: String,
 }
 
-/// An entry of the device file without a GPU on this host now. The GPU may be added later, or come back.
+/// An entry of the device file that names no GPU of this host. The GPU may be added later, or come back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
     pub problem: LocatedProblem,
     pub path: DevicePath,
-    /// True if it is certain that the host does not have the GPU. False while a GPU that may be the right one does not answer.
+    /// True if the host certainly does not have the GPU. False while a GPU that may be the right one does not answer.
     pub certain: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlanError {
-    /// The configuration is wrong, and has to be corrected. This has every problem, at least one.
+    /// An administrator has to correct the configuration. The list has every problem, at least one.
     Problems(Vec<LocatedProblem>),
-    /// The host has none of the configured GPUs. This has their entries, at least one.
+    /// The host has none of the configured GPUs. The list has their entries, at least one.
     Missing(Vec<Missing>),
-    /// The configuration can't be checked yet, since there is no driver. The reason is in words for an administrator.
+    /// The service can't check the configuration yet, since there is no driver. The reason is in words for an administrator.
     NotYet(Problem),
 }
 
@@ -62,8 +62,8 @@ pub fn problems(missing: &[Missing]) -> Vec<LocatedProblem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }
 
-/// Makes the plan. A GPU that does not work or is missing is no error: the plan says so. A GPU of the plan `before` that is
-/// missing now stays in the plan, so its devices become unhealthy but still exist.
+/// Makes the plan. A GPU that does not work or is missing is no error: the plan says so. A GPU of the former plan, `before`,
+/// that is missing now stays in the plan, so its devices become unhealthy but still exist.
 pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
     let before = Inventory {
         driver: Ok(String::new()),

@@ -15,9 +15,9 @@ pub(super) enum Miss {
     Wrong(Problem),
     /// The path names several GPUs.
     Ambiguous(Problem),
-    /// The path names no GPU now. That is not certain while a GPU that may be the right one does not answer.
+    /// The path names no GPU of this host. `certain` is false while a GPU that may be the right one does not answer.
     Absent { problem: Problem, certain: bool },
-    /// Without a driver the path tells nothing. This is the reason why there is no driver.
+    /// The service can't find the GPU of this path without a driver. The text is the reason why there is no driver.
     NotYet(Problem),
 }
 
@@ -52,7 +52,7 @@ pub(super) fn find<'a>(path: &DevicePath, inventory: &'a Inventory) -> Result<&'
     gpu.ok_or_else(|| not_nvidia(path.to_string(), device, inventory))
 }
 
-/// True if the path may name this GPU, because the host does not report the GPU's name of that kind.
+/// Returns whether the path may name this GPU: the path is a kind of name that the host does not report for the GPU.
 pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     match path {
         DevicePath::RenderNode(_) => gpu.pci.render_node.is_none(),
@@ -61,7 +61,7 @@ pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     }
 }
 
-/// The display device that an entry of another type names. None if it names none.
+/// The display device that an entry of another type names. None if the entry names no display device.
 pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, Problem> {
     if let DevicePath::Other(text) = path {
         return Ok(behind(text, inventory).map(|device| device.address));
@@ -75,12 +75,12 @@ pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<P
     }
 }
 
-/// The display device that an entry certainly names.
+/// The display device that an entry names for certain. None if that is not known.
 pub(super) fn claimed_by(entry: &DeviceEntry, inventory: &Inventory) -> Option<PciAddress> {
     claim(entry.path.as_ref()?, inventory).ok()?
 }
 
-/// The paths that are allowed on this host.
+/// The paths that an entry can have on this host, for a message.
 pub(super) fn choices(inventory: &Inventory) -> String {
     let paths: Vec<_> = inventory
         .gpus
@@ -102,7 +102,7 @@ fn devices(inventory: &Inventory) -> impl Iterator<Item = &PciDevice> {
     inventory.gpus.iter().map(|gpu| &gpu.pci).chain(&inventory.others)
 }
 
-/// Finds a GPU by a fact that only NVML knows. A GPU that NVML can't read may be the right one.
+/// Finds a GPU by a name that only NVML knows. A GPU that NVML can't read may be the right one.
 fn with_facts<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -123,7 +123,7 @@ fn with_facts<'a>(
     }
 }
 
-/// If the driver works, the GPU is missing. Otherwise nothing is known yet.
+/// The miss for a path that no GPU has: with a working driver the GPU is absent, without a driver nothing is known yet.
 fn absent(inventory: &Inventory, found: String) -> Miss {
     match &inventory.driver {
         Ok(_) => Miss::Absent { problem: Problem::new(found, choices(inventory)), certain: true },
@@ -165,7 +165,7 @@ fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem::new(found, choices(inventory)))
 }
 
-/// A path that is of none of the accepted kinds.
+/// The miss for a path that is of none of the accepted kinds.
 fn no_path(text: &str, inventory: &Inventory) -> Miss {
     let quoted = format!("{text:?}");
     let kind = if is_card_node(text) {
@@ -189,7 +189,7 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem { found, remedy })
 }
 
-/// The device of a card node or a link. Neither is accepted, but the message can name the right path.
+/// The display device behind a card node or a link. An entry can't have such a path, but the message can name the right one.
 fn behind<'a>(text: &str, inventory: &'a Inventory) -> Option<&'a PciDevice> {
     let address = by_path_address(text);
     devices(inventory).find(|device| {
@@ -202,7 +202,7 @@ fn is_card_node(text: &str) -> bool {
     number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-/// The address in `/dev/dri/by-path/pci-0000:00:06.0-render`.
+/// The PCI address in a path such as `/dev/dri/by-path/pci-0000:00:06.0-render`.
 fn by_path_address(text: &str) -> Option<PciAddress> {
     let (address, _) = text.strip_prefix("/dev/dri/by-path/pci-")?.split_once('-')?;
     address.parse().ok()
@@ -292,7 +292,7 @@ mod tests {
         let claimed = and_other(no_entries(), Some(short("1a:00.0")));
         assert!(not_yet(&claimed, &several).contains("1a:00.0 may be"));
         assert_eq!(served(&plan(&claimed, &both).unwrap()), ["0001:1a:00.0"]);
-        // If the GPU is removed, no other GPU replaces it.
+        // If the GPU with this address is removed, a GPU in another domain does not replace it.
         let other = host(vec![gpu("0002:1a:00.0", 129, "GPU-2", 122_880, (9, 0))]);
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!(served(&after), ["0001:1a:00.0"]);
@@ -332,7 +332,7 @@ mod tests {
                 !certain && reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"),
                 "{reason}"
             );
-            // The other GPU is served.
+            // A wrong path does not prevent that the other GPU is served.
             let both = plan(&with(vec![(node(128), 4), (path, 4)]), &inventory).unwrap();
             assert_eq!((both.gpus.len(), both.missing.len(), both.control_daemons.len()), (1, 1, 1));
         }

@@ -15,7 +15,7 @@ use crate::problem::Origin;
 
 pub(super) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
-/// Makes a first plan.
+/// Makes a first plan: no plan was made before.
 pub(super) fn plan(settings: &Settings, inventory: &Inventory) -> Result<Plan, PlanError> {
     crate::plan::plan(settings, inventory, &[])
 }
@@ -24,7 +24,7 @@ pub(super) fn no_entries() -> Settings {
     Settings { enabled: true, sources: vec!["/etc/yunion/host.conf".into()], ..Settings::default() }
 }
 
-/// Settings with these entries in the device file, one per line from line 2 on.
+/// Settings whose device file has these entries, each on a line of its own from line 2 on: the path and the number of slices.
 pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
     let mut settings = no_entries();
     for (line, (path, slices)) in (2..).zip(entries) {
@@ -39,7 +39,7 @@ pub(super) fn with(entries: Vec<(DevicePath, u32)>) -> Settings {
     settings
 }
 
-/// Adds an entry of another type, on line 90.
+/// Adds an entry of another type than `NVIDIA_MPS`, on line 90.
 pub(super) fn and_other(mut settings: Settings, path: Option<DevicePath>) -> Settings {
     settings.devices.push(DeviceEntry {
         name: "devices[88]".to_owned(),
@@ -127,7 +127,7 @@ pub(super) fn without_driver(mut inventory: Inventory) -> Inventory {
     inventory
 }
 
-/// The missing entries of a plan without any GPU: true if the absence is certain, and the text.
+/// The missing entries of a plan without any GPU: true if the host certainly lacks the GPU, and the text of the problem.
 pub(super) fn missing(settings: &Settings, inventory: &Inventory) -> Vec<(bool, String)> {
     match plan(settings, inventory) {
         Err(PlanError::Missing(missing)) => {
@@ -151,7 +151,7 @@ pub(super) fn not_yet(settings: &Settings, inventory: &Inventory) -> String {
     }
 }
 
-/// The memory limit and the thread percentage of each GPU.
+/// The memory limit and the thread percentage of the first slice of each GPU.
 pub(super) fn limits(plan: &Plan) -> Vec<(u64, u8)> {
     plan.gpus.iter().map(|gpu| (gpu.size(0).memory_mib, gpu.size(0).thread_percentage)).collect()
 }

@@ -70,7 +70,8 @@ pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     )
 }
 
-/// An entry of another type names the same GPU. The user of that entry can't work with the compute mode for MPS.
+/// The warning that an entry of another type names a GPU that is served. The user of that entry can't work with the compute
+/// mode for MPS.
 pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedProblem {
     let (ours, origin, device_type) = (&ours.origin, &other.origin, &other.device_type);
     NamedProblem::new(
@@ -80,7 +81,7 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// A default of the control daemon is that of a larger slice, on this GPU or on another one.
+/// The warning that a default of the control daemon is the limit of a larger slice, on this GPU or on another one.
 pub(super) fn loose(
     holder: &str,
     default: impl Display,
@@ -97,7 +98,7 @@ pub(super) fn loose(
     )
 }
 
-/// The names of the warnings after which an administrator need not do anything.
+/// The names of the warnings that ask an administrator for nothing.
 pub const WORTH_KNOWING: [&str; 4] =
     [NO_COMPUTE_CAPABILITY, CLIENTS_NOT_COUNTED, NOT_ENFORCED, OVERCOMMITTED];
 const NO_COMPUTE_CAPABILITY: &str = "compute-capability-unknown";

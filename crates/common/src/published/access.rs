@@ -9,10 +9,10 @@ use crate::host::proc;
 use crate::published::container::{ChosenSlice, ContainerError};
 use crate::published::snapshot::{GpuView, Named, Snapshot};
 
-/// Decides if a program may have a slice now.
+/// Decides if a program may have this slice now.
 ///
 /// # Errors
-/// The obstacle.
+/// The obstacle that prevents it.
 pub fn may_have(
     gpu: &GpuView,
     ordinal: u32,
@@ -40,11 +40,11 @@ fn unusable(gpu: &GpuView) -> Option<String> {
     (!gpu.plan.servable()).then(|| gpu.plan.unusable().unwrap_or_default())
 }
 
-/// The slices for these names. A GPU stands for the slice of it that the program already has, or else for the first slice that
-/// the program may have.
+/// Finds the slices with these names for a program. The name of a GPU stands for the slice of the GPU that the program already
+/// has, or else for the first slice that the program may have.
 ///
 /// # Errors
-/// The first name that is unknown, or for which there is no slice that the program may have.
+/// The error names the first name that is unknown, or for which there is no slice that the program may have.
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     names: &[String],
@@ -73,9 +73,9 @@ pub fn choose<'s>(
     names.iter().map(chosen).collect()
 }
 
-/// The slice of a GPU that the program gets. The error is the obstacle that is easiest to overcome.
+/// Finds a slice of this GPU for the program. The error is the obstacle that is easiest to overcome.
 fn of_gpu(gpu: &GpuView, bindings: &SliceBindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
-    // The caller names no slice, so no slice is taken from a weaker binding.
+    // The caller names no slice, so the service takes no slice away from a weaker binding.
     let asker = Asker { by: BoundBy::Platform, ..asker };
     let own = bindings.iter().find(|one| Some(one.group.path.as_str()) == asker.control_group);
     let has = |ordinal: &u32| own.is_some_and(|own| own.slices.contains(&gpu.plan.slice(*ordinal)));

@@ -23,24 +23,23 @@ pub const KIND: &str = "yunion.io/mps";
 /// The seconds after which a runtime stops waiting for a hook. The hook itself waits at most 25 s for a slice.
 const HOOK_SECONDS: u32 = 30;
 
-/// The most bytes of an existing spec that are read. The service's spec is far smaller. A file of another program need not be
-/// read.
+/// The most bytes of an existing spec that the service reads to compare it. The service's own spec is far smaller.
 const MAX_BYTES: u64 = 16 * 1024 * 1024;
 
 /// The earliest version of CDI in which a device's name may begin with a digit. A runtime refuses a version that is later than
 /// its own.
 const VERSION: &str = "0.5.0";
 
-/// The name of the device that only binds a container to a slice. For a container with slices of several GPUs, the settings have
-/// to be made for all slices together; the slices' own devices would overwrite each other's settings.
+/// The name of the CDI device that only binds a container to a slice. For a container with slices of several GPUs, the settings
+/// have to be made for all slices together; the slices' own devices would overwrite each other's settings.
 pub fn binding_device(slice: &str) -> String {
     format!("bind-{slice}")
 }
 
-/// The spec of all planned slices. The hook of each slice runs yunion-mpsctl, which binds the container's control group to the
-/// slice. If the slice is not served, the hook waits for it; if it can't be had, the hook fails with the reason. So even such
-/// slices are in the spec: an engine that does not find a name can't give the reason, and does not try again. None if no slice is
-/// planned: a spec without devices is not valid.
+/// The CDI spec of all planned slices. The hook of each slice runs yunion-mpsctl, which binds the container's control group to
+/// the slice. If the slice is not served, the hook waits for it; if the container can't have the slice, the hook fails with the
+/// reason. So the spec also has slices that are not served: an engine that does not find a name can't give the reason, and does
+/// not try again. None if no slice is planned: a spec without devices is not valid.
 pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
     let devices: Vec<Value> =
         snapshot.slices().flat_map(|(gpu, ordinal)| devices(snapshot, hooks, gpu, ordinal)).collect();
@@ -61,7 +60,7 @@ fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [V
     // If NVML does not list the GPU, the device has no settings, and its hook fails.
     let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
         Ok(config) => {
-            // A container may have several devices, and a runtime makes only one of two mounts with the same target.
+            // The container may have several devices, and a runtime makes only one of two mounts with the same target.
             let config = config.at_own_places();
             // NVIDIA's own spec sets this variable to "void", so that NVIDIA's hook does not add a GPU again.
             let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
@@ -106,8 +105,8 @@ pub enum CdiError {
     File { file: String, what: &'static str, error: io::Error },
 }
 
-/// Writes the spec into `directory`, unless the file has it already. A reader never sees half of it. After an error the old file
-/// is unchanged.
+/// Writes the spec into `directory`, unless the file already has this content. A reader never sees half of the spec. After an
+/// error the old file is unchanged.
 pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
     directories::open(directory)?;
     let file = directory.join(FILE);
@@ -118,7 +117,7 @@ pub fn write(directory: &Path, spec: &str) -> Result<(), CdiError> {
     written.map_err(|error| CdiError::File { file: file.display().to_string(), what: "written", error })
 }
 
-/// The present content of the file. None for a link.
+/// The present content of the file. None if the file can't be read, or is a link.
 fn read(file: &Path) -> Option<Vec<u8>> {
     fs::symlink_metadata(file).ok().filter(fs::Metadata::is_file)?;
     regular_file::read(file, MAX_BYTES).ok()

@@ -2,20 +2,20 @@ use std::time::SystemTime;
 
 use mps_core::register::KnownClient;
 
-/// A process that uses a GPU, at the moment of the question.
+/// A process that uses a GPU, as the service published it at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
-    /// The process, with those of its slices that are on this GPU.
+    /// The process. Its slices are only those on this GPU.
     pub client: KnownClient,
-    /// True if it uses the GPU without an MPS server of this service.
+    /// True if the process uses the GPU without an MPS server of this service.
     pub bypass: bool,
     /// True if the process waits for a server, and uses no GPU yet.
     pub waiting: bool,
-    /// The path of its program, or the name alone.
+    /// The path of the process's program, or the program's name if the path is not known.
     pub command: String,
-    /// The UUID of the GPU; empty if the process uses none yet.
+    /// The UUID of the GPU; empty if the process uses no GPU yet.
     pub gpu_uuid: String,
     pub memory_mib: Option<u64>,
-    /// The start of the process.
+    /// The start time of the process. None if it is not known.
     pub since: Option<SystemTime>,
 }

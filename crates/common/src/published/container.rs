@@ -17,12 +17,12 @@ const SLICE_DIRECTORY: &str = "/run/yunion-mps";
 const VISIBLE_DEVICES: &str = "NVIDIA_VISIBLE_DEVICES";
 const DRIVER_CAPABILITIES: &str = "NVIDIA_DRIVER_CAPABILITIES";
 
-/// The variable with the CPUs near the GPUs of a container. This service does not read it: it is for the program that starts the
-/// container.
+/// The variable with the CPUs near the GPUs of a container. The service does not read the variable: it is for the program that
+/// starts the container.
 const CPUS_VARIABLE: &str = "YUNION_MPS_CPUS";
 
-/// The memory that one process of a container can use, as a fraction of the GPU's memory, and in MiB. This service does not read
-/// them: they are for inference servers, which see the memory of the whole GPU and not of their slice.
+/// The variables with the memory that one process of a container can use: as a fraction of the GPU's memory, and in MiB. The
+/// service does not read them: they are for inference servers, which see the memory of the whole GPU and not of their slice.
 const FRACTION_VARIABLE: &str = "YUNION_MPS_MEMORY_FRACTION";
 const MIB_VARIABLE: &str = "YUNION_MPS_MEMORY_MIB";
 
@@ -40,7 +40,7 @@ const NEVER_FREE_MIB: u64 = 1280;
 pub struct ChosenSlice<'s> {
     pub gpu: &'s GpuView,
     pub ordinal: u32,
-    /// The published name of the device that was asked for: a slice, or a GPU.
+    /// The published name for which the caller asked: the name of the slice, or of its GPU.
     pub name: String,
 }
 
@@ -56,17 +56,18 @@ pub struct ContainerConfig {
     /// Environment variables, in this order.
     pub environment: Vec<(&'static str, String)>,
     pub mounts: Vec<Mount>,
-    /// The UUIDs of the GPUs, each once, in the order asked for.
+    /// The UUIDs of the GPUs, each once, in the order of the caller's names.
     pub gpus: Vec<String>,
 }
 
 impl ContainerConfig {
-    /// The published names of the devices, each once, with commas.
+    /// The published names of the devices, separated by commas, each once.
     pub fn devices(&self) -> &str {
         devices_in(&self.environment)
     }
 
-    /// The same with a path for each slice's directory that no other slice uses: a container may get several of these settings.
+    /// The same settings, except that each slice's directory gets a path that no other slice uses: a container may get several
+    /// of these settings.
     #[must_use]
     pub fn at_own_places(mut self) -> Self {
         for mount in self.mounts.iter_mut().filter(|mount| mount.container == Path::new(SLICE_DIRECTORY)) {
@@ -79,18 +80,20 @@ impl ContainerConfig {
     }
 }
 
-/// The path of a slice's directory in a container that no other slice uses.
+/// The path, in a container, for the directory of one slice. No other slice uses this path.
 fn own_place(directory: &Path) -> PathBuf {
     let name = directory.file_name().unwrap_or_default().to_string_lossy();
     format!("{SLICE_DIRECTORY}-{name}").into()
 }
 
-/// Returns true if a variable chooses the GPUs of a container. NVIDIA's CDI devices set it too, and must not add a GPU again.
+/// Returns true if a variable chooses the GPUs of a container. NVIDIA's own CDI devices choose the GPUs too, and with both a
+/// GPU would be added again.
 pub fn gives_gpus(name: &str) -> bool {
     [VISIBLE_DEVICES, DRIVER_CAPABILITIES].contains(&name)
 }
 
-/// The same in the environment of a container.
+/// The published names of a container's devices, separated by commas, from the environment of the container. Empty if the
+/// environment has none.
 pub fn devices_in(environment: &[(impl AsRef<str>, String)]) -> &str {
     let devices = environment.iter().find(|(name, _)| name.as_ref() == DEVICE_VARIABLE);
     devices.map_or("", |(_, devices)| devices.as_str())
@@ -115,18 +118,19 @@ pub enum ContainerError {
     NotReady(String),
     #[error("no slice was named; `yunion-mpsctl list` shows the names")]
     NoneNamed,
-    /// A name that no slice or GPU has, and similar names.
+    /// The caller has asked for a name that no slice or GPU has. `near` has similar names.
     #[error("there is no slice or GPU {asked:?}{}", offer(.near))]
     NoSuchDevice { asked: String, near: Vec<String> },
-    /// A name that no slice, GPU or model has, and the GPUs of the host.
+    /// The caller has asked for a free slice of a name that no slice, GPU or model has. `there` lists the GPUs of the host.
     #[error("no slice, GPU or model is called {asked:?}; there are {there}")]
     NoneCalled { asked: String, there: String },
-    /// None of the candidates is free. This is the obstacle that is easiest to overcome; None if all of them are full.
+    /// No slice is free, for the reasons in `why`. `easiest` is the obstacle that is easiest to overcome; None if all slices
+    /// are full.
     #[error("no slice is free: {why}")]
     NoneFree { why: String, easiest: Option<Obstacle> },
     #[error("the UUID of the GPU of {device} is not known: {reason}")]
     NoUuid { device: String, reason: String },
-    /// A slice that the program may not have now, or a GPU without a slice that it may have.
+    /// The program may not have this slice now, or has asked for a GPU without a slice that it may have.
     #[error("{}", refusal(.device, .obstacle))]
     Refused { device: String, obstacle: Obstacle },
     #[error(
@@ -137,7 +141,7 @@ pub enum ContainerError {
 }
 
 impl ContainerError {
-    /// There is no plan yet, for the reason that the state of the service gives.
+    /// The error while no plan exists. It gives the reason that the state of the service has.
     pub fn not_ready(snapshot: &Snapshot) -> Self {
         Self::NotReady(match snapshot.reason.as_str() {
             "" => "the GPUs are not known yet; ask again in a moment".to_owned(),
@@ -170,7 +174,7 @@ fn refusal(device: &str, obstacle: &Obstacle) -> String {
     }
 }
 
-/// The end of the message about an unknown name.
+/// The end of the message about an unknown name: similar names, if there are any.
 fn offer(near: &[String]) -> String {
     match near {
         [] => "; `yunion-mpsctl list` shows the names".to_owned(),
@@ -181,7 +185,7 @@ fn offer(near: &[String]) -> String {
 /// The settings for a container that uses these slices.
 ///
 /// Slices of one GPU can't be combined: the control daemon's defaults are the limits of one slice, and a client can only lower
-/// them. So two slices of one GPU have the same settings as one slice.
+/// the defaults. So two slices of one GPU have the same settings as one slice.
 pub fn container_config(
     snapshot: &Snapshot,
     slices: &[ChosenSlice<'_>],
@@ -238,8 +242,8 @@ pub fn container_config(
     Ok(ContainerConfig { environment, mounts, gpus: uuids })
 }
 
-/// The mounts of a client that connects in the first of these directories. The other directories show the service which slices
-/// the container has.
+/// The mounts for a client that connects in the first of these slices' directories. The other directories show the service
+/// which slices the container has.
 fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     let mounts = directories.into_iter().enumerate().map(|(number, host)| {
         let container = if number == 0 { SLICE_DIRECTORY.into() } else { own_place(&host) };
@@ -248,7 +252,7 @@ fn slice_mounts(directories: Vec<PathBuf>) -> Vec<Mount> {
     mounts.collect()
 }
 
-/// The mounts of a client that needs the pipe directory itself.
+/// The mounts for a client that needs the whole pipe directory.
 fn pipe_directory_mounts(
     snapshot: &Snapshot,
     gpus: &[(&GpuView, SliceSize)],
@@ -267,8 +271,8 @@ fn pipe_directory_mounts(
     vec![mount(Path::new("/dev/shm"), false), mount(pipe_directory, read_only)]
 }
 
-/// `0=5760M` for one GPU, which is always device 0 of the client. UUIDs for several GPUs, since CUDA chooses their order in the
-/// container.
+/// The value of `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`: `0=5760M` for one GPU, which is always device 0 of the client. For several
+/// GPUs the value has UUIDs, since CUDA chooses the order of the GPUs in the container.
 fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     let limits: Vec<String> = gpus
         .iter()
@@ -280,7 +284,8 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     limits.join(",")
 }
 
-/// The memory that one process can use on each of these GPUs. Empty if that is not known, or if nothing is left.
+/// The variables with the memory that one process can use on each of these GPUs. Empty if that is not known, or if no memory is
+/// left.
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
         let total = gpu.plan.gpu.facts()?.memory_total_mib?;
@@ -310,7 +315,7 @@ mod tests {
     use crate::published::access::choose;
     use crate::published::samples::{gpu, snapshot};
 
-    /// The settings for a program of unknown origin, without any bindings.
+    /// The settings for a program of unknown origin, on a host without bindings.
     fn container_config(snapshot: &Snapshot, names: &[&str]) -> Result<ContainerConfig, ContainerError> {
         let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: false };
@@ -389,7 +394,7 @@ mod tests {
         assert_eq!(config.gpus, ["GPU-2", "GPU-1"]);
     }
 
-    /// An inference server can allocate this fraction of the GPU's memory.
+    /// An inference server can allocate the published fraction of the GPU's memory.
     #[test]
     fn the_usable_memory_is_a_part_of_the_slice_and_of_the_gpu() {
         let usable = |total: u64, limit: u64| {
@@ -511,7 +516,7 @@ mod tests {
             with(&|facts| facts.state.compute_mode = Some(crate::host::compute_mode::ComputeMode::Prohibited)),
             refused
         );
-        // A program without MPS ends at some time.
+        // The service waits for a program without MPS to end, so the caller may try again later.
         assert_eq!(
             with(&|facts| facts.state.foreign_processes = vec![(7, "job".to_owned())]),
             refused_by(Obstacle::Unserved("the reason".to_owned()))

@@ -7,7 +7,7 @@ use mps_core::terms::DaemonId;
 
 use crate::host::cpus::Cpus;
 
-/// The state of one control daemon; in lower case it is the word on D-Bus.
+/// The state of one control daemon. In lower case it is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum ControlDaemonState {
@@ -15,11 +15,11 @@ pub enum ControlDaemonState {
     Starting,
     /// The control daemon serves clients. Its limits are confirmed as far as the driver allows.
     Ready,
-    /// The server has met a fatal GPU error.
+    /// A server of the control daemon has met a fatal GPU error, from which it has not recovered yet.
     Faulted,
     /// The control daemon has died or could not be started. The service tries again after a pause.
     Backoff,
-    /// Something outside must change first. The reason says which.
+    /// Something outside of the control daemon must change first. The published reason names it.
     Waiting,
     Stopping,
 }
@@ -30,27 +30,28 @@ pub struct ControlDaemonView {
     pub state: ControlDaemonState,
     /// Why the control daemon is in this state; empty if it is ready.
     pub reason: String,
-    /// The PID; None when no control daemon runs.
+    /// The PID of the control daemon; None if it does not run.
     pub pid: Option<u32>,
     pub servers: Vec<u32>,
     pub pipe_directory: PathBuf,
-    /// The directory of its sockets. Root reaches it there with NVIDIA's front end.
+    /// The directory of the control daemon's sockets. Root gives this directory to NVIDIA's front end to reach the control
+    /// daemon.
     pub control_directory: PathBuf,
     pub log_directory: PathBuf,
-    /// True if one server serves every user; None before that is known.
+    /// True if one server serves every user, false if the users take turns. None if that is not known yet.
     pub multiuser: Option<bool>,
-    /// The CPUs on which it may run: a list, or `all`. None if it does not run.
+    /// The CPUs on which the control daemon may run: a list, or `all`. None if it does not run.
     pub cpus: Option<String>,
-    /// The CPUs to which it should be bound. None if it should not be bound.
+    /// The CPUs to which the control daemon should be bound. None if it should not be bound.
     pub wanted_cpus: Option<Cpus>,
-    /// The number of starts since this service started.
+    /// The number of times that the service has started this control daemon since the service itself started.
     pub starts: u32,
-    /// The number of times since then that a control daemon was replaced by a new one.
+    /// The number of times since the service started that a new control daemon has replaced this one.
     pub restarts: u32,
-    /// The number of times since then that a server was replaced by a new one.
+    /// The number of times since the service started that a new server has replaced a server of the control daemon.
     pub server_restarts: u32,
-    /// The number of fatal GPU errors of its servers since then.
+    /// The number of fatal GPU errors of the control daemon's servers since the service started.
     pub faults: u32,
-    /// The time since when it is in this state.
+    /// The time at which the control daemon got into this state.
     pub since: SystemTime,
 }

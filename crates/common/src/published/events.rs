@@ -12,16 +12,17 @@ pub const FAULTS_KEPT: usize = 8;
 /// An event for administrators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// The time of day.
+    /// The time of day of the event.
     pub at: SystemTime,
-    /// The time for sorting, since the time of day can be set back.
+    /// The time of the event on a clock that is never set back, for sorting.
     pub seen: Instant,
     pub text: String,
     /// True if a GPU or a server has failed, or clients have lost their work.
     pub fault: bool,
-    /// The PID, the container or the slices that a request to end GPU work has named. Empty for every other event.
+    /// For a request to end GPU work: the PID, the container or the slices that the request has named. Empty for every other
+    /// event.
     pub ended_for: Vec<String>,
-    /// The clients whose work such a request has ended, in words.
+    /// For a request to end GPU work: the clients whose work has ended, in words. Empty for every other event.
     pub ended_clients: String,
 }
 
@@ -37,7 +38,8 @@ impl Event {
         }
     }
 
-    /// The event that a request for `ended_for`, in words `whom`, has ended the GPU work of these clients.
+    /// The event that a request has ended the GPU work of `clients`. `ended_for` and `whom` are what the request has named, as
+    /// a list and in words.
     pub fn ended(whom: &str, ended_for: Vec<String>, clients: String) -> Self {
         let text = format!("GPU work ended for {whom}, of {clients}");
         Self { ended_for, ended_clients: clients, ..Self::now(text) }

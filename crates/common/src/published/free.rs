@@ -12,21 +12,22 @@ use crate::published::client::ClientView;
 use crate::published::container::{ChosenSlice, ContainerError};
 use crate::published::snapshot::{GpuView, Named, Snapshot};
 
-/// The most reasons for each GPU in an error.
+/// The most reasons that an error gives for each GPU.
 const REASONS: usize = 2;
 
 /// A slice that can be chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Candidate {
     pub slice: SliceId,
-    /// Set if the slice has as many clients as it may have: that number.
+    /// The number of the slice's clients, if the slice has as many as it may have. None if the slice may have more clients.
     pub full: Option<u32>,
 }
 
-/// The slices that can be chosen: all of the host, or those that match a name. A name is that of a slice or a GPU, or a part of a
-/// model's name. The slice with the fewest clients comes first. Slices with the same number are sorted by the number of clients
-/// on their GPU, then by the order of the configuration. Each mention in `recent`, the slices that were just handed out, counts
-/// as one more client: a program becomes a client only when it starts to use CUDA.
+/// The slices that a caller can get, best first: all slices of the host, or the slices that match a name. A name is that of a
+/// slice or a GPU, or a part of a model's name. The slice with the fewest clients comes first. Slices with the same number are
+/// sorted by the number of clients on their GPU, then by the order of the configuration. Each mention of a slice in `recent`,
+/// which has the slices that were just handed out, counts as one more client: a program becomes a client only when it starts to
+/// use CUDA.
 ///
 /// # Errors
 /// A name is unknown, or the GPUs are not known yet.
@@ -73,7 +74,7 @@ pub fn candidates(
 /// The first candidate that is not full and that the program may have.
 ///
 /// # Errors
-/// There is none. The error has the reasons for each GPU.
+/// No candidate is free. The error has the reasons for each GPU.
 pub fn choose<'s>(
     snapshot: &'s Snapshot,
     candidates: &[Candidate],
@@ -81,7 +82,7 @@ pub fn choose<'s>(
     asker: Asker<'_>,
 ) -> Result<ChosenSlice<'s>, ContainerError> {
     let mut easiest: Option<Obstacle> = None;
-    // The reasons for each GPU, in the order of the configuration, each with the number of its slices.
+    // The reasons by GPU, in the order of the configuration; each reason has the number of slices for which it holds.
     let mut refused: BTreeMap<Option<usize>, (&GpuView, BTreeMap<String, usize>)> = BTreeMap::new();
     for Candidate { slice, full } in candidates {
         let Some(Named::Slice(gpu, ordinal)) = snapshot.find(&slice.to_string()) else { continue };
@@ -116,7 +117,7 @@ fn obstacle_in_words(obstacle: &Obstacle) -> String {
     }
 }
 
-/// The first reasons of a GPU. If each slice has its own control daemon, the reasons may differ.
+/// The first reasons of a GPU, in words. Slices with their own control daemons may have different reasons.
 fn reasons_of(gpu: &GpuView, reasons: &BTreeMap<String, usize>) -> String {
     let mut named: Vec<String> = match reasons.keys().next() {
         Some(only) if reasons.len() == 1 => vec![only.clone()],
@@ -144,7 +145,7 @@ fn is_model(gpu: &GpuView, name: &str) -> bool {
             .any(|model| model.contains(&part))
 }
 
-/// Every GPU with its model.
+/// The GPUs of the host with their models, for a message.
 fn gpus(snapshot: &Snapshot) -> String {
     let named = snapshot.gpus.iter().flatten().map(|gpu| format!("{} ({})", gpu.plan.gpu.id(), model(gpu)));
     named.collect::<Vec<_>>().join(", ")
@@ -156,7 +157,7 @@ fn model(gpu: &GpuView) -> String {
     model.or_else(by_nvidia).unwrap_or_else(|| "unknown model".to_owned())
 }
 
-/// The number of processes.
+/// The number of processes among the clients for which `of` is true. A process on several GPUs counts once.
 fn count(clients: &[ClientView], of: impl Fn(&ClientView) -> bool) -> usize {
     let pids =
         clients.iter().filter(|client| !client.bypass && of(client)).map(|client| client.client.process.pid);
@@ -192,7 +193,8 @@ mod tests {
     use super::*;
     use crate::published::samples::{gpu, snapshot};
 
-    /// A Tesla P40 with two slices, which count no clients, and an H200 with two slices of two clients at most.
+    /// A host with a Tesla P40, whose clients can't be counted, and an H200 with at most two clients in each slice. Each GPU
+    /// has two slices.
     fn host(change: impl Fn(&mut GpuView)) -> Snapshot {
         let host = [("00:06.0", "GPU-06", "Tesla P40"), ("00:07.0", "GPU-07", "NVIDIA H200")];
         let gpus = host.map(|(address, uuid, name)| {
@@ -252,13 +254,13 @@ mod tests {
         let (p40, h200) = ("GPU-06", "GPU-07");
         for (of, expected) in [
             (&[][..], "00:06.0-0"),
-            // A slice of an idle GPU comes before an idle slice of a busy GPU.
+            // An idle slice of an idle GPU comes before an idle slice of a busy GPU.
             (&[(p40, "00:06.0-0")], "00:07.0-0"),
             (&[(p40, "00:06.0-0"), (h200, "00:07.0-0")], "00:06.0-1"),
             (&[(p40, "00:06.0-0"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
             // A client that waits for a server has a slice, but no GPU yet.
             (&[("", "00:06.0-0"), ("", "00:07.0-1"), ("", "00:07.0-1")], "00:06.0-1"),
-            // A client without a known slice counts for its GPU.
+            // A client without a known slice counts as a client of its GPU.
             (&[(p40, "")], "00:07.0-0"),
             (&[(p40, "00:06.0-0 00:07.0-1"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
         ] {

@@ -1,4 +1,4 @@
-//! Samples for tests.
+//! Sample values of published types, for tests.
 
 #![allow(clippy::missing_panics_doc, clippy::unwrap_used, reason = "a test ends with a panic")]
 
@@ -62,7 +62,7 @@ pub fn gpu(address: &str, uuid: &str) -> GpuView {
     }
 }
 
-/// A service with these GPUs.
+/// A snapshot of a service with these GPUs.
 pub fn snapshot(gpus: Option<Vec<GpuView>>) -> Snapshot {
     Snapshot {
         generation: 1,

@@ -25,42 +25,42 @@ const NAMED: usize = 4;
 )]
 #[strum(serialize_all = "snake_case")]
 pub enum State {
-    /// `enable_cuda_mps` is false: nothing is served, and that is no problem.
+    /// `enable_cuda_mps` is false: the service serves no GPU, as the administrator wants.
     Disabled,
     /// The service has not looked at all GPUs yet.
     #[default]
     Starting,
     /// Every configured GPU is served.
     Ready,
-    /// Only some GPUs are served; or none, but that will end without an administrator, as when a control daemon that should end
-    /// has clients, a server recovers from a fatal GPU error, or something beside the control daemon is not ready; or all are
-    /// served, but something needs an administrator's attention.
+    /// Only some GPUs are served. Or no GPU is served, but that will end without an administrator, as when a control daemon
+    /// that should end has clients, a server recovers from a fatal GPU error, or something beside the control daemon is not
+    /// ready. Or all GPUs are served, but something needs an administrator's attention.
     Degraded,
-    /// No GPU is served, and that will not end without an administrator.
+    /// No GPU is served, and an administrator has to change that.
     Failed,
     Stopping,
 }
 
-/// Everything that is published, with its generation.
+/// Everything that the service publishes, with its generation.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Snapshot {
-    /// The number of changes of what `ListDevices` or `ListGpus` returns.
+    /// The number of times that the answers of `ListDevices` or `ListGpus` have changed.
     pub generation: u64,
     pub state: State,
-    /// The reason for the state, in one line; empty if it is ready.
+    /// The reason for the state, in one line; empty if the state is ready.
     pub reason: String,
     pub enabled: bool,
-    /// True if users who are not root may end their own GPU work.
+    /// True if users may end their own GPU work. False if only root may end GPU work.
     pub users_may_terminate: bool,
     /// The driver's version; empty if there is no driver.
     pub driver_version: String,
     pub pipe_directory: PathBuf,
     pub log_directory: PathBuf,
-    /// The configured GPUs in configuration order, with their slices; None before the first plan exists. For an unchanged GPU the
-    /// next Snapshot has the same `Arc`.
+    /// The configured GPUs with their slices, in the order of the configuration; None before the first plan exists. For an
+    /// unchanged GPU the next Snapshot has the same `Arc`.
     pub gpus: Option<Vec<Arc<GpuView>>>,
     pub control_daemons: Vec<ControlDaemonView>,
-    /// The slices to which control groups are bound.
+    /// The bindings of control groups to slices.
     pub bindings: Arc<SliceBindings>,
     /// The last events, oldest first.
     pub events: Events,
@@ -69,47 +69,47 @@ pub struct Snapshot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuView {
     pub plan: GpuPlan,
-    /// True if a client that starts now is served with the planned limits. Drained slices change nothing here.
+    /// True if a client that starts now is served with the planned limits. The value does not depend on drained slices.
     pub healthy: bool,
-    /// Why clients are not served, or a warning; empty if there is nothing to say.
+    /// Why clients are not served on the GPU, or a warning; empty if there is neither.
     pub reason: String,
-    /// True if the GPU needs a reset: no new client gets its slices, and its present clients go on.
+    /// True if the GPU needs a reset: its slices take no new client, and the present clients go on.
     pub needs_reset: bool,
-    /// The compute mode when it was last read.
+    /// The compute mode at the last read. None if it is not known.
     pub compute_mode: Option<ComputeMode>,
     /// The ids of the GPU's control daemons.
     pub control_daemons: Vec<String>,
     pub confirmed_thread_percentage: Option<u8>,
-    /// The memory limit that a running server has confirmed, in MiB.
+    /// The memory limit of a slice that a running server has confirmed, in MiB.
     pub confirmed_memory_limit_mib: Option<u64>,
     /// The ordinals of the slices that an administrator has taken out of use for new clients.
     pub drained: BTreeSet<u32>,
     /// The bindings of each slice that is bound, by its ordinal.
     pub bound: BTreeMap<u32, BoundSlice>,
-    /// The slices whose memory limit the kernel should enforce for the bound control group, by their ordinals: Ok if it does, or
-    /// the reason.
+    /// The slices whose memory limit the kernel should enforce, by their ordinals: Ok if the kernel enforces it, or the reason
+    /// why it does not.
     pub kernel_limits: BTreeMap<u32, Result<(), String>>,
-    /// The slices with their own control daemon that have as many clients as possible, by their ordinals, in words.
+    /// The slices with their own control daemon that take no more clients, by their ordinals, each with the reason in words.
     pub full: BTreeMap<u32, String>,
-    /// The slices that are not served for a reason that is not the GPU's, by their ordinals, with the reason: no control daemon
-    /// serves the slice, or its directory has no link. Drained slices are not among them.
+    /// The slices that are not served though the GPU can be, by their ordinals, each with the reason: no control daemon serves
+    /// the slice, or the slice's directory has no link. Drained slices are not in the map.
     pub unserved: BTreeMap<u32, String>,
-    /// All MPS clients on the GPU together, including those without a known slice. None if they are not known.
+    /// The use by all MPS clients on the GPU together, including clients without a known slice. None if it is not known.
     pub in_use: Option<InUse>,
-    /// The clients of each slice. Empty if they are not known.
+    /// The use of each slice by its clients, by the ordinal. Empty if it is not known.
     pub uses: Vec<SliceUse>,
 }
 
 /// The bindings of a slice.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BoundSlice {
-    /// The names of the first owners, for people, and the number of the others.
+    /// The names of the first owners, for people, and the number of further owners.
     pub by: String,
     /// The paths of the first owners' control groups.
     pub groups: Vec<String>,
 }
 
-/// The device that has a name.
+/// The GPU or the slice that has a name.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Named<'a> {
     Gpu(&'a GpuView),
@@ -123,10 +123,9 @@ impl Snapshot {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
-    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. An ordinal has one spelling only,
-    /// so that a slice has no second name.=>Each ordinal has only one spelling, so that a slice has only one name. An address may
-    /// have its domain and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. An
-    /// ordinal has one spelling only, so that a slice has no second name.
+    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. An address may have its domain
+    /// and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. Each ordinal has
+    /// only one spelling, so that a slice has only one name.
     pub fn find(&self, name: &str) -> Option<Named<'_>> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -160,17 +159,18 @@ impl GpuView {
         self.plan.slice(ordinal).to_string()
     }
 
-    /// True if a client that starts now gets the slice and is served with its limits.
+    /// Returns whether a new client may use the slice, and is served with the slice's limits.
     pub fn slice_healthy(&self, ordinal: u32) -> bool {
         self.slice_served(ordinal) && !self.drained.contains(&ordinal)
     }
 
-    /// Returns true if the clients of the slice are served with its limits. Draining changes nothing for them.
+    /// Returns true if the clients of the slice are served with the slice's limits. Draining changes nothing for present
+    /// clients.
     pub fn slice_served(&self, ordinal: u32) -> bool {
         self.healthy && !self.unserved.contains_key(&ordinal)
     }
 
-    /// Why clients of the slice are not served, or a warning.
+    /// Why clients of the slice are not served, or a warning; empty if there is neither.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
@@ -179,7 +179,7 @@ impl GpuView {
         joined(full.into_iter().chain(drained).chain(unserved).chain(over), &self.reason)
     }
 
-    /// The reason of the GPU itself. It also gives the numbers of slices that are drained, have no link, or are over their
+    /// The reason to publish for the GPU. It also gives the numbers of slices that are drained, have no link, or are over their
     /// budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
@@ -190,7 +190,8 @@ impl GpuView {
         joined(of_slices.chain(full), &self.reason)
     }
 
-    /// The slices that are not served for a reason that is not the GPU's, with the reason of the first.
+    /// The number of slices that are not served though the GPU can be, with the reason of the first one, in words. None if
+    /// there are no such slices.
     pub fn unserved(&self) -> Option<String> {
         let (ordinal, why) = self.unserved.first_key_value()?;
         let more = match self.unserved.len().saturating_sub(1) {
@@ -200,8 +201,8 @@ impl GpuView {
         Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
     }
 
-    /// Who enforces a slice's memory for all its clients together: the kernel, or this service's watch. None if the memory is not
-    /// enforced.
+    /// The side that limits the memory of all clients of a slice together: the kernel, or this service, which watches the
+    /// memory. None if neither does.
     pub fn memory_enforced_by(&self, ordinal: u32) -> Option<&'static str> {
         match self.kernel_limits.get(&ordinal) {
             Some(Ok(())) => Some("kernel"),
@@ -209,7 +210,7 @@ impl GpuView {
         }
     }
 
-    /// The id of the control daemon that serves a slice; empty if none does.
+    /// The id of the control daemon that serves a slice; empty if no control daemon serves it.
     pub fn control_daemon(&self, ordinal: u32) -> &str {
         let name = self.slice_name(ordinal);
         let serves = |id: &&String| self.plan.isolation == Isolation::Gpu || **id == name;
@@ -220,7 +221,7 @@ impl GpuView {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
 
-    /// How a slice exceeds its budget, if it does.
+    /// How a slice exceeds its budget, in words. None if it does not exceed it.
     fn overuse(&self, ordinal: u32) -> Option<&str> {
         self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
     }
@@ -249,7 +250,7 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// Its published name.
+    /// The published name of the GPU or the slice.
     pub fn id(&self) -> DeviceName {
         match self {
             Self::Gpu(gpu) => DeviceName::Gpu(gpu.plan.gpu.id()),
@@ -257,7 +258,7 @@ impl<'a> Named<'a> {
         }
     }
 
-    /// The same as text: `00:06.0` or `00:06.0-1`.
+    /// The published name as text: `00:06.0` or `00:06.0-1`.
     pub fn name(&self) -> String {
         self.id().to_string()
     }

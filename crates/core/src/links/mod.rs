@@ -15,7 +15,7 @@ pub use directories::{Bad, ClosedSlices, Directories, Linked, SocketId, WantedLi
 
 use crate::GpuUuid;
 
-/// The most times that [`Links::apply`] goes over the directories if other programs change them meanwhile.
+/// The most times that [`Links::apply`] goes over the directories, if other programs change them at the same time.
 const PASSES: usize = 3;
 
 /// A place where clients find a link to a control daemon.
@@ -27,21 +27,21 @@ pub enum Way {
     Slice(String),
 }
 
-/// The ways of an order that have no link, each with the reason. Closed slices are not among them.
+/// The ways that should have a link and have none, each with the reason. Closed slices are not among them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MissingLinks {
-    /// The slices, by the names of their directories.
+    /// The slices whose directories have no link, by the names of the directories.
     pub slices: BTreeMap<String, String>,
-    /// The pipe directory.
+    /// Why the pipe directory has no link. None if it has one.
     pub pipe: Option<String>,
 }
 
 /// The events about links, for the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkEvents {
-    /// The directories in which other programs had changed the link, and the service has renewed it.
+    /// The ways whose link another program had changed or removed. The service has renewed it.
     pub renewed: BTreeSet<Way>,
-    /// The links that can't be removed.
+    /// The links that the service can't remove, each with the reason.
     pub stuck: BTreeSet<Bad>,
 }
 
@@ -50,67 +50,69 @@ pub struct LinkEvents {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
-    /// None for a control daemon without an order: its links stay, except for closed slices.
+    /// The links that the order asks for. None for a control daemon without an order: its links stay, except for the links of
+    /// closed slices.
     wanted: Option<WantedLinks<D>>,
-    /// The control daemon that runs, or may run.
+    /// The control daemon that runs, or may run. None if no control daemon runs.
     running: Option<Linked<D>>,
-    /// The control daemon's socket when it was last looked up.
+    /// The control daemon's socket when the service last looked for it.
     socket: Option<SocketId>,
-    /// The socket to which the links point.
+    /// The socket to which the links should point.
     end: WayEnd,
-    /// The waiting socket when it was last looked up.
+    /// The waiting socket when the service last looked for it.
     waiting_socket: Option<SocketId>,
-    /// True once the control daemon has the limits of the order, so links may be made. Before that, links are only removed.
+    /// True once the control daemon has the limits of the order, so that links to it may be made. Before that, links are only
+    /// removed.
     may_lead: bool,
-    /// The ways with a link to the control daemon, unless other programs have changed them since.
+    /// The ways that had a link to the control daemon when the service last looked.
     lead: BTreeSet<Way>,
-    /// True if the links point to another socket than in the last pass over the directories.
+    /// True if the links point to another socket than at the last pass over the directories.
     has_turned: bool,
     /// True if a link was made in this pass over the directories.
     made: bool,
-    /// True once other users may change the directories: the service ends, or does not use the directories any more.
+    /// True once other users may change the directories again: the service ends, or does not use the directories any more.
     released: bool,
     missing: MissingLinks,
     events: LinkEvents,
 }
 
-/// The socket to which the links of all open ways point.
+/// The socket to which the links of all ways that are not closed should point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WayEnd {
-    /// The control daemon.
+    /// The links point to the control daemon.
     ControlDaemon,
-    /// The waiting socket, until the control daemon has ended: new programs wait.
+    /// The links point to the waiting socket until the control daemon has ended: new programs wait.
     WaitingSocket,
-    /// The waiting socket, after the control daemon has ended: new programs wait for the next control daemon.
+    /// The control daemon has ended. The links point to the waiting socket: new programs wait for the next control daemon.
     UntilTheNext,
 }
 
-/// The aim for the link in a slice's directory.
+/// The aim for the link in the directory of one slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LinkTarget {
-    /// The link points to this control daemon.
+    /// The directory has a link to this control daemon.
     Leads,
     /// The slice is closed: its directory has no link to any control daemon.
     Closed,
-    /// The directory has no link to this control daemon. A link to another one stays.
+    /// The directory has no link to this control daemon. It may have a link to another control daemon, which stays.
     NotHere,
 }
 
 impl<D: Clone + PartialEq> WantedLinks<D> {
-    /// True if the slice with a directory of this name belongs to a control daemon with these GPUs. A GPU that another control
-    /// daemon still has is not among them, and the slices of that GPU stay with the other control daemon.
+    /// Returns whether the slice with this directory should have a link to a control daemon with these GPUs. A GPU that another
+    /// control daemon still has is not among the GPUs, and its slices stay with the other control daemon.
     fn leads(&self, directory: &str, gpus: &BTreeSet<GpuUuid>) -> bool {
         !self.retiring && self.slices.get(directory).is_some_and(|gpu| gpus.contains(gpu))
     }
 
-    /// The directory that contains the slices' directories, for this control daemon. If an order names another pipe directory, it
-    /// needs another control daemon, and until then this one keeps its directories.
+    /// The directory that contains the slices' directories for this control daemon. An order with another pipe directory needs
+    /// another control daemon, and until then the running one keeps its directories.
     fn slices_in(&self, running: &Linked<D>) -> Option<D> {
         if running.pipe == self.pipe { self.slices_in.clone() } else { running.slices_in.clone() }
     }
 }
 
-/// The aim for the link in the directory of this name. The control daemon has these GPUs.
+/// The aim for the link in the slice's directory of this name. `running` is the control daemon, with its GPUs.
 fn target<D: Clone + PartialEq>(
     directory: &str,
     wanted: Option<&WantedLinks<D>>,
@@ -124,7 +126,7 @@ fn target<D: Clone + PartialEq>(
     }
 }
 
-/// True if the pipe directory should have a link to the control daemon: at least one of its slices takes clients.
+/// Returns whether the pipe directory should have a link to the control daemon: at least one of its slices takes clients.
 fn pipe_leads<D>(wanted: Option<&WantedLinks<D>>, closed: &impl ClosedSlices) -> bool {
     match wanted {
         Some(wanted) => {
@@ -154,8 +156,8 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Takes another order. The control daemon may be about to end by this order. Returns false if it is the same order as
-    /// before.
+    /// Sets another order. The control daemon may be about to end because of this order. Returns false if the order is the same
+    /// as before.
     pub fn pursue(&mut self, wanted: WantedLinks<D>) -> bool {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
@@ -168,8 +170,8 @@ impl<D: Clone + PartialEq> Links<D> {
         true
     }
 
-    /// The running control daemon has the limits of the order `told`: from now on links point to it. A newer order may have come
-    /// meanwhile.
+    /// Makes the links point to the running control daemon from now on, since it has the limits of the order `told`. Meanwhile
+    /// a newer order may have come.
     pub fn lead(&mut self, running: Linked<D>, told: &WantedLinks<D>) {
         self.running = Some(running);
         let is_newest =
@@ -178,15 +180,16 @@ impl<D: Clone + PartialEq> Links<D> {
         self.end_at(WayEnd::ControlDaemon);
     }
 
-    /// From now on new programs wait. If they already wait for the next control daemon, this changes nothing.
+    /// Makes the links point to the waiting socket from now on, so that new programs wait. If programs already wait for the
+    /// next control daemon, this changes nothing.
     pub fn keep_waiting(&mut self) {
         if self.end == WayEnd::ControlDaemon {
             self.end_at(WayEnd::WaitingSocket);
         }
     }
 
-    /// The links point to the control daemon again, as before [`Self::keep_waiting`]. This does nothing for a control daemon that
-    /// has no limits yet.
+    /// Makes the links point to the control daemon again, as before [`Self::keep_waiting`]. This does nothing for a control
+    /// daemon that has no limits yet.
     pub fn reopen_ways(&mut self) {
         if self.end == WayEnd::WaitingSocket {
             self.end_at(WayEnd::ControlDaemon);
@@ -200,15 +203,15 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// New programs do not wait for the next control daemon any more. The links stay as they are.
+    /// New programs do not wait for the next control daemon any more. The links in the directories stay as they are.
     pub fn let_go(&mut self) {
         if self.end == WayEnd::UntilTheNext {
             (self.running, self.end) = (None, WayEnd::ControlDaemon);
         }
     }
 
-    /// No control daemon runs. Programs wait for the next one of the same order, which makes a new socket and uses the same
-    /// directories. All other directories are released.
+    /// Records that no control daemon runs any more. Programs wait for the next control daemon of the same order, which makes a
+    /// new socket and uses the same directories. Other users may change all other directories again.
     pub fn end(&mut self, directories: &mut impl Directories<D>) {
         let has_places_of_order = match (&self.running, &self.wanted) {
             (Some(running), Some(wanted)) => {
@@ -247,7 +250,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// The ways without a link after the last [`Links::apply`].
+    /// The ways that had no link after the last [`Links::apply`], though they should have one.
     pub fn missing(&self) -> &MissingLinks {
         &self.missing
     }
@@ -257,7 +260,7 @@ impl<D: Clone + PartialEq> Links<D> {
         &self.events.stuck
     }
 
-    /// The events since the last call.
+    /// The events since the last call of this function.
     pub fn take_events(&mut self) -> LinkEvents {
         core::mem::take(&mut self.events)
     }
@@ -271,7 +274,7 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// True if other users must not change the directories.
+    /// Returns whether other users must not change the directories.
     fn keeps(&self) -> bool {
         self.may_lead && !self.released && self.wanted.as_ref().is_some_and(|wanted| !wanted.retiring)
     }
@@ -280,8 +283,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
-    /// Makes and removes links until a pass over the directories changes nothing: then all links were there after other users had
-    /// lost the right to change the directories.
+    /// Makes and removes links, until a pass over the directories changes nothing. Then every link still exists after other
+    /// users have lost the right to change the directories.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.
@@ -409,12 +412,12 @@ impl<D: Clone + PartialEq> Links<D> {
         }
     }
 
-    /// Returns true if each open way should have a link.
+    /// Returns true if every way that is not closed should have a link.
     fn makes_all(&self) -> bool {
         self.may_lead || self.end != WayEnd::ControlDaemon
     }
 
-    /// Returns true if this way should have a link. A way that had a link already keeps it when a later order comes.
+    /// Returns true if this way should have a link. A way that had a link keeps it when a later order comes.
     fn makes(&self, way: &Way) -> bool {
         self.makes_all() || self.lead.contains(way)
     }
@@ -424,7 +427,8 @@ impl<D: Clone + PartialEq> Links<D> {
         [self.socket, self.waiting_socket].into_iter().flatten()
     }
 
-    /// The names of the directories that may have a link: those of the order, those with a link, and those that exist besides.
+    /// The names of the slices' directories that may have a link: the directories of the order, the directories with a link,
+    /// and the other existing directories.
     fn names(&self, is_there: bool, directories: &impl Directories<D>) -> BTreeSet<String> {
         let mut names = self.names_of_order();
         names.extend(self.lead.iter().filter_map(|way| match way {
@@ -437,9 +441,9 @@ impl<D: Clone + PartialEq> Links<D> {
         names
     }
 
-    /// Records the result of an attempt to make this link, `led`. Without an attempt, a link that existed still does. The error
-    /// is the reason why there is no link, or None if there is none yet. The ways with a link to the control daemon, now or again
-    /// later, go into `lead`.
+    /// Records the result of an attempt to make the link of this way, `led`. If no attempt was made, a link that existed still
+    /// exists. The error is the reason why the way has no link, or None if it has no link yet. A way that has a link to the
+    /// control daemon, now or again later, is added to `lead`.
     fn way(
         &mut self,
         way: Way,
@@ -487,7 +491,7 @@ mod tests {
     const DIRECTORY: &str = "00_06.0-1";
     const GPU: &str = "GPU-1";
 
-    /// The names that are drained, where a slice's directory begins with `00_`.
+    /// The directory names of the drained slices, where a slice's directory begins with `00_`.
     struct Names(&'static [&'static str], bool);
 
     impl ClosedSlices for Names {
@@ -516,7 +520,7 @@ mod tests {
         let table = [
             (Some(&serving), LinkTarget::Leads),
             (Some(&retiring), LinkTarget::NotHere),
-            // The control daemon has no order: its links stay.
+            // A control daemon without an order keeps its links.
             (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {

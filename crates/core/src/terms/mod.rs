@@ -10,10 +10,10 @@ pub use names::{BadName, DIRECTORIES, DaemonId, DeviceName, GpuId, SliceId, is_o
 pub use pci_address::{BadPciAddress, PciAddress};
 pub use served_gpu::{ServedGpu, SliceSize};
 
-/// The UUID of a GPU.
+/// The UUID of a GPU: `GPU-` and 36 characters.
 pub type GpuUuid = String;
 
-/// A process. PIDs are used again, but no two processes have the same PID and start time.
+/// A process. The kernel uses a PID again, but no two processes have the same PID and start time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ProcessId {
@@ -23,7 +23,7 @@ pub struct ProcessId {
 }
 
 impl ProcessId {
-    /// Orders processes by age: a newer process has the greater value.
+    /// A value that orders processes by age: a newer process has the greater value.
     pub fn age(self) -> (u64, u32) {
         (self.start_time, self.pid)
     }
@@ -34,13 +34,13 @@ impl ProcessId {
 pub struct GpuProcess {
     /// The PID on the host.
     pub pid: u32,
-    /// The GPU memory that it holds, in MiB. None if the driver does not report it.
+    /// The GPU memory that the process holds, in MiB. None if the driver does not report it.
     pub memory_mib: Option<u64>,
-    /// True if it is a client of an MPS server. A server itself is not.
+    /// True if the process is a client of an MPS server. False for a server itself, and for a program without MPS.
     pub via_mps: bool,
 }
 
-/// How a control daemon has its GPUs: alone or in turns.
+/// The way in which a control daemon has its GPUs: alone, or in turns with other control daemons.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tenure {
     /// No other control daemon of the service has the GPUs. The compute mode `EXCLUSIVE_PROCESS` refuses every other server.
@@ -51,7 +51,8 @@ pub enum Tenure {
 }
 
 impl Tenure {
-    /// True if a control daemon of the tenure `other` can't have a GPU that a control daemon of this tenure has.
+    /// Returns whether a control daemon of this tenure prevents a control daemon of the tenure `other` from getting the same
+    /// GPU.
     pub fn keeps_from(self, other: Self) -> bool {
         self == Self::Alone || other == Self::Alone
     }

@@ -9,10 +9,10 @@ use core::str::FromStr;
 use super::pci_address::{BadPciAddress, PciAddress};
 use super::{GpuUuid, Tenure};
 
-/// The directory that contains the slices' directories. It is in the configured pipe directory.
+/// The name of the directory that contains the slices' directories. The directory is in the configured pipe directory.
 pub const DIRECTORIES: &str = "slices";
 
-/// The id of the control daemon of all GPUs.
+/// The id of the control daemon that serves all GPUs.
 const SHARED: &str = "shared";
 
 const DIGITS: usize = 3;
@@ -27,7 +27,7 @@ impl GpuId {
         SliceId { gpu: self, ordinal }
     }
 
-    /// The first slices of the GPU.
+    /// The slices of the GPU with the ordinals below `number`.
     pub fn slices(self, number: u32) -> impl Iterator<Item = SliceId> {
         (0..number).map(move |ordinal| self.slice(ordinal))
     }
@@ -55,19 +55,19 @@ pub struct SliceId {
     pub ordinal: u32,
 }
 
-/// True if the service uses this name in the configured directories: for the directory of a control daemon of one GPU or one
-/// slice, or for the directory that contains the slices' directories.
+/// Returns whether the service uses this name for a directory in the configured directories: for a control daemon of one GPU or
+/// one slice, or for the directory that contains the slices' directories.
 pub fn is_of_service(name: &str) -> bool {
     name.starts_with("GPU-") || name == DIRECTORIES || SliceId::with_directory_name(name).is_some()
 }
 
 impl SliceId {
-    /// The name of its directory: the slice's name, without the colons at which `docker --volume` splits.
+    /// The name of the slice's directory: the slice's name, with `_` instead of the colons, at which `docker --volume` splits.
     pub fn directory_name(self) -> String {
         self.to_string().replace(':', "_")
     }
 
-    /// The slice with a directory of this name. The slice may not exist any more.
+    /// The slice with a directory of this name. The host may have no such slice any more.
     pub fn with_directory_name(name: &str) -> Option<Self> {
         match name.replace('_', ":").parse() {
             Ok(DeviceName::Slice(slice)) if !name.contains(':') => Some(slice),
@@ -75,7 +75,7 @@ impl SliceId {
         }
     }
 
-    /// The ordinal that a text means. Each ordinal has only one spelling, so that a slice has only one name.
+    /// Parses an ordinal. None for any other text. Each ordinal has only one spelling, so that a slice has only one name.
     pub fn ordinal_in(text: &str) -> Option<u32> {
         text.parse().ok().filter(|ordinal: &u32| text.len() <= DIGITS && ordinal.to_string() == text)
     }
@@ -98,7 +98,7 @@ pub enum DeviceName {
 }
 
 impl DeviceName {
-    /// The part of a name before the ordinal, and the ordinal.
+    /// Splits a name into the part before the ordinal and the ordinal. None if the name has no ordinal.
     pub fn parts(name: &str) -> (&str, Option<&str>) {
         match name.split_once('-') {
             Some((gpu, ordinal)) => (gpu, Some(ordinal)),
@@ -124,7 +124,7 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// The text is no name of a device.
+/// The error for a text that is no name of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadName;
 
@@ -173,7 +173,7 @@ pub enum DaemonId {
 }
 
 impl DaemonId {
-    /// The tenure of its GPUs.
+    /// The tenure with which the control daemon has its GPUs.
     pub fn tenure(&self) -> Tenure {
         match self {
             Self::Slice(_) => Tenure::InTurns,
@@ -181,7 +181,7 @@ impl DaemonId {
         }
     }
 
-    /// The slice, for the control daemon of one slice. None: it serves all slices of its GPUs.
+    /// The slice that the control daemon serves alone. None if it serves all slices of its GPUs.
     pub fn only_slice(&self) -> Option<SliceId> {
         match self {
             Self::Slice(slice) => Some(*slice),
@@ -189,7 +189,8 @@ impl DaemonId {
         }
     }
 
-    /// The name of its pipe directory in the configured pipe directory. None: it uses the configured pipe directory itself.
+    /// The name of the control daemon's pipe directory in the configured pipe directory. None if it uses the configured pipe
+    /// directory itself.
     pub fn directory_name(&self) -> Option<String> {
         match self {
             Self::Slice(slice) => Some(slice.directory_name()),
@@ -210,8 +211,8 @@ impl fmt::Display for DaemonId {
 }
 
 impl From<&str> for DaemonId {
-    /// Parses an id. Each text is an id, so that no control daemon in the state file is lost: a text of no other form counts as
-    /// the UUID of a GPU.
+    /// Parses an id. Every text is an id, so that no control daemon in the state file is lost: a text of an unknown form counts
+    /// as the UUID of a GPU.
     fn from(text: &str) -> Self {
         match text.parse() {
             _ if text == SHARED => Self::Shared,

@@ -11,13 +11,13 @@ use core::str::FromStr;
 /// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PciAddress {
-    /// Above 0xffff behind some host bridges.
+    /// The domain. It is above 0xffff behind some host bridges.
     pub domain: u32,
-    /// 0 to 255.
+    /// The bus, 0 to 255.
     pub bus: u8,
-    /// 0 to 31.
+    /// The device on the bus, 0 to 31.
     pub device: u8,
-    /// 0 to 7.
+    /// The function of the device, 0 to 7.
     pub function: u8,
 }
 
@@ -31,8 +31,9 @@ impl PciAddress {
         }
     }
 
-    /// Finds the address in `all` that is meant by this one, which is written without a domain: the same address in domain 0000,
-    /// or else the only address that differs in the domain alone. Returns this address if there is none.
+    /// The address in `all` that this address means, if a user has written it without a domain: the same address in domain
+    /// 0000, or else the only address that differs in the domain alone. Returns this address itself if `all` has no such
+    /// address.
     ///
     /// # Errors
     /// Several addresses differ in the domain alone.
@@ -46,7 +47,7 @@ impl PciAddress {
         }
     }
 
-    /// True if an address is written without its domain, such as `00:06.0`.
+    /// Returns whether a user has written an address without its domain, such as `00:06.0`.
     pub fn is_short(text: &str) -> bool {
         text.matches(':').count() == 1
     }
@@ -59,7 +60,7 @@ impl fmt::Display for PciAddress {
     }
 }
 
-/// The text is no PCI address.
+/// The error for a text that is no PCI address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BadPciAddress;
 

@@ -13,12 +13,12 @@ pub struct SliceSize {
     pub memory_mib: u64,
     /// The active thread percentage, 1 to 100.
     pub thread_percentage: u8,
-    /// The most clients.
+    /// The most clients that the slice may have at the same time.
     pub max_clients: u32,
 }
 
 impl SliceSize {
-    /// The largest value of each part.
+    /// The largest memory, the largest percentage and the largest number of clients of these sizes.
     pub fn largest<'s>(sizes: impl IntoIterator<Item = &'s Self>) -> Self {
         sizes.into_iter().fold(Self::default(), |largest, size| Self {
             memory_mib: largest.memory_mib.max(size.memory_mib),
@@ -28,11 +28,11 @@ impl SliceSize {
     }
 }
 
-/// A GPU of a control daemon. Its position is its ordinal.
+/// A GPU of a control daemon. Its position in the list of the control daemon's GPUs is its ordinal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
     pub uuid: GpuUuid,
-    /// None if the GPU is not in the plan any more.
+    /// The published GPU. None if the plan does not have the GPU any more.
     pub id: Option<GpuId>,
     /// The default device pinned memory limit in MiB: the largest limit of the control daemon's slices.
     pub memory_limit_mib: u64,
@@ -40,9 +40,9 @@ pub struct ServedGpu {
     pub sizes: BTreeMap<u32, SliceSize>,
     /// True if the GPU enforces the limits.
     pub limits_enforced: bool,
-    /// The number of clients that the GPU can have at once.
+    /// The number of clients that the GPU can have at the same time.
     pub capacity: u32,
-    /// True if NVML lists the clients of this control daemon. If not, only the control daemon knows them.
+    /// True if NVML lists the clients of this control daemon. False if only the control daemon itself lists them.
     pub clients_listed: bool,
 }
 

@@ -10,7 +10,7 @@ use crate::host::compute_mode::ComputeMode;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The facts that NVML reports about a GPU. If one value can't be read, the others are still there.
+/// The facts that NVML reports about a GPU. A value that NVML can't read is None, and the others stay.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NvmlFacts {
     /// The GPU's UUID, `GPU-` and 36 characters.
@@ -19,16 +19,18 @@ pub struct NvmlFacts {
     pub name: String,
     /// The index that nvidia-smi shows.
     pub index: u32,
-    /// The N of `/dev/nvidiaN`.
+    /// The number N in the name `/dev/nvidiaN` of the GPU's device.
     pub minor: Option<u32>,
-    /// The memory in MiB, with the reserved part. None if NVML reports `[N/A]`, as on GPUs with unified memory.
+    /// The memory in MiB, including the part that the driver reserves. None if NVML reports `[N/A]`, as on GPUs with unified
+    /// memory.
     pub memory_total_mib: Option<u64>,
     /// The compute capability, major and minor.
     pub compute_capability: Option<(u32, u32)>,
     pub state: GpuState,
 }
 
-/// The state of a GPU when it was read. The plan uses it. Nothing else may show it, since it becomes outdated.
+/// The state of a GPU at the moment when it was read. Only the plan uses it: the state is soon outdated, so it must not be
+/// shown.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuState {
     pub compute_mode: Option<ComputeMode>,
@@ -66,7 +68,7 @@ pub(super) fn numbers(capability: &CudaComputeCapability) -> Option<(u32, u32)> 
     Some((u32::try_from(capability.major).ok()?, u32::try_from(capability.minor).ok()?))
 }
 
-/// The value, or None if only this value can't be read. An error if the whole GPU is lost.
+/// Returns the value. None if NVML can't read this value. An error if the whole GPU is lost. `what` names the value in the log.
 fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Problem> {
     match value {
         Ok(value) => Ok(Some(value)),
@@ -78,12 +80,13 @@ fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Proble
     }
 }
 
-/// If the processes can't be listed, none is reported: a server that can't start says so itself.
+/// The processes that prevent the start of an MPS server. Empty if the processes can't be listed: a server that can't start
+/// says so itself.
 fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(u32, String)>, Problem> {
     let foreign = || {
         let mut foreign = contexts(device, process_record)?.foreign(proc::name);
         if !foreign.is_empty() {
-            // A client that ends between the two lists seems to be foreign for a moment.
+            // A client that has ended between the two lists is only in the first, and would count as a foreign process.
             let still = list(device, ProcessList::Compute, process_record)?;
             foreign.retain(|(pid, _)| still.contains_key(pid));
         }

@@ -9,7 +9,7 @@ use super::{Driver, MIB, words};
 use crate::host::control_groups;
 
 impl Driver {
-    /// Sets or removes a control group's limit on the GPU with this UUID.
+    /// Sets or removes a control group's memory limit on the GPU with this UUID.
     pub fn pursue_memory_limit(&self, uuid: &str, group: &ControlGroup, goal: &LimitGoal) -> LimitOutcome {
         if control_groups::find(&group.path).ok().as_ref() != Some(group) {
             // When a control group is removed, its limit is removed too.
@@ -31,8 +31,8 @@ impl Driver {
         }
     }
 
-    /// The limit is set each time, even if it reads as the same: a control group without its own limit shows the limit of its
-    /// nearest ancestor.
+    /// Sets a control group's limit. The limit is set even if the same value is read: a control group without its own limit
+    /// shows the limit of its nearest ancestor.
     fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<LimitOutcome, NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
         let wanted = mib.saturating_mul(MIB);
@@ -52,8 +52,8 @@ impl Driver {
         })
     }
 
-    /// A text about memory in a control group that the limit does not count, also if the amount is unknown. Without the dmem
-    /// controller the driver does not count memory that was allocated before the limit was set.
+    /// Why the limit does not count all memory of the processes in a control group, in words. None if it counts all. Without
+    /// the dmem controller the driver does not count memory that was allocated before the limit was set.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {
             return None;

@@ -54,12 +54,12 @@ const XID_WAIT_MS: u32 = 60_000;
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
-    /// The length of a process's record in its lists.
+    /// The length in bytes of a process's record in the lists of the driver.
     process_record: usize,
 }
 
 impl Driver {
-    /// Opens the driver of this host. If the driver is not installed, files below the sysroot may give the reason.
+    /// Loads the library of this host's driver. If the library is missing, files below the sysroot may give the reason.
     pub fn open(sysroot: &Path) -> Result<Self, Problem> {
         let nvml = Nvml::builder().lib_path(OsStr::new(LIBRARY)).init();
         let nvml = nvml.map_err(|error| why_not_open(&error, sysroot))?;
@@ -69,7 +69,7 @@ impl Driver {
             let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
             return Err(Problem::new(found, "reinstall the driver"));
         }
-        // Without a version, the driver does not count as one of those that differ.
+        // A driver without a version counts as one with the usual length of records.
         let version = nvml.sys_driver_version().unwrap_or_default();
         Ok(Self { nvml, process_record: driver::process_record(&version) })
     }
@@ -85,7 +85,7 @@ impl Driver {
         u32::try_from(version).map_err(|_| format!("a CUDA version of {version}").into())
     }
 
-    /// The number of GPUs that NVML lists.
+    /// The number of GPUs that NVML lists, including lost ones.
     pub(super) fn count(&self) -> Result<u32, Problem> {
         self.nvml.device_count().map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))
     }
@@ -98,8 +98,8 @@ impl Driver {
         )
     }
 
-    /// The GPU with this index. An error if NVML does not report its address: [`Driver::facts_at`] then gives the reason for each
-    /// address.
+    /// The GPU with this index in NVML's list. An error if NVML does not report the GPU's address: [`Driver::facts_at`] then
+    /// gives the reason for each address.
     fn listed(&self, index: u32) -> Result<Gpu, Problem> {
         let device = self.nvml.device_by_index(index).map_err(|error| words(&error));
         let listed = device.and_then(|device| listed_as(&device, index, self.process_record));
@@ -122,7 +122,7 @@ impl Driver {
         read("the compute mode", self.device(uuid)?.compute_mode()).map(ours)
     }
 
-    /// True if the driver keeps the GPU's state, including its compute mode, while no program uses the GPU.
+    /// Returns whether the driver keeps the GPU's state, including its compute mode, while no program uses the GPU.
     pub fn persistence_mode(&self, uuid: &str) -> Result<bool, Problem> {
         read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
@@ -152,7 +152,7 @@ impl Driver {
     /// The PIDs of the MPS clients on the GPU with this UUID.
     ///
     /// # Errors
-    /// The clients are not listed, as before Volta: then an empty list would have no meaning.
+    /// NVML does not list the clients, as before Volta: an empty list would have no meaning.
     pub fn mps_clients(&self, uuid: &str) -> Result<BTreeSet<u32>, Problem> {
         let unlisted = || format!("NVML does not list the clients of GPU {uuid}").into();
         self.contexts(uuid)?.clients().ok_or_else(unlisted)
@@ -163,8 +163,8 @@ impl Driver {
             .map_err(|why| why_not_listed(&why).prefixed("the GPU's processes can't be listed"))
     }
 
-    /// Waits for critical errors of every GPU that can report them, and passes each to `seen`, with the GPU's UUID. It ends when
-    /// `seen` returns false. An error if no GPU can report critical errors, or can do so any longer.
+    /// Waits for critical errors of the GPUs, and calls `seen` for each error, with the GPU's UUID. Returns when `seen` returns
+    /// false. An error if no GPU can report critical errors, or if the GPUs can't report them any longer.
     pub fn watch_xids(&self, mut seen: impl FnMut(&str, CriticalError) -> bool) -> Result<(), Problem> {
         let (events, uuids) = self.xid_events()?;
         loop {
@@ -191,8 +191,8 @@ impl Driver {
         }
     }
 
-    /// An event set for the critical errors of all GPUs that can report them, and the UUIDs of these GPUs. A failed registration
-    /// consumes the set, so another set is made without that GPU.
+    /// Makes an event set for the critical errors of all GPUs that can report them. Also returns the UUIDs of these GPUs. If
+    /// NVML refuses a GPU, the event set is lost, so another set is made without that GPU.
     fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), Problem> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'without_refused: loop {
@@ -243,7 +243,7 @@ fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
     }
 }
 
-/// The GPU at this index. An error if NVML does not report its address.
+/// The facts of a GPU that NVML lists with this index. An error if NVML does not report the GPU's address.
 fn listed_as(device: &Device<'_>, index: u32, process_record: usize) -> Result<Gpu, Problem> {
     let pci = device.pci_info().map_err(|error| words(&error))?;
     let address = pci.bus_id.parse().map_err(|error| format!("{:?}: {error}", pci.bus_id))?;
@@ -265,7 +265,7 @@ fn is_gone(error: &NvmlError) -> bool {
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
     let compute = list(device, ProcessList::Compute, process_record)?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    // An empty list would mean that there are no clients.
+    // An empty list would mean that the GPU has no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }
@@ -277,7 +277,7 @@ fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotL
     Ok(Contexts { compute, mps })
 }
 
-/// Each process's PID and its memory in MiB.
+/// Reads one of NVML's two lists of processes: the memory of each process in MiB, by PID.
 fn list(
     device: &Device<'_>,
     list: ProcessList,
@@ -288,7 +288,7 @@ fn list(
     Ok(processes.iter().map(in_mib).collect())
 }
 
-/// The first answer that does not fail because the list has grown while it was copied.
+/// Asks for a list again while the answer is that the list has grown while it was copied. Gives up after [`TRIES`].
 fn until_it_fits<T>(mut ask: impl FnMut() -> Result<T, NotListed>) -> Result<T, NotListed> {
     let mut answer = ask();
     for _ in 1..TRIES {
@@ -328,9 +328,9 @@ fn nvmls(mode: ComputeMode) -> NvmlComputeMode {
     }
 }
 
-/// The reason why NVML can't be used at all, with the remedy.
+/// The problem if NVML can't be used at all, with the remedy.
 fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
-    // NVML has no error code for this, and returns another one.
+    // NVML has no error code for a lack of file descriptors, and returns another code.
     if let Some(reason) = no_descriptors() {
         return reason;
     }
@@ -358,7 +358,7 @@ fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
     }
 }
 
-/// The reason why no file can be opened, if none can.
+/// The problem if the service can't open any file. None if it can.
 fn no_descriptors() -> Option<Problem> {
     let error = fs::File::open("/dev/null").err()?;
     match Errno::from_io_error(&error)? {
@@ -377,7 +377,7 @@ fn no_descriptors() -> Option<Problem> {
     }
 }
 
-/// The dynamic linker's error has no number, so its text is compared.
+/// The problem if the dynamic linker could not load NVML's library. The linker's error has no number, so its text is compared.
 fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
     let text = error.to_string();
     if text.contains("Too many open files") {

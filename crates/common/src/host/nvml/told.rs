@@ -1,4 +1,4 @@
-//! All facts of NVML about the GPUs of a host. Each GPU is asked about separately.
+//! The questions to NVML about the GPUs of a host. Each GPU is asked about separately.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use crate::host::gpu::Gpu;
 use crate::host::questions::ParallelQuestions;
 use crate::problem::Problem;
 
-/// How long the questions about all GPUs wait for the next answer, counted from the last one. Without nvidia-persistenced, NVML
-/// wakes one GPU after the other, and each takes some seconds.
+/// The time that the service waits for the next answer about a GPU, counted from the last answer. Without nvidia-persistenced,
+/// NVML wakes one GPU after the other, and each takes some seconds.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long a question waits for a GPU that has not answered an earlier question yet.
+/// The time that the service waits for a GPU that has not answered an earlier question yet.
 const REMAINDER: Duration = Duration::from_millis(200);
 
 /// An open driver, and the questions about its GPUs.
@@ -27,14 +27,14 @@ pub struct GpuQuestions {
     unlisted: ParallelQuestions<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
-/// All facts of NVML about the GPUs.
+/// The facts of NVML about all GPUs.
 pub(crate) struct ToldByNvml {
     /// The driver's version.
     pub(crate) version: String,
     /// The GPUs whose address NVML lists, in NVML's order.
     pub(crate) listed: Vec<Gpu>,
-    /// The other GPUs on the bus. Some answer when they are asked by address; for the others, the reason why NVML can't reach
-    /// them.
+    /// The other GPUs on the PCI bus, by address: the facts if NVML answers when it is asked for the address, otherwise the
+    /// reason why NVML can't reach the GPU.
     pub(crate) unlisted: BTreeMap<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
@@ -47,7 +47,8 @@ impl GpuQuestions {
         &self.driver
     }
 
-    /// Asks about all GPUs. `on_bus` are the addresses of those that NVML should know. An error if NVML lists no GPU.
+    /// Asks NVML about all GPUs. `on_bus` has the addresses of the GPUs on the PCI bus, which NVML should know. An error if
+    /// NVML lists no GPU.
     pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<ToldByNvml, Problem> {
         let count = self.driver.count()?;
         // GPUs can be served without knowing the version.
@@ -63,7 +64,7 @@ impl GpuQuestions {
         let addresses: Vec<PciAddress> =
             on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
         let driver = Arc::clone(&self.driver);
-        // One of these may be the GPU that has just used up its time.
+        // One of these addresses may belong to the GPU that did not answer a moment ago.
         let patience = if all_answer { PATIENCE } else { REMAINDER };
         let mut answers = self
             .unlisted
