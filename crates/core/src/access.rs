@@ -70,7 +70,7 @@ impl Obstacle {
 /// Decides if a program may have a slice now.
 ///
 /// # Errors
-/// The obstacle. If there are several, the one that lasts longest.
+/// The obstacle. If there are several, the obstacle that lasts longest.
 pub fn may_have(standing: Standing) -> Result<(), Obstacle> {
     let Standing { unusable, drained, taken_by, unserved } = standing;
     let obstacles = [

@@ -1,4 +1,4 @@
-//! A client, as it was when it was looked at last.
+//! A client with the facts that the service knows about it.
 
 use alloc::borrow::ToOwned;
 use alloc::string::{String, ToString};
@@ -12,7 +12,7 @@ use crate::terms::{DeviceName, GpuId, ProcessId};
 /// The most slices of one process that a message names.
 const SLICES: usize = 4;
 
-/// The characters of a container's id that are shown: as many as container runtimes show in tables.
+/// The first characters of a container's id that messages show: as many as container runtimes show in tables.
 pub const SHORT_ID: usize = 12;
 
 /// The user and the container of a process. Only a runtime or root moves a process to another container.
@@ -20,7 +20,8 @@ pub const SHORT_ID: usize = 12;
 pub struct Tenant {
     /// The real user id.
     pub uid: u32,
-    /// The id in its control group, or the mount namespace where the control group names no container.
+    /// The id of the container, from the process's control group. If the control group names no container, the process's mount
+    /// namespace.
     pub container: String,
 }
 
@@ -31,37 +32,38 @@ pub struct GuestContainer {
     pub guest: String,
     /// The container.
     pub container: String,
-    /// Empty if the records do not have it.
+    /// The project of the guest. Empty if the records do not have it.
     pub project: String,
 }
 
-/// A container in the host agent's records that is not bound to a slice of each of its GPUs yet.
+/// A container in the host agent's records that the service has not bound to a slice of each of its GPUs yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RecordedContainer {
-    /// The path of its control group.
+    /// The path of the container's control group.
     pub group: String,
     /// The container's name for people.
     pub label: String,
-    /// The container's slices on these GPUs, or a GPU where the records do not say which slice.
+    /// The devices that the records give the container: a slice, or a GPU if the records do not say which slice.
     pub devices: Vec<DeviceName>,
 }
 
 impl RecordedContainer {
-    /// The container's slice of this GPU, or the GPU where the records do not say which slice.
+    /// The device of the container on this GPU: a slice, or the GPU itself if the records do not say which slice. None if the
+    /// container has no device on the GPU.
     pub fn device_on(&self, gpu: GpuId) -> Option<DeviceName> {
         let of_gpu = || self.devices.iter().copied().filter(|device| device.gpu() == gpu);
         of_gpu().find(|device| matches!(device, DeviceName::Slice(_))).or_else(|| of_gpu().next())
     }
 }
 
-/// The commands that a control daemon takes from a client; in lower case it is the word on D-Bus.
+/// The commands that a control daemon accepts from a client. In lower case the variant is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MayCommand {
-    /// All commands: the client can change all clients' limits and end the control daemon.
+    /// The control daemon accepts every command: the client can change the limits of all clients and end the control daemon.
     All,
-    /// The commands that end the GPU work of others on the same server.
+    /// The control daemon accepts the commands with which the client can end the GPU work of other clients of the same server.
     Neighbours,
-    /// No command that changes anything for others.
+    /// The control daemon accepts no command with which the client could change limits or end the work of another client.
     Nothing,
 }
 
@@ -84,33 +86,33 @@ impl FromStr for MayCommand {
     }
 }
 
-/// A client, or a program that uses a GPU without MPS. Its words name it with its owner, and without its command: a tenant
-/// chooses the command, and could make it look like another client.
+/// A client, or a program that uses a GPU without MPS. Its text names the process with its owner, and without its command: a
+/// tenant chooses the command, and could make it look like another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownClient {
     pub process: ProcessId,
-    /// The name of its user, or the id of a user without a name.
+    /// The name of the process's user, or the user id if the user has no name. None if the user is not known.
     pub user: Option<String>,
-    /// None if it is not known.
+    /// The tenant for whom the process works. None if the tenant is not known.
     pub tenant: Option<Tenant>,
-    /// The client's container, by its names on the platform.
+    /// The process's container, by its names on the platform. None if the host agent's records do not have it.
     pub guest: Option<GuestContainer>,
-    /// The label of the binding of its control group.
+    /// The label of the binding of the process's control group. None without a binding or a label.
     pub label: Option<String>,
-    /// The id of the innermost container around it.
+    /// The id of the innermost container that contains the process. None for a process on the host.
     pub container: Option<String>,
-    /// The same container, if it is to be bound yet.
+    /// The process's container in the host agent's records, if the service still has to bind it to slices. None otherwise.
     pub recorded: Option<RecordedContainer>,
-    /// The slices that it has.
+    /// The slices that the process has. None if they are not known.
     pub slices: Option<Membership>,
-    /// The commands that the client can give its control daemon.
+    /// The commands that a control daemon accepts from the process. None if that is not known.
     pub may_command: Option<MayCommand>,
-    /// The name of its program, 15 characters at most.
+    /// The name of the process's program, 15 characters at most.
     pub command: String,
 }
 
 impl KnownClient {
-    /// Nothing is known but the process.
+    /// A client of which only the process is known.
     pub fn only(process: ProcessId) -> Self {
         Self {
             process,
@@ -126,7 +128,8 @@ impl KnownClient {
         }
     }
 
-    /// The owner without the slices, as the end of a sentence: a program without MPS has no slice, whatever it claims.
+    /// The process and its owner, without its slices, as the end of a sentence: a program without MPS has no slice, whatever it
+    /// claims.
     pub fn owner(&self) -> String {
         let pid = alloc::format!("PID {}", self.process.pid);
         let words = Self { slices: None, ..self.clone() }.to_string();
@@ -137,9 +140,10 @@ impl KnownClient {
 impl fmt::Display for KnownClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PID {}", self.process.pid)?;
-        // The label of a container that its runtime has bound is the container's id.
+        // The label is left out if it is only the container's id, as it is for a container that the container's runtime has
+        // bound.
         let label = self.label.as_ref().filter(|label| self.container.as_ref() != Some(label));
-        // A guest says more than a user of its container, which most often is root.
+        // If the guest is known, it is named instead of the user: the user in a container is most often root.
         match (&self.guest, label, &self.user) {
             (Some(guest), ..) => write!(f, " of guest {}", ChosenName(&guest.guest))?,
             (None, Some(label), _) => write!(f, " of {}", ChosenName(label))?,
@@ -158,7 +162,7 @@ impl fmt::Display for KnownClient {
     }
 }
 
-/// A name that a tenant has chosen. A name that could look like more than a name is quoted.
+/// A name that a tenant has chosen. A name with characters that could make it look like another text is quoted.
 struct ChosenName<'n>(&'n str);
 
 impl fmt::Display for ChosenName<'_> {
@@ -172,7 +176,7 @@ impl fmt::Display for ChosenName<'_> {
     }
 }
 
-/// The first of these names, with commas.
+/// The first of these names, separated by commas.
 pub fn shortened(slices: &[impl ToString]) -> String {
     let mut names: Vec<String> = slices.iter().take(SLICES).map(ToString::to_string).collect();
     if slices.len() > SLICES {
@@ -202,7 +206,7 @@ mod tests {
         };
         let expected = "PID 7 of guest train-1, slice 00:06.0-1, container main";
         assert_eq!(named("train-1", "main"), expected);
-        // A tenant chooses the names, and none of them looks like another client.
+        // A tenant has chosen these names so that they look like another client, and the text shows that they do not.
         let expected = r#"PID 7 of guest "a, PID 8 of guest b\n", slice 00:06.0-1, container "x y""#;
         assert_eq!(named("a, PID 8 of guest b\n", "x y"), expected);
     }

@@ -1,8 +1,8 @@
-//! The slices of a process, by the sources of that knowledge.
+//! The slices of a process, by the sources from which the service knows them.
 //!
-//! From strongest to weakest, a slice is known by the binding of the process's control group, by the mounts of its container,
-//! by the platform's records of that container, or by the environment of the process. `common::membership` reads these sources,
-//! and says how far each can be believed.
+//! From strongest to weakest, the sources are the binding of the process's control group, the mounts of its container, the host
+//! agent's records of that container, and the environment of the process. `common::membership` reads the sources, and decides
+//! how far each can be trusted.
 
 use alloc::collections::BTreeSet;
 use alloc::string::{String, ToString};
@@ -12,21 +12,21 @@ use core::str::FromStr;
 
 use crate::terms::{DeviceName, GpuId, SliceId};
 
-/// The way in which the slices of a process are known; in lower case it is the word on D-Bus.
+/// The source from which the service knows the slices of a process. In lower case the variant is the word on D-Bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KnownBy {
-    /// By the binding of its control group, or of one above it.
+    /// The binding of the process's control group, or of an ancestor of the control group.
     Bound,
-    /// By the directories of slices that are mounted in its container.
+    /// The directories of slices that are mounted in the process's container.
     Mount,
-    /// By the host agent's records of which container has which device.
+    /// The host agent's records, which say which container has which device.
     Platform,
-    /// By its environment, which it can write as it likes.
+    /// The environment of the process, which the process can write as it likes.
     Environment,
 }
 
 impl KnownBy {
-    /// Returns whether no program in a container can change it.
+    /// Returns whether no program in a container can change this source.
     pub fn is_certain(self) -> bool {
         match self {
             Self::Bound | Self::Mount | Self::Platform => true,
@@ -55,24 +55,25 @@ impl FromStr for KnownBy {
     }
 }
 
-/// The slices of a process, and how they are known.
+/// The slices of a process, and the source from which the service knows them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// At least one, each once. In the records and in the environment, the name of a GPU may stand for a slice of it.
+    /// The slices, each once. There is at least one. If the source is the records or the environment, a GPU may stand for one
+    /// of its slices.
     pub slices: Vec<DeviceName>,
     /// The source of the slices.
     pub known_by: KnownBy,
 }
 
 impl Membership {
-    /// None without any slice.
+    /// The membership of a process in these slices. None if there are no slices.
     fn of(slices: impl IntoIterator<Item = DeviceName>, known_by: KnownBy) -> Option<Self> {
         let slices: Vec<DeviceName> = slices.into_iter().collect();
         (!slices.is_empty()).then_some(Self { slices, known_by })
     }
 
-    /// The part of it that counts on a GPU. A directory that is mounted, and a device in a record, stands for a slice of its
-    /// own GPU, and says nothing about another.
+    /// The slices of a process that uses this GPU. A mounted directory, and a device in a record, stands for a slice of one
+    /// GPU, so slices of other GPUs do not count. None if no slice is left.
     pub fn on(mut self, gpu: GpuId) -> Option<Self> {
         if self.known_by.is_certain() {
             self.slices.retain(|slice| slice.gpu() == gpu);
@@ -80,13 +81,13 @@ impl Membership {
         (!self.slices.is_empty()).then_some(self)
     }
 
-    /// Returns whether it has several slices of one GPU. A process uses one of them, and its environment may say which.
+    /// Returns whether the process has several slices of one GPU. It uses only one of them, and its environment may say which.
     fn is_ambiguous(&self) -> bool {
         let gpus: BTreeSet<GpuId> = self.slices.iter().map(|one| one.gpu()).collect();
         gpus.len() < self.slices.len()
     }
 
-    /// The slices among these that a process claims, and all slices of a GPU of which it claims none.
+    /// The slices that the process claims in its environment. On a GPU without a claimed slice, all slices of the process stay.
     fn chosen_by(self, claim: &[DeviceName]) -> Self {
         let is_chosen = |gpu| self.slices.iter().any(|one| one.gpu() == gpu && claim.contains(one));
         let counts = |one: &&DeviceName| claim.contains(one) || !is_chosen(one.gpu());
@@ -94,31 +95,33 @@ impl Membership {
         Self { slices, ..self }
     }
 
-    /// All of them, with commas.
+    /// The names of the slices, separated by commas.
     pub fn names(&self) -> String {
         self.slices.iter().map(ToString::to_string).collect::<Vec<_>>().join(",")
     }
 }
 
-/// All sources about the slices of a process, but for its environment, which is in its memory: a reader of that can be held up.
+/// The facts from all sources about the slices of a process, except for its environment, which is in the memory of the process:
+/// reading that memory can hang.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Evidence {
-    /// By the nearest binding of its control group: root has bound it, or the platform's records were made a binding.
+    /// The slices from the nearest binding of the process's control group, which root or the host agent's records have caused.
+    /// None without a binding.
     pub bound: Option<Membership>,
-    /// The slices with directories in its container, which may be none. None on the host, where the mounts prove nothing,
-    /// and where the process sees a whole pipe directory.
+    /// The slices whose directories are mounted in the process's container; the list may be empty. None if the mounts prove
+    /// nothing: on the host, or if the process sees a whole pipe directory.
     pub mounted: Option<Vec<SliceId>>,
-    /// The devices that the host agent's records have of its container.
+    /// The devices that the host agent's records give the process's container.
     pub recorded: Vec<DeviceName>,
 }
 
 impl Evidence {
-    /// Returns whether the records have a say, which are the source that costs most.
+    /// Returns whether the records count for a process. Reading them costs the most, so they are read only then.
     pub fn asks_records(bound: Option<&Membership>, mounted: &[SliceId]) -> bool {
         mounted.is_empty() && bound.is_none_or(|its| its.known_by != KnownBy::Bound)
     }
 
-    /// The slices that no program in a container can change.
+    /// The slices from the sources that no program in a container can change. None if these sources have no slice.
     fn certain(&self) -> Option<Membership> {
         let slices = self.mounted.iter().flatten().copied();
         let Some(bound) = &self.bound else {
@@ -128,13 +131,13 @@ impl Evidence {
         if !Self::asks_records(Some(bound), &slices.collect::<Vec<_>>()) {
             return Some(bound.clone());
         }
-        // A container is bound to its slices GPU by GPU.
+        // The host agent's records count on each GPU on which the container is not bound yet.
         let has = |device: &&DeviceName| bound.slices.iter().any(|slice| slice.gpu() == device.gpu());
         let more = self.recorded.iter().filter(|device| !has(device));
         Membership::of(bound.slices.iter().chain(more).copied(), bound.known_by)
     }
 
-    /// Returns whether the environment has a say.
+    /// Returns whether the environment of the process counts.
     pub fn asks_environment(&self) -> bool {
         match self.certain() {
             None => self.mounted.is_none(),
@@ -142,9 +145,9 @@ impl Evidence {
         }
     }
 
-    /// The slices of the process. `claim` is what its environment names, and `is_anothers` says whether a control group has a
-    /// slice in which the process is not. A tenant chooses between the tenant's own slices; no other claim to a slice of others
-    /// counts.
+    /// The slices of the process. `claim` has the slices that the environment of the process names. `is_anothers` returns
+    /// whether a slice is bound to a control group that does not contain the process. A tenant can choose between the tenant's
+    /// own slices. A claim to any other bound slice does not count.
     pub fn slices(&self, claim: &[DeviceName], is_anothers: impl Fn(&SliceId) -> bool) -> Option<Membership> {
         match self.certain() {
             None if self.mounted.is_some() => None,

@@ -1,13 +1,14 @@
-//! The register of clients: who they are, of whom, and with which slices. Looks at the host fill it, and all that is shown,
-//! told or ended by the name of a client reads it. So all readers have one answer.
+//! The register of clients: the process, the owner and the slices of each client. The service looks at processes to fill the
+//! register. Messages, answers and requests about clients read it, so that all of them agree.
 //!
-//! A client is known from its first line in the log on, also after its process has ended: it is named when others have read of
-//! its end, most often later. A process that runs hides a former process with its PID.
+//! The register has a client from the first line of the log about the client, and still has it after the process has ended:
+//! most messages about a client are written after the client's end. A running process replaces a former process with the same
+//! PID.
 //!
 //! | file | its job |
 //! |---|---|
-//! | `client.rs` | a client, in words too |
-//! | `evidence.rs` | the slices of a process, by the sources that tell them, in their order of trust |
+//! | `client.rs` | a client, and the text that describes it |
+//! | `evidence.rs` | the slices of a process, from several sources in their order of trust |
 
 mod client;
 mod evidence;
@@ -24,37 +25,38 @@ pub use evidence::{Evidence, KnownBy, Membership};
 use crate::terms::{DaemonId, ProcessId};
 use crate::{CoreTime, GpuUuid};
 
-/// The number of clients from which the register removes clients that have ended. Sixteen full GPUs have fewer.
+/// The number of clients at which the register begins to remove clients that have ended. Sixteen full GPUs have fewer clients.
 const KEPT: usize = 1024;
 
-/// The most clients in the register. Sixteen GPUs with a control daemon for each slice have fewer.
+/// The most clients in the register. Sixteen GPUs with a control daemon for each slice have fewer clients.
 const MOST: usize = 8 * KEPT;
 
-/// The time after which the service looks again at a process that has no slice, or only claims a slice. The directory of the
-/// slice may have been missing, or the container may not have been recorded yet.
+/// The time after which the service looks again at a process that has no slice, or that only claims a slice in its environment.
+/// At the last look the directory of the slice may have been missing, or the container may not have been recorded yet.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// How long the register keeps a client that the log has named and its control daemon does not list yet. The control
-/// daemon lists it within milliseconds.
+/// The time for which the register keeps a client that the log has named and that the control daemon does not list. A control
+/// daemon lists a new client within milliseconds.
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
-/// A process that is, or was, a client.
+/// A process that is a client, or was a client and may have ended.
 // Each flag is a fact of its own: none of them excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 struct RegisteredClient {
     client: KnownClient,
-    /// A look at it has to begin.
+    /// True if the service should look at the process as soon as no look at it is under way.
     is_wanted: bool,
-    /// A look at it has begun and not ended.
+    /// True while a look at the process is under way.
     is_looked_at: bool,
-    /// True if the client's slices may have changed since they were read.
+    /// True if the client's slices may have changed since the service read them.
     may_have_changed: bool,
-    /// When the last look ended.
+    /// The moment at which the last look at the process ended. None before that.
     answered: Option<CoreTime>,
-    /// Some look has found out everything.
+    /// True if a look has found all facts about the client.
     is_found: bool,
-    /// A line of the log has named it. From then on, a client that comes with this PID is another client.
+    /// True if a line of the log has named the process. A later line about a new client with the same PID is then about another
+    /// process.
     is_logged: bool,
 }
 
@@ -71,20 +73,21 @@ impl RegisteredClient {
         }
     }
 
-    /// Returns whether it was looked at long ago, and may have a slice now, or another.
+    /// Returns whether the service should look at the process again: the last look was long ago, and found no slice that is
+    /// certain.
     fn is_old(&self, now: CoreTime) -> bool {
         let is_certain = self.client.slices.as_ref().is_some_and(|its| its.known_by.is_certain());
         self.answered.is_none_or(|at| !is_certain && now >= at + AGAIN)
     }
 }
 
-/// A client of a control daemon, from its first line in the log, or from the list that has named it first.
+/// A client of a control daemon, since a line of the log or a list of the control daemon has named it.
 #[derive(Debug, Clone)]
 struct ServedClient {
     since: CoreTime,
-    /// True if a fatal GPU error has ended its work.
+    /// True if a fatal GPU error has ended the client's work.
     is_hit: bool,
-    /// Its GPUs, as far as they are known.
+    /// The GPUs that the client is known to use.
     gpus: BTreeSet<GpuUuid>,
 }
 
@@ -94,22 +97,22 @@ impl ServedClient {
     }
 }
 
-/// The clients of all control daemons, by PID.
+/// The clients of all control daemons. `clients` has the processes, by PID.
 #[derive(Debug, Clone, Default)]
 pub struct Register {
     clients: BTreeMap<u32, RegisteredClient>,
-    /// The clients that have come and not left.
+    /// The PIDs of each control daemon's clients. A PID stays until the log or a list says that the client has left.
     served: BTreeMap<DaemonId, BTreeMap<u32, ServedClient>>,
 }
 
 impl Register {
-    /// A client has come to a control daemon. `running` is the process that has its PID now, if there is one. Without one it is
-    /// the client that is at work there under this PID, or the client that a look has found before its line was read; if there
-    /// is none, the client is not known.
+    /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. If the
+    /// process has ended already, the client is the process that the register has as a client at work under this PID, or a
+    /// process that a look has found before the log's line was read. Otherwise the client stays unknown.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
-            // The line of an end can get lost with a log that was too long.
+            // If the log became too long, lines about the ends of clients were lost.
             served.clear();
         }
         let before = served.insert(pid, ServedClient::new(now));
@@ -122,7 +125,7 @@ impl Register {
         self.note_line_of(pid);
     }
 
-    /// A client has left a control daemon. The client stays known: its end may not have been reported.
+    /// Records that the log reports the end of a client. The register keeps the process: a message about its end may follow.
     pub fn left(&mut self, daemon: &DaemonId, pid: u32) {
         if let Some(served) = self.served.get_mut(daemon) {
             served.remove(&pid);
@@ -136,8 +139,8 @@ impl Register {
         }
     }
 
-    /// A client has lost its work to a fatal GPU error. `running` is the process that has its PID now, if there is one: the
-    /// line that it has come may have got lost.
+    /// Records that a fatal GPU error has ended the work of a client. `running` is the process that has the PID now, if there
+    /// is one: the line that reported the client's start may have been lost.
     pub fn hit(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         if let Some(client) = self.served.get_mut(daemon).and_then(|served| served.get_mut(&pid)) {
             client.is_hit = true;
@@ -146,13 +149,13 @@ impl Register {
         self.note_line_of(pid);
     }
 
-    /// A server of a control daemon, or the control daemon itself, has ended with its clients.
+    /// Records that all clients of a control daemon have ended, with its server or with the control daemon itself.
     pub fn all_left(&mut self, daemon: &DaemonId) {
         self.served.remove(daemon);
     }
 
-    /// A control daemon lists these processes as its clients, each with its GPUs as far as they are known. Lines of its log may
-    /// have got lost, or an earlier service has read them.
+    /// Records the list of clients that a control daemon has given, with the GPUs that each client is known to use. Lines of
+    /// the log about these clients may have been lost, or an earlier service may have read them.
     pub fn listed(
         &mut self,
         daemon: &DaemonId,
@@ -175,7 +178,7 @@ impl Register {
         self.want(listed.into_keys(), now);
     }
 
-    /// The processes that are clients, each with its control daemon and its GPUs as far as they are known.
+    /// The clients of all control daemons: the control daemon, the process, and the GPUs that the client is known to use.
     pub fn served(&self) -> Vec<(DaemonId, ProcessId, BTreeSet<GpuUuid>)> {
         let all = self.served.iter().flat_map(|(daemon, served)| served.iter().map(move |one| (daemon, one)));
         let known = all.filter_map(|(daemon, (pid, client))| {
@@ -184,18 +187,18 @@ impl Register {
         known.collect()
     }
 
-    /// Returns whether a control daemon has clients.
+    /// Returns whether a control daemon has clients according to the register.
     pub fn has_clients(&self, daemon: &DaemonId) -> bool {
         self.served.get(daemon).is_some_and(|served| !served.is_empty())
     }
 
-    /// The clients of a control daemon that have not lost their work to a fatal GPU error.
+    /// The PIDs of the clients of a control daemon whose work was not ended by a fatal GPU error.
     pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         let served = self.served.get(daemon).into_iter().flatten();
         served.filter(|(_, client)| !client.is_hit).map(|(pid, _)| *pid).collect()
     }
 
-    /// Has these processes, which run, looked at, unless they are known.
+    /// Asks for a look at these running processes. A process with certain slices, or with a recent look, is left out.
     pub fn want(&mut self, processes: impl IntoIterator<Item = ProcessId>, now: CoreTime) {
         for process in processes {
             if let Some(entry) = self.entry_or_new(process) {
@@ -204,7 +207,8 @@ impl Register {
         }
     }
 
-    /// Has these processes, which run, looked at, whatever is known of them. A look that does not end has no other beside it.
+    /// Asks for a look at these running processes, even if their slices are known. While a look at a process is under way,
+    /// another one is not asked for.
     pub fn want_anew(&mut self, processes: impl IntoIterator<Item = ProcessId>) {
         for process in processes {
             if let Some(entry) = self.entry_or_new(process) {
@@ -213,7 +217,7 @@ impl Register {
         }
     }
 
-    /// The entry of a process that runs. None if there are too many.
+    /// The register's entry of a running process, made if it is missing. None if the register is full.
     fn entry_or_new(&mut self, process: ProcessId) -> Option<&mut RegisteredClient> {
         let has_room = self.clients.len() < MOST;
         match self.clients.entry(process.pid) {
@@ -230,19 +234,20 @@ impl Register {
         }
     }
 
-    /// Has all clients looked at once more, since their slices may be others.
+    /// Asks for another look at every client, since the slices of clients may have changed.
     pub fn look_again(&mut self) {
         for entry in self.clients.values_mut() {
             (entry.is_wanted, entry.may_have_changed) = (true, true);
         }
     }
 
-    /// Returns whether a look has to begin.
+    /// Returns whether the service should begin a look now.
     pub fn wants_look(&self) -> bool {
         self.clients.values().any(|entry| entry.is_wanted && !entry.is_looked_at)
     }
 
-    /// Begins a look, and returns its processes. The caller gives the answer about each by [`Register::answer`].
+    /// Begins a look, and returns the processes to look at. The caller reports the result for each process with
+    /// [`Register::answer`].
     pub fn begin_look(&mut self) -> Vec<ProcessId> {
         let due = self.clients.values_mut().filter(|entry| entry.is_wanted && !entry.is_looked_at);
         due.map(|entry| {
@@ -252,7 +257,8 @@ impl Register {
         .collect()
     }
 
-    /// The part of a look at a client that nothing holds up. The other part follows.
+    /// Records the facts about a client that the service can read without the risk of a hang. [`Register::answer`] follows with
+    /// the other facts.
     pub fn first_answer(&mut self, client: KnownClient) {
         if let Some(entry) = self.entry(client.process) {
             let before = entry.client.slices.take();
@@ -260,9 +266,9 @@ impl Register {
         }
     }
 
-    /// The findings of a look at a process. None: the process has ended meanwhile, or has held up the question. Then the client
-    /// stays what it was. A process that is just ending has no environment any more, so a look alone takes no slice away.
-    /// Returns whether something is known of the client that was not known before.
+    /// Records the result of a look at a process. None means that the process has ended meanwhile, or that the look has hung;
+    /// the known facts then stay. A look that finds no slice does not remove the known slices, since a process that is just
+    /// ending has no environment any more. Returns whether the result is new.
     pub fn answer(&mut self, process: ProcessId, found: Option<KnownClient>, now: CoreTime) -> bool {
         let Some(entry) = self.entry(process) else { return false };
         (entry.is_looked_at, entry.answered) = (false, Some(now));
@@ -271,7 +277,7 @@ impl Register {
         let found = KnownClient { slices: found.slices.or(before), ..found };
         let is_news = !entry.is_found || entry.client != found;
         entry.client = found;
-        // Changes since this look began are not known yet.
+        // If another look is asked for, the slices may have changed after this look began.
         entry.may_have_changed &= entry.is_wanted;
         entry.is_found = true;
         is_news
@@ -281,18 +287,19 @@ impl Register {
         self.clients.get_mut(&process.pid).filter(|entry| entry.client.process == process)
     }
 
-    /// The client that had this PID last. It may have ended.
+    /// The last client with this PID. Its process may have ended.
     pub fn get(&self, pid: u32) -> Option<&KnownClient> {
         self.clients.get(&pid).map(|entry| &entry.client)
     }
 
-    /// True if a look at this process has found its slices, and everything else that the register keeps.
+    /// Returns whether a look at this process has found its slices and all other facts of the register.
     pub fn has_found(&self, process: ProcessId) -> bool {
         let entry = self.clients.get(&process.pid).filter(|entry| entry.client.process == process);
         entry.is_some_and(|entry| entry.is_found)
     }
 
-    /// The client that had this PID last, in words. The command is quoted: it could look like another client.
+    /// The last client with this PID, as text. The command is quoted, since a tenant chooses it and could make it look like
+    /// another client.
     pub fn describe(&self, pid: u32) -> String {
         match self.get(pid).filter(|client| client.user.is_some()) {
             Some(client) => format!("{client}, command {:?}", client.command),
@@ -300,12 +307,13 @@ impl Register {
         }
     }
 
-    /// Returns whether there are so many clients that those that have ended have to make room.
+    /// Returns whether the register has so many clients that clients that have ended should be removed.
     pub fn is_full(&self) -> bool {
         self.clients.len() >= KEPT
     }
 
-    /// Drops clients that have ended, from the oldest on, if there are many.
+    /// Removes clients that have ended, the oldest first, if the register has many clients. `runs` returns whether a process
+    /// still runs.
     pub fn make_room(&mut self, runs: impl Fn(ProcessId) -> bool) {
         if !self.is_full() {
             return;
@@ -323,7 +331,7 @@ impl Register {
         }
     }
 
-    /// All processes that are known, to be looked for.
+    /// The processes of all clients in the register.
     pub fn processes(&self) -> Vec<ProcessId> {
         self.clients.values().map(|entry| entry.client.process).collect()
     }
@@ -349,7 +357,7 @@ mod tests {
         KnownClient { user: Some(user.to_owned()), slices, ..KnownClient::only(process) }
     }
 
-    /// A register that knows this client.
+    /// A register that knows only this client.
     fn register_with(known: KnownClient) -> Register {
         let mut register = Register::default();
         register.came(&DaemonId::Shared, known.process.pid, Some(known.process), NOW);
@@ -366,10 +374,10 @@ mod tests {
         register.make_room(|_| false);
         let words = "PID 7 of user alice, slice 00:06.0-1, command \"\"";
         assert_eq!(register.describe(7), words);
-        // The next one hides it, and is not taken for it.
+        // A new process with the same PID replaces the client, and has no facts of it.
         register.came(&DaemonId::Shared, 7, Some(process(7, 2)), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
-        // An answer about the one before says nothing about it.
+        // The result of a look at the former process changes nothing for the new process.
         _ = register.answer(one.process, Some(one), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         assert_eq!(register.begin_look(), [process(7, 2)]);
@@ -386,7 +394,7 @@ mod tests {
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         register.all_left(&DaemonId::Shared);
         assert_eq!(register.at_work(&DaemonId::Shared), [] as [u32; 0]);
-        // A look has found the client before its line was read.
+        // A look has found the client before the line about it in the log was read.
         register.want([process(8, 1)], NOW);
         register.begin_look();
         _ = register.answer(process(8, 1), Some(client(process(8, 1), "bob", None)), NOW);
@@ -405,14 +413,14 @@ mod tests {
         let listed = |processes: &[ProcessId]| {
             processes.iter().map(|process| (*process, BTreeSet::from(["GPU-1".to_owned()]))).collect()
         };
-        // A client that has just come may not be listed yet.
+        // A client that has just come may not be in the control daemon's list yet.
         register.listed(shared, listed(&[process(9, 1)]), NOW);
         assert_eq!(register.at_work(shared), [7, 8, 9]);
         let later = NOW + LISTED_AFTER;
         register.listed(shared, listed(&[process(8, 2), process(9, 1)]), later);
         let served: Vec<ProcessId> = register.served().into_iter().map(|(_, process, _)| process).collect();
         assert_eq!(served, [process(8, 2), process(9, 1)], "another process has the PID of one");
-        // A list that does not name the GPU takes it from no client.
+        // A list that does not name the GPUs of a client leaves the known GPUs unchanged.
         register.listed(shared, [(process(9, 1), BTreeSet::new())].into(), later + LISTED_AFTER);
         assert_eq!(
             register.served(),
@@ -445,12 +453,12 @@ mod tests {
         register.first_answer(client(its, "alice", None));
         _ = register.answer(its, None, NOW);
         assert_eq!(slices(&register), Some(slice("00:06.0-1", KnownBy::Environment)));
-        // Another control group has been bound to the slice.
+        // Another control group was bound to the slice.
         register.look_again();
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", None)), NOW);
         assert_eq!(slices(&register), None);
-        // Without a change, a look takes nothing away.
+        // If no change was reported, a look does not remove slices.
         register.want_anew([its]);
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", Some(slice("00:06.0-2", KnownBy::Bound)))), NOW);

@@ -1,5 +1,6 @@
-//! The blockers of a running control daemon: each prevents it from serving its order. Each says which part of the code clears it
-//! and which state is shown. Nothing here asks a process or a clock. `docs/architecture.md` has the diagram.
+//! The blockers of a running control daemon: a blocker prevents the control daemon from serving its order. The kind of a
+//! blocker decides which part of the code clears it and which state is shown. This file asks no process and no clock.
+//! `docs/architecture.md` has the diagram.
 
 use alloc::format;
 use alloc::string::String;
@@ -19,30 +20,31 @@ pub(super) enum Blocker {
     /// A server met a fatal GPU error. Healing clears it when the server has recovered or has ended.
     Faulted(Fault),
     /// Another control daemon, with this PID, answers in the directory of the service's control daemon. A check clears this
-    /// blocker when the service's control daemon answers there again.
+    /// blocker when the service's own control daemon answers in the directory again.
     PlaceTaken(u32),
     /// The pipe directory was removed or replaced. A check clears this blocker when the control daemon can be reached.
     DirectoryGone(String),
-    /// The control daemon has missed so many checks that it is ended once it has no clients. An answer clears this blocker.
+    /// The control daemon has missed so many checks that the service ends it once it has no clients. An answer clears this
+    /// blocker.
     Hung { looks: u32, error: String },
     /// The control daemon has missed this number of checks in a row. An answer clears this blocker.
     Silent { looks: u32, error: String },
     /// Clients of other users can't reach the socket. A check clears this blocker when they can.
     BadDirectory(String),
-    /// The server has ended, and the next one starts later. Revival clears this blocker by starting a server.
+    /// The server has ended, and the next one starts at the moment `revive_at`. Starting a server clears this blocker.
     ServerEnded { reason: String, revive_at: CoreTime },
-    /// The order needs a control daemon that differs from the running one. An order that the running one can serve clears this
+    /// The order needs another control daemon than the running one. An order that the running one can serve clears this
     /// blocker.
     Misfit(String),
 }
 
-/// The part of the code that clears a blocker. No other part clears it. The gravest comes first.
+/// The part of the code that clears a blocker. No other part clears it. The first variant has the gravest blockers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum ClearedBy {
     Healing,
-    /// The first part of each check: which process answers.
+    /// The first part of each check: it finds out which process answers.
     Look,
-    /// The second part of each check: the directories.
+    /// The second part of each check: it looks at the directories.
     Access,
     Revival,
     /// The comparison of the order with the running control daemon.
@@ -50,7 +52,7 @@ pub(super) enum ClearedBy {
 }
 
 impl Blocker {
-    /// The blocker after a check without an answer.
+    /// The blocker after one check without an answer.
     pub(super) fn no_answer(error: String) -> Self {
         Self::unanswered(1, error)
     }
@@ -72,7 +74,7 @@ impl Blocker {
         }
     }
 
-    /// True if this blocker ends the control daemon as soon as the control daemon has no client.
+    /// Returns whether the service ends a control daemon with this blocker as soon as the control daemon has no client.
     fn ends_when_idle(&self) -> bool {
         match self {
             Self::PlaceTaken(_)
@@ -84,7 +86,7 @@ impl Blocker {
         }
     }
 
-    /// The blocker in words, for people.
+    /// The reason to show for this blocker, in words.
     fn describe(&self) -> String {
         match self {
             Self::Faulted(fault) => fault.reason(),
@@ -99,18 +101,18 @@ impl Blocker {
     }
 }
 
-/// The change that a check has brought.
+/// The result of a check, compared with the check before.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// No report is due.
+    /// The check has found nothing that needs a report.
     None,
-    /// The first check without an answer.
+    /// The control daemon has not answered this check, and had answered the check before.
     FirstMiss,
-    /// The control daemon answers again: it may have missed commands meanwhile.
+    /// The control daemon answers again. It may have missed commands while it did not answer.
     AnswersAgain,
 }
 
-/// The blockers of a control daemon at present, the gravest first: at most one of each kind, but one for each bad directory.
+/// The present blockers of a control daemon, the gravest first: at most one of each kind, but one for each bad directory.
 #[derive(Debug, Default)]
 pub(super) struct Blockers(Vec<Blocker>);
 
@@ -128,7 +130,7 @@ impl Blockers {
         self.0.insert(place, blocker);
     }
 
-    /// Only the part of the code that clears these blockers calls this.
+    /// Removes the blockers that one part of the code clears. Only that part calls this function.
     pub(super) fn clear(&mut self, by: ClearedBy) {
         self.0.retain(|one| one.cleared_by() != by);
     }
@@ -146,8 +148,8 @@ impl Blockers {
         self.all_cleared_by(by).map(Blocker::describe).collect::<Vec<_>>().join("; ")
     }
 
-    /// Records which process answers in the control daemon's directory. `look` is None if it is the control daemon, as it should
-    /// be.
+    /// Records the first part of a check. `look` is None if the service's control daemon answers in its directory, as it
+    /// should.
     pub(super) fn observe(&mut self, look: Option<Blocker>) -> Change {
         let before = self.0.extract_if(.., |one| one.cleared_by() == ClearedBy::Look).next();
         let change = match (&look, &before) {
@@ -160,7 +162,8 @@ impl Blockers {
                 Some(Blocker::Silent { error, .. }),
                 Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
             ) => Some(Blocker::unanswered(looks + 1, error)),
-            // This blocker ends the control daemon once it has no client. A missing answer changes nothing about that.
+            // This blocker ends the control daemon once it has no client. A further check without an answer does not change
+            // that.
             (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
@@ -170,18 +173,18 @@ impl Blockers {
         change
     }
 
-    /// True if the last check has found a blocker.
+    /// Returns whether the last check has found a blocker.
     pub(super) fn has_failed_check(&self) -> bool {
         self.is_unreached() || self.has(ClearedBy::Access)
     }
 
-    /// True if the control daemon does not answer.
+    /// Returns whether the control daemon does not answer.
     pub(super) fn is_silent(&self) -> bool {
         self.0.iter().any(|one| matches!(one, Blocker::Silent { .. } | Blocker::Hung { .. }))
     }
 
-    /// True if commands can't reach the control daemon: the last check has found another control daemon in its directory, or got
-    /// no answer.
+    /// Returns whether commands can't reach the control daemon: at the last check another control daemon has answered in its
+    /// directory, or no process has answered.
     pub(super) fn is_unreached(&self) -> bool {
         self.has(ClearedBy::Look)
     }
@@ -200,7 +203,8 @@ impl Blockers {
         })
     }
 
-    /// The time at which the next server should be started, and why the last one has ended.
+    /// The time at which the next server should be started, and the reason why the last server has ended. None if no server has
+    /// to be started.
     pub(super) fn revival(&self) -> Option<(CoreTime, &str)> {
         self.0.iter().find_map(|one| match one {
             Blocker::ServerEnded { reason, revive_at } => Some((*revive_at, reason.as_str())),
@@ -208,18 +212,18 @@ impl Blockers {
         })
     }
 
-    /// True if the control daemon is to be ended as soon as it has no client.
+    /// Returns whether a blocker ends the control daemon as soon as the control daemon has no client.
     pub(super) fn ends_when_idle(&self) -> bool {
         self.0.iter().any(Blocker::ends_when_idle)
     }
 
-    /// The reason why the control daemon ends as soon as it has no client.
+    /// The reason why the service ends the control daemon as soon as it has no client. None if no blocker has that effect.
     pub(super) fn why_it_ends(&self) -> Option<String> {
         let blocker = self.0.iter().rev().find(|blocker| blocker.ends_when_idle())?;
         Some(self.describe(blocker.cleared_by()))
     }
 
-    /// The state to show for a running control daemon. None: the state before stays.
+    /// The state to show for a running control daemon. None if the shown state stays.
     pub(super) fn shown(&self, progress: Progress) -> Option<ShownState> {
         let Progress { configured, in_place, leads, retiring } = progress;
         let ended = if retiring { "ended" } else { "restarted" };
@@ -246,7 +250,7 @@ impl Blockers {
                 (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
-        // With a misfit, clients are served until a check finds that there are none.
+        // A control daemon with a misfit serves clients until a check finds that it has none.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
         if configured && !leads && !retiring && (misfit || gravest.is_none()) {
@@ -259,7 +263,7 @@ impl Blockers {
     }
 }
 
-/// How far a control daemon has come in serving its order.
+/// The steps that a control daemon has reached on the way to serving its order.
 // Each flag is a fact of its own.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
@@ -268,24 +272,24 @@ pub(super) struct Progress {
     pub(super) configured: bool,
     /// True if the control daemon has the pipe directory of the order.
     pub(super) in_place: bool,
-    /// True if new programs reach the control daemon.
+    /// True if new programs reach the control daemon through its links.
     pub(super) leads: bool,
     /// True if the control daemon ends once it has no clients.
     pub(super) retiring: bool,
 }
 
-/// The state of a control daemon that runs, in a word.
+/// The word for the state of a running control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ShownAs {
-    /// The control daemon is about to restart.
+    /// The control daemon is about to be started again.
     Starting,
     /// The control daemon serves clients.
     Ready,
     /// The server has met a fatal GPU error.
     Faulted,
-    /// The server has ended; another starts after a pause.
+    /// The server has ended; another one starts after a pause.
     Backoff,
-    /// Something outside must change first.
+    /// Something outside of the control daemon must change first.
     Waiting,
 }
 
@@ -296,7 +300,7 @@ pub struct ShownState {
     pub state: ShownAs,
     /// True if a client that comes now is served as planned.
     pub serving: bool,
-    /// True if the control daemon stays in this state until something happens.
+    /// True if the state stays until something happens. False if the service is just changing it.
     pub settled: bool,
     /// Why the control daemon is in this state, in words; empty if it is ready.
     pub reason: String,

@@ -6,17 +6,18 @@ use core::time::Duration;
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid};
 
-/// The least time between the two looks that confirm a bypass. NVML and the control daemon do not learn of a client's start and
-/// end at the same moment, and NVML lists a process until the driver has taken its memory back.
+/// The shortest time between the two looks that confirm a bypass. NVML and the control daemon do not learn of a client's start
+/// and end at the same moment, and NVML lists a process until the driver has taken its memory back.
 pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
-/// The processes of the last look. For each: when it was first seen, and if a second look has confirmed it. They are remembered
-/// when the control daemon is replaced.
+/// The processes that the last look has found on each GPU. Each has the time when a look has first found it, and true if a
+/// second look has confirmed it. They stay when the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Bypasses(BTreeMap<(GpuUuid, ProcessId), (CoreTime, bool)>);
 
 impl Bypasses {
-    /// Records the processes that a look has found, and returns the moment from which the next look can confirm one.
+    /// Records the processes that a look has found. Returns the moment from which the next look can confirm a process. None if
+    /// no process is still to be confirmed.
     pub(super) fn confirm(
         &mut self,
         found: BTreeSet<(GpuUuid, ProcessId)>,

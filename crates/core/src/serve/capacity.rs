@@ -13,26 +13,26 @@ use crate::CoreTime;
 use crate::mps::{Client, Meaning};
 use crate::terms::ServedGpu;
 
-/// The time from a client's end to the next count. For a moment the control daemon still lists the client that has ended.
+/// The pause between a client's end and the next count. For a moment the control daemon still lists a client that has ended.
 pub(super) const CLIENT_LEFT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The time between two counts of a full GPU's clients. The log reports most ends at once.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// The last line of the log that reports a refused client.
+/// The state of the last line in the log that reports a refused client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Refusal {
-    /// No client was refused since the last client has left.
+    /// No client was refused since a client has last left.
     #[default]
     None,
-    /// A server with this capacity has refused a client.
+    /// A server has refused a client, since it has as many clients as this number.
     Believed(u32),
-    /// The line does not count any more, since fewer clients were counted later: clients have left without a line in the log, or
-    /// another program had written the line.
+    /// The line about a refused client does not count any more, since a later count has found fewer clients: clients have left
+    /// without a line in the log, or another program had written the line.
     Disbelieved,
 }
 
-/// Which GPUs are full.
+/// The full GPUs of a control daemon, and the numbers of clients.
 #[derive(Debug, Default)]
 pub(super) struct Capacity {
     refusal: Refusal,
@@ -40,15 +40,15 @@ pub(super) struct Capacity {
     counted: usize,
     /// The number of clients on each full GPU, by UUID.
     full: BTreeMap<String, u32>,
-    /// The number of client processes, on each GPU for which NVML lists no clients, by UUID.
+    /// The number of client processes on each GPU for which NVML lists no clients, by UUID.
     unlisted: BTreeMap<String, u32>,
-    /// When the clients should be counted next.
+    /// The moment of the next count. None if no count is due.
     pub(super) due: Option<CoreTime>,
 }
 
 impl Capacity {
-    /// Takes a line of the log into account. If NVML lists no clients, only the log tells that a client has come. Returns true if
-    /// the line reports a refused client for the first time.
+    /// Records a line of the log. If NVML lists no clients, only the log reports that a client has come. Returns true if the
+    /// line reports a refused client, and none was refused before.
     pub(super) fn observe(&mut self, meaning: &Meaning, gpus: &[ServedGpu], now: CoreTime) -> bool {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         match meaning {
@@ -70,7 +70,7 @@ impl Capacity {
         }
     }
 
-    /// A client has left, or a server with all of its clients.
+    /// Records that one client has left, or all clients of a server.
     pub(super) fn some_left(&mut self, gpus: &[ServedGpu], now: CoreTime) {
         let unlisted = gpus.iter().any(|gpu| !gpu.clients_listed);
         if unlisted || self.refusal != Refusal::None || !self.full.is_empty() {
@@ -83,7 +83,7 @@ impl Capacity {
         self.due = Some(self.due.map_or(at, |before| before.min(at)));
     }
 
-    /// Requests a count if NVML lists as many clients as a GPU can hold, or lists none at all.
+    /// Asks for a count if NVML lists as many clients as a GPU can hold, or lists no clients at all.
     pub(super) fn suspect(&mut self, gpus: &[ServedGpu], there: &ProcessesOnGpus, now: CoreTime) {
         let many = |gpu: &ServedGpu| {
             let there = there.get(&gpu.uuid).into_iter().flatten();
@@ -94,26 +94,27 @@ impl Capacity {
         }
     }
 
-    /// Why a GPU takes no more clients, in words; empty while the GPU takes clients.
+    /// The reason, in words, why a GPU takes no more clients; empty while the GPU takes clients.
     pub(super) fn full(&self, uuid: &str) -> String {
         let describe =
             |most: &u32| format!("full: all {most} places are taken; the next client gets CUDA error 46");
         self.full.get(uuid).map(describe).unwrap_or_default()
     }
 
-    /// The number of clients on a GPU for which NVML lists none, once the clients were counted.
+    /// The number of clients at the last count, on a GPU for which NVML lists no clients. None before a count.
     pub(super) fn unlisted(&self, uuid: &str) -> Option<u32> {
         self.unlisted.get(uuid).copied()
     }
 
-    /// Counts these clients, and returns the GPUs that have become full (true) and those that are not full any more (false).
+    /// Counts the clients of a control daemon on each GPU. Returns the GPUs that have become full, with true, and the GPUs that
+    /// are not full any more, with false.
     fn count(&mut self, gpus: &[ServedGpu], clients: &[Client], now: CoreTime) -> Vec<(ServedGpu, bool)> {
         let has_refused = self.refusal != Refusal::None;
         if has_refused && (clients.is_empty() || clients.len() < self.counted) {
             self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
-        // The line does not name the GPU. If the control daemon has only one GPU, there is no doubt.
+        // The line about the refused client does not name the GPU. If the control daemon has only one GPU, it is that one.
         let refused_at = match self.refusal {
             Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
             _ => None,
@@ -142,17 +143,17 @@ impl Capacity {
         changed
     }
 
-    /// The next count is soon while some GPU is shown as full.
+    /// Sets the moment of the next count. While a GPU is shown as full, the count is soon.
     fn wait(&mut self, now: CoreTime) {
         self.due = (!self.full.is_empty()).then(|| now + PERIOD);
     }
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check deals with
+    /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check handles
     /// that.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
-        // Also if no answer comes.
+        // The next count is set first, since the question may get no answer.
         self.run.capacity.wait(self.shell.now());
         let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,

@@ -15,7 +15,7 @@ use crate::mps::{Client, ServerStatus};
 use crate::terms::GpuProcess;
 
 impl<S: Shell> Serving<'_, S> {
-    /// The health check: the answers, servers, limits, compute modes and files of the control daemon.
+    /// The health check. It looks at the answers, servers, limits, compute modes and files of the control daemon.
     pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
         self.continue_if_stopped();
         let mut answer = None;
@@ -79,7 +79,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(None)
     }
 
-    /// Reads the GPUs. A GPU that does not answer must not delay the end of the control daemon.
+    /// Reads the GPUs of the order. A GPU that does not answer must not delay the end of the control daemon.
     pub(super) async fn read_gpus(&mut self) -> Result<ProcessesOnGpus, Failure> {
         match self.reach.look(&mut self.shell, &self.wanted).await {
             Some(there) => Ok(there),
@@ -88,7 +88,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Looks for bypasses on the GPUs of the control daemon. A GPU that is left out does not count: another control daemon may
-    /// have it, with servers and clients of its own. The control daemon is asked only if there are processes besides the known
+    /// have it, with servers and clients of its own. The control daemon is asked only if a GPU has processes besides the known
     /// servers. If it does not list its clients, the last result stays.
     pub(super) async fn find_bypasses(&mut self, mut there: ProcessesOnGpus) {
         there.retain(|gpu, _| self.run.gpus.contains(gpu));
@@ -123,7 +123,7 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = due.into_iter().chain(guard).min();
     }
 
-    /// Asks the control daemon for its clients, beyond the lines that were read.
+    /// Asks the control daemon for its clients, since lines of the log about clients may be missing.
     pub(super) async fn learn_clients(&mut self) {
         if self.listens_in_place()
             && let Ok(clients) = self.shell.clients(&self.run.servers.alive()).await
@@ -132,8 +132,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Takes note of the clients that the control daemon lists. Another one in its place lists its own, and after a fatal error a
-    /// server's clients are not reliably listed.
+    /// Records the clients that the control daemon lists. The list does not count if another control daemon has taken the
+    /// directory, since that one lists its own clients, or after a fatal error, since the list is then not reliable.
     pub(super) fn list_is(&mut self, clients: &[Client]) {
         if !self.listens_in_place() || self.run.blockers.has(ClearedBy::Healing) {
             return;
@@ -147,7 +147,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Updates the state file for the next service, which takes the control daemon over. If the order needs another control
-    /// daemon anyway, a log that can't be written does not matter.
+    /// daemon, a log that can't be written does not matter.
     pub(super) fn keep_state_file(&mut self) {
         // The next service does not report lines that this service has read.
         self.tell_fault();
@@ -159,14 +159,14 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// The control daemon lives, but its sockets were removed, and it can't make them again.
+    /// Records that the control daemon lives, but that its sockets were removed. It can't make them again.
     pub(super) fn is_unreachable(&mut self, error: String) {
         self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
         self.show_state();
     }
 
-    /// True if another control daemon answers in the directory of this one. Then no command must be sent: the other control
-    /// daemon would get it.
+    /// Returns whether another control daemon answers in the directory of this one. No command must be sent then, since the
+    /// other control daemon would get it.
     pub(super) fn place_is_taken(&mut self) -> bool {
         let own = self.shell.pid();
         let other = self.shell.listener().filter(|listener| *listener != own);
@@ -176,14 +176,14 @@ impl<S: Shell> Serving<'_, S> {
         other.is_some()
     }
 
-    /// Makes sure that clients of every user can reach the socket.
+    /// Makes sure that clients of every user can reach the control daemon's socket.
     pub(super) fn let_users_in(&mut self) {
         for bad in self.shell.let_users_in() {
             self.run.blockers.put(Blocker::BadDirectory(bad));
         }
     }
 
-    /// Compares the limits that the servers have written with the order. Returns true if they differ.
+    /// Compares the limits that the servers have written to the log with the order. Returns true if they differ.
     pub(super) fn compare_servers(&mut self) -> bool {
         let run = &*self.run;
         let limits = run.limits(&self.wanted);

@@ -22,7 +22,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Waits until the control daemon listens.
     ///
     /// # Errors
-    /// The control daemon has ended, or does not listen within the time.
+    /// The control daemon has ended, or does not listen before the deadline.
     pub async fn listens(&mut self) -> Result<(), Failure> {
         let deadline = self.shell.now() + LISTEN_TIMEOUT;
         while self.shell.is_nobody() {
@@ -37,7 +37,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Makes the running control daemon serve the order, as far as that is possible without ending a client.
+    /// Carries out the order with the running control daemon, as far as that is possible without ending a client.
     pub(super) async fn configure(&mut self) -> Result<(), Failure> {
         if self.run.blockers.is_unreached() {
             self.show_state();
@@ -52,13 +52,13 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.let_users_in();
         if self.wanted.retiring {
-            // Until the control daemon ends, further clients get the same limits as its present ones.
+            // Until this control daemon ends, new clients get the same limits as its present clients.
             self.show_state();
             return Ok(());
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // Another control daemon has taken the directory meanwhile. It may have got the limits.
+        // Another control daemon has taken the directory meanwhile, so it may have got the limits instead.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());
@@ -79,8 +79,8 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the defaults, makes the links for clients, and sets the limits of each server: of a running one, of one about to
-    /// start, and of one started ahead of the first client.
+    /// Sets the defaults, makes the links for clients, and sets the limits of each server: of servers that run, of servers that
+    /// are just starting, and of a server that is started ahead of the first client.
     async fn put_in_force(&mut self, limits: &Limits) -> Result<(), Failure> {
         let prewarm = self.run.multiuser && self.wanted.prewarm;
         let starts = prewarm && self.run.servers.alive().is_empty();
@@ -91,7 +91,8 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.set_limits(None, limits).await?
         };
         self.shell.passed("defaults", "defaults are set");
-        // As early as possible: a program that finds no control daemon runs without MPS, and can prevent the start of a server.
+        // The links are made as early as possible: a program that finds no control daemon runs without MPS, and can prevent the
+        // start of a server.
         self.shell.lead_here()?;
         self.door_is_open();
         self.shell.passed("linked", "the pipe directory and the directories of slices lead here");
@@ -125,7 +126,7 @@ impl<S: Shell> Serving<'_, S> {
             while ready.is_empty() && self.step(ask_at).await? {
                 ready = self.run.servers.ready();
             }
-            // A log that can't be written does not name ready servers, and a tenant may have written a line that names one.
+            // If the log can't be written, it names no ready server, and a tenant may have written a line that names one.
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {

@@ -15,25 +15,24 @@ use super::Serving;
 use super::limits::TAKES_LIMITS;
 use super::shell::Shell;
 
-/// The time in which a program that has just connected appears as a client. Measured: its connection is admitted within
-/// milliseconds.
+/// The time that a program which has just connected needs to appear as a client. Measured: milliseconds.
 const SETTLING: Duration = Duration::from_millis(250);
 
 /// The time without a client after which a control daemon counts as idle, unless an administrator has asked for its end at once.
 /// A script that runs one program after the other leaves gaps of some milliseconds.
 pub(super) const QUIET: Duration = Duration::from_secs(2);
 
-/// The state of the links through which programs come.
+/// The state of the links through which programs reach the control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Door {
-    /// The links point to the control daemon.
+    /// The links point to the control daemon, and no program waits.
     Open,
-    /// The links point to the control daemon again. Programs that came while the door was closed still wait.
+    /// The links point to the control daemon again. Programs that have come while the door was closed still wait.
     Opened,
-    /// New programs wait.
+    /// The links point to the waiting socket: new programs wait.
     Closed,
-    /// New programs wait, and the control daemon was asked to end. It does not answer programs any more, unless the request got
-    /// lost.
+    /// The links point to the waiting socket, and the control daemon was asked to end. It does not answer programs any more,
+    /// unless the request got lost.
     ClosedForGood,
 }
 
@@ -61,7 +60,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Opens the door again, unless the control daemon was asked to end.
+    /// Opens the closed door, unless the control daemon was asked to end.
     pub(super) fn open_door(&mut self) {
         if self.run.door == Door::Closed {
             self.shell.reopen_ways();
@@ -70,16 +69,16 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The links point to the control daemon, which has its limits.
+    /// Records that the links point to the control daemon, which has its limits.
     pub(super) fn door_is_open(&mut self) {
         if self.run.door != Door::Open {
             self.run.door = Door::Opened;
         }
     }
 
-    /// Releases the programs that have waited at the closed door, once a server prevents them from using the GPUs without MPS. If
-    /// a server starts only with its first client, they are released at once. A control daemon that retires has no link, so no
-    /// program waits for it.
+    /// Releases the programs that have waited at the closed door, once a server prevents them from using the GPUs without MPS.
+    /// If a server starts only with its first client, the programs are released at once. A control daemon that retires has no
+    /// link, so no program waits for it.
     pub(super) async fn let_go(&mut self) {
         if self.run.door != Door::Opened || self.wanted.retiring {
             return;

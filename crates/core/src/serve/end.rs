@@ -1,4 +1,4 @@
-//! Finds out who uses a control daemon, and ends it.
+//! Finds out if programs use a control daemon, and ends the control daemon.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
@@ -17,18 +17,18 @@ use crate::{Cause, Permit, Tenure};
 pub enum Judged {
     /// The control daemon has ended meanwhile.
     Ended(Failure),
-    /// No program.
+    /// No program uses the control daemon.
     Idle,
-    /// No client, but these programs without MPS prevent the start of its server.
+    /// The control daemon has no client, but these programs without MPS prevent the start of its server.
     KeptOut(String),
-    /// The control daemon has clients, or its clients are unknown; the text says which.
+    /// The control daemon has clients, or its clients are not known. The text says which of the two.
     Clients(String),
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Finds out who uses the control daemon, which has failed.
+    /// Finds out if programs use the control daemon, which has failed.
     pub async fn judge(&mut self) -> Judged {
-        // The control daemon was asked to end before, or was killed.
+        // The control daemon has ended: the service had asked it to end, or another process has killed it.
         if self.shell.ends_now().await {
             return Judged::Ended(self.ended().await);
         }
@@ -44,15 +44,16 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients of the control daemon, or why it is not known. The control daemon is asked first. Its list is not
-    /// used if it does not answer, if another control daemon answers in its place, or after a fault. Then its processes are
-    /// looked at: clients need servers, which are its children. Last, NVML is asked.
+    /// The number of clients of the control daemon. The error is the reason why the number is not known. The control daemon
+    /// itself is asked first. Its list is not used if it does not answer, if another control daemon answers in its directory,
+    /// or after a fault. The processes of the control daemon are then looked at: clients need servers, which are its children.
+    /// NVML is asked last.
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
             Ok(0) if self.is_any_server_faulted().await => {
                 "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
             }
-            // It is asked again after the question about faults: a client may have come meanwhile.
+            // The control daemon is asked again after the question about faults, since a client may have come meanwhile.
             Ok(0) => return self.count_its_clients().await,
             Ok(clients) => return Ok(clients),
             Err(why) => why,
@@ -74,14 +75,14 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The number of clients that the control daemon lists.
+    /// The number of clients in the list of the control daemon.
     async fn count_its_clients(&mut self) -> Result<usize, String> {
         let clients = self.list_clients().await;
         clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
     }
 
-    /// The clients of the control daemon. If another control daemon has taken its place, before or during the question, the
-    /// answer is that one's and is not used.
+    /// The clients of the control daemon. If another control daemon has taken its directory before or during the question, that
+    /// one may have answered, so the result is an error.
     pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
         let elsewhere = "it does not listen in its pipe directory any more";
         if !self.listens_in_place() {
@@ -91,7 +92,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.listens_in_place() { clients } else { Err(Failure::Failed(elsewhere.to_owned())) }
     }
 
-    /// True if a server handles a fatal GPU error, as the log or the control daemon says: the log may not be writable.
+    /// Returns whether a server handles a fatal GPU error. The control daemon is asked too, since the log may not be writable.
     pub(super) async fn is_any_server_faulted(&mut self) -> bool {
         self.read_on().await;
         if self.run.blockers.fault().is_some() {
@@ -122,11 +123,12 @@ impl<S: Shell> Serving<'_, S> {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // Here the end does not depend on clients, so a link that can't be removed does not matter.
+            // This end does not depend on the number of clients, so a link that can't be removed does not matter.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if may_end.cause() == Cause::Forced {
-                // The slices must not be handed out meanwhile. During a stop of the service the shown state is another one.
+                // The slices must not be handed out while the control daemon ends. While the service itself stops, another
+                // state is shown.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
@@ -134,7 +136,8 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // If the request got lost, a check finds out. Then the control daemon gets its order again, and the door is opened.
+        // If the request to end got lost, a check finds that the control daemon lives. The control daemon then gets its order
+        // again, and the door is opened.
         let lives = "the control daemon was asked to end, and has not yet";
         self.missed(lives.to_owned());
         self.show_state();
@@ -151,7 +154,7 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // The control daemon hangs, or was asked to end while it had a client of which the service could not know.
+        // The control daemon hangs, or it was asked to end while it had a client that the service could not see.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

@@ -1,5 +1,6 @@
-//! A fatal GPU error of a server: when it is over, and who may be ended for it. The error hits every client on its GPU, and no
-//! client on another GPU. A server has the clients of all GPUs of its control daemon.
+//! A fatal GPU error of a server: the conditions under which the fault is over, and the processes that may be ended because of
+//! it. The error hits every client on its GPU, and no client on another GPU. A server has the clients of all GPUs of its
+//! control daemon.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -15,8 +16,8 @@ pub const FAULT_PAUSE: Duration = Duration::from_millis(250);
 /// The longest time between two looks at a faulted server: the pause grows with the age of the fault.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// How long the service waits for the log to name the clients that were hit, before a fault without named clients counts as over.
-/// The log names the clients within a second, one after the other.
+/// The time that the service waits for the log to name the clients that were hit. If the log names none by then, the fault
+/// counts as over. The log names the clients within a second, one after the other.
 const NAMES_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The pause before the next look at a fault of this age.
@@ -29,14 +30,14 @@ pub fn next_look(age: Duration) -> Duration {
 pub(super) struct Fault {
     pub(super) server: u32,
     pub(super) since: CoreTime,
-    /// The number of lines in the log about the fault. If there are more lines later, the server has met another error.
+    /// The number of lines in the log about the fault. If the number grows later, the server has met another error.
     pub(super) lines: usize,
-    /// The clients that were hit, each behind its GPU's ordinal. A client that uses two GPUs can be hit on both.
+    /// The clients that were hit, each as the GPU's ordinal and the PID. A client that uses two GPUs can be hit on both.
     pub(super) clients: BTreeSet<(usize, u32)>,
-    /// The victims that were reported. The log may name more later.
+    /// The clients that the service has reported as hit. The log may name more later.
     pub(super) told: BTreeSet<(usize, u32)>,
     pub(super) due: CoreTime,
-    /// Why the server is not ended though its clients had their time.
+    /// Why the server is not ended though its clients had their time. None if no reason was reported.
     pub(super) held_up: Option<String>,
 }
 
@@ -47,12 +48,12 @@ impl Fault {
         Self { server, since: now, lines: 0, clients, told, due, held_up: None }
     }
 
-    /// The clients that were hit, on any GPU: a client that uses two GPUs has lost its work on both.
+    /// The PIDs of the clients that were hit on any GPU: a client that uses two GPUs has lost its work on both.
     pub(super) fn pids(&self) -> BTreeSet<u32> {
         self.clients.iter().map(|(_, pid)| *pid).collect()
     }
 
-    /// True if nothing new is known about the fault since `known`.
+    /// Returns whether nothing new is known about the fault since `known`, a copy of an earlier moment.
     pub(super) fn is_same(&self, known: &Self) -> bool {
         (self.server, self.since, self.lines) == (known.server, known.since, known.lines)
             && self.clients == known.clients
@@ -67,22 +68,22 @@ impl Fault {
     }
 }
 
-/// The next step against a fault.
+/// The next step of the service after a fatal GPU error of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HealStep {
-    /// The fault is over. If the log names more clients, they are still reported.
+    /// The server has recovered, so the fault is over. If the log names more clients, they are still reported.
     Recovered,
-    /// The fault is over, since the server has ended.
+    /// The server has ended, so the fault is over.
     ServerGone,
-    /// Wait: the clients still have time to end by themselves.
+    /// Wait, since the clients still have time to end by themselves.
     Wait,
-    /// Find out if any victim still runs.
+    /// Find out if a client that was hit still runs.
     LookForThoseHit,
-    /// Find out if the server can be ended.
+    /// Find out which clients still run, and if the server can be ended.
     LookWhoStays,
 }
 
-/// The next step against a fault of this age. `grace` is the time that clients have to end by themselves.
+/// The next step after a fault of this age. `grace` is the time that clients have to end by themselves.
 pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealStep {
     match server {
         ServerStatus::Active => HealStep::Recovered,
@@ -94,9 +95,9 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// True if a fault is over, for a driver whose control daemon does not report that: no client that was hit still runs. None: the
-/// log may not have named the clients yet. Until it has, the server is not ended, since it may have recovered and have other
-/// clients.
+/// Returns whether a fault is over, for a driver whose control daemon does not report that: no client that was hit still runs.
+/// None if the log may not have named the clients yet. Until the log has, the server is not ended, since it may have recovered
+/// and have other clients.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;
@@ -104,20 +105,22 @@ pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration
     Some(!hit.iter().any(|pid| is_left(*pid)))
 }
 
-/// The decision about a server that is still faulted after its clients had their time. The sets are the clients that still run.
+/// The decision about a server that is still faulted after its clients had their time to end. The sets are the clients that
+/// still run.
 #[derive(Debug, PartialEq, Eq)]
 pub enum AfterGrace {
     /// The server may be ended: all of its clients have lost their work.
     End(Permit, BTreeSet<u32>),
     /// The server stays: the log has named no client, and some of these clients may work on a GPU that was not hit.
     GpuNotKnown(BTreeSet<u32>),
-    /// The server stays: this number of other clients were not hit.
+    /// The server stays, since it also has this number of clients that were not hit.
     OthersAreWell(BTreeSet<u32>, usize),
 }
 
-/// Decides about a faulted server with these clients. `named` are the clients that the log has named. It names none if it could
-/// not be written, or if an earlier service has read that part. A client that it does not name may have come between two errors,
-/// even to the same GPU. If the control daemon has one GPU and no client is named, the error has hit every client.
+/// Decides about a faulted server with these clients. `named` has the clients that the log has named as hit. The log names none
+/// if it could not be written, or if an earlier service has read that part. A client that the log does not name may have come
+/// between two errors, even to the same GPU. If the control daemon has one GPU and the log names no client, the error has hit
+/// every client.
 pub fn after_grace(named: &BTreeSet<u32>, has_one_gpu: bool, clients: BTreeSet<u32>) -> AfterGrace {
     if named.is_empty() && !has_one_gpu {
         return AfterGrace::GpuNotKnown(clients);

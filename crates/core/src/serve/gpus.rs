@@ -11,7 +11,7 @@ use super::bypasses::Bypasses;
 use crate::terms::{GpuProcess, ProcessId};
 use crate::{CoreTime, DaemonId, GpuUuid, Tenure};
 
-/// The GPUs that NVML was asked about, by UUID. An error is NVML's reason.
+/// The answers of NVML about GPUs, by UUID. An error is NVML's reason why it can't read the GPU.
 pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 
 /// A GPU that NVML can read.
@@ -19,11 +19,11 @@ pub type SeenGpus = BTreeMap<GpuUuid, Result<SeenGpu, String>>;
 pub struct SeenGpu {
     /// True if the GPU has the service's compute mode.
     pub has_our_mode: bool,
-    /// The processes on the GPU, or why NVML does not list them.
+    /// The processes on the GPU. An error is the reason why NVML does not list them.
     pub processes: Result<Vec<GpuProcess>, String>,
 }
 
-/// The processes on each GPU by the last list of them, by UUID.
+/// The processes on each GPU, by UUID, as NVML has last listed them.
 pub(super) type ProcessesOnGpus = BTreeMap<GpuUuid, Vec<GpuProcess>>;
 
 /// The kind of a message about a GPU.
@@ -39,31 +39,32 @@ pub enum GpuNews {
 
 /// The questions and acts about GPUs that the core needs.
 pub trait GpuShell: Send {
-    /// Asks NVML about each of these GPUs: all on one thread, unless one of them is known to hang. None: the running control
-    /// daemon has ended meanwhile.
+    /// Asks NVML about each of these GPUs. All questions run on one thread, unless a GPU is known to hang. None if the running
+    /// control daemon has ended meanwhile.
     fn read_gpus(
         &mut self,
         gpus: &[GpuUuid],
         together: bool,
     ) -> impl Future<Output = Option<SeenGpus>> + Send;
 
-    /// Sets the service's compute mode, after recording the former one. Returns true if the GPU had another mode.
+    /// Records the compute mode of a GPU, and sets the service's compute mode. Returns true if the GPU had another mode.
     fn take_mode(&mut self, gpu: &GpuUuid) -> impl Future<Output = Result<bool, String>> + Send;
 
-    /// Shows why a GPU is left out, in words; empty for a GPU that is not left out.
+    /// Shows the reason why a GPU is left out, in words. An empty text means that the GPU is not left out.
     fn show_left_out(&mut self, gpu: &GpuUuid, why: String);
 
-    /// The process that has this PID now. None if there is none.
+    /// The process that has this PID now. None if no process has it.
     fn process(&self, pid: u32) -> Option<ProcessId>;
 
-    /// Shows the processes that use a GPU without a server, and if they keep a server out. Reports new processes and ended ones.
+    /// Shows the processes that use a GPU without a server of the control daemon, and if they prevent the start of a server.
+    /// Reports processes that are new, and processes that have ended.
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
 
-    /// Writes a message about a GPU, once.
+    /// Writes a message about a GPU. The same message is written only once.
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String);
 }
 
-/// Why a GPU of an order is left out.
+/// The reason why a GPU of an order is left out: the control daemon does not serve it for now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum LeftOut {
     /// NVML can't reach the GPU, for this reason.
@@ -87,17 +88,18 @@ impl LeftOut {
     }
 }
 
-/// The GPUs of an order that are left out since the last look. This stays when the control daemon is replaced.
+/// The GPUs of an order that are left out since the last look, and the facts that the looks have found. The value stays when
+/// the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuReach {
     left_out: BTreeMap<GpuUuid, LeftOut>,
-    /// The GPUs with the service's compute mode.
+    /// The GPUs that have the service's compute mode.
     with_our_mode: BTreeSet<GpuUuid>,
-    /// The GPUs on which the service has set its compute mode and found it later. If such a GPU has another mode, another program
-    /// has changed it.
+    /// The GPUs on which the service has set its compute mode and has found it at a later look. If such a GPU has another mode
+    /// now, another program has changed it.
     had_our_mode: BTreeSet<GpuUuid>,
     processes: ProcessesOnGpus,
-    /// The GPUs whose processes NVML did not list at the last look: the list before it counts.
+    /// The GPUs whose processes NVML did not list at the last look. For these GPUs the list before counts.
     unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
@@ -118,7 +120,7 @@ impl GpuReach {
         all.filter(|gpu| !self.is_left_out(gpu)).collect()
     }
 
-    /// Why all GPUs of the order are left out, in words.
+    /// The reasons why all GPUs of the order are left out, in words.
     pub(super) fn why_none(&self, wanted: &Wanted) -> String {
         let first = self.left_out.iter().next();
         let why = first.map(|(gpu, why)| format!(": GPU {}: {}", wanted.name_of(gpu), why.describe()));
@@ -126,15 +128,15 @@ impl GpuReach {
         format!("none of its GPUs can be served{why}")
     }
 
-    /// Looks at each GPU of the order. Leaves out a GPU, or takes it in again; the other GPUs stay served. Returns the processes
-    /// on each GPU. None: the control daemon has ended meanwhile.
+    /// Looks at each GPU of the order. Leaves a GPU out, or takes it in again; the other GPUs stay served. Returns the
+    /// processes on each GPU. None if the control daemon has ended meanwhile.
     pub(super) async fn look(
         &mut self,
         shell: &mut impl GpuShell,
         wanted: &Wanted,
     ) -> Option<ProcessesOnGpus> {
         let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        // The order before may have named other GPUs.
+        // The former order may have named other GPUs.
         self.left_out.retain(|gpu, _| gpus.contains(gpu));
         self.with_our_mode.retain(|gpu| gpus.contains(gpu));
         self.had_our_mode.retain(|gpu| wanted.sets_modes && gpus.contains(gpu));
@@ -165,7 +167,7 @@ impl GpuReach {
         Some(self.processes.clone())
     }
 
-    /// Leaves a GPU out for this reason, or takes it in again if there is no reason.
+    /// Leaves a GPU out for the reason `why`. With None, takes the GPU in again.
     fn leave_out(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpu: &GpuUuid, why: Option<LeftOut>) {
         shell.show_left_out(gpu, why.as_ref().map(LeftOut::describe).unwrap_or_default());
         let has_changed = self.left_out.get(gpu).map(discriminant) != why.as_ref().map(discriminant);
@@ -200,7 +202,7 @@ impl GpuReach {
         shell.tell_of_gpu(gpu, news, text);
     }
 
-    /// Sets the compute mode of each GPU that is not left out. Leaves a GPU out that refuses it.
+    /// Sets the compute mode of each GPU that is not left out. A GPU that refuses the mode is left out.
     pub(super) async fn take_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted) {
         for gpu in self.gpus(wanted) {
             if let Err(refused) = self.take_mode(shell, wanted, &gpu).await {
@@ -209,7 +211,7 @@ impl GpuReach {
         }
     }
 
-    /// Sets the compute mode of a GPU, if the service sets compute modes.
+    /// Sets the compute mode of a GPU, if the order says that the service sets compute modes.
     async fn take_mode(
         &mut self,
         shell: &mut impl GpuShell,
@@ -228,7 +230,7 @@ impl GpuReach {
         self.had_our_mode.insert(gpu.clone());
     }
 
-    /// Sets the compute mode again where another program has changed it.
+    /// Sets the compute mode again on the GPUs where another program has changed it.
     pub(super) async fn keep_modes(&mut self, shell: &mut impl GpuShell, wanted: &Wanted, gpus: &[GpuUuid]) {
         let changed = |gpu: &&GpuUuid| !self.is_left_out(gpu) && !self.with_our_mode.contains(*gpu);
         let changed: Vec<GpuUuid> =
@@ -253,8 +255,8 @@ impl GpuReach {
         }
     }
 
-    /// Looks for bypasses among these processes, given the servers and clients. On a GPU whose processes are not listed, the last
-    /// result stays. Returns the moment from which the next look can confirm a bypass.
+    /// Looks for bypasses among these processes: processes that are neither servers nor clients of the control daemon. On a GPU
+    /// whose processes are not listed, the last result stays. Returns the moment from which the next look can confirm a bypass.
     pub(super) fn find_bypasses(
         &mut self,
         shell: &mut impl GpuShell,
@@ -289,7 +291,7 @@ impl GpuReach {
     }
 }
 
-/// The clients among these processes.
+/// The PIDs of the processes that NVML lists as clients of MPS.
 pub(super) fn clients_among(there: &ProcessesOnGpus) -> BTreeSet<u32> {
     there.values().flatten().filter(|process| process.via_mps).map(|process| process.pid).collect()
 }

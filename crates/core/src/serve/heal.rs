@@ -1,4 +1,5 @@
-//! Repairs a server that met a fatal GPU error, and replaces a server that has ended, with the smallest step that is enough.
+//! Repairs a server that met a fatal GPU error, and replaces a server that has ended. Each repair is the smallest step that is
+//! enough.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::BTreeSet;
@@ -14,7 +15,7 @@ use crate::mps::ServerStatus;
 use crate::terms::ProcessId;
 use crate::{CoreTime, HEALTHY_AGAIN, Permit, next_pause};
 
-/// The pause between a server's end and the start of the next one ahead of the first client.
+/// The pause between a server's end and the start of the next server, which starts ahead of its first client.
 #[derive(Debug)]
 pub(super) struct Revival {
     pause: Duration,
@@ -26,7 +27,7 @@ impl Revival {
         Self { pause: Duration::ZERO, last_success: now }
     }
 
-    /// Returns the time at which the next server starts, and makes the next pause longer.
+    /// The moment at which the next server starts. The pause after that server's end is longer.
     fn next(&mut self, now: CoreTime) -> CoreTime {
         let revive_at = now + self.pause;
         self.pause = next_pause(self.pause);
@@ -35,10 +36,10 @@ impl Revival {
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// The log, or the status of the server, reports a fatal GPU error of the server.
+    /// Records that the log, or the status of the server, reports a fatal GPU error of the server.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
-            // First the victims of the fault of the server before are reported.
+            // The clients that the fault of the former server has hit are reported first.
             self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
@@ -47,7 +48,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// The log reports a fatal GPU error of the server, perhaps another error than the known one.
+    /// Records that the log reports a fatal GPU error of the server. It may be another error than the known one.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {
@@ -59,17 +60,17 @@ impl<S: Shell> Serving<'_, S> {
         self.run.blockers.fault_mut()
     }
 
-    /// The log reports that a client loses its work because of the fault.
+    /// Records that the log reports a client that loses its work because of the fault.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // A client that is older than this service may run for only another moment.
+        // The service may not know a client that is older than the service, and the client may run for only another moment.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
         }
     }
 
-    /// The next step against a fault.
+    /// Takes the next step after a fatal GPU error.
     pub(super) async fn heal(&mut self) -> Result<(), Failure> {
         self.tell_fault();
         let now = self.shell.now();
@@ -79,7 +80,7 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            // Another control daemon has answered, which does not know the server.
+            // Another control daemon has answered, and that one does not know the server.
             HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
@@ -91,10 +92,10 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// A control daemon of driver 535 can't report the status of its server.
+    /// Looks if a client that was hit still runs. A control daemon of driver 535 can't report the status of its server.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
         let clients = self.shell.clients(&[server]).await?;
-        // Another control daemon has listed its own clients.
+        // Another control daemon may have answered, and listed its own clients.
         if self.place_is_taken() {
             return Ok(());
         }
@@ -124,13 +125,13 @@ impl<S: Shell> Serving<'_, S> {
 
     async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
         let known = self.run.blockers.fault().cloned();
-        // While the server took no limits, the order may have changed.
+        // While the server was faulted it took no limits, and the order may have changed since.
         if self.run.configured && !self.wanted.retiring {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // The log may have reported another error meanwhile: then the status of the server is asked again.
+        // The log may have reported another error meanwhile. The status of the server is then asked again.
         let present = self.run.blockers.fault();
         let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
         if is_same && !self.place_is_taken() {
@@ -140,13 +141,14 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// The GPUs that the log has named. It names none if it could not be written, or if an earlier service has read that part.
+    /// The UUIDs of the GPUs that the log has named as hit. The log names none if it could not be written, or if an earlier
+    /// service has read that part.
     fn gpus_hit(&self) -> BTreeSet<String> {
         let hit = self.run.blockers.fault().into_iter().flat_map(|fault| &fault.clients);
         hit.filter_map(|(ordinal, _)| self.run.gpus.get(*ordinal)).cloned().collect()
     }
 
-    /// Reports the clients that were hit, each once.
+    /// Reports each client that was hit, once.
     pub(super) fn tell_fault(&mut self) {
         let Some((server, hit)) = self.run.take_hit() else { return };
         for (ordinal, clients) in hit {
@@ -154,7 +156,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// All victims are reported, and the next service must not report the fault again.
+    /// Records that the fault is over: the clients that were hit are reported, and the next service does not report the fault
+    /// again.
     fn fault_is_over(&mut self) {
         self.tell_fault();
         self.run.blockers.clear(ClearedBy::Healing);
@@ -162,9 +165,9 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// The clients have had their time: ends the server, unless another client would lose work. The smaller step would be
-    /// `terminate_client`, but it waits for the client, and this client does not end; meanwhile the control daemon does nothing
-    /// else (measured: 32 s, until the client ended).
+    /// Ends the faulted server after its clients had their time, unless another client would lose work. `terminate_client`
+    /// would be a smaller step, but it waits for a client that does not end by itself; meanwhile the control daemon answers no
+    /// other request (measured: 32 s, until the client ended).
     async fn look_who_stays(&mut self, known: &Fault) -> Result<(), Failure> {
         let server = known.server;
         let listed = self.shell.clients(&[server]).await?.into_iter();
@@ -204,8 +207,8 @@ impl<S: Shell> Serving<'_, S> {
 
     /// Asks for the end of a server whose clients have lost their work. Returns true if the end was asked for. Before the door
     /// was closed, the server may have recovered, got other clients, and met a further error, which the log may not report. So
-    /// the status of the server is asked last: a faulted server takes no client, and a server that recovers behind the closed
-    /// door gets none.
+    /// the service asks for the status of the server last: a faulted server takes no client, and a server that recovers behind
+    /// the closed door gets none.
     async fn end_faulted(
         &mut self,
         known: &Fault,
@@ -237,14 +240,15 @@ impl<S: Shell> Serving<'_, S> {
         Ok(true)
     }
 
-    /// The processes with these PIDs now.
+    /// The processes that have these PIDs now.
     fn processes(&self, pids: &BTreeSet<u32>) -> BTreeSet<ProcessId> {
         pids.iter().filter_map(|pid| self.shell.process(*pid)).collect()
     }
 
-    /// Adds the clients that NVML lists: after a fatal GPU error, the control daemon may list no client. Returns NVML's error if
-    /// it may hide a client that was not hit: an error about a GPU that was not hit, or about any GPU if the control daemon lists
-    /// no client. While a client that was hit still runs, the server has not recovered, and so has not taken other clients.
+    /// Adds the clients that NVML lists, since the control daemon may list no client after a fatal GPU error. Returns NVML's
+    /// error if it may hide a client that was not hit: an error about a GPU that was not hit, or about any GPU if the control
+    /// daemon lists no client. While a client that was hit still runs, the server has not recovered, and so has not taken other
+    /// clients.
     async fn add_clients_of_nvml(
         &mut self,
         named: &BTreeSet<u32>,
@@ -262,20 +266,20 @@ impl<S: Shell> Serving<'_, S> {
         unknown
     }
 
-    /// Watches the server, so that its end becomes known.
+    /// Watches the server, so that the service learns when it ends.
     pub(super) fn watch_server(&mut self, server: u32) {
         if self.run.watched_servers.insert(server) {
             self.shell.watch_server(server);
         }
     }
 
-    /// The status of one server.
+    /// Asks the control daemon for the status of one server.
     pub(super) async fn server_status(&mut self, server: u32) -> Result<ServerStatus, Failure> {
         Ok(self.shell.inspect(&[server], None).await?.status(server))
     }
 
-    /// True if a server with the status FAULT really met a fatal GPU error, though the log does not say so. A server that was
-    /// killed by a signal has this status too, until its control daemon notices its end (H200).
+    /// Returns whether a server with the status FAULT really met a fatal GPU error, though the log does not report one. A
+    /// server that was killed by a signal has this status too, until its control daemon notices its end (H200).
     pub(super) async fn still_faulted(&mut self, server: u32) -> Result<bool, Failure> {
         self.shell.pause(FAULT_PAUSE).await;
         Ok(self.server_status(server).await? == ServerStatus::Fault)
@@ -297,7 +301,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// A server has ended.
+    /// Records that a server has ended.
     pub(super) async fn server_gone(&mut self, server: u32) {
         let known = self.run.watched_servers.contains(&server);
         self.forget_server(server).await;
@@ -305,15 +309,15 @@ impl<S: Shell> Serving<'_, S> {
             return;
         }
         self.shell.tell(News::Event, format!("server {server} has ended"));
-        // The clients have ended with the server.
+        // The clients of the server have ended with it.
         self.run.client_left = true;
         self.miss_server();
         self.compare_servers();
         self.show_state();
     }
 
-    /// In multi-user mode a server runs ahead of its first client. If none runs, this schedules the start of the next one, and
-    /// returns true if that is new.
+    /// Plans the start of a server if none runs: in multi-user mode a server runs ahead of its first client. Returns true if
+    /// the start was not planned before.
     pub(super) fn miss_server(&mut self) -> bool {
         let run = &mut *self.run;
         let is_wanted = run.configured && run.multiuser && self.wanted.prewarm && !self.wanted.retiring;
@@ -339,7 +343,7 @@ impl<S: Shell> Serving<'_, S> {
         true
     }
 
-    /// Starts the next server, unless a client was faster.
+    /// Starts the next server, unless a client has caused the start of one already.
     pub(super) async fn revive(&mut self) -> Result<(), Failure> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);

@@ -1,5 +1,5 @@
 //! Sets the limits of the order and keeps them in force. A container that runs as the host's root and can use the whole pipe
-//! directory can change them just as the service can.
+//! directory can change the limits as the service can.
 
 use alloc::format;
 use alloc::string::String;
@@ -10,19 +10,20 @@ use super::servers::{SERVER_PAUSE, SERVER_TIMEOUT, Server};
 use super::shell::{Failure, News, Shell};
 use crate::mps::{Inspection, Limits, ServerStatus};
 
-/// The longest time until a server has written its limits to the log. Measured: below 1 ms.
+/// The time that the service waits until a server has written its limits to the log. Measured: below 1 ms.
 pub(super) const LIMITS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The statuses in which a server takes limits.
 pub(super) const TAKES_LIMITS: [ServerStatus; 2] = [ServerStatus::Active, ServerStatus::Unsupported];
 
 impl<S: Shell> Serving<'_, S> {
-    /// The limits that the order has for the GPUs of the running control daemon.
+    /// The limits that the order asks for on the GPUs of the running control daemon.
     pub(super) fn limits(&self) -> Limits {
         self.run.limits(&self.wanted)
     }
 
-    /// The control daemon, its servers, and the limits that differ. A faulted server is not asked.
+    /// Asks the control daemon for its servers, their statuses, and the limits that differ from the order. The question leaves
+    /// out a faulted server.
     pub(super) async fn inspect(&mut self) -> Result<Inspection, Failure> {
         let healing = self.run.blockers.fault().map(|fault| fault.server);
         let mut servers = self.run.servers.alive();
@@ -31,7 +32,7 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.inspect(&servers, Some(&limits)).await
     }
 
-    /// Sets the limits again that another program has changed.
+    /// Sets the limits again if another program has changed them.
     pub(super) async fn keep_limits(&mut self, look: &Inspection) -> Result<(), Failure> {
         if self.wanted.retiring || !self.run.configured {
             return Ok(());
@@ -49,7 +50,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// The same for the defaults alone, which servers get that are started later.
+    /// Sets the defaults for servers that are started later again, if another program has changed them.
     pub(super) async fn keep_defaults(&mut self, look: &Inspection, limits: &Limits) -> Result<(), Failure> {
         if let Some(found) = look.differences.get(&None) {
             self.shell.tell(
@@ -62,7 +63,7 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Sets the limits of a running server for its next clients. Its present clients keep their limits. A server that is just
-    /// starting has the defaults of the moment when it was started, so this waits for it.
+    /// starting has the defaults of the moment when it was started, so this function waits until it has started.
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let deadline = self.shell.now() + SERVER_TIMEOUT;
         let look = loop {
@@ -75,7 +76,7 @@ impl<S: Shell> Serving<'_, S> {
                     let ask_at = self.shell.now() + SERVER_PAUSE;
                     while self.step(ask_at).await? {}
                 }
-                // An earlier service may have read the server's lines. The server gets its limits when it has recovered.
+                // An earlier service may have read the lines about the error. The server gets its limits when it has recovered.
                 ServerStatus::Fault if self.still_faulted(server).await? => {
                     self.fault_seen(server);
                     return Ok(());
@@ -85,7 +86,7 @@ impl<S: Shell> Serving<'_, S> {
                 ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
         };
-        // The server may have taken long to start.
+        // The server may have taken long to start, and another program may have changed the defaults meanwhile.
         self.keep_defaults(&look, limits).await?;
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
@@ -95,8 +96,8 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// The limits in force that differ from the order. The log is exact, but does not report a percentage that is changed while
-    /// the server runs.
+    /// The limits of a server that differ from the order, in words. The log is exact, but does not report a percentage that is
+    /// changed while the server runs.
     fn difference(&self, look: &Inspection, server: u32, limits: &Limits) -> Option<String> {
         let written = self.run.servers.get(server).and_then(|known| known.differs_from(limits));
         written.or_else(|| look.differences.get(&Some(server)).cloned())
@@ -112,8 +113,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits until a new server has written its limits. If another program has changed the defaults before the server started,
-    /// the limits differ, and are set again.
+    /// Waits until a new server has written its limits to the log. If another program has changed the defaults before the
+    /// server started, the limits differ, and are set again.
     pub(super) async fn confirm_or_correct(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
         self.shell.tell(
@@ -124,14 +125,15 @@ impl<S: Shell> Serving<'_, S> {
         self.give(server, limits).await
     }
 
-    /// Waits until a server has written its limits to the log, since only these are exact. Returns the difference to the order.
+    /// Waits until a server has written its limits to the log, since only the log is exact. Returns the difference to the
+    /// order, in words. None if there is no difference.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        // The server's first lines may still report the limits of the order before.
+        // The server's first lines may still report the limits of the former order.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // The disk may be full. Then the settings are read from the control daemon, which reports them to the GiB.
+            // The disk may be full. The limits are then read from the control daemon, which reports them to the GiB.
             self.shell.set_limits(Some(server), limits).await?;
             self.shell.tell(
                 News::Warning,

@@ -76,12 +76,12 @@ pub struct Wanted {
     pub gpus: Vec<ServedGpu>,
     /// The active thread percentage.
     pub thread_percentage: u8,
-    /// True if a server should run ahead of its first client.
+    /// True if a server should run before its first client comes.
     pub prewarm: bool,
-    /// True if the control daemon is needed only by its present clients.
+    /// True if only the present clients need the control daemon. It then ends after its last client.
     pub retiring: bool,
-    /// The time between two looks for programs without MPS. Set for one of the control daemons that take turns on its GPUs, which
-    /// looks for all of them: no compute mode refuses such programs.
+    /// The time between two looks for programs without MPS. None if this control daemon does not look for them. Of the control
+    /// daemons that take turns on a GPU, one looks for such programs: no compute mode refuses them.
     pub guard_period: Option<Duration>,
     /// The GPUs of the order that other control daemons have.
     pub held: HeldGpus,
@@ -92,13 +92,13 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    /// The name of a GPU, for people. The UUID for a GPU that is not in the order.
+    /// The name of a GPU, for people: the UUID for a GPU that is not in the order.
     fn name_of(&self, gpu: &str) -> String {
         self.gpus.iter().find(|wanted| wanted.uuid == gpu).map_or_else(|| gpu.into(), ServedGpu::name)
     }
 }
 
-/// All that the service learns about a control daemon while it runs.
+/// The facts that the service has learned about a control daemon while it runs.
 // Each flag is a fact of its own: none of them excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
@@ -106,37 +106,38 @@ pub struct Known {
     gpus: Vec<GpuUuid>,
     multiuser: bool,
     servers: Servers,
-    /// The servers whose end is reported by an occurrence.
+    /// The servers that the service watches: an occurrence reports when one ends.
     watched_servers: BTreeSet<u32>,
-    /// The last of these servers that has ended, if the log has not reported the end yet.
+    /// The watched server that has ended last. None if the log has reported its end.
     last_gone: Option<u32>,
     check_at: CoreTime,
     /// The time of the next count of the clients, for a control daemon that should end.
     count_at: CoreTime,
     bypasses_at: Option<CoreTime>,
-    /// True if the control daemon has just been started, and the GPUs were read for that.
+    /// True if the service has just started the control daemon, and has read the GPUs for that.
     has_just_started: bool,
     /// True once the control daemon has its limits and a server.
     configured: bool,
-    /// True if the control daemon has clients, or had some a moment ago.
+    /// True if the control daemon has clients, or had clients at the last count.
     in_use: bool,
-    /// A client has left, and may have been the last one.
+    /// True if a client has left since the last count, so that the last client may have left.
     client_left: bool,
     /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
-    /// Why it was unknown if the control daemon had clients, when it should have ended without any.
+    /// Why it was not known if the control daemon had clients, when the service wanted to end it without clients. None if it
+    /// was known.
     clients_unknown: Option<String>,
-    /// All that prevents the control daemon from serving the order.
+    /// The reasons that prevent the control daemon from serving the order.
     blockers: Blockers,
-    /// The pause before the next server, if this one ends.
+    /// The pause before the next server starts after this one has ended.
     revival: Revival,
     capacity: Capacity,
     waiting_clients: WaitingClients,
 }
 
 impl Known {
-    /// A control daemon that has just begun to run with these GPUs, or was just taken over.
+    /// The facts at the moment when a control daemon has just been started with these GPUs, or was just taken over.
     pub fn new(gpus: Vec<GpuUuid>, multiuser: bool, has_just_started: bool, now: CoreTime) -> Self {
         Self {
             gpus,
@@ -161,7 +162,8 @@ impl Known {
         }
     }
 
-    /// The clients that were hit by a fatal GPU error of this server and were not reported yet, by the GPU's ordinal.
+    /// The clients that a fatal GPU error of a server has hit and that were not reported yet: the server, and the PIDs by the
+    /// GPU's ordinal. None if there are none.
     pub fn take_hit(&mut self) -> Option<(u32, BTreeMap<usize, Vec<u32>>)> {
         let fault = self.blockers.fault_mut()?;
         let new = &fault.clients - &fault.told;
@@ -173,7 +175,7 @@ impl Known {
         Some((fault.server, hit))
     }
 
-    /// The limits that the order has for its GPUs, by their ordinals.
+    /// The limits that the order asks for on the control daemon's GPUs, by the GPUs' ordinals.
     fn limits(&self, wanted: &Wanted) -> Limits {
         let planned = |uuid: &String| wanted.gpus.iter().find(|gpu| gpu.uuid == *uuid);
         let ordinals = self.gpus.iter().enumerate();
@@ -187,10 +189,10 @@ impl Known {
     }
 }
 
-/// How serving ended, unless it failed.
+/// The end of serving, unless serving has failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// The control daemon needs its order again.
+    /// The control daemon lives, and has to be given its order again.
     Again,
     /// The service has ended the control daemon.
     Stopped,
@@ -199,7 +201,7 @@ pub enum Ended {
 /// A running control daemon, its order, and the shell.
 #[derive(Debug)]
 pub struct Serving<'s, S> {
-    /// Carries out everything.
+    /// The questions and acts about the control daemon.
     pub shell: S,
     run: &'s mut Known,
     reach: &'s mut GpuReach,
@@ -207,12 +209,12 @@ pub struct Serving<'s, S> {
 }
 
 impl<'s, S: Shell> Serving<'s, S> {
-    /// `run` and `reach` outlive this value: serving can begin again with them.
+    /// Begins serving. `run` and `reach` outlive this value, so that serving can begin again with them.
     pub fn new(shell: S, run: &'s mut Known, reach: &'s mut GpuReach, wanted: Wanted) -> Self {
         Self { shell, run, reach, wanted }
     }
 
-    /// Puts the order in force, and watches the control daemon until it ends or needs its order again.
+    /// Carries out the order, and watches the control daemon until it ends or has to be given its order again.
     ///
     /// # Errors
     /// The control daemon can't be made to serve, or does not serve any more.
@@ -228,8 +230,8 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // The control daemon lives, so the service watches it, like one whose directory was removed later: it ends when it
-            // has no client, or by force.
+            // The control daemon lives, so the service watches it. As with a directory that is removed later, the control
+            // daemon ends when it has no client, or by force.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

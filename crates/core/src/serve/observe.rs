@@ -1,4 +1,4 @@
-//! Records what happens to the control daemon, and the lines of its log.
+//! Records the events of a control daemon and the lines of its log.
 
 use alloc::format;
 use core::time::Duration;
@@ -22,7 +22,7 @@ impl<S: Shell> Serving<'_, S> {
         Ok(occurrence)
     }
 
-    /// Waits for the next event in the log or of the process, and records it. Returns false once `deadline` is reached.
+    /// Waits for the next event of the log or of the process, and records it. Returns false at the `deadline`.
     pub(super) async fn step(&mut self, deadline: CoreTime) -> Result<bool, Failure> {
         match self.next(deadline, false).await? {
             Occurrence::ServerEnded(server) => {
@@ -35,13 +35,13 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Waits for the next event, at most for `duration`, and returns the moment at which the wait ended.
+    /// Waits for the next event, at most for `duration`. Returns the moment at which the wait has ended.
     pub(super) async fn wait(&mut self, duration: Duration) -> Result<CoreTime, Failure> {
         self.step(self.shell.now() + duration).await?;
         Ok(self.shell.now())
     }
 
-    /// Says how the control daemon has ended.
+    /// The failure that says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
         // The last lines of the log explain the end. The start of the next control daemon does not wait for older lines.
         self.read(true).await;
@@ -62,7 +62,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Continues the control daemon and its servers if a signal has stopped them: a stopped process serves no client.
+    /// Continues the control daemon and its servers if a signal has stopped them, since a stopped process serves no client.
     pub fn continue_if_stopped(&mut self) {
         self.shell.continue_if_stopped(&self.run.servers.alive());
     }

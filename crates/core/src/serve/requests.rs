@@ -10,12 +10,14 @@ use super::shell::{Failure, Requested, Shell};
 use super::{Ended, Serving};
 use crate::Permit;
 
-/// The longest time until a server without clients has ended, and the pause between two looks. Measured: 70 ms to 2 s.
+/// The time that the service waits until a server without clients has ended, and the pause between two looks. Measured: 70 ms
+/// to 2 s.
 const IDLE_SERVER_TIMEOUT: Duration = Duration::from_secs(4);
 const IDLE_SERVER_PAUSE: Duration = Duration::from_millis(50);
 
 impl<S: Shell> Serving<'_, S> {
-    /// Carries out a request, unless its caller has stopped waiting. The control daemon may end by it.
+    /// Carries out a request, unless its caller has stopped waiting. Returns how serving ends, if the request ends the control
+    /// daemon.
     pub(super) async fn obey(&mut self, request: Requested) -> Option<Ended> {
         match request {
             Requested::Apply { force } => {
@@ -33,7 +35,7 @@ impl<S: Shell> Serving<'_, S> {
         None
     }
 
-    /// Returns true if the control daemon was ended for a change.
+    /// Makes a change that waits for the end of clients. Returns true if the control daemon was ended for it.
     async fn apply(&mut self, force: bool) -> Result<bool, String> {
         let Some(change) = self.run.blockers.why_it_ends() else { return Ok(false) };
         let clients = self.in_use().await;
@@ -47,8 +49,8 @@ impl<S: Shell> Serving<'_, S> {
         self.end(may_end).await.map(|()| true)
     }
 
-    /// Programs that come meanwhile wait. Otherwise a server could get a client after it was asked to end: it would stay for this
-    /// client and take no other.
+    /// Replaces the servers. Programs that come meanwhile wait. Otherwise a server could get a client after it was asked to
+    /// end: it would stay for this client and take no other.
     async fn restart_servers(&mut self) -> Result<(), String> {
         let clients = self.in_use().await?;
         if clients == 0 {

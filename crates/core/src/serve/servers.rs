@@ -1,4 +1,4 @@
-//! The servers of one control daemon, as the lines in the log describe them.
+//! The servers of one control daemon, according to the lines in the log.
 
 use alloc::collections::BTreeMap;
 use alloc::format;
@@ -8,31 +8,32 @@ use core::time::Duration;
 
 use crate::mps::{Limits, Meaning};
 
-/// The longest time until a new server is ready. Measured: 0.15 s for one GPU. A server opens its GPUs one after the other.
+/// The time that the service waits until a new server is ready. Measured: 0.15 s for one GPU. A server opens its GPUs one after
+/// the other.
 pub(super) const SERVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The longest pause between two questions about a new server's status. Usually a line in the log says sooner that the server is
 /// ready.
 pub(super) const SERVER_PAUSE: Duration = Duration::from_millis(50);
 
-/// One server, as far as the log shows.
+/// The facts about one server that the log has reported.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Server {
-    /// The place in the order of starts.
+    /// The number of the server in the order in which servers were started.
     number: u64,
     pub(super) ready: bool,
     pub(super) exit_status: Option<i32>,
-    /// The user that it was started for.
+    /// The user for whom the control daemon has started the server. None if the log has not reported it.
     uid: Option<u32>,
     thread_tenths: Option<u32>,
     pub(super) memory_bytes: BTreeMap<usize, u64>,
 }
 
-/// The servers by PID. A server that has ended is kept for a while: its exit status explains the start of the next one.
+/// The servers by PID. A server that has ended stays for a while: its exit status explains the start of the next one.
 #[derive(Debug, Default)]
 pub(super) struct Servers {
     known: BTreeMap<u32, Server>,
-    /// The number of servers that were started.
+    /// The number of servers that were started so far.
     came: u64,
 }
 
@@ -44,7 +45,7 @@ impl Servers {
         self.known.get(&pid)
     }
 
-    /// The server with this PID. A PID that was not known is the newest server's.
+    /// The server with this PID. A PID that is not known yet is that of a new server.
     fn entry(&mut self, pid: u32) -> &mut Server {
         self.known.entry(pid).or_insert_with(|| {
             self.came += 1;
@@ -97,11 +98,12 @@ impl Servers {
         self.known.remove(&pid);
     }
 
-    /// Forgets the limits that a server has written, before it gets other ones.
+    /// Forgets the limits that a server has written, since it is about to get other limits.
     pub(super) fn expect_limits(&mut self, pid: u32) {
         let server = self.entry(pid);
         server.memory_bytes.clear();
-        // If a percentage is set while the server runs, the log does not report it: then the answer alone confirms it.
+        // The log does not report a percentage that is set while the server runs, so only the control daemon's answer confirms
+        // it.
         server.thread_tenths = None;
     }
 
@@ -132,12 +134,12 @@ impl Servers {
 }
 
 impl Server {
-    /// True if the server has written all of its limits.
+    /// Returns whether the server has written all of these limits to the log.
     pub(super) fn has_written(&self, limits: &Limits) -> bool {
         self.thread_tenths.is_some() && limits.enforced.iter().all(|gpu| self.memory_bytes.contains_key(gpu))
     }
 
-    /// The first limit in force that differs from these.
+    /// The first limit that the server has in force and that differs from `limits`, in words. None if none differs.
     pub(super) fn differs_from(&self, limits: &Limits) -> Option<String> {
         let percentage = limits.thread_percentage;
         if let Some(tenths) = self.thread_tenths.filter(|tenths| *tenths != u32::from(percentage) * 10) {

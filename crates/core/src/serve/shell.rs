@@ -1,5 +1,5 @@
-//! All questions and acts that serving needs, and the events and requests that come to it. The service carries them out with
-//! processes, files and NVML, the tests' world in memory.
+//! The questions and acts that serving needs, and the events and requests that come to it. The service carries them out with
+//! processes, files and NVML; the tests carry them out in memory.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::string::String;
@@ -12,18 +12,18 @@ use crate::mps::{Client, ClientPids, Inspection, Limits, Meaning};
 use crate::terms::ProcessId;
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The next event of a control daemon.
+/// The next event about a control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Occurrence {
     /// The control daemon or a server has written a line to the log.
     Said(Said),
     /// The control daemon has ended.
     Ended,
-    /// One of its servers has ended.
+    /// The server with this PID has ended.
     ServerEnded(u32),
-    /// A request has come. [`Shell::answer`] answers a request that has an answer.
+    /// A caller has made a request. [`Shell::answer`] answers a request that has an answer.
     Asked(Requested),
-    /// Nothing has happened until the deadline.
+    /// No event has come before the deadline.
     Nothing,
 }
 
@@ -31,19 +31,20 @@ pub enum Occurrence {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
     pub meaning: Meaning,
-    /// False if an earlier service has read the line already.
+    /// True if the line is new. False if an earlier service has read it already.
     pub is_news: bool,
 }
 
 /// A request about a control daemon that serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Requested {
-    /// Make a change that waits for the end of clients: now if `force` is set, or if there are none. The caller gets an answer.
+    /// Make a change that waits for the end of clients. Without `force`, it is made only if there are no clients. The caller
+    /// gets an answer.
     Apply {
-        /// True if the change also ends clients.
+        /// True if the change is made even if it ends clients.
         force: bool,
     },
-    /// Check now.
+    /// Do the health check now.
     Check,
     /// End the server and start a new one, if the server has no clients. The caller gets an answer.
     RestartServer,
@@ -54,31 +55,32 @@ pub enum Requested {
 pub enum Failure {
     /// The control daemon does not work properly.
     Failed(String),
-    /// The process has ended. The cause may be that it does not know the multi-user option.
+    /// The process has ended.
     Ended {
-        /// How it has ended.
+        /// The way in which the process has ended, in words.
         text: String,
-        /// True if the control daemon does not know the multi-user option.
+        /// True if the process has ended because it does not know the multi-user option.
         refuses_multiuser: bool,
     },
-    /// Something outside must change first.
+    /// Something outside of the control daemon must change first.
     Waiting(String),
-    /// A control daemon that the service has not started is in its place, and has clients. It stays until they have ended.
+    /// A control daemon that the service has not started is in the control daemon's directory, and has clients. It stays until
+    /// they have ended.
     InUse(String),
-    /// Something else is not ready: a part of the driver that is loaded later, or the front end's program while an upgrade
-    /// replaces it. The control daemon itself may work.
+    /// Something outside of the control daemon is not ready: a part of the driver that is loaded later, or the front end's
+    /// program while an upgrade replaces it. The control daemon itself may work.
     NotYet(String),
     /// The control daemon has not answered in time, or has closed the connection without an answer.
     Silent(String),
-    /// No process listens in its directory.
+    /// No process listens in the control daemon's directory.
     Unreachable(String),
-    /// The service does not understand the answers, which may be those of a newer driver. A new control daemon would answer the
-    /// same.
+    /// The service does not understand the control daemon's answers, which may be those of a newer driver. A new control daemon
+    /// would answer the same.
     NotUnderstood(String),
 }
 
 impl Failure {
-    /// The reason.
+    /// The reason, in words.
     pub fn into_text(self) -> String {
         match self {
             Self::Failed(text)
@@ -112,12 +114,12 @@ pub enum News {
     },
 }
 
-/// Something that is published until it changes.
+/// A fact about the control daemon that is published until it changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Showing {
-    /// The state of the control daemon. None: the shown state stays.
+    /// The state of the control daemon.
     State {
-        /// The state.
+        /// The state. None if the shown state stays.
         state: Option<ShownState>,
         /// True if the control daemon ends as soon as it has no client.
         ends_when_idle: bool,
@@ -133,7 +135,7 @@ pub enum Showing {
     Servers {
         /// The PIDs of the servers, the newest last.
         alive: Vec<u32>,
-        /// By UUID.
+        /// The GPUs of the order, by UUID.
         gpus: BTreeMap<GpuUuid, ShownGpu>,
     },
     /// The clients that have waited long for a server.
@@ -143,25 +145,26 @@ pub enum Showing {
 /// A GPU as it is published.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ShownGpu {
-    /// The memory limit in MiB that a running server has in force.
+    /// The memory limit in MiB that a running server has in force. None if it is not known.
     pub memory_limit_mib: Option<u64>,
-    /// Why the GPU is not served as planned; empty if it is.
+    /// The reason why the GPU is not served as planned; empty if it is served as planned.
     pub reason: String,
     /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,
-    /// The number of its clients, if NVML does not list them and the control daemon was asked.
+    /// The number of clients on the GPU, if NVML does not list clients and the control daemon was asked. None otherwise.
     pub unlisted_clients: Option<u32>,
 }
 
-/// The clients on each GPU by UUID, as NVML lists them, or the reason why NVML does not list them.
+/// The PIDs of the clients on each GPU, by UUID, as NVML lists them. An error is the reason why NVML does not list them.
 pub type ClientsOnGpus = BTreeMap<GpuUuid, Result<BTreeSet<u32>, String>>;
 
-/// Carries out all decisions about one running control daemon. Each call returns: it has its own deadline.
+/// The questions and acts about one running control daemon. Each call returns: it has its own deadline.
 pub trait Shell: GpuShell {
     /// The present moment.
     fn now(&self) -> CoreTime;
 
-    /// Waits for the next event, at most until a moment. Requests come only through this call. An error: the log can't be read.
+    /// Waits for the next event, at most until a moment. Only this call returns requests. An error means that the log can't be
+    /// read.
     fn next(
         &mut self,
         until: CoreTime,
@@ -171,54 +174,56 @@ pub trait Shell: GpuShell {
     /// Waits, and ignores all events.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The present end of the log. With `skips`, all but the last lines before it are skipped. None: it is not known.
+    /// The present end of the log, as a number of bytes. With `skips`, later calls skip all lines before the end except for the
+    /// last ones. None if the end is not known.
     fn end_of_log(&mut self, skips: bool) -> Option<u64>;
 
-    /// The next line before this place in the log. Each call returns one line, so that no line is lost when an act is broken off.
+    /// The next line of the log before the place `end`. Each call returns one line, so that no line is lost when an act is
+    /// broken off. None if there is no further line.
     fn line_before(&mut self, end: u64) -> impl Future<Output = Option<Said>> + Send;
 
     /// The last lines of the log, as the end of a sentence.
     fn words(&self) -> String;
 
-    /// Why servers do not start yet, by the last lines of the log, if the reason will pass without an administrator.
+    /// The reason, from the last lines of the log, why servers do not start yet, if the reason ends without an administrator.
+    /// None if there is no such reason.
     fn not_ready_yet(&self) -> Option<String>;
 
     /// Returns true if the process has ended, or ends within a moment.
     fn ends_now(&mut self) -> impl Future<Output = bool> + Send;
 
-    /// The failure with the exit status in words.
+    /// The failure that says how the process has ended, with its exit status.
     fn how_it_ended(&self) -> Failure;
 
-    /// Asks for all servers, for the statuses of `servers`, and for the limits that differ, of these and of servers that are
-    /// started later. A server that has ended has no limits.
+    /// Asks the control daemon for all servers, for the statuses of `servers`, and for the limits that differ from the expected
+    /// limits, of these servers and of servers that are started later. A server that has ended has no limits.
     fn inspect(
         &mut self,
         servers: &[u32],
         limits: Option<&Limits>,
     ) -> impl Future<Output = Result<Inspection, Failure>> + Send;
 
-    /// Sets the limits of a server's next clients. Without `server`, sets the defaults of servers that are started later. Returns
-    /// the servers.
+    /// Sets the limits for the next clients of a server. Without `server`, sets the defaults of servers that are started later.
+    /// Returns the servers that run.
     fn set_limits(
         &mut self,
         server: Option<u32>,
         limits: &Limits,
     ) -> impl Future<Output = Result<Vec<u32>, Failure>> + Send;
 
-    /// Sets the defaults of servers that are started later, and starts the server of root. The returned servers do not include
-    /// this one.
+    /// Sets the defaults of servers that are started later, and starts the server of root. Returns the other servers.
     fn set_limits_and_start(
         &mut self,
         limits: &Limits,
     ) -> impl Future<Output = Result<Vec<u32>, Failure>> + Send;
 
-    /// Starts the server of root, unless it runs.
+    /// Starts the server of root, unless it runs already.
     fn start_server(&mut self) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// The clients of each server. `expected` are the known servers.
+    /// The PIDs of the clients of each server. `expected` has the servers that are known.
     fn client_pids(&mut self, expected: &[u32]) -> impl Future<Output = Result<ClientPids, Failure>> + Send;
 
-    /// The connections of all clients.
+    /// The connections of all clients. `expected` has the servers that are known.
     fn clients(&mut self, expected: &[u32]) -> impl Future<Output = Result<Vec<Client>, Failure>> + Send;
 
     /// Ends a server if it has no client.
@@ -238,13 +243,14 @@ pub trait Shell: GpuShell {
     /// The PID of the control daemon.
     fn pid(&self) -> u32;
 
-    /// The process that listens in the directory of the control daemon.
+    /// The PID of the process that listens in the directory of the control daemon. None if it is not known, or if no process
+    /// listens.
     fn listener(&self) -> Option<u32>;
 
-    /// True if it is certain that no process listens there.
+    /// Returns whether it is certain that no process listens in the directory of the control daemon.
     fn is_nobody(&self) -> bool;
 
-    /// True if the control daemon has child processes, which are its servers. None: that is not known.
+    /// Returns whether the control daemon has child processes, which are its servers. None if that is not known.
     fn has_children(&self) -> Option<bool>;
 
     /// Continues the control daemon and these servers if a signal has stopped them, and writes a message about it.
@@ -260,21 +266,22 @@ pub trait Shell: GpuShell {
     fn end_by_signal(&mut self, may_end: Permit) -> impl Future<Output = bool> + Send;
 
     /// The clients that NVML lists on the GPUs of the control daemon. If several control daemons serve a GPU, NVML does not say
-    /// which client belongs to which of them. Then the result has only those clients that are in `ours`, and is an error if there
-    /// are only others.
+    /// to which of them a client belongs. The result for such a GPU has only the clients in `ours`, and is an error if the GPU
+    /// has only other clients.
     fn clients_on_gpus(&mut self, ours: &BTreeSet<u32>) -> impl Future<Output = ClientsOnGpus> + Send;
 
-    /// The programs on its GPUs that are neither servers nor clients, in words; empty if there are none.
+    /// The programs on the control daemon's GPUs that are neither servers nor clients, in words; empty if there are no such
+    /// programs.
     fn holders(&mut self, servers: &[u32]) -> impl Future<Output = String> + Send;
 
-    /// True if a process runs as this user.
+    /// Returns whether a process runs as this user.
     fn runs_as(&self, pid: u32, uid: u32) -> bool;
 
-    /// The command of a process, for people; empty if it has ended.
+    /// The command of a process, for people; empty if the process has ended.
     fn command(&self, pid: u32) -> String;
 
-    /// Gives clients of every user access to the socket, and lets only root command the control daemon. Returns the reasons why
-    /// that fails.
+    /// Gives clients of every user access to the control daemon's socket, and lets only root command the control daemon.
+    /// Returns the reasons why that fails, if it fails.
     fn let_users_in(&mut self) -> Vec<String>;
 
     /// Makes the links point to the control daemon, which has its limits.
@@ -283,70 +290,72 @@ pub trait Shell: GpuShell {
     /// The control daemon's own directory can't be used.
     fn lead_here(&mut self) -> Result<(), Failure>;
 
-    /// Renews the links that other programs have removed or replaced. Returns the reason why that fails.
+    /// Renews the links that other programs have removed or replaced. Returns the reason if that fails.
     fn keep_links(&mut self) -> Option<String>;
 
     /// Makes the links point to the waiting socket, so that new programs wait. If the control daemon has its socket in the pipe
-    /// directory itself, this way stays open.
+    /// directory itself, the socket stays open to programs.
     ///
     /// # Errors
-    /// These links still point to the control daemon.
+    /// The named links still point to the control daemon.
     fn keep_waiting(&mut self) -> Result<(), String>;
 
     /// Makes the links point to the control daemon again.
     fn reopen_ways(&mut self);
 
-    /// Releases the programs that have waited. Each starts without MPS, unless a server prevents it from using the GPU.
+    /// Releases the programs that have waited at the waiting socket. Each starts without MPS, unless a server prevents it from
+    /// using the GPU.
     fn let_go(&mut self);
 
-    /// Updates the state file and all that is shown about the process. A log that can't be written is reported only if the
-    /// control daemon stays.
+    /// Updates the state file and the published facts about the process. With `stays`, a log that can't be written is reported
+    /// too.
     fn keep_state_file(&mut self, stays: bool);
 
-    /// Begins the log again if it has become too long.
+    /// Begins a new log if the log has become too long.
     fn rotate_log(&mut self);
 
     /// True if the control daemon has the pipe directory of the order.
     fn is_in_place(&self) -> bool;
 
-    /// Why the order needs another control daemon than the running one. A GPU that is left out is no reason.
+    /// The reason why the order needs another control daemon than the running one. None if the running one can carry it out. A
+    /// GPU that is left out is no reason.
     fn misfit(&self, reach: &GpuReach) -> Option<String>;
 
-    /// A step towards serving the order is done.
+    /// Reports that a step towards serving the order is done.
     fn passed(&self, step: &'static str, text: &str);
 
-    /// Writes a message, once.
+    /// Writes a message. The same message is written only once.
     fn tell(&mut self, news: News, text: String);
 
-    /// Publishes something.
+    /// Publishes a fact until it changes.
     fn show(&mut self, shown: Showing);
 
-    /// Reports the clients that were hit by a fatal GPU error of this server, on the GPU with this ordinal.
+    /// Reports the clients that a fatal GPU error of this server has hit on the GPU with this ordinal.
     fn tell_hit(&mut self, server: u32, ordinal: usize, clients: Vec<u32>);
 
-    /// Describes clients.
+    /// The clients as text, for a message.
     fn describe(&self, clients: &BTreeSet<u32>) -> String;
 
-    /// A new client has connected.
+    /// Records that a new client has connected.
     fn client_came(&mut self, client: u32);
 
-    /// Has the service find out the owners of these clients, before a message names the clients.
+    /// Finds out the owners of these clients, before a message names the clients.
     fn remember_clients(&mut self, clients: &BTreeSet<u32>);
 
-    /// The control daemon lists these clients, each with its GPUs as far as they are known.
+    /// Records the clients that the control daemon lists, each with the GPUs that it is known to use.
     fn clients_are(&mut self, listed: BTreeMap<u32, BTreeSet<GpuUuid>>);
 
-    /// Returns whether it is known to have clients.
+    /// Returns whether the control daemon is known to have clients.
     fn has_clients(&self) -> bool;
 
-    /// The control daemon was checked while it had clients.
+    /// Records that the control daemon was checked while it had clients.
     fn checked_in_use(&mut self);
 
-    /// Watches a server, so that its end becomes known.
+    /// Watches a server, so that an occurrence reports its end.
     fn watch_server(&mut self, server: u32);
 
-    /// True if the caller of the last request still waits for its answer. Otherwise the caller already has the answer that the
-    /// request failed, so the request must not be carried out.
+    /// Returns whether the caller of the last request still waits for its answer. If not, the caller already has the answer
+    /// that the request failed, so the request must not be carried out.
     fn is_awaited(&self) -> bool;
 
     /// Answers the last request.

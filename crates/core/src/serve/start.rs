@@ -1,5 +1,5 @@
-//! The start of a control daemon. Another control daemon in its place ends if no work is lost, the GPUs get the service's compute
-//! mode, and then the process is started.
+//! The start of a control daemon. A control daemon that already listens in its directories is ended if no work is lost, the
+//! GPUs get the service's compute mode, and then the process is started.
 
 use alloc::collections::BTreeSet;
 use alloc::format;
@@ -14,32 +14,32 @@ use crate::{CoreTime, GpuUuid, Permit};
 /// A directory in which another control daemon may listen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StartPlace {
-    /// The directory in which our control daemon makes its socket.
+    /// The directory in which the service's control daemon makes its socket.
     Own,
-    /// The pipe directory, if it is another one. An earlier version of this service, or another program, may have started a
-    /// control daemon there.
+    /// The pipe directory, if the control daemon makes its socket in another directory. An earlier version of this service, or
+    /// another program, may have started a control daemon in the pipe directory.
     Pipe,
 }
 
-/// A control daemon in one of these directories that the service has not started.
+/// A control daemon in one of the start's directories that the service has not started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// The PID, if it is known.
+    /// The PID. None if it is not known.
     pub pid: Option<u32>,
     /// The directory, for people.
     pub directory: String,
-    /// The command that ends it, for people.
+    /// The command with which an administrator can end the stranger.
     pub end_it: String,
-    /// The number of its clients, or why it is not known.
+    /// The number of the stranger's clients. An error is the reason why it is not known.
     pub clients: Result<usize, String>,
 }
 
-/// Carries out a start. Each call returns: it has its own deadline.
+/// The questions and acts of a start. Each call returns: it has its own deadline.
 pub trait Starter: Send {
-    /// Asks GPUs.
+    /// The questions and acts about GPUs.
     type Gpus: GpuShell;
 
-    /// The GPUs.
+    /// The questions and acts about GPUs.
     fn gpus(&mut self) -> &mut Self::Gpus;
 
     /// The present moment.
@@ -51,13 +51,14 @@ pub trait Starter: Send {
     /// The program does not exist.
     fn find_program(&mut self) -> Result<(), Failure>;
 
-    /// The control daemon that listens in this directory. None: no process listens there. An error: the front end can't be run.
+    /// The control daemon that listens in this directory. None if no process listens. An error means that the front end can't
+    /// be run.
     fn stranger(
         &mut self,
         place: StartPlace,
     ) -> impl Future<Output = Result<Option<Stranger>, Failure>> + Send;
 
-    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if it has ended.
+    /// Asks a stranger to end as soon as it has no client. Returns true if it has ended.
     fn end_stranger(
         &mut self,
         place: StartPlace,
@@ -65,45 +66,45 @@ pub trait Starter: Send {
         may_end: Permit,
     ) -> impl Future<Output = Result<bool, Failure>> + Send;
 
-    /// Opens the directories of the order. Returns true if our control daemon makes its socket in another directory than the
+    /// Opens the directories of the order. Returns true if the control daemon makes its socket in another directory than the
     /// pipe directory.
     ///
     /// # Errors
     /// A directory can't be used.
     fn open_directories(&mut self) -> Result<bool, Failure>;
 
-    /// Starts the process with these GPUs, after recording it in the state file.
+    /// Starts the process with these GPUs, and records it in the state file.
     fn spawn(
         &mut self,
         gpus: &[GpuUuid],
         multiuser: bool,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Waits until the process listens.
+    /// Waits until the started process listens.
     fn comes_up(&mut self, reach: &mut GpuReach) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Records that the process has ended.
+    /// Records that the started process has ended.
     fn has_ended(&mut self);
 
-    /// A step of the start is done.
+    /// Reports that a step of the start is done.
     fn passed(&self, step: &'static str, text: &str);
 
-    /// Writes a message, once.
+    /// Writes a message. The same message is written only once.
     fn tell(&mut self, text: String);
 }
 
-/// The part of an order that only a start depends on.
+/// The part of an order about the users of a control daemon. Only a start needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WantedUsers {
-    /// True if the control daemon serves several users at the same time.
+    /// True if the control daemon should serve several users at the same time. False if users take turns.
     pub multiuser: bool,
-    /// True if a control daemon for one user at a time is enough for a driver that refuses several users.
+    /// True if the control daemon may serve one user at a time when its driver refuses several users.
     pub is_optional: bool,
-    /// The value of `cuda_mps_multiuser` that asks for one user at a time.
+    /// The value of `cuda_mps_multiuser` with which an administrator asks for one user at a time.
     pub without: &'static str,
 }
 
-/// Starts a control daemon for the order. Returns true if the control daemon serves several users.
+/// Starts a control daemon for the order. Returns true if the control daemon serves several users at the same time.
 ///
 /// # Errors
 /// No control daemon listens.
@@ -120,7 +121,7 @@ pub async fn start(
     }
     let mut there = reach.look(shell.gpus(), wanted).await.unwrap_or_default();
     there.retain(|gpu, _| !reach.is_left_out(gpu));
-    // As there is no control daemon, the processes that NVML lists as clients do not count as bypasses.
+    // No control daemon runs yet, so processes that NVML lists as clients do not count as bypasses.
     let (clients, now) = (clients_among(&there), shell.now());
     reach.find_bypasses(shell.gpus(), wanted, &there, (&BTreeSet::new(), &clients), now);
     reach.take_modes(shell.gpus(), wanted).await;
@@ -148,8 +149,8 @@ pub async fn start(
     Ok(multiuser)
 }
 
-/// Makes sure that no other control daemon listens in this directory. One without clients is ended, no matter who started it. One
-/// with clients stays.
+/// Makes sure that no other control daemon listens in this directory. A stranger without clients is ended, no matter who
+/// started it. A stranger with clients stays, and the start fails.
 async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Failure> {
     let Some(Stranger { pid, directory, end_it, clients }) = shell.stranger(place).await? else {
         return Ok(());

@@ -7,7 +7,8 @@ use super::blocker::Blocker;
 use super::shell::{Failure, News, Shell};
 
 impl<S: Shell> Serving<'_, S> {
-    /// Finds out if the service can go on serving with the control daemon, which lives. Returns false if it has ended meanwhile.
+    /// Finds out if the service can go on serving with the control daemon, which still lives. Returns false if it has ended
+    /// meanwhile.
     ///
     /// # Errors
     /// Another control daemon has taken its directory.

@@ -12,21 +12,22 @@ use crate::CoreTime;
 use crate::mps::Meaning;
 use crate::terms::ProcessId;
 
-/// How long a client waits before it is reported as waiting, and the time until the next report. Measured: the first client waits
-/// 0.15 s for its server to start.
+/// The time that a client waits before the service reports that it waits, and the time until the next report. Measured: the
+/// first client waits 0.15 s for its server to start.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The most clients that are remembered: of all users together, and of one user. A user can start any number of clients.
+/// The most waiting clients that the service remembers: of all users together, and of one user. A user can start any number of
+/// clients.
 const KEPT: usize = 64;
 const KEPT_OF_A_USER: usize = 16;
 
-/// The clients that are known to wait.
+/// The clients that wait for a server according to the log.
 #[derive(Debug, Default)]
 pub(super) struct WaitingClients {
     waiting: BTreeMap<u32, WaitingClient>,
-    /// The users who were reported.
+    /// The users of waiting clients that were reported.
     told: BTreeSet<u32>,
-    /// The time of the next look.
+    /// The time of the next look at the waiting clients. None if no client waits.
     pub(super) due: Option<CoreTime>,
 }
 
@@ -55,13 +56,13 @@ impl WaitingClients {
     }
 
     fn admitted(&mut self, client: u32, now: CoreTime) {
-        // A client that is shown as waiting has been admitted, so it is removed at once.
+        // A client that is shown as waiting was admitted, so the next look should remove it at once.
         if self.waiting.remove(&client).is_some_and(|one| one.is_long_waiting(now)) {
             self.due = Some(now);
         }
     }
 
-    /// Forgets the clients that have ended. Returns the clients that have waited long, with their users.
+    /// Forgets the clients that have ended. Returns the clients that have waited long, each with its user.
     fn take_long_waiting(
         &mut self,
         now: CoreTime,
@@ -76,7 +77,7 @@ impl WaitingClients {
         long.map(|one| (one.process, one.uid)).collect()
     }
 
-    /// The first client of each user who was not reported yet.
+    /// The first waiting client of each user who was not reported yet.
     fn take_untold(&mut self, waiting: &[(ProcessId, u32)]) -> Vec<(ProcessId, u32)> {
         self.told.retain(|uid| waiting.iter().any(|(_, waits)| waits == uid));
         waiting.iter().filter(|(_, uid)| self.told.insert(*uid)).copied().collect()
@@ -89,7 +90,7 @@ impl<S: Shell> Serving<'_, S> {
         let waiting = &mut self.run.waiting_clients;
         match *meaning {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
-            // The line may be old, and its PID may belong to another process now.
+            // The line may be old, so another process may have the PID now.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
                 let process = self.shell.process(client);
                 if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {
@@ -100,8 +101,8 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Finds the clients that still wait, and reports one of each user. Users take turns if the control daemon serves one user at
-    /// a time.
+    /// Finds the clients that still wait, and reports one client of each user. Users take turns if the control daemon serves
+    /// one user at a time.
     pub(super) fn tell_waiting(&mut self) {
         let served_alone = self.run.servers.user_served().filter(|_| !self.run.multiuser);
         let (now, shell) = (self.shell.now(), &self.shell);

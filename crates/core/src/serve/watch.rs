@@ -12,7 +12,8 @@ use super::{Ended, Serving};
 use crate::mps::Meaning;
 use crate::{CoreTime, Permit};
 
-/// The time between two health checks, without clients and with clients. If a control daemon hangs, its next client hangs too.
+/// The time between two health checks of a control daemon without clients, and of one with clients. If a control daemon hangs,
+/// its next client hangs too.
 const CHECK_PERIOD: Duration = Duration::from_secs(30);
 const CHECK_PERIOD_IN_USE: Duration = Duration::from_secs(10);
 
@@ -25,12 +26,11 @@ const CHECK_SOON: Duration = Duration::from_millis(100);
 /// The time between two counts of the clients while a change waits for their end. The log reports most ends at once.
 const CLIENTS_PERIOD: Duration = Duration::from_secs(10);
 
-/// A task for a control daemon that serves. Of two tasks that are due at the same moment, the first in this list is done
-/// first.
+/// A task for a control daemon that serves. If two tasks are due at the same moment, the first in this list comes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Task {
     Check,
-    /// The next step against a fault.
+    /// Take the next step after a fatal GPU error.
     Heal,
     /// Start the next server.
     Revive,
@@ -51,7 +51,7 @@ fn first(check: CoreTime, others: &[(Option<CoreTime>, Task)]) -> (CoreTime, Tas
 }
 
 impl<S: Shell> Serving<'_, S> {
-    /// Watches the control daemon until it ends or needs its order again.
+    /// Watches the control daemon until it ends or has to be given its order again.
     pub(super) async fn watch(&mut self) -> Result<Ended, Failure> {
         let now = self.shell.now();
         self.run.check_at = if self.run.blockers.is_unreached() { now } else { now + CHECK_PERIOD };
@@ -190,7 +190,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Counts a check that ended without an answer.
+    /// Counts one more check without an answer.
     pub(super) fn missed(&mut self, error: String) {
         if self.run.blockers.observe(Some(Blocker::no_answer(error.clone()))) == Change::FirstMiss {
             self.shell.tell(News::Warning, error);

@@ -10,17 +10,17 @@ use crate::serve::clients_counted;
 use crate::terms::ProcessId;
 use crate::{Cause, Permit};
 
-/// The use of some clients together.
+/// The memory and the number of some clients together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InUse {
-    /// The number of the clients, each a process.
+    /// The number of the clients. Each client is a process.
     pub clients: u32,
-    /// The memory that they hold, in MiB. None if the driver does not report the memory of one of them.
+    /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of them.
     pub memory_mib: Option<u64>,
 }
 
 impl InUse {
-    /// The use of clients with this memory each.
+    /// The use by clients of which each has this memory.
     pub fn sum(clients: impl IntoIterator<Item = Option<u64>>) -> Self {
         let nothing = Self { clients: 0, memory_mib: Some(0) };
         clients.into_iter().fold(nothing, |all, memory_mib| Self {
@@ -30,7 +30,7 @@ impl InUse {
     }
 }
 
-/// The most that the clients of a slice may have together.
+/// The limits for the clients of a slice together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
     /// The memory in MiB.
@@ -39,7 +39,7 @@ pub struct Budget {
     pub max_clients: u32,
 }
 
-/// A part of a budget.
+/// A part of a budget that clients can exceed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
     /// The memory.
@@ -49,7 +49,7 @@ pub enum Part {
 }
 
 impl Part {
-    /// The word for it in the signal on D-Bus.
+    /// The word for the part in the signal on D-Bus.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",
@@ -58,7 +58,7 @@ impl Part {
     }
 }
 
-/// A client of a slice. `T` is the tenant.
+/// A client of a slice. `T` is the type of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member<T> {
     /// The process.
@@ -67,13 +67,13 @@ pub struct Member<T> {
     pub memory_mib: Option<u64>,
     /// True if only the environment of the client says that it has the slice.
     pub only_claims: bool,
-    /// The tenant for whom the client works. None if not known.
+    /// The tenant for whom the client works. None if the tenant is not known.
     pub tenant: Option<T>,
-    /// True if its work must not be ended, or can't be.
+    /// True if the service must not end the client's work, or can't end it.
     pub stays: bool,
 }
 
-/// The use of these members together.
+/// The use by all of these members together.
 pub fn in_use<'m, T: 'm>(members: impl IntoIterator<Item = &'m Member<T>>) -> InUse {
     InUse::sum(members.into_iter().map(|member| member.memory_mib))
 }
@@ -85,12 +85,12 @@ pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
     parts.into_iter().filter_map(|(part, exceeded)| exceeded.then_some(part)).collect()
 }
 
-/// A permit to end the work of members of a slice that is over its budget.
+/// The permit to end the work of members of a slice that is over its budget.
 ///
 /// # Errors
-/// The reason why the members may belong to several tenants. Then it is not known which of them exceeds the budget: any program
-/// can name a slice in its environment, and a foreign program may be older than the clients of the slice's tenant. So no work is
-/// ended.
+/// The reason why the members may belong to several tenants. It is then not known which tenant exceeds the budget: any program
+/// can name a slice in its environment, and a foreign program may be older than the clients of the slice's tenant. So no work
+/// is ended.
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
@@ -104,9 +104,9 @@ pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, Strin
     Err(format!("processes {one} and {two} are of several users or containers"))
 }
 
-/// The member that loses its work next. None if the rest fits, or no member may be ended. The newest member is first, except that
-/// a member which may have lost its work already comes before it: no other member loses work before that is clear. The last
-/// member always fits, since the driver limits it alone.
+/// The member that loses its work next. None if the remaining members fit, or if no member may be ended. The newest member
+/// comes first, except for a member that may have lost its work already: no other member loses work before that is clear. The
+/// oldest member always fits, since the driver limits a single process.
 pub fn next_victim<T>(
     budget: Budget,
     members: &[Member<T>],
@@ -121,7 +121,7 @@ pub fn next_victim<T>(
     first.or_else(newest).filter(|member| !member.stays).map(|member| member.process)
 }
 
-/// Describes the exceeded parts of a budget. The text stays the same while the clients change.
+/// The exceeded parts of a budget, in words. The text stays the same while clients come and go.
 pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
         Part::Memory => format!("its clients hold more than its {} MiB together", budget.memory_mib),
@@ -181,7 +181,7 @@ mod tests {
         Member { stays: true, ..member(pid, start_time, memory_mib) }
     }
 
-    /// All members that lose their work, in this order.
+    /// The members that lose their work, in the order in which they lose it.
     fn victims(budget: Budget, members: &[Member]) -> Vec<ProcessId> {
         let (mut rest, mut gone) = (members.to_vec(), Vec::new());
         while let Some(next) = next_victim(budget, &rest, |_| false) {

@@ -1,5 +1,5 @@
-//! All questions and acts that are needed to end clients' work. The service carries them out with front ends, the kernel and
-//! NVML, the tests' world in memory.
+//! The questions and acts with which clients' work is ended. The service carries them out with NVIDIA's front end, the kernel
+//! and NVML; the tests carry them out in memory.
 
 use alloc::borrow::ToOwned;
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -10,50 +10,51 @@ use core::time::Duration;
 use crate::mps::{Client, ServerStatus};
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The connections of a client, by the numbers that its control daemon gives them.
+/// The connections of a client to a server, by the numbers that the control daemon gives them.
 pub type Connections = BTreeSet<Option<u64>>;
 
 /// A client as its control daemon lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ListedClient {
-    /// The start time of the process that had the PID when the list was read. None if there was none.
+    /// The start time of the process that had the client's PID when the list was read. None if no process had it.
     pub started: Option<u64>,
     pub connections: Connections,
-    /// The beginnings of the UUIDs of its GPUs. An empty text stands for an unknown GPU.
+    /// The beginnings of the UUIDs of the client's GPUs. An empty text stands for an unknown GPU.
     pub gpus: BTreeSet<String>,
 }
 
 impl ListedClient {
-    /// True if the client may use one of these GPUs.
+    /// Returns whether the client may use one of these GPUs.
     pub fn may_be_on(&self, gpus: &[GpuUuid]) -> bool {
         self.gpus.iter().any(|prefix| gpus.iter().any(|uuid| uuid.starts_with(prefix.as_str())))
     }
 }
 
-/// The clients of a control daemon at one moment.
+/// The answer of a control daemon that was asked for its clients.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct DaemonClients {
-    /// The GPUs of the control daemon. None if they are not known, since this service has not started it.
+    /// The GPUs of the control daemon. None if this service has not started it, and so does not know them.
     pub gpus: Option<Vec<GpuUuid>>,
     /// The clients, by server and PID.
     pub clients: BTreeMap<(u32, u32), ListedClient>,
     /// The servers that handled a fatal GPU error when the list was made. The list may name no client then.
     pub faulted: BTreeSet<u32>,
-    /// True if another control daemon has listened in its directory before or after the question, and may have answered.
+    /// True if another control daemon may have answered: one has listened in the control daemon's directory before or after the
+    /// question.
     pub place_is_taken: bool,
 }
 
-/// Why a control daemon has not listed its clients.
+/// The reason why a control daemon has not listed its clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownClients {
     /// The reason.
     pub why: String,
-    /// True if the control daemon has ended or has no server, so it has no client.
+    /// True if the control daemon has ended or has no server, and so has no client.
     pub has_no_server: bool,
 }
 
-/// Groups connections by server and PID. A client of two GPUs has two lines. `started` gives the start time of the process with
-/// a PID.
+/// Groups connections by server and client. A client of two GPUs has two connections. `started` returns the start time of the
+/// process that has a PID.
 pub fn by_client(
     connections: Vec<Client>,
     started: impl Fn(u32) -> Option<u64>,
@@ -68,7 +69,7 @@ pub fn by_client(
     clients
 }
 
-/// The answer of a control daemon to a request to end a client's GPU work.
+/// The answer of a control daemon to the request to end a client's GPU work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TerminateAnswer {
     /// The client's GPU work has ended. The program gets CUDA error 810.
@@ -79,8 +80,8 @@ pub enum TerminateAnswer {
     NoSuchServer,
 }
 
-/// The clients that control daemons have listed, each with its control daemon, and the first reason why some clients may be
-/// missing.
+/// The clients of the control daemons that have answered, each with its control daemon. Also the first reason why clients may
+/// be missing.
 pub fn known_clients<C>(
     listed: Vec<(C, Result<DaemonClients, UnknownClients>)>,
 ) -> (Vec<(C, DaemonClients)>, Option<String>) {
@@ -99,15 +100,17 @@ pub fn known_clients<C>(
     (known, missing)
 }
 
-/// Carries out all that is needed to end clients' work. Each call returns: it has its own deadline. Errors are texts for people.
+/// The questions and acts with which clients' work is ended. Each call returns: it has its own deadline. Errors are texts for
+/// people.
 pub trait ClientShell: Send {
-    /// Reaches a control daemon.
+    /// Reaches one control daemon.
     type Control: Clone + Send + Sync;
 
     /// A handle of a process. It never refers to a later process with the same PID.
     type Held: Clone + Send + Sync;
 
-    /// A process that was continued. Until this value is dropped, it is continued each time that it is stopped.
+    /// Keeps a process running that was stopped: until this value is dropped, the process is continued each time that it is
+    /// stopped.
     type GoingOn: Send;
 
     /// The present moment.
@@ -116,21 +119,21 @@ pub trait ClientShell: Send {
     /// Waits.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// The clients of every control daemon. All are asked at once: a hung control daemon must not use up the time of the others.
+    /// Asks every control daemon for its clients, all at once: a hung control daemon must not use up the time of the others.
     fn list(
         &mut self,
     ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;
 
-    /// Returns a handle of the process that has this PID now. None if there is no process.
+    /// Returns a handle of the process that has this PID now. None if no process has it.
     ///
     /// # Errors
     /// The kernel does not give the handle.
     fn hold(&mut self, pid: u32) -> Result<Option<Self::Held>, String>;
 
-    /// True if the process lives. A zombie does not count as living.
+    /// Returns whether the process lives. A zombie does not live.
     fn is_alive(&self, held: &Self::Held) -> bool;
 
-    /// The status of a server.
+    /// Asks a control daemon for the status of a server.
     fn server_status(
         &mut self,
         control: &Self::Control,
@@ -143,11 +146,11 @@ pub trait ClientShell: Send {
     /// The process can't be continued.
     fn go_on(&mut self, held: &Self::Held) -> impl Future<Output = Result<Self::GoingOn, String>> + Send;
 
-    /// Ends the GPU work of one client of a server; the server's other clients go on. The control daemon waits for the client
-    /// meanwhile, and does not answer others. So the client must not be stopped.
+    /// Ends the GPU work of one client of a server; the server's other clients go on. Meanwhile the control daemon waits for
+    /// the client, and does not answer other requests. So the client must not be stopped.
     ///
     /// # Errors
-    /// There is no answer, so the client's work may or may not have ended.
+    /// The control daemon has not answered, so the client's work may or may not have ended.
     fn terminate_client(
         &mut self,
         control: &Self::Control,

@@ -6,27 +6,27 @@ use super::client_shell::{ClientShell, TerminateAnswer};
 use crate::Permit;
 use crate::mps::ServerStatus;
 
-/// The result of the attempt to end a client's GPU work at one server.
+/// The result of an attempt to end a client's GPU work at one server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientEnd {
     /// The client's GPU work has ended. Its connections stay listed until its next call to CUDA, but are useless.
     Done,
-    /// The client has just ended, or has just begun.
+    /// The server has no such client: the client has just ended, or has not connected to the server yet.
     NotThere,
-    /// The server handles a fatal GPU error, and nothing was done.
+    /// The server handles a fatal GPU error, so the service has done nothing.
     Faulted,
-    /// The stopped client can't be continued, for this reason, and nothing was done.
+    /// The client is stopped and can't be continued, for this reason. The service has done nothing else.
     StaysStopped(String),
-    /// The control daemon does not say the status of its server, and nothing was done.
+    /// The control daemon has not reported the status of the server, so the service has done nothing.
     NotAsked(String),
-    /// There is no answer, so the client's work may or may not have ended.
+    /// The control daemon has not answered, so the client's work may or may not have ended.
     NotKnown(String),
 }
 
 /// Ends the GPU work of one client at one of its servers. A client that is stopped or frozen is continued first, and again each
-/// time that it stops before the answer comes. A client is never killed, since that would be a fault for the server's other
-/// clients. If the server handles a fatal GPU error, nothing is done: the control daemon would wait for the client, and meanwhile
-/// do nothing else (measured: 32 s, until the client ended).
+/// time that it stops before the control daemon answers. The service never kills a client, since that would be a fault for the
+/// server's other clients. If the server handles a fatal GPU error, the service does nothing: the control daemon would wait for
+/// the client, and answer no other request (measured: 32 s, until the client ended).
 pub async fn end_client<S: ClientShell>(
     shell: &mut S,
     control: &S::Control,

@@ -13,55 +13,56 @@ use super::watch::{OverBudget, Victim, VictimState};
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit};
 
-/// The pause after the first failed attempt to end a client, and the longest pause. The pause doubles.
+/// The pause after the first failed attempt to end a client, and the longest pause. The pause doubles after each failure.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_PAUSE: Duration = Duration::from_secs(60);
 
-/// How long a list of clients, or a look at the members of a slice, is used to choose a client to end. Ending one client can take
-/// half a minute, and other clients leave meanwhile.
+/// The time for which a list of clients, or a look at the members of a slice, is used to choose a client to end. Ending one
+/// client can take half a minute, and other clients may leave meanwhile.
 const BELIEVED_FOR: Duration = Duration::from_secs(2);
 
-/// Carries out what an [`Enforcer`] asks.
+/// The questions and acts with which an [`Enforcer`] ends clients.
 pub trait MemberShell: ClientShell {
-    /// The process of this handle.
+    /// The process to which this handle belongs.
     fn process(&self, held: &Self::Held) -> ProcessId;
 
-    /// True if exactly this process runs, and not a later one with its PID.
+    /// Returns whether this process still runs. A later process with the same PID does not count.
     fn runs(&self, process: ProcessId) -> bool;
 }
 
 /// The connections of a client at one server.
 struct Connected<C> {
     control: C,
-    /// The start time of the process that had the PID then.
+    /// The start time of the process that had the client's PID when the control daemon listed it. None if no process had it.
     started: Option<u64>,
     server: u32,
     connections: Connections,
 }
 
-/// The clients of all control daemons, by PID.
+/// The clients of all control daemons, by PID. A client may be connected to several servers.
 type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
 
-/// The result of an attempt.
+/// The result of an attempt to bring slices back into their budgets.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Enforced {
-    /// The clients that were to be ended.
+    /// The clients that the attempt has tried to end.
     pub victims: Vec<Victim>,
-    /// Why the attempt was stopped early: no client is ended after a fault, or while a control daemon does not answer.
+    /// Why the attempt was broken off: after a fault, or while a control daemon does not answer, no client is ended. None if it
+    /// was not broken off.
     pub broken_off: Option<String>,
 }
 
-/// Remembers the clients that were ended, that may have been ended, and that could not be ended, and so repeats no attempt
-/// without need. `H` is a handle of a process.
+/// Ends clients of slices over their budgets, and remembers the clients that were ended, that may have been ended, and that
+/// could not be ended, so that no attempt is repeated without need. `H` is a handle of a process.
 #[derive(Debug)]
 pub struct Enforcer<H> {
-    /// The processes whose work was ended, by PID, with the connections that they had. The handles distinguish them from later
-    /// processes with the same PID.
+    /// The processes whose work was ended, by PID, with the connections that they had at that time. The handles distinguish
+    /// them from later processes with the same PID.
     ended: BTreeMap<u32, (H, Connections)>,
-    /// The processes that may have lost their work or a part of it, since an answer is missing, by PID. As long as they live,
-    /// they are ended before others.
+    /// The processes, by PID, that may have lost some or all of their work, since a control daemon has not answered. While such
+    /// a process lives, it is ended before other clients.
     in_doubt: BTreeMap<u32, H>,
-    /// The processes that could not be ended, by PID: the time of the next attempt, and the pause before that.
+    /// The processes that could not be ended, by PID, each with the time of the next attempt and the pause before that attempt.
     stubborn: BTreeMap<u32, (ProcessId, CoreTime, Duration)>,
 }
 
@@ -73,17 +74,17 @@ impl<H> Default for Enforcer<H> {
 
 /// The result of the attempt to end one client.
 enum End {
-    /// The attempt is over, and the next client can be ended.
+    /// The attempt on this client is over, and the next client can be ended.
     Came(VictimState),
-    /// The client has just ended.
+    /// The client has ended by itself.
     Gone,
-    /// No other client may be ended either, for this reason. `is_in_doubt` is true if this client may have lost its work.
+    /// No further client may be ended now, for this reason. `is_in_doubt` is true if this client may have lost its work.
     BreaksOff { reason: String, is_in_doubt: bool },
 }
 
 impl<H: Clone> Enforcer<H> {
-    /// Ends the work of the newest members of each slice that is over its budget, until the rest fits. `over` returns the slices
-    /// of the latest look, since looks continue during the attempt.
+    /// Ends the work of the newest members of each slice that is over its budget, until the remaining members fit. `over`
+    /// returns the slices of the latest look at the clients, since looks go on during the attempt.
     pub async fn enforce<S: MemberShell<Held = H>, T>(
         &mut self,
         shell: &mut S,
@@ -110,8 +111,8 @@ impl<H: Clone> Enforcer<H> {
     }
 
     /// The next client to end, with its slice. Three kinds of members are left out: a member that was ended and has no new
-    /// connection, a member without any connection, and a member whose PID belongs to another process now. If a process can't be
-    /// ended, the next newest one is.
+    /// connection, a member without any connection, and a member whose PID belongs to another process now. If a process can't
+    /// be ended, the next newest process is chosen.
     fn next<S: MemberShell<Held = H>, T>(
         &self,
         shell: &S,
@@ -136,7 +137,8 @@ impl<H: Clone> Enforcer<H> {
         })
     }
 
-    /// The clients of all control daemons that answer. A client that is not listed counts as ended, so at most too few are ended.
+    /// Asks all control daemons for their clients. A client that no control daemon lists counts as ended, so the service may
+    /// end too few clients, but never too many.
     async fn list<S: MemberShell<Held = H>>(&mut self, shell: &mut S) -> AllConnected<S::Control> {
         let mut connected = AllConnected::new();
         let (known, missing) = known_clients(shell.list().await);
@@ -156,8 +158,8 @@ impl<H: Clone> Enforcer<H> {
         connected
     }
 
-    /// True if a client has no work: all its connections are those that it had when its work was ended. A client that starts work
-    /// again has a new connection. Users can forge connections, but can't remove any.
+    /// Returns whether a client has no work: every connection existed already when the client's work was ended. A client that
+    /// starts work again has a new connection. Users can forge connections, but can't remove any.
     fn has_ended<S: MemberShell<Held = H>>(
         &self,
         shell: &S,
@@ -178,7 +180,7 @@ impl<H: Clone> Enforcer<H> {
         self.in_doubt.get(&process.pid).is_some_and(|held| shell.process(held) == process)
     }
 
-    /// Ends the work of a client at all its servers.
+    /// Ends the work of a client at all servers to which it is connected.
     async fn end<S: MemberShell<Held = H>>(
         &mut self,
         shell: &mut S,
@@ -197,7 +199,7 @@ impl<H: Clone> Enforcer<H> {
             let came = end_client(shell, control, *server, &held, may_end).await;
             let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
             if has_lost {
-                // This stays until all of its servers have answered.
+                // The client stays in doubt until all of its servers have answered.
                 self.in_doubt.insert(pid, held.clone());
             }
             let reason = match came {
@@ -225,7 +227,8 @@ impl<H: Clone> Enforcer<H> {
         End::Came(VictimState::Ended)
     }
 
-    /// Makes no further attempt on this client for a while, which is longer each time.
+    /// Records that a client could not be ended. The next attempt on this client is made after a pause, which is longer each
+    /// time.
     fn stays(&mut self, now: CoreTime, process: ProcessId, reason: String) -> VictimState {
         let before = self.stubborn.get(&process.pid).filter(|(known, ..)| *known == process);
         let pause = before.map_or(FIRST_PAUSE, |(.., pause)| (*pause * 2).min(LAST_PAUSE));

@@ -8,18 +8,18 @@ use core::time::Duration;
 use super::budget::Part;
 use crate::{CoreTime, Rate, RateLimit};
 
-/// The time for which a slice has to fit before it is no longer shown as over its budget.
+/// The time for which a slice has to fit into its budget before it is no longer shown as over its budget.
 const CALM: Duration = Duration::from_secs(3);
 
-/// The limit for messages of one kind about a slice.
+/// The limit for messages of one kind about one slice.
 pub(super) const MESSAGES: Rate = Rate { most: 4, more: 1, period: Duration::from_secs(60) };
 
-/// This number of attempts within [`MINUTE`] says that a tenant starts clients again and again.
+/// If work of a slice was ended this number of times within [`MINUTE`], a tenant starts clients again and again.
 const TIMES: usize = 3;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// The last attempts that have ended work of a slice. A client that is started again after each attempt uses more than the budget
-/// until the next look. So a slice with such clients is looked at as soon as a client comes.
+/// The times of the last attempts that have ended work of a slice. A tenant who starts a client again after each attempt uses
+/// more than the budget until the next look. So the service looks at such a slice as soon as a client comes.
 #[derive(Debug, Default)]
 pub(super) struct Endings([Option<CoreTime>; TIMES]);
 
@@ -31,7 +31,7 @@ impl Endings {
         }
     }
 
-    /// Returns true if the slice's clients are started again and again.
+    /// Returns true if the slice's clients are started again and again after each end.
     pub(super) fn are_many(&self, now: CoreTime) -> bool {
         self.0.iter().all(|ended| ended.is_some_and(|ended| now < ended + MINUTE))
     }
@@ -40,8 +40,8 @@ impl Endings {
 /// The overuse of a slice, as it is shown.
 #[derive(Debug)]
 pub(super) struct ShownOveruse {
-    /// The parts of the budget that are shown as exceeded. None: the part is exceeded at this moment. Otherwise the time since
-    /// which the slice fits again.
+    /// The parts of the budget that are shown as exceeded. None if the part is exceeded at this moment; otherwise the time
+    /// since which the slice fits again.
     parts: BTreeMap<Part, Option<CoreTime>>,
     rate_limit: RateLimit,
 }
@@ -56,7 +56,7 @@ impl ShownOveruse {
         self.parts.keys().copied().collect()
     }
 
-    /// Records which parts are exceeded now. Returns true if this changes what is shown.
+    /// Records which parts of the budget are exceeded now. Returns true if the shown parts change.
     pub(super) fn observe(&mut self, exceeded: &BTreeSet<Part>, now: CoreTime) -> bool {
         let before = self.parts();
         for (part, fits_since) in &mut self.parts {
@@ -74,7 +74,8 @@ impl ShownOveruse {
         self.parts() != before
     }
 
-    /// The time of the next look, although no client may come or go until then: a part is still shown, and the slice fits.
+    /// The time of the next look at the slice, even if no client comes or goes until then. None unless a part is shown as
+    /// exceeded while the slice fits.
     pub(super) fn next_check(&mut self, now: CoreTime) -> Option<CoreTime> {
         let calm = self.parts.values().flatten().map(|since| *since + CALM).min()?;
         Some(calm.max(self.rate_limit.next(now)))

@@ -5,27 +5,27 @@ use alloc::vec::Vec;
 
 use crate::terms::ProcessId;
 
-/// The clients of a GPU that are spared.
+/// The clients on a GPU that never lose their work for a budget.
 #[derive(Debug)]
 pub(super) struct Spared {
-    /// True if the clients that the next look finds are spared.
+    /// True if the clients that the next look finds are to be spared.
     spares_next: bool,
     processes: Vec<ProcessId>,
 }
 
 impl Spared {
-    /// Spares the clients that were there before the service.
+    /// A state that spares the clients that were on the GPU before the service started.
     pub(super) fn new() -> Self {
         Self { spares_next: true, processes: Vec::new() }
     }
 
-    /// Spares the clients that are there now: a change of which they do not know has made them exceed the budget.
+    /// Spares the clients that are on the GPU now, since a change of the configuration has made them exceed the budget.
     pub(super) fn spare_all(&mut self) {
         self.spares_next = true;
     }
 
     /// Records the clients that a look has found, with or without a known slice. A client stays spared until its process has
-    /// ended, since the driver may leave out a client for a moment.
+    /// ended, since the driver may leave a client out of its list for a moment.
     pub(super) fn observe(&mut self, found: &[ProcessId], runs: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|process| runs(*process));
         if core::mem::take(&mut self.spares_next) {
@@ -35,7 +35,7 @@ impl Spared {
         }
     }
 
-    /// True if this client is spared.
+    /// Returns whether this client is spared.
     pub(super) fn has(&self, process: ProcessId) -> bool {
         self.processes.contains(&process)
     }

@@ -1,4 +1,4 @@
-//! Which clients a request is about.
+//! The clients that a request is about.
 
 use alloc::collections::BTreeSet;
 use alloc::string::String;
@@ -18,7 +18,7 @@ pub enum Target {
     /// The process with this PID, if it belongs to this user.
     ProcessOf {
         pid: u32,
-        /// The user.
+        /// The user whose process it must be.
         user: u32,
     },
     /// Every process that has one of these slices.
@@ -29,7 +29,7 @@ pub enum Target {
     Signalled(Stop),
 }
 
-/// The answer for one process.
+/// The answer to the question if a request means a process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
     Yes(Match),
@@ -38,12 +38,12 @@ pub(super) enum Meant {
     NotKnown,
 }
 
-/// Why a process is among the wanted ones.
+/// The containers or slices of the request because of which it means a process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Match {
-    /// The wanted containers that contain the process.
+    /// The containers of the request that contain the process. The beginning of an id may name several containers.
     pub(super) containers: BTreeSet<EnclosingContainer>,
-    /// The wanted slices that the process has.
+    /// The slices of the request that the process has. None for a request that names no slices.
     pub(super) slices: Option<Vec<SliceId>>,
 }
 
@@ -53,7 +53,7 @@ impl Meant {
     }
 }
 
-/// The time that clients have to disconnect. Measured: 50 ms for a program that ends when CUDA returns an error.
+/// The time that clients have to disconnect. Measured: a program that ends when CUDA returns an error needs 50 ms.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The time that clients have to disconnect before a container runtime sends a signal. The runtime waits for the answer, and then
@@ -66,10 +66,10 @@ impl Target {
         if matches!(self, Self::Signalled(_)) { TIMEOUT_BEFORE_A_SIGNAL } else { TIMEOUT }
     }
 
-    /// Decides if the request means a process, and looks only at what that decision needs.
+    /// Decides if the request means a process. Asks the shell only for the facts on which the decision depends.
     ///
     /// # Errors
-    /// The process can't be looked at.
+    /// The facts about the process can't be read.
     pub(super) async fn means<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<Meant, String> {
         match self {
             Self::Process(other) => Ok(Meant::if_so(*other == pid)),
@@ -106,7 +106,7 @@ impl Target {
     }
 }
 
-/// Compares the slices of a process with the wanted ones.
+/// Compares the known slices of a process with the slices of the request.
 fn compare_slices(wanted: &[SliceId], known: Option<KnownSlices>) -> Meant {
     let Some(KnownSlices { slices, is_certain }) = known else { return Meant::NotKnown };
     let is_near = |slice: &SliceId| wanted.iter().any(|wanted| wanted.gpu == slice.gpu);

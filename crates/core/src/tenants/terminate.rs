@@ -14,46 +14,48 @@ use super::termination_error::{LeftClient, TerminationError, WhyLeft};
 use super::termination_shell::{EnclosingContainer, RequestNews, TerminationShell};
 use crate::{CoreTime, GpuUuid, Permit};
 
-/// The first and the longest pause between two looks for clients that have not ended yet. The pause doubles.
+/// The first and the longest pause between two looks for clients that have not ended yet. The pause doubles after each look.
 const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LAST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A request for slices fails if a client has no known slice for this time. A process that is just ending has no environment any
-/// more.
+/// A request for slices fails if a client has had no known slice for this time. A shorter time says nothing, since a process
+/// that is just ending has no environment any more.
 const UNPLACED_FOR: Duration = Duration::from_secs(1);
 
-/// A request and its results so far. The caller can stop it at each `await`; then [`Termination::out_of_time`] is the answer.
+/// A request to end GPU work, and the results so far. The caller can stop the request at each `await`;
+/// [`Termination::out_of_time`] is then the answer.
 pub struct Termination<T: TerminationShell> {
     target: Target,
-    /// The processes whose work was ended, by server and client, with the connections that they had. The handles distinguish them
-    /// from later processes with the same PID.
+    /// The processes whose work was ended, by server and client, with the connections that they had at that time. The handles
+    /// distinguish them from later processes with the same PID.
     ended: BTreeMap<(u32, u32), (T::Held, Connections)>,
     had_work: Vec<T::Owner>,
-    /// The clients that were found and still have work, or may have, by server and client.
+    /// The clients that the request means and that still have work, or may have work, by server and client.
     left: BTreeMap<(u32, u32), HeldClient<T>>,
-    /// Why the last look may have missed clients.
+    /// Why the last look may have missed clients. None if it has missed none.
     doubt: Option<String>,
     has_found_any: bool,
-    /// The process with the wanted PID. A later process with this PID is not meant.
+    /// The process that had the PID of the request when the request began. A later process with this PID is not meant.
     named: Option<T::Held>,
     /// True if the last look has found no client with work.
     is_nobody_left: bool,
-    /// The time since which every look has found clients without a known slice.
+    /// The moment since which every look has found clients without a known slice. None if the last look has found no such
+    /// client.
     unplaced_since: Option<CoreTime>,
-    /// True if the wanted container was made by the host's own container runtime.
+    /// True if the host's own container runtime has made the container of the request.
     only_hosts: bool,
 }
 
-/// A client that was found, with a handle of its process.
+/// A client that the request means, with a handle of its process.
 struct HeldClient<T: TerminationShell> {
     held: T::Held,
     client: LeftClient<T::Owner>,
 }
 
-/// A client to which the target applies, at one of its servers.
+/// A client that the request means, at one of its servers.
 struct MeantClient<T: TerminationShell> {
     control: T::Control,
-    /// The GPUs of the control daemon.
+    /// The GPUs of the control daemon. None if they are not known.
     gpus: Option<Vec<GpuUuid>>,
     server: u32,
     pid: u32,
@@ -62,27 +64,27 @@ struct MeantClient<T: TerminationShell> {
     why: Match,
 }
 
-/// The reason why a look may have missed clients.
+/// The reason why a look at the clients may have missed some.
 enum WhyIncomplete {
-    /// A control daemon does not answer.
+    /// A control daemon has not answered.
     Silent(String),
-    /// Nothing can be found out about a process.
+    /// The facts about a process can't be read, so the request may mean the process.
     Unreadable { pid: u32, why: String },
 }
 
-/// The clients with work at one moment, as far as the request needs them.
+/// The clients that have work at one moment and that the request means.
 struct RequestLook<T: TerminationShell> {
     found: Vec<MeantClient<T>>,
-    /// The PIDs of clients that use a GPU of the wanted slices and have no known slice.
+    /// The PIDs of clients without a known slice that use a GPU of the request's slices.
     unplaced: BTreeSet<u32>,
-    /// The first reason why clients may be missing, if it lasts.
+    /// The first reason why the look may have missed clients. The request fails if the reason lasts.
     trouble: Option<WhyIncomplete>,
-    /// True if the list of clients is certainly complete.
+    /// True if the look has certainly missed no client.
     is_sure: bool,
 }
 
 impl<T: TerminationShell> Termination<T> {
-    /// A request that begins now.
+    /// A request that has just begun.
     pub fn new(target: Target) -> Self {
         Self {
             target,
@@ -98,12 +100,12 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Ends the GPU work of all clients to which the target applies, and returns when the work has ended. A process notices that
-    /// at its next call to CUDA, and is listed as a client until then. From now on no signal to such a process can cause a fault
-    /// for other clients.
+    /// Ends the GPU work of all clients that the request means, and returns when the work has ended. A process notices that at
+    /// its next call to CUDA, and is listed as a client until then. A signal to such a process can't cause a fault for other
+    /// clients any more.
     ///
     /// # Errors
-    /// Some clients may still have work.
+    /// Clients may still have work.
     pub async fn run(&mut self, shell: &mut T) -> Result<(), TerminationError<T::Owner>> {
         if let Target::Process(pid) | Target::ProcessOf { pid, .. } = self.target {
             let held = shell.hold(pid).map_err(|why| TerminationError::Unreadable { pid, why })?;
@@ -121,7 +123,7 @@ impl<T: TerminationShell> Termination<T> {
                 return self.answer();
             }
             let others_are_done = at_work.is_empty();
-            // An unreadable process must not prevent the end of the others.
+            // A process that can't be read must not prevent the end of other clients' work.
             self.end_work(shell, at_work).await?;
             match trouble {
                 None => {}
@@ -138,7 +140,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Why clients may still have work, if the request is stopped now.
+    /// The answer if the caller stops the request now: why clients may still have work.
     pub fn out_of_time(&self) -> TerminationError<T::Owner> {
         TerminationError::OutOfTime {
             after: self.target.timeout(),
@@ -147,7 +149,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// The clients that had work, as they were described before its end.
+    /// The clients whose work the request has ended, as they were described before the end.
     pub fn had_work(self) -> Vec<T::Owner> {
         self.had_work
     }
@@ -156,7 +158,7 @@ impl<T: TerminationShell> Termination<T> {
         self.left.values().map(|one| one.client.clone()).collect()
     }
 
-    /// The answer when no client has work any more.
+    /// The answer once no client that the request means has work.
     fn answer(&self) -> Result<(), TerminationError<T::Owner>> {
         match self.target {
             Target::Process(pid) if !self.has_found_any => Err(TerminationError::NoSuchClient(pid)),
@@ -167,15 +169,15 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// True if a client's work has ended: it still has a connection from the time of its end. A client that has started work
-    /// again has only new connections, since the old ones are useless. Other users can forge further connections, but can't
-    /// remove any.
+    /// Returns whether a client's work has ended: the client still has a connection from the time when its work was ended. A
+    /// client that has started work again has only new connections, since the old ones are useless. Other users can forge
+    /// further connections, but can't remove any.
     fn has_ended(&self, shell: &T, found: &MeantClient<T>) -> bool {
         let Some((held, connections)) = self.ended.get(&(found.server, found.pid)) else { return false };
         shell.is_alive(held) && !found.connections.is_disjoint(connections)
     }
 
-    /// The clients to which the target applies now, and the reason why some may be missing.
+    /// Finds the clients that the request means, and the reason why the search may have missed some.
     async fn find_clients(&mut self, shell: &mut T) -> Result<RequestLook<T>, TerminationError<T::Owner>> {
         let mut look =
             RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
@@ -188,7 +190,7 @@ impl<T: TerminationShell> Termination<T> {
         for (control, mut daemon) in known {
             let has_one_gpu = has_one_gpu(daemon.gpus.as_deref());
             look.is_sure &= has_one_gpu && daemon.faulted.is_empty();
-            // On a server of one GPU the error has hit all clients, listed or not.
+            // On a server with one GPU the fatal error has hit all clients, listed or not.
             if !daemon.faulted.is_empty() && !has_one_gpu {
                 let doubt = add_clients_of_nvml(shell, &mut daemon).await;
                 self.doubt = self.doubt.take().or(doubt);
@@ -208,7 +210,7 @@ impl<T: TerminationShell> Termination<T> {
         Ok(look)
     }
 
-    /// Looks at one client, and adds it if the target applies.
+    /// Looks at one client, and adds it to `look` if the request means it.
     async fn take_up_if_meant(
         &mut self,
         shell: &mut T,
@@ -246,7 +248,7 @@ impl<T: TerminationShell> Termination<T> {
                 let found =
                     MeantClient { control, gpus, server, pid, connections: client.connections, held, why };
                 if !self.has_ended(shell, &found) {
-                    // From now on an answer after the deadline names the client.
+                    // If the time is over later, the answer names this client.
                     let owner = shell.owner(pid, found.why.slices.clone()).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left
@@ -259,8 +261,8 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Makes sure that only one container is meant. A user can name a control group like a container, so the containers of the
-    /// host's own runtime come first.
+    /// Makes sure that the request means only one container. A user can give a control group the name of a container, so the
+    /// containers of the host's own runtime come first.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
         let is_the_hosts = |one: &MeantClient<T>| one.why.containers.iter().any(|one| one.is_the_hosts);
@@ -295,15 +297,15 @@ impl<T: TerminationShell> Termination<T> {
         trouble.map_or(Ok(()), |why| Err(TerminationError::Silent { why, left: self.left() }))
     }
 
-    /// Ends the work of one client. If the outcome is not known, returns the reason.
+    /// Ends the work of one client at one server. Returns the reason if the control daemon has not answered.
     async fn end_one(&mut self, shell: &mut T, one: MeantClient<T>) -> Option<String> {
         let MeantClient { control, gpus, server, pid, mut connections, held, .. } = one;
         let key = (server, pid);
-        // This stays until the answer comes.
+        // The client stays in this state until the control daemon answers.
         self.is_left(key, WhyLeft::MayHaveEnded);
         match end_client(shell, &control, server, &held, Permit::asked_for()).await {
             ClientEnd::Done => {}
-            // The error has hit all clients on its GPU.
+            // The fatal error has hit all clients of a server with one GPU, so this client has lost its work.
             ClientEnd::Faulted if has_one_gpu(gpus.as_deref()) => {}
             ClientEnd::Faulted => {
                 self.is_left(key, WhyLeft::Faulted { server });
@@ -333,7 +335,7 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // Connections without numbers can't be distinguished.
+        // A connection without a number can't be distinguished from a later one.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None
@@ -345,7 +347,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// Fails if only clients without a known slice are left on the wanted GPUs, and that lasts.
+    /// Fails if only clients without a known slice are left on the GPUs of the request, and that lasts.
     async fn look_at_unplaced(
         &mut self,
         shell: &mut T,
@@ -373,7 +375,7 @@ fn has_one_gpu(gpus: Option<&[GpuUuid]>) -> bool {
     gpus.is_some_and(|gpus| gpus.len() == 1)
 }
 
-/// Adds the clients that NVML lists: after a fatal GPU error, the control daemon may list no client. Returns the reason why
+/// Adds the clients that NVML lists, since a control daemon may list no client after a fatal GPU error. Returns the reason why
 /// clients may be missing nevertheless.
 async fn add_clients_of_nvml<T: TerminationShell>(
     shell: &mut T,

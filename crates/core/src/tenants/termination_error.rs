@@ -1,4 +1,4 @@
-//! Why the wanted clients may still have GPU work, in words.
+//! The reasons, in words, why the clients that a request means may still have GPU work.
 
 use alloc::collections::BTreeMap;
 use alloc::string::{String, ToString};
@@ -6,32 +6,32 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::time::Duration;
 
-/// The most clients that a message names.
+/// The most clients that one message names.
 const NAMED: usize = 32;
 
-/// Why a client still has work, as far as that is known.
+/// The reason why a client that a request means still has work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WhyLeft {
-    /// The service has not ended the client yet, or the client has just come.
+    /// The service has not reached the client yet, or the client has just come.
     AtWork,
-    /// The stopped client can't be continued, for this reason.
+    /// The client is stopped, and can't be continued for this reason.
     StaysStopped(String),
-    /// The server handles a fatal GPU error, and has several GPUs: the client may work on a healthy GPU.
+    /// The client's server handles a fatal GPU error and has several GPUs, so the client may work on a healthy GPU.
     Faulted {
-        /// The PID of its server.
+        /// The PID of the server.
         server: u32,
     },
-    /// There is no answer, so its work may or may not have ended.
+    /// The control daemon has not answered, so the client's work may or may not have ended.
     MayHaveEnded,
 }
 
-/// A client that still has work, or may have.
+/// A client that a request means and that still has work, or may have work.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftClient<O> {
     pub pid: u32,
     /// The client in words.
     pub owner: O,
-    /// The reason.
+    /// The reason why the client still has work.
     pub why: WhyLeft,
 }
 
@@ -52,52 +52,52 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
     }
 }
 
-/// Why some wanted processes may still have GPU work. `O` describes a client.
+/// Why clients that a request means may still have GPU work. `O` is the type that describes a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TerminationError<O> {
-    /// Several containers have ids with this beginning. No work was ended.
+    /// Several containers have ids that begin with the text of the request. No work was ended.
     SeveralContainers {
-        /// The beginning of the ids.
+        /// The text of the request.
         id: String,
         /// The ids of the containers.
         found: Vec<String>,
     },
-    /// The process is no client of any control daemon here.
+    /// The process is no client of a control daemon on this host.
     NoSuchClient(u32),
-    /// The process is no client of any control daemon here, or belongs to another user.
+    /// The process is no client of a control daemon on this host, or belongs to another user than the caller.
     NotTheirs {
         pid: u32,
-        /// The user who has asked.
+        /// The caller.
         user: u32,
     },
-    /// Nothing can be found out about a process, which may be a wanted one. The work of the others was ended.
+    /// The service can't read the facts about a process, which the request may mean. The work of the other clients was ended.
     Unreadable {
         pid: u32,
-        /// The reason.
+        /// The reason why the facts can't be read.
         why: String,
     },
-    /// Clients on the GPUs of the wanted slices, in words. Their slices are not known, so they may or may not be wanted. The work
-    /// of the other clients was ended.
+    /// Clients, in words, on the GPUs of the request's slices. Their slices are not known, so the request may or may not mean
+    /// them. The work of the other clients was ended.
     Unplaced(Vec<String>),
-    /// A control daemon did not answer. The work at the other control daemons was ended.
+    /// A control daemon has not answered. The work of the clients of the other control daemons was ended.
     Silent {
-        /// The reason.
+        /// The reason why the control daemon has not answered.
         why: String,
-        /// The clients that were found and still have work, or may have.
+        /// The clients that still have work, or may have work.
         left: Vec<LeftClient<O>>,
     },
-    /// The time is over. No process was killed.
+    /// The time of the request is over. The service has killed no process.
     OutOfTime {
         /// The time that the request had.
         after: Duration,
-        /// The clients that were found and still have work, or may have.
+        /// The clients that still have work, or may have work.
         left: Vec<LeftClient<O>>,
-        /// Why there may be further clients with work.
+        /// Why the service may have missed further clients with work. None if it has missed none.
         doubt: Option<String>,
     },
 }
 
-/// The first 32 of these texts, and the number of the others.
+/// The first 32 of these texts, and the number of further texts.
 pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     let more = all.len().saturating_sub(NAMED);
     let mut names: Vec<String> = all.take(NAMED).collect();
@@ -107,7 +107,7 @@ pub fn first_named(all: impl ExactSizeIterator<Item = String>) -> String {
     names.join("; ")
 }
 
-/// Each client once, by its PID.
+/// The clients in words, each once, by PID.
 fn named_clients<O: fmt::Display>(left: &[LeftClient<O>]) -> String {
     let by_pid: BTreeMap<u32, String> = left.iter().map(|one| (one.pid, one.to_string())).collect();
     first_named(by_pid.into_values())

@@ -1,4 +1,4 @@
-//! The further questions and acts for a request to end GPU work.
+//! The questions and acts that a request to end GPU work needs, besides those of `client_shell.rs`.
 
 use alloc::string::String;
 use alloc::vec::Vec;
@@ -15,8 +15,8 @@ use crate::terms::SliceId;
 pub struct KnownSlices {
     /// The names of the slices.
     pub slices: Vec<SliceId>,
-    /// True if no program in the process's container can change the slices, so the process has no others. Otherwise the slices
-    /// come from the environment, and the process can write it.
+    /// True if no program in the process's container can change the slices, so that the process has no other slices. False if
+    /// the slices come from the environment, which the process can write.
     pub is_certain: bool,
 }
 
@@ -24,7 +24,7 @@ pub struct KnownSlices {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct EnclosingContainer {
     pub id: String,
-    /// True if the host's own container runtime has made the container.
+    /// True if the host's own container runtime has made the container. False if a program in a container may have made it.
     pub is_the_hosts: bool,
 }
 
@@ -33,22 +33,22 @@ pub struct EnclosingContainer {
 pub enum RequestNews {
     /// The work of a client has ended.
     Ended,
-    /// There is no answer of the control daemon, so the work of a client may or may not have ended.
+    /// The control daemon has not answered, so the work of a client may or may not have ended.
     MayHaveEnded,
 }
 
-/// Knows processes and their owners. Each call returns: it has its own deadline. Errors are texts for people.
+/// The questions about processes and their owners. Each call returns: it has its own deadline. Errors are texts for people.
 pub trait TerminationShell: ClientShell {
-    /// Describes a client: its PID and its owner.
+    /// The type that describes a client: its PID and its owner.
     type Owner: Clone + fmt::Display + Send + Sync;
 
     /// Another look at all processes begins.
     fn begin_look(&mut self);
 
-    /// The users of a process: its real user, and each user for whom it acts.
+    /// The users of a process: its real user, and each user with whose rights the process acts.
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
-    /// The slices that a process is known to have. None: they are not known.
+    /// The slices that a process is known to have. None if they are not known.
     fn slices(&mut self, pid: u32) -> impl Future<Output = Result<Option<KnownSlices>, String>> + Send;
 
     /// The containers that contain a process, with ids in lower case.
@@ -60,14 +60,14 @@ pub trait TerminationShell: ClientShell {
     /// The path of the control group of a process.
     fn control_group(&mut self, pid: u32) -> impl Future<Output = Result<String, String>> + Send;
 
-    /// The effect of a signal, by its number, on a process. None: the process has ended.
+    /// The effect of a signal, given by its number, on a process. None if the process has ended.
     fn reception(
         &mut self,
         pid: u32,
         signal: u32,
     ) -> impl Future<Output = Result<Option<Reception>, String>> + Send;
 
-    /// Describes a process, which is known to have these slices.
+    /// Describes a process. The caller knows that the process has these slices, if there are some.
     fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> impl Future<Output = Self::Owner> + Send;
 
     /// The program that a process runs.
@@ -79,6 +79,6 @@ pub trait TerminationShell: ClientShell {
     /// The clients that NVML lists on these GPUs.
     fn clients_on(&mut self, gpus: &[GpuUuid]) -> impl Future<Output = ClientsOnGpus> + Send;
 
-    /// Writes a message about a client that the request has named, once.
+    /// Writes a message about a client that the request means. The same message is written only once.
     fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Self::Owner);
 }

@@ -1,4 +1,4 @@
-//! The watch over the budgets of a GPU's slices. From each look at the clients follow the use to show, the messages, the clients
+//! The watch over the budgets of a GPU's slices. Each look at the clients decides the use to show, the messages, the clients
 //! that may be ended, and the time of the next look.
 
 use alloc::collections::{BTreeMap, BTreeSet};
@@ -13,30 +13,30 @@ use super::spared::Spared;
 use crate::terms::ProcessId;
 use crate::{CoreTime, Permit, RateLimit};
 
-/// The time until the next look at a GPU while some slice has two or more clients, and after a client has come: the driver lists
-/// a client a moment after the control daemon has admitted it.
+/// The time until the next look at a GPU if some slice has two or more clients, and after a client has come: the driver lists a
+/// client a moment after the control daemon has admitted it.
 pub const PERIOD: Duration = Duration::from_secs(1);
 
 /// The shortest time between two looks at a GPU: one look finds all clients that come within this time.
 const SHARE: Duration = Duration::from_millis(250);
 
-/// The time that replaces both [`PERIOD`] and [`SHARE`] while ended clients of some slice are started again and again.
+/// The time that replaces both [`PERIOD`] and [`SHARE`] while a tenant starts ended clients of some slice again and again.
 const QUICK: Duration = Duration::from_millis(100);
 
-/// The longest pause between two attempts to end a client if the attempts before have failed.
+/// The longest pause between two attempts to end clients of a GPU after failed attempts.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The budgets of a GPU's slices, and what follows when they are exceeded.
+/// The budgets of a GPU's slices, and the configured consequence of overuse.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceBudgets {
     /// The budgets of the slices, by their ordinals.
     pub budgets: Vec<Budget>,
-    /// True if clients lose their work for overuse. Otherwise overuse is only reported.
+    /// True if clients lose their work because of overuse. False if overuse is only reported.
     pub terminate: bool,
 }
 
 impl SliceBudgets {
-    /// True if clients that fitted before may exceed a budget now.
+    /// Returns whether clients that fitted into the budgets `before` may exceed these budgets.
     fn is_stricter_than(&self, before: &Self) -> bool {
         let is_smaller = |(now, before): (&Budget, &Budget)| {
             now.memory_mib < before.memory_mib || now.max_clients < before.max_clients
@@ -50,25 +50,25 @@ impl SliceBudgets {
 /// A slice that is over its budget.
 #[derive(Debug, Clone)]
 pub struct OverBudget<T> {
-    /// The time of the look.
+    /// The time of the look that has found the overuse.
     pub as_of: CoreTime,
     /// The ordinal of the slice.
     pub slice: u32,
     pub budget: Budget,
-    /// The clients.
+    /// The clients of the slice.
     pub members: Vec<Member<T>>,
     /// The permit to end work of these members.
     pub may_end: Permit,
 }
 
-/// A client that an attempt was to end.
+/// A client that an attempt has tried to end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Victim {
-    /// The ordinal of its slice.
+    /// The ordinal of the client's slice.
     pub slice: u32,
-    /// The client.
+    /// The process of the client.
     pub process: ProcessId,
-    /// The result.
+    /// The state of the client after the attempt.
     pub state: VictimState,
 }
 
@@ -79,44 +79,45 @@ pub enum VictimState {
     Ended,
     /// The service could not end the client, for this reason, and tries again after a while.
     Stays(String),
-    /// The client may have lost its work: the answer got lost, for this reason. The service tries this client again before any
-    /// other member of the slice.
+    /// The client may have lost its work: the control daemon has not answered, for this reason. The service tries this client
+    /// again before any other member of the slice.
     Unknown(String),
 }
 
-/// All that follows from one look.
+/// The decisions that follow from one look at the clients of a GPU.
 #[derive(Debug)]
 pub struct Look<T> {
-    /// The use of each slice, and the text about its overuse. The text is empty while no overuse is shown.
+    /// The use of each slice, by the ordinal, and the text about its overuse. The text is empty while no overuse is shown.
     pub uses: Vec<(InUse, String)>,
-    /// The messages about slices.
+    /// The messages about slices that have exceeded their budgets or fit again.
     pub news: Vec<OveruseNews>,
-    /// The slices of which clients may be ended.
+    /// The slices over their budgets, of which clients may be ended.
     pub over: Vec<OverBudget<T>>,
-    /// True if an attempt to end clients of these slices begins now. [`BudgetWatch::has_attempted`] must follow.
+    /// True if an attempt to end clients of the slices in `over` begins now. The caller must report its result to
+    /// [`BudgetWatch::has_attempted`].
     pub begins_attempt: bool,
-    /// The time of the next look, if nothing causes an earlier one.
+    /// The time of the next look, if no event causes an earlier one. None if no look is planned.
     pub due: Option<CoreTime>,
 }
 
-/// A slice has exceeded its budget, exceeds other parts of it than before, or fits again.
+/// A message about a slice that has exceeded its budget, exceeds other parts of it than before, or fits again.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OveruseNews {
     /// The ordinal of the slice.
     pub slice: u32,
-    /// The exceeded parts of the budget, each as one word. None: the slice fits again.
+    /// The exceeded parts of the budget, each as one word. Empty if the slice fits again.
     pub reasons: Vec<&'static str>,
-    /// The clients.
+    /// The clients of the slice.
     pub clients: Vec<ProcessId>,
-    /// Which parts are exceeded, as a text.
+    /// The exceeded parts of the budget as a text.
     words: String,
     memory_mib: Option<u64>,
-    /// Why no work is ended, if the configuration asks for that.
+    /// Why the service ends no work of the slice, though the configuration asks for that. None if it does.
     spared: Option<String>,
 }
 
 impl OveruseNews {
-    /// The message, with the names of the slice and of its clients.
+    /// The message for the journal. `device` and `clients` are the names of the slice and of its clients.
     pub fn text(&self, device: &str, clients: &str) -> String {
         if self.reasons.is_empty() {
             return format!("{device} is within its budget again");
@@ -129,7 +130,7 @@ impl OveruseNews {
     }
 }
 
-/// A message about a slice after an attempt to end clients of it.
+/// A message about a slice, with the result of an attempt to end its clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttemptNews {
     /// The ordinal of the slice.
@@ -139,16 +140,16 @@ pub struct AttemptNews {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum AttemptResult {
-    /// The clients that have lost their work, and the number of earlier ones that were left out of messages.
+    /// The clients that have lost their work, and the number of clients that earlier messages have left out.
     Ended(Vec<ProcessId>, Option<usize>),
     /// The client that could not be ended, and the reason.
     Stays(ProcessId, String),
-    /// The client that may have lost its work, and the reason.
+    /// The client that may have lost its work, and the reason why that is not known.
     Unknown(ProcessId, String),
 }
 
 impl AttemptNews {
-    /// The clients that the message names, and true if it counts them too.
+    /// The clients that the message names, and true if the message also counts them.
     pub fn clients(&self) -> (Vec<ProcessId>, bool) {
         match &self.told {
             AttemptResult::Ended(ended, _) => (ended.clone(), true),
@@ -156,7 +157,7 @@ impl AttemptNews {
         }
     }
 
-    /// The message, with the names of the slice and of [`Self::clients`].
+    /// The message for the journal. `device` and `clients` are the names of the slice and of [`Self::clients`].
     pub fn text(&self, device: &str, clients: &str) -> String {
         match &self.told {
             AttemptResult::Ended(_, suppressed) => {
@@ -175,16 +176,16 @@ impl AttemptNews {
     }
 }
 
-/// The time of the next attempt.
+/// The time of the next attempt to end clients of a GPU.
 #[derive(Debug)]
 struct Attempt {
     at: CoreTime,
-    /// The pause after the next attempt that ends no client.
+    /// The pause after the next attempt, if that attempt ends no client.
     pause: Duration,
     is_under_way: bool,
 }
 
-/// The limits for the messages about one slice.
+/// The limits for the rate of messages about one slice.
 #[derive(Debug)]
 struct SliceMessages {
     shown: ShownOveruse,
@@ -198,14 +199,14 @@ impl SliceMessages {
     }
 }
 
-/// The watch over one GPU.
+/// The watch over the budgets of one GPU.
 #[derive(Debug)]
 pub struct BudgetWatch {
     gpu: SliceBudgets,
     spared: Spared,
-    /// By the ordinals of the slices. Only slices that have exceeded their budget once are here.
+    /// The messages of the slices that have exceeded their budget at least once, by the slices' ordinals.
     slices: BTreeMap<u32, SliceMessages>,
-    /// By the ordinals of the slices whose clients were ended.
+    /// The last ends of work of the slices whose clients were ended, by the slices' ordinals.
     endings: BTreeMap<u32, Endings>,
     /// True if a client has come since the last look.
     has_come: bool,
@@ -215,7 +216,7 @@ pub struct BudgetWatch {
 }
 
 impl BudgetWatch {
-    /// The clients that the first look finds are spared.
+    /// A watch that has not looked yet. The clients that the first look finds are spared.
     pub fn new(gpu: SliceBudgets, now: CoreTime) -> Self {
         Self {
             gpu,
@@ -228,7 +229,7 @@ impl BudgetWatch {
         }
     }
 
-    /// Sets the budgets of a GPU.
+    /// Sets the budgets of the GPU's slices.
     pub fn pursue(&mut self, gpu: SliceBudgets) {
         if gpu.is_stricter_than(&self.gpu) {
             self.spared.spare_all();
@@ -239,14 +240,14 @@ impl BudgetWatch {
         self.gpu = gpu;
     }
 
-    /// The control daemon has reported a new client.
+    /// Records that the control daemon has reported a new client.
     pub fn client_has_come(&mut self, now: CoreTime) {
         self.has_come = true;
         self.attempt.at = self.attempt.at.min(now + self.period(now));
         self.attempt.pause = PERIOD;
     }
 
-    /// The shortest time between two looks.
+    /// The shortest time between two looks at this GPU.
     pub fn share(&self, now: CoreTime) -> Duration {
         if self.start_over(now) { QUICK } else { SHARE }
     }
@@ -256,20 +257,20 @@ impl BudgetWatch {
         if self.start_over(now) { QUICK } else { PERIOD }
     }
 
-    /// Returns true if ended clients of some slice are started again and again.
+    /// Returns true if a tenant starts ended clients of some slice again and again.
     fn start_over(&self, now: CoreTime) -> bool {
         self.endings.values().any(|endings| endings.are_many(now))
     }
 
-    /// A look has failed. Returns the time of the next look.
+    /// Records that a look has failed. Returns the time of the next look. None if no look is needed.
     pub fn is_blind(&mut self, now: CoreTime) -> Option<CoreTime> {
         let is_shown = |told: &SliceMessages| !told.shown.parts().is_empty();
         let has_come = core::mem::take(&mut self.has_come);
         (has_come || self.is_busy || self.slices.values().any(is_shown)).then(|| now + PERIOD)
     }
 
-    /// Decides what follows from a look. `found` are all clients on the GPU. A client without a known slice is a member of no
-    /// slice. `runs` says if a process that an earlier look has found may still exist.
+    /// Decides the consequences of a look. `found` has all clients on the GPU. A client without a known slice is a member of no
+    /// slice. `runs` returns whether a process that an earlier look has found may still exist.
     pub fn decide<T: PartialEq>(
         &mut self,
         found: &[ProcessId],
@@ -316,7 +317,7 @@ impl BudgetWatch {
         Look { uses, news, begins_attempt: self.begins_attempt(&over, now), over, due }
     }
 
-    /// The parts of a slice's budget that are shown as exceeded from now on, and true if these differ from the ones before.
+    /// The parts of a slice's budget that are shown as exceeded from now on, and true if the shown parts change.
     fn show(&mut self, slice: u32, exceeded: &BTreeSet<Part>, now: CoreTime) -> (BTreeSet<Part>, bool) {
         if !self.slices.contains_key(&slice) && exceeded.is_empty() {
             return (BTreeSet::new(), false);
@@ -326,7 +327,7 @@ impl BudgetWatch {
         (told.shown.parts(), has_changed)
     }
 
-    /// True if an attempt begins now: its time has come, and some client may be ended.
+    /// Returns whether an attempt begins now: its time has come, and some client may be ended.
     fn begins_attempt<T>(&mut self, over: &[OverBudget<T>], now: CoreTime) -> bool {
         let can_go = over.iter().any(|slice| slice.members.iter().any(|member| !member.stays));
         let begins = can_go && !self.attempt.is_under_way && now >= self.attempt.at;
@@ -334,8 +335,8 @@ impl BudgetWatch {
         begins
     }
 
-    /// An attempt to end clients is over. Returns its messages. None: the attempt has failed, so the clients that have lost work
-    /// are not known, and all present clients are spared.
+    /// Records that an attempt to end clients is over, and returns the messages about it. `victims` is None if the attempt has
+    /// failed, so that the clients that have lost work are not known; then all present clients are spared.
     pub fn has_attempted(&mut self, victims: Option<Vec<Victim>>, now: CoreTime) -> Vec<AttemptNews> {
         if victims.is_none() {
             self.spared.spare_all();
@@ -405,7 +406,7 @@ mod tests {
         Member { process, memory_mib, only_claims: false, tenant: Some(7), stays: false }
     }
 
-    /// A look that finds these members of slice 1.
+    /// Looks once: the look finds these members of slice 1.
     fn look(watch: &mut BudgetWatch, members: &[Member<u32>], now: CoreTime) -> Look<u32> {
         let found: Vec<ProcessId> = members.iter().map(|member| member.process).collect();
         watch.decide(&found, BTreeMap::from([(1, members.to_vec())]), |_| true, now)
@@ -415,7 +416,7 @@ mod tests {
         look.news.iter().map(|news| news.text("slice 1", "them")).collect()
     }
 
-    /// A watch that has looked once, and found no client.
+    /// A watch that has looked once and found no client.
     fn watch(gpu: SliceBudgets) -> BudgetWatch {
         let mut watch = BudgetWatch::new(gpu, CoreTime::ZERO);
         assert_eq!(look(&mut watch, &[], CoreTime::ZERO).due, None);
@@ -561,9 +562,9 @@ mod tests {
         assert!(text.ends_with("of 9; before, also of 2 clients that are not named"), "{text}");
     }
 
-    /// A tenant who starts clients again after each end uses more than the slice until the next look. So from the third end in a
-    /// minute on, a new client is looked at within a tenth of a second, together with others, and is ended at once. A minute
-    /// later the time is as before.
+    /// A tenant who starts clients again after each end uses more than the slice until the next look. So from the third end
+    /// within a minute on, the service looks within a tenth of a second after a client comes, and ends the client at once. A
+    /// minute later the time between looks is as before.
     #[test]
     fn who_starts_over_and_over_is_looked_at_with_each_newcomer() {
         let mut watch = watch(gpu(true));
