@@ -13,19 +13,19 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     write_parts(path, &[bytes])
 }
 
-/// Like [`write`], with content that is in several parts, one after the other.
+/// Like [`write()`], with content that is in several parts, one after the other.
 pub fn write_parts(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
     unfinished(path, parts)?.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// Like [`write`], and returns after the content is on the disk, so that a power failure does not leave an empty file.
+/// Like [`write()`], and returns after the content is on the disk, so that a power failure does not leave an empty file.
 pub fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;
     new.persist(path).map(drop).map_err(|failed| failed.error)
 }
 
-/// Like [`write`], but fails if the file exists already.
+/// Like [`write()`], but fails if the file exists already.
 pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = unfinished(path, &[bytes])?;
     new.as_file().sync_all()?;

@@ -86,7 +86,7 @@ pub struct Bindings<S>(Vec<Arc<Binding<S>>>);
 pub enum NotBound<S> {
     /// A slice belongs to the binding of another control group.
     Taken {
-        /// The slice.
+        /// The slice that the control group can't get.
         slice: S,
         /// The name of the binding that has the slice.
         by: String,

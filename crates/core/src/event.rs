@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use crate::terms::ProcessId;
 use crate::{Configured, DaemonId, GpuUuid};
 
-/// Something that has happened.
+/// An event, after which the core may order acts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CoreEvent<P> {
     /// A new plan has come into force.
@@ -30,7 +30,7 @@ pub enum CoreEvent<P> {
     },
     /// The shell has carried out an act about a compute mode.
     ModeDone {
-        /// The GPU's UUID.
+        /// The UUID of the GPU whose compute mode was changed.
         gpu: GpuUuid,
         outcome: ModeOutcome,
     },
@@ -38,7 +38,7 @@ pub enum CoreEvent<P> {
     Due,
 }
 
-/// All that a plan asks for.
+/// The orders and the compute modes that a plan asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Demand<P> {
     /// The control daemons that should run.

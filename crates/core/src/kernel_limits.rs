@@ -21,9 +21,9 @@ pub const SOON: CoreTime = CoreTime::from_secs(5);
 /// A control group, and a GPU on which it has a limit.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct LimitedGroup<G> {
-    /// The GPU.
+    /// The GPU on which the control group has the limit.
     pub gpu: G,
-    /// The control group.
+    /// The control group that has the limit.
     pub group: ControlGroup,
 }
 

@@ -81,7 +81,7 @@ impl Meaning {
 /// The status of a server, as its control daemon reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerStatus {
-    /// The server starts.
+    /// The server is starting, and takes no clients yet.
     Initializing,
     /// The server takes clients.
     Active,

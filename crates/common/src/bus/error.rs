@@ -26,7 +26,8 @@ pub enum RequestError {
     NotServed(String),
     /// The slice is bound to the control group of another owner.
     Taken(String),
-    /// The caller wants to bind a control group that also contains processes of other programs.
+    /// The control group of the process belongs to several programs or users, so it can't be bound, and its clients can't be
+    /// ended together.
     SharedControlGroup(String),
     /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, the same error with which the bus refuses a call.
     AccessDenied(String),

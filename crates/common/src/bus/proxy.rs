@@ -122,7 +122,7 @@ impl<R: DeserializeOwned> Listed<R> {
     }
 }
 
-/// The answer of `GetContainerConfig`.
+/// The answer of `GetContainerConfig`: the settings for a container that uses some devices.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Type)]
 pub struct ContainerAnswer {
     /// Environment variables and their values, in order.
@@ -163,7 +163,7 @@ pub trait Manager {
     /// Ends the GPU work of a process, and returns when the process is no client any more.
     fn terminate_client(&self, pid: u32) -> Result<(), BusError>;
 
-    /// Everything that a container needs to use these devices.
+    /// The settings with which a container can use these devices.
     #[zbus(name = "GetContainerConfig")]
     fn container_config(&self, devices: &[String]) -> Result<ContainerAnswer, BusError>;
 
@@ -211,7 +211,7 @@ pub struct ContainerStop {
     pub pid: u32,
     /// The id of the container, as the runtime knows it. It may be empty.
     pub container: String,
-    /// The number of the signal.
+    /// The number of the signal that the runtime is about to send.
     pub signal: u32,
     /// True if every process of the container gets the signal, not only the first one.
     pub to_all: bool,
@@ -249,8 +249,8 @@ fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
 const NOT_A_MEMBER: &str = "only root and the group yunion-mps may ask the service; join the group with `sudo usermod \
                             -aG yunion-mps $USER` and log in again";
 
-/// True if the bus (dbus-daemon or dbus-broker) has refused a call because of its policy. It refuses root only if the service's
-/// policy is not installed.
+/// Returns whether the bus (dbus-daemon or dbus-broker) has refused a call because of its policy. The bus refuses root only if
+/// the service's policy is not installed.
 fn is_from_bus(refusal: &str) -> bool {
     let of_a_bus = ["Rejected send message", "Sender is not authorized to send message"];
     !rustix::process::geteuid().is_root() && of_a_bus.iter().any(|text| refusal.starts_with(text))

@@ -360,7 +360,7 @@ row! {
 }
 
 row! {
-    /// The properties of the Manager.
+    /// The properties of the interface `io.yunion.Mps1.Manager`.
     Service(snapshot: &Snapshot) {
         driver_version: String = snapshot.driver_version.clone();
         enabled: bool = snapshot.enabled;

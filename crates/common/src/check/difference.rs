@@ -32,7 +32,7 @@ pub enum DifferenceKind {
     Devices,
     /// The memory limit of a GPU's slices.
     MemoryLimit,
-    /// The slices' active thread percentage.
+    /// The active thread percentage of the slices.
     ThreadPercentage,
     /// The largest number of clients of a slice.
     MaxClients,
@@ -40,13 +40,13 @@ pub enum DifferenceKind {
     ControlDaemon,
 }
 
-/// When a change takes effect.
+/// The time when a change of a reload takes effect, and its effect on clients.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "when", rename_all = "kebab-case")]
 pub enum Effect {
     /// The change takes effect at once, for clients that start after the reload.
     Live,
-    /// The change waits until the clients of the present control daemon have ended. Then the service replaces the control
+    /// The change waits until the clients of the present control daemon have ended. The service then replaces the control
     /// daemon.
     Waits {
         /// The number of clients of the present control daemon; null if it is unknown.

@@ -71,7 +71,7 @@ impl Checked {
         }
     }
 
-    /// All warnings, also those about the platform's host agent.
+    /// The warnings about the files for this service, and the warnings about the host agent.
     pub fn all_warnings(&self) -> impl Iterator<Item = &LocatedProblem> {
         let troubles = self.loaded().into_iter().flat_map(|loaded| &loaded.agent);
         self.warnings().iter().chain(troubles.map(|trouble| &trouble.problem))

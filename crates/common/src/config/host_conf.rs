@@ -83,7 +83,7 @@ const KEYS: [(&str, Setter); 21] = [
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
     }),
     ("servers_path", |draft, value| {
-        // This key belongs to the host agent, which checks it. Without a valid path there are no records.
+        // The host agent checks the value of its own key. Without a valid path, the service finds no records of guests.
         draft.settings.supervision.servers_path = PathBuf::from(value.text().as_ref());
         Ok(())
     }),
@@ -136,7 +136,7 @@ impl Draft {
         self.origins.get(key)
     }
 
-    /// Reads one file. Its values override the present ones.
+    /// Reads one file, whose values override the values of the files before.
     pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
         self.settings.sources.push(file.to_owned());
         let Some((syntax, pairs)) = findings.checked(read(file, text)) else { return };

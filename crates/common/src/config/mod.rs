@@ -50,7 +50,7 @@ pub struct Settings {
     pub memory_limit: MemoryLimit,
     pub on_overuse: OnOveruse,
     pub may_terminate: MayTerminate,
-    /// `cuda_mps_cdi_directory`.
+    /// `cuda_mps_cdi_directory`: the directory for the CDI spec. None if no spec is written.
     pub cdi_directory: Option<PathBuf>,
     /// The entries of the device file. Empty if `container_device_config_file` is not set.
     pub devices: Vec<DeviceEntry>,
@@ -61,7 +61,7 @@ pub struct Settings {
 }
 
 impl Default for Settings {
-    /// The settings without any file. They serve nothing.
+    /// The settings of a host without configuration files: no GPU is served.
     fn default() -> Self {
         Self {
             enabled: false,
@@ -121,11 +121,11 @@ impl Default for Supervision {
 pub struct DeviceEntry {
     pub name: String,
     pub origin: Origin,
-    /// `type`, verbatim.
+    /// `type`, as the device file has it.
     pub device_type: String,
     /// `path`, classified. None if the entry has no path: some other types need none.
     pub path: Option<DevicePath>,
-    /// Present on `NVIDIA_MPS` entries only.
+    /// The keys that only an `NVIDIA_MPS` entry has. None for an entry of another type.
     pub mps: Option<MpsEntry>,
 }
 

@@ -317,7 +317,7 @@ pub fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
     Ok((mount, fs::read_link(open_file(OWN, descriptor))?))
 }
 
-/// The number of files that a process may open. The largest number if there is no limit.
+/// The number of files that a process may open. The largest number of the type if the kernel sets no limit.
 pub fn open_files_limit(pid: u32) -> io::Result<u64> {
     let limit = soft_limit(&read(path(pid, "limits"))?, "Max open files");
     limit.ok_or_else(|| lacks(pid, "limits", "does not have it"))

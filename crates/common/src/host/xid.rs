@@ -30,7 +30,7 @@ pub enum RecoveryAction {
 /// A critical error that a GPU has met.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CriticalError {
-    /// The number in NVIDIA's catalogue.
+    /// The error's number in NVIDIA's catalogue.
     pub xid: u64,
     /// The recovery action that the driver asks for after the error. None with older drivers, and for a GPU that does not
     /// answer.

@@ -546,7 +546,7 @@ mod tests {
         let told = records_without_effect(servers.0.path());
         let words = "all files together are larger than 16777216 bytes; it is not read";
         assert!(told.len() == 2 && told.iter().all(|(_, why)| why == words), "{told:?}");
-        // A file that is too large does not use up the bytes for others.
+        // A file that is too large is not read, and leaves the allowed bytes to the other files.
         servers.one("good", &id('b'), &[("00:06.0-1", None)]);
         for number in 0..ALL / LARGEST + 2 {
             fs::write(servers.file(&format!("g{number}"), CONTAINERS), large.clone() + " ").unwrap();

@@ -87,7 +87,7 @@ impl Slices {
         self
     }
 
-    /// Adds pipe directories.
+    /// Adds further pipe directories, in which running control daemons have slices.
     #[must_use]
     pub fn and_in<'a>(mut self, directories: impl IntoIterator<Item = &'a Path>) -> Self {
         Arc::make_mut(&mut self.pipe_directories).extend(directories.into_iter().map(Path::to_owned));

@@ -278,7 +278,7 @@ pub(super) fn each_writes_a_log(
     if problems.is_empty() { Ok(()) } else { Err(PlanError::Problems(problems)) }
 }
 
-/// Adds a warning for slices that are smaller than the control daemon's defaults, which are those of its largest slice.
+/// Adds a warning for slices that are smaller than the control daemon's defaults, which are the limits of its largest slice.
 pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[ControlDaemonPlan]) {
     for control_daemon in control_daemons {
         let holder = match control_daemon.id {
@@ -376,7 +376,7 @@ mod tests {
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
             // The default was smaller than the second slice's new limit.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
-            // The default gets smaller.
+            // The control daemon's default gets smaller.
             ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
             ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
             ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),

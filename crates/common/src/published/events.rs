@@ -9,7 +9,7 @@ pub const EVENTS_KEPT: usize = 32;
 /// The number of faults that stay stored, even if many other events follow.
 pub const FAULTS_KEPT: usize = 8;
 
-/// An event for administrators.
+/// An event that the service publishes for administrators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
     /// The time of day of the event.

@@ -100,7 +100,7 @@ pub struct GpuView {
     pub uses: Vec<SliceUse>,
 }
 
-/// The bindings of a slice.
+/// The control groups to which a slice is bound.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BoundSlice {
     /// The names of the first owners, for people, and the number of further owners.

@@ -407,7 +407,7 @@ impl<D: Clone + PartialEq> Links<D> {
             }
         }
         if is_there && self.keeps() {
-            // The directories of the other slices are protected by the supervisors of those slices.
+            // The supervisors of the other slices protect the directories of those slices.
             directories.keep_slices(&self.names_of_order());
         }
     }

@@ -18,7 +18,7 @@ pub const SHORT_ID: usize = 12;
 /// The user and the container of a process. Only a runtime or root moves a process to another container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
-    /// The real user id.
+    /// The real user id of the process.
     pub uid: u32,
     /// The id of the container, from the process's control group. If the control group names no container, the process's mount
     /// namespace.
@@ -28,9 +28,9 @@ pub struct Tenant {
 /// A container of a guest, by its names on the platform. A tenant may have chosen each of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestContainer {
-    /// The guest.
+    /// The name of the guest.
     pub guest: String,
-    /// The container.
+    /// The name of the container in the guest.
     pub container: String,
     /// The project of the guest. Empty if the records do not have it.
     pub project: String,

@@ -61,7 +61,7 @@ pub struct Membership {
     /// The slices, each once. There is at least one. If the source is the records or the environment, a GPU may stand for one
     /// of its slices.
     pub slices: Vec<DeviceName>,
-    /// The source of the slices.
+    /// The source from which the service knows the slices.
     pub known_by: KnownBy,
 }
 

@@ -403,7 +403,8 @@ mod tests {
         assert!(!all.has(ClearedBy::Access) && all.has(ClearedBy::Order));
     }
 
-    /// A hung control daemon may have a bad directory too. Then it must still be known that no command reaches it.
+    /// A hung control daemon may have a bad directory too. The service must still know that no command reaches the control
+    /// daemon.
     #[test]
     fn a_bad_directory_hides_no_silence() {
         let mut blockers = all_of([bad_directory()]);

@@ -60,7 +60,7 @@ pub trait GpuShell: Send {
     /// Reports processes that are new, and processes that have ended.
     fn show_bypasses(&mut self, gpu: &GpuUuid, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool);
 
-    /// Writes a message about a GPU. The same message is written only once.
+    /// Writes a message about a GPU.
     fn tell_of_gpu(&mut self, gpu: &GpuUuid, news: GpuNews, text: String);
 }
 

@@ -74,7 +74,7 @@ pub struct Wanted {
     pub id: DaemonId,
     /// The GPUs of the order.
     pub gpus: Vec<ServedGpu>,
-    /// The active thread percentage.
+    /// The default active thread percentage of the control daemon.
     pub thread_percentage: u8,
     /// True if a server should run before its first client comes.
     pub prewarm: bool,

@@ -17,7 +17,7 @@ use crate::{CoreTime, GpuUuid, Permit};
 pub enum Occurrence {
     /// The control daemon or a server has written a line to the log.
     Said(Said),
-    /// The control daemon has ended.
+    /// The process of the control daemon has ended.
     Ended,
     /// The server with this PID has ended.
     ServerEnded(u32),
@@ -27,7 +27,7 @@ pub enum Occurrence {
     Nothing,
 }
 
-/// A line of the log.
+/// A line in the log of the control daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Said {
     pub meaning: Meaning,
@@ -80,7 +80,7 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// The reason, in words.
+    /// The reason for the failure, in words.
     pub fn into_text(self) -> String {
         match self {
             Self::Failed(text)
@@ -95,7 +95,7 @@ impl Failure {
     }
 }
 
-/// The kind of a message.
+/// The kind of a message about a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News {
     /// An ordinary event.
@@ -128,7 +128,7 @@ pub enum Showing {
     PutOff,
     /// The active thread percentage that is in force.
     InForce {
-        /// The percentage.
+        /// The active thread percentage of the running servers.
         thread_percentage: u8,
     },
     /// The servers, and the GPUs of the order.
@@ -324,7 +324,7 @@ pub trait Shell: GpuShell {
     /// Reports that a step towards serving the order is done.
     fn passed(&self, step: &'static str, text: &str);
 
-    /// Writes a message. The same message is written only once.
+    /// Writes a message about the control daemon.
     fn tell(&mut self, news: News, text: String);
 
     /// Publishes a fact until it changes.
@@ -339,7 +339,7 @@ pub trait Shell: GpuShell {
     /// Records that a new client has connected.
     fn client_came(&mut self, client: u32);
 
-    /// Finds out the owners of these clients, before a message names the clients.
+    /// Asks the service to find out the owners of these clients, before a message names the clients.
     fn remember_clients(&mut self, clients: &BTreeSet<u32>);
 
     /// Records the clients that the control daemon lists, each with the GPUs that it is known to use.
@@ -358,6 +358,6 @@ pub trait Shell: GpuShell {
     /// that the request failed, so the request must not be carried out.
     fn is_awaited(&self) -> bool;
 
-    /// Answers the last request.
+    /// Sends the answer to the caller of the last request.
     fn answer(&mut self, answer: Result<(), String>);
 }

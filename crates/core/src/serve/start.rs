@@ -24,9 +24,9 @@ pub enum StartPlace {
 /// A control daemon in one of the start's directories that the service has not started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// The PID. None if it is not known.
+    /// The PID of the stranger. None if it is not known.
     pub pid: Option<u32>,
-    /// The directory, for people.
+    /// The directory in which the stranger listens, for messages.
     pub directory: String,
     /// The command with which an administrator can end the stranger.
     pub end_it: String,
@@ -89,7 +89,7 @@ pub trait Starter: Send {
     /// Reports that a step of the start is done.
     fn passed(&self, step: &'static str, text: &str);
 
-    /// Writes a message. The same message is written only once.
+    /// Writes a message about the start.
     fn tell(&mut self, text: String);
 }
 

@@ -33,16 +33,16 @@ impl InUse {
 /// The limits for the clients of a slice together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
-    /// The memory in MiB.
+    /// The most memory of all clients together, in MiB.
     pub memory_mib: u64,
-    /// The number of clients.
+    /// The largest number of clients.
     pub max_clients: u32,
 }
 
 /// A part of a budget that clients can exceed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Part {
-    /// The memory.
+    /// The memory of all clients together.
     Memory,
     /// The number of clients.
     Clients,
@@ -61,7 +61,7 @@ impl Part {
 /// A client of a slice. `T` is the type of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member<T> {
-    /// The process.
+    /// The process of the client.
     pub process: ProcessId,
     /// The memory that the client holds. None if the driver does not report it.
     pub memory_mib: Option<u64>,
@@ -138,7 +138,7 @@ mod tests {
 
     use super::*;
 
-    /// A user and a container.
+    /// A tenant of the tests: a user and a container.
     type Tenant = (u32, String);
 
     type Member = super::Member<Tenant>;

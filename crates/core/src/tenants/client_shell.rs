@@ -47,7 +47,7 @@ pub struct DaemonClients {
 /// The reason why a control daemon has not listed its clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownClients {
-    /// The reason.
+    /// The reason, in words.
     pub why: String,
     /// True if the control daemon has ended or has no server, and so has no client.
     pub has_no_server: bool,
@@ -119,7 +119,8 @@ pub trait ClientShell: Send {
     /// Waits.
     fn pause(&mut self, duration: Duration) -> impl Future<Output = ()> + Send;
 
-    /// Asks every control daemon for its clients, all at once: a hung control daemon must not use up the time of the others.
+    /// Asks every control daemon for its clients, all at once: a hung control daemon must not use up the time of the other
+    /// control daemons.
     fn list(
         &mut self,
     ) -> impl Future<Output = Vec<(Self::Control, Result<DaemonClients, UnknownClients>)>> + Send;

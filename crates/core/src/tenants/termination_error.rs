@@ -29,7 +29,7 @@ pub enum WhyLeft {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LeftClient<O> {
     pub pid: u32,
-    /// The client in words.
+    /// The client and its owner, in words.
     pub owner: O,
     /// The reason why the client still has work.
     pub why: WhyLeft,
@@ -55,11 +55,11 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
 /// Why clients that a request means may still have GPU work. `O` is the type that describes a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TerminationError<O> {
-    /// Several containers have ids that begin with the text of the request. No work was ended.
+    /// Several containers have ids that begin with the id of the request. No work was ended.
     SeveralContainers {
-        /// The text of the request.
+        /// The beginning of a container's id, as the caller gave it.
         id: String,
-        /// The ids of the containers.
+        /// The whole ids of the containers that begin with `id`.
         found: Vec<String>,
     },
     /// The process is no client of a control daemon on this host.
@@ -67,7 +67,7 @@ pub enum TerminationError<O> {
     /// The process is no client of a control daemon on this host, or belongs to another user than the caller.
     NotTheirs {
         pid: u32,
-        /// The caller.
+        /// The user id of the caller.
         user: u32,
     },
     /// The service can't read the facts about a process, which the request may mean. The work of the other clients was ended.

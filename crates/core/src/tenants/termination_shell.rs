@@ -13,7 +13,7 @@ use crate::terms::SliceId;
 /// The slices that a process is known to have.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownSlices {
-    /// The names of the slices.
+    /// The slices of the process.
     pub slices: Vec<SliceId>,
     /// True if no program in the process's container can change the slices, so that the process has no other slices. False if
     /// the slices come from the environment, which the process can write.
@@ -79,6 +79,6 @@ pub trait TerminationShell: ClientShell {
     /// The clients that NVML lists on these GPUs.
     fn clients_on(&mut self, gpus: &[GpuUuid]) -> impl Future<Output = ClientsOnGpus> + Send;
 
-    /// Writes a message about a client that the request means. The same message is written only once.
+    /// Writes a message about a client that the request means.
     fn tell_of_request(&mut self, news: RequestNews, server: u32, pid: u32, owner: &Self::Owner);
 }

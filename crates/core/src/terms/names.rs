@@ -91,9 +91,9 @@ impl fmt::Display for SliceId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(into = "String"))]
 pub enum DeviceName {
-    /// A GPU.
+    /// The name means a whole GPU.
     Gpu(GpuId),
-    /// A slice.
+    /// The name means a slice.
     Slice(SliceId),
 }
 

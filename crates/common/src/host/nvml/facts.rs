@@ -17,7 +17,7 @@ pub struct NvmlFacts {
     pub uuid: String,
     /// NVML's name, such as `NVIDIA H200`.
     pub name: String,
-    /// The index that nvidia-smi shows.
+    /// The GPU's index in NVML's list, which nvidia-smi shows.
     pub index: u32,
     /// The number N in the name `/dev/nvidiaN` of the GPU's device.
     pub minor: Option<u32>,

@@ -49,8 +49,8 @@ const TRIES: u32 = 5;
 /// waits for them.
 const XID_WAIT_MS: u32 = 60_000;
 
-/// The loaded library. It stays valid while processes and compute modes change. After a driver is reloaded, the library has to be
-/// opened again.
+/// NVIDIA's driver, with NVML's loaded library. The library stays valid while processes and compute modes change. After the
+/// driver is reloaded, the library has to be opened again.
 #[derive(Debug)]
 pub struct Driver {
     nvml: Nvml,
