@@ -20,7 +20,7 @@ use mps_core::HeldGpus;
 use mps_core::bindings::Binding;
 use mps_core::terms::SliceId;
 
-/// The most bindings of a slice that are named: each may have a label of hundreds of bytes.
+/// The most bindings of a slice that the Snapshot names: the label of a binding may have hundreds of bytes.
 const NAMES: usize = 8;
 
 /// Everything from which a Snapshot is made.
@@ -32,25 +32,28 @@ pub(crate) struct Parts<'a> {
     pub driver: &'a Result<String, String>,
     /// The plan in force, or the reason why there is none yet.
     pub plan: Result<&'a Plan, &'a str>,
-    /// The control daemons that should serve.
+    /// The statuses of the control daemons that should serve.
     pub statuses: &'a [Status],
-    /// The control daemons that are about to end.
+    /// The statuses of the control daemons that are about to end.
     pub leaving: &'a [Status],
-    /// The GPUs that a control daemon should serve and another one still has, each with the id of that other one.
+    /// The GPUs that one control daemon should serve and another one still has, each with the id of the control
+    /// daemon that still has the GPU.
     pub held: &'a HeldGpus,
-    /// True if a control daemon starts as soon as another one, which is about to end now, has left its GPUs.
+    /// True if a control daemon of the plan starts as soon as a control daemon that is about to end has left its
+    /// GPUs.
     pub starting: bool,
-    /// The slices that an administrator has taken out of use for new clients.
+    /// The slices that an administrator has drained: they take no new clients.
     pub drained: &'a Drained,
     /// The control groups that are bound to slices.
     pub bindings: &'a Arc<SliceBindings>,
     /// The GPUs that need a reset, by name, each with the critical error that is the reason.
     pub to_reset: &'a BTreeMap<String, String>,
-    /// The slices whose memory limit the kernel should enforce for a control group: Ok if it does, or the reason.
+    /// The slices whose memory limit the kernel should enforce for a control group. Ok: the kernel enforces the
+    /// limit. Err: the reason why the kernel does not.
     pub kernel_limits: &'a BTreeMap<SliceId, Result<(), String>>,
     /// The use of each GPU and of each slice, by the UUIDs of the GPUs.
     pub uses: &'a BTreeMap<String, GpuUse>,
-    /// Events that concern no control daemon.
+    /// The last events that concern the service and no single control daemon.
     pub events: &'a Events,
     /// A problem that does not affect clients, such as a new configuration that was refused.
     pub problem: &'a str,
@@ -86,7 +89,7 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
     }
 }
 
-/// The Snapshot before the first look at the host.
+/// The Snapshot that the service publishes before its first look at the host.
 pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     Snapshot {
         reason: "the first pass over the GPUs has not ended".to_owned(),
@@ -97,7 +100,7 @@ pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     }
 }
 
-/// The view, or the equal one in the last Snapshot.
+/// Returns `view`, or the equal view in the last Snapshot, so that both Snapshots share one value.
 fn shared(view: GpuView, previous: &Snapshot) -> Arc<GpuView> {
     let same = previous.gpus.iter().flatten().find(|gpu| ***gpu == view);
     same.map_or_else(|| Arc::new(view), Arc::clone)
@@ -113,8 +116,8 @@ fn same_listed(new: Option<&[Arc<GpuView>]>, old: Option<&[Arc<GpuView>]>) -> bo
     }
 }
 
-/// The part of a GPU that counts for the generation: what `ListDevices` and `ListGpus` show, without the clients and their
-/// memory, which change often.
+/// The part of a GPU's view that counts for the generation: the part that `ListDevices` and `ListGpus` show. The
+/// clients and their memory change often, and do not count.
 fn listed(gpu: &GpuView) -> GpuView {
     let mut gpu = gpu.clone();
     let overuse = |one: &SliceUse| SliceUse { overuse: one.overuse.clone(), ..SliceUse::default() };
@@ -247,7 +250,7 @@ fn full_slices(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> BTreeMap<u3
     full.collect()
 }
 
-/// All clients of a GPU together. If NVML lists no clients, only their number is known, from the control daemon.
+/// Counts all clients of a GPU. If NVML lists no clients, only their number is known, from the control daemon.
 fn in_use(parts: &Parts<'_>, uuid: &str, serving: &[(&Status, &GpuStatus)]) -> Option<InUse> {
     let listed = parts.uses.get(uuid).and_then(|in_use| in_use.all);
     listed.or_else(|| {
@@ -277,7 +280,7 @@ fn bound(plan: &GpuPlan, bindings: &SliceBindings) -> BTreeMap<u32, BoundSlice> 
     all.into_iter().map(|(ordinal, bindings)| (ordinal, shown(bindings))).collect()
 }
 
-/// The first of these names, and the number of the others.
+/// Joins the first names, and says how many names are left out.
 fn first_of(names: &[&str]) -> String {
     let (first, others) = names.split_at(names.len().min(NAMES));
     let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
@@ -300,7 +303,8 @@ fn unlinked(plan: &GpuPlan, status: &Status) -> BTreeMap<u32, String> {
     (0..plan.slices()).filter_map(why).collect()
 }
 
-/// Setting limits takes some milliseconds, and is no problem meanwhile.
+/// True while a supervisor sets the limits of a GPU. The GPU is not served for these milliseconds, and that is no
+/// problem.
 fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
     served(parts, gpu.uuid()).any(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
 }
@@ -342,7 +346,7 @@ fn said_by(status: &Status) -> String {
     format!("control daemon {} is {within}{}{reason}", view.id, view.state)
 }
 
-/// The control daemon that still has a GPU which another one should serve, in words.
+/// Names the control daemon that still has a GPU which another control daemon should serve.
 fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
     let status = all(parts).find(|status| status.view.id == *id)?;
@@ -366,7 +370,7 @@ fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     waits.unwrap_or_else(|| "no control daemon has started for the GPU yet".to_owned())
 }
 
-/// The first entry without a GPU, and the number of the others.
+/// Names the first configured GPU that the host does not have, and says how many more there are.
 fn missing(parts: &Parts<'_>) -> Option<String> {
     let missing = parts.plan.ok()?.missing.as_slice();
     let first = missing.first()?;
@@ -377,7 +381,8 @@ fn missing(parts: &Parts<'_>) -> Option<String> {
     Some(format!("{}{more}", first.problem))
 }
 
-/// Drained slices do not count: a host that an administrator has drained has no problem, and its present clients are served.
+/// The state of the service, and the reason for it. Drained slices do not count: a host that an administrator has
+/// drained has no problem, and its present clients are served.
 fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     if parts.stopping {
         return (State::Stopping, String::new());

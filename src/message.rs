@@ -7,7 +7,8 @@ use tracing::Level;
 
 use common::published::events::Event;
 
-/// A kind of message. The ids never change, since catalogs of other versions and the alerts of administrators use them.
+/// A kind of message, with its own `MESSAGE_ID`. An id never changes, since catalogs of other versions and the alerts
+/// of administrators use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Message {
     /// Every configured GPU is served.
@@ -46,12 +47,12 @@ pub(crate) enum Message {
     ComputeModeStays,
 }
 
-/// The subject of a message. Each part is a field in the journal.
+/// The control daemon, server, GPU and slice that a message is about. Each is a field in the journal.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Subject<'a> {
-    /// The id of the control daemon.
+    /// The id of the control daemon that the message is about.
     pub(crate) control: Option<&'a str>,
-    /// The PID of the server.
+    /// The PID of the server that the message is about.
     pub(crate) server: Option<u32>,
     /// The ordinal of the GPU in its control daemon.
     pub(crate) ordinal: Option<usize>,
@@ -64,7 +65,7 @@ pub(crate) struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
-    /// A GPU, by its UUID.
+    /// The subject of a message about the GPU with this UUID.
     pub(crate) fn gpu(uuid: &'a str) -> Self {
         Self { gpu: Some(uuid), ..Self::default() }
     }
@@ -114,7 +115,7 @@ impl Message {
         }
     }
 
-    /// The event for a message of this kind.
+    /// Makes the event that is published for a message of this kind.
     pub(crate) fn event(self, text: String) -> Event {
         let fault = matches!(
             self,
@@ -188,7 +189,7 @@ mod tests {
         Message::ComputeModeStays,
     ];
 
-    /// The priorities to which `tracing_journald` translates levels.
+    /// docs/journal.md has each kind of message with the priority to which `tracing_journald` translates its level.
     #[test]
     fn the_page_has_each_kind_with_its_priority() {
         let page = include_str!("../docs/journal.md");

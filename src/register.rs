@@ -24,13 +24,14 @@ use common::membership::{ProcessSight, SliceMounts, Slices};
 /// records can be many, or half-written.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long a look waits for the environment of one process, which is in the memory of the process.
+/// How long a look waits for the environment of one process. The environment is in the memory of the process, so a
+/// read of it can hang.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
 
 /// The most processes whose memory is read at a time.
 const QUESTIONS: usize = 32;
 
-/// The register, for all who read it. All clones share it.
+/// The register of clients, for all parts of the service that read it. All clones share one register.
 #[derive(Debug, Clone)]
 pub(crate) struct Clients(Arc<Lookout>);
 
@@ -38,7 +39,7 @@ pub(crate) struct Clients(Arc<Lookout>);
 struct Lookout {
     known: Mutex<LookedAt>,
     looks: watch::Sender<Looks>,
-    /// Asks for the memory of processes.
+    /// Reads the memory of processes, on threads other than the loop's.
     memory: Blocking,
     begun: Instant,
 }
@@ -46,11 +47,11 @@ struct Lookout {
 #[derive(Debug)]
 struct LookedAt {
     register: Register,
-    /// The slices by which clients are known from now on.
+    /// The slices to which looks assign clients.
     slices: Slices,
 }
 
-/// The looks, by their numbers.
+/// The numbers of the looks that have begun, and of those that are still under way.
 #[derive(Debug, Default)]
 struct Looks {
     is_wanted: bool,
@@ -59,13 +60,14 @@ struct Looks {
 }
 
 impl Looks {
-    /// Returns whether this look and all before it have ended.
+    /// Returns whether the look with this number and all looks before it have ended.
     fn have_ended(&self, number: u64) -> bool {
         self.begun >= number && self.under_way.range(..=number).next().is_none()
     }
 }
 
-/// A look at one process. It ends with this value, also if it is not carried out.
+/// A look at one process, and its answer. When this value is dropped, the register gets the answer, or that there is
+/// none.
 struct Question {
     clients: Clients,
     process: ProcessId,
@@ -89,7 +91,7 @@ impl Drop for Question {
 }
 
 impl Clients {
-    /// Begins to look for an asker.
+    /// Makes an empty register, and starts the task that looks at clients.
     pub(crate) fn new() -> Self {
         let known = LookedAt { register: Register::default(), slices: Slices::default() };
         let clients = Self(Arc::new(Lookout {
@@ -102,7 +104,7 @@ impl Clients {
         clients
     }
 
-    /// Sets the slices by which clients are known. The slices of a known client may change with them.
+    /// Sets the slices to which looks assign clients. The slices of a known client may change with this.
     pub(crate) fn pursue(&self, slices: Slices) {
         let mut known = self.known();
         if known.slices != slices {
@@ -112,7 +114,7 @@ impl Clients {
         }
     }
 
-    /// The slices by which clients are known.
+    /// The slices to which looks assign clients.
     pub(crate) fn slices(&self) -> Slices {
         self.known().slices.clone()
     }
@@ -139,12 +141,12 @@ impl Clients {
         }
     }
 
-    /// The control daemon runs no more.
+    /// Takes note that a control daemon runs no more: all its clients have left.
     pub(crate) fn all_left(&self, daemon: &DaemonId) {
         self.known().register.all_left(daemon);
     }
 
-    /// Takes note of the clients that a control daemon lists, each with its GPUs as far as they are known.
+    /// Takes note of the list of clients of a control daemon. Each client has its GPUs as far as they are known.
     pub(crate) fn are(&self, daemon: &DaemonId, listed: BTreeMap<u32, BTreeSet<GpuUuid>>) {
         let processes = listed.into_iter().filter_map(|(pid, gpus)| Some((identity::read(pid).ok()?, gpus)));
         let (processes, now) = (processes.collect(), self.0.begun.elapsed());
@@ -168,12 +170,12 @@ impl Clients {
         self.known().register.at_work(daemon)
     }
 
-    /// Looks at the processes with these PIDs, beside the loop, unless they are known.
+    /// Has the processes with these PIDs looked at, beside the loop, unless they are known.
     pub(crate) fn want(&self, pids: impl IntoIterator<Item = u32>) {
         self.want_all(&running(pids));
     }
 
-    /// Looks at all clients anew, beside the loop.
+    /// Has all clients looked at anew, beside the loop.
     pub(crate) fn want_anew(&self) {
         let mut known = self.known();
         let all = known.register.processes();
@@ -193,7 +195,7 @@ impl Clients {
         self.looked_at(processes).await
     }
 
-    /// Looks at the processes with these PIDs, whatever is known of them.
+    /// Looks at the processes with these PIDs again, even if they are known.
     pub(crate) async fn look_up_anew(
         &self,
         pids: impl IntoIterator<Item = u32>,
@@ -236,7 +238,7 @@ impl Clients {
         client.unwrap_or_else(|| KnownClient::only(ProcessId { pid, start_time: 0 }))
     }
 
-    /// Returns whether everything was found out about a process.
+    /// Returns whether all facts about a process are known.
     pub(crate) fn has_found(&self, process: ProcessId) -> bool {
         self.known().register.has_found(process)
     }
@@ -250,7 +252,7 @@ impl Clients {
         self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the next look begun if there is something to look at.
+    /// Has the task begin the next look if some process has to be looked at.
     fn wake(&self, known: &LookedAt) {
         if known.register.wants_look() {
             self.0.looks.send_modify(|looks| looks.is_wanted = true);
@@ -286,7 +288,8 @@ impl Clients {
         (number, known.slices.clone(), questions)
     }
 
-    /// Looks at these processes without their memory. Returns those with an environment that has a say.
+    /// Looks at these processes, but not at their memory. Returns the processes whose environment has to be read too,
+    /// since it decides about their slices.
     fn look(&self, slices: &Slices, questions: Vec<Question>) -> Vec<(Question, KnownClient, ProcessSight)> {
         self.make_room();
         let host = SliceMounts::find(slices);

@@ -124,8 +124,8 @@ impl Daemon {
         }
     }
 
-    /// Removes the bindings that have no owner any more. The kernel does not report when a process leaves a control group, so
-    /// this is repeated while there are bindings.
+    /// Removes the bindings whose control groups have ended. The kernel does not report when a process leaves a
+    /// control group, so this is repeated while there are bindings.
     pub(super) fn end_bindings(&mut self) {
         let before = Arc::clone(self.state_file.lock().bindings());
         let mut bindings = SliceBindings::clone(&before);
@@ -168,12 +168,13 @@ impl Daemon {
     }
 }
 
-/// In seconds since the host was started.
+/// The present time, in seconds since the host was started.
 fn now() -> u64 {
     proc::uptime().unwrap_or_default().as_secs()
 }
 
-/// Ends the bindings that exclude a control group from one of these slices and have no owner any more.
+/// Ends bindings that prevent the binding of `group` to a wanted slice, if no process uses their control groups any
+/// more.
 fn make_way(
     bindings: &mut SliceBindings,
     group: &ControlGroup,
@@ -229,7 +230,7 @@ fn find(group: &GroupOf) -> Result<ControlGroup, RequestError> {
     })
 }
 
-/// The slices for a control group.
+/// Chooses the slices to which a control group will be bound.
 fn slices(
     snapshot: &Snapshot,
     wanted: &WantedSlices,

@@ -31,7 +31,7 @@ impl Daemon {
         });
     }
 
-    /// Reports an event of the watches, or answers a question of theirs.
+    /// Handles an event of the tasks that watch over budgets: reports the event, or answers the question in it.
     pub(super) fn handle(&mut self, event: LoopEvent) {
         match event {
             LoopEvent::CriticalError(uuid, error) => self.met(&uuid, error),

@@ -8,11 +8,11 @@ use common::problem::Problem;
 use common::published::cdi;
 use common::published::snapshot::Snapshot;
 
-/// The spec, and the last problem with it.
+/// The CDI spec that the service writes, and the last problem with the spec.
 #[derive(Debug)]
 pub(super) struct CdiSpec {
     state_file: SharedStateFile,
-    /// The program of the hooks, or the reason why there is none.
+    /// The program that the CDI spec names as its hook, or the reason why the program was not found.
     hooks: Result<PathBuf, Problem>,
     /// The problem with the spec; empty if there is none.
     pub(super) problem: String,
@@ -87,7 +87,8 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
     }
 }
 
-/// If this can't be saved, the next service will not find the spec, in case its directory is not configured any more.
+/// Records the path of the CDI spec in the state file. If the record can't be saved, the next service does not find
+/// the spec once its directory is not configured any more.
 fn remember(state_file: &mut StateFile, file: Option<PathBuf>) {
     if let Err(error) = state_file.remember_cdi_spec(file) {
         tracing::debug!("the place of the CDI spec can't be saved: {error}");

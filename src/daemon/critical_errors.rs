@@ -7,7 +7,7 @@ use crate::message::{Message, Subject};
 use common::host::xid::{CriticalError, FollowUp};
 
 impl Daemon {
-    /// A GPU has met a critical error.
+    /// Handles a critical error (Xid) that NVML has reported for a GPU.
     pub(super) fn met(&mut self, uuid: &str, error: CriticalError) {
         let planned = self.planned_gpus().iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
         let gpu = planned.map(|gpu| gpu.gpu.id());
@@ -33,7 +33,8 @@ impl Daemon {
         }
     }
 
-    /// The GPUs take clients again, since an administrator says that they work. Returns true if one of them needed a reset.
+    /// Lets GPUs take clients again that needed a reset, since an administrator says that the GPUs work. Returns true
+    /// if a GPU needed a reset.
     pub(super) fn forget_resets(&mut self) -> bool {
         let names: Vec<String> = self.state_file.lock().to_reset().keys().cloned().collect();
         if names.is_empty() {

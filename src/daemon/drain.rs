@@ -10,8 +10,8 @@ use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes the named slices and GPUs out of use for new clients, or everything without names. Their links are removed before
-    /// the answer.
+    /// Takes the slices and GPUs in `asked` out of use for new clients, or all slices if `asked` is empty. Their
+    /// links are removed before the answer.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());
@@ -22,8 +22,8 @@ impl Daemon {
         let _ = reply.send(done);
     }
 
-    /// Puts the named slices and GPUs into use again, or everything without names. If its control daemon serves, a slice has its
-    /// link before the answer.
+    /// Puts the slices and GPUs in `asked` into use again, or all slices if `asked` is empty. If the control daemon
+    /// of a slice serves, the slice has its link before the answer.
     pub(super) fn undrain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let named = {
@@ -57,7 +57,8 @@ impl Daemon {
     }
 }
 
-/// The published names for the names of the caller. A name that only `drained` has was published before.
+/// Replaces the names that a caller has given by the names that the service publishes. A name that only `drained` has
+/// was published before.
 fn published(
     snapshot: &Snapshot,
     asked: &[String],
@@ -76,7 +77,7 @@ fn published(
     asked.iter().map(name).collect()
 }
 
-/// The error about the first of these slices that has no link, although its GPU is served.
+/// The error about the first of these slices that has no link although its GPU is served.
 fn not_served(snapshot: &Snapshot, names: &[DeviceName]) -> Result<(), RequestError> {
     let is_named = |slice: SliceId| {
         let all = [DeviceName::Slice(slice), DeviceName::Gpu(slice.gpu)];

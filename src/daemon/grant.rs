@@ -6,11 +6,11 @@ use common::config::Settings;
 use common::plan::{Missing, Plan, PlanError};
 use common::problem::LocatedProblem;
 
-/// The plan of a new configuration that is accepted, or the reason why there is none yet.
+/// Returns the plan of a new configuration that is accepted, or the reason why there is no plan yet.
 ///
 /// # Errors
-/// The configuration is refused: it is wrong, it probably has a typing error, or it would end the plan that is in force by
-/// mistake.
+/// The configuration is refused: it is wrong, it probably has a typing error, or it would end the plan that is in
+/// force by mistake.
 pub(super) fn grant(
     planned: Result<Plan, PlanError>,
     in_force: &Settings,
@@ -29,8 +29,9 @@ pub(super) fn grant(
     }
 }
 
-/// The entries without a GPU that are new in this configuration: the answer to a reload names them. A GPU that has failed since
-/// the last reload is no typing error, and no reason to refuse another change.
+/// The entries for GPUs that the host does not have, as far as they are new in this configuration: the answer to a
+/// reload names these entries. A GPU that has failed since the last reload is no typing error, and no reason to
+/// refuse another change.
 fn slips(missing: &[Missing], in_force: &Settings) -> Vec<LocatedProblem> {
     let ours = || in_force.devices.iter().filter(|entry| entry.mps.is_some());
     let known = |path| ours().any(|entry| entry.path.as_ref() == Some(path));
@@ -60,7 +61,7 @@ mod tests {
         Missing { problem, path: DevicePath::Uuid(uuid.to_owned()), certain }
     }
 
-    /// The configuration in force has an entry for this GPU.
+    /// Settings in force that have an entry for this GPU.
     fn with_entry(uuid: &str, is_ours: bool) -> Settings {
         let mps = is_ours.then_some(MpsEntry::with_slices(NonZeroU32::MIN));
         let path = Some(DevicePath::Uuid(uuid.to_owned()));

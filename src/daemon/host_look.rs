@@ -16,8 +16,8 @@ use common::host::nvml::{Driver, GpuQuestions};
 use common::host::proc;
 use common::problem::Problem;
 
-/// How long looks are repeated until NVML lists a GPU that is served: one error is no reason to end the control daemon of this
-/// GPU.
+/// The time for which looks at the host are repeated until NVML lists a GPU that is served: one error is no reason to
+/// end the control daemon of this GPU.
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -44,15 +44,15 @@ pub(super) struct HostLook {
     driver: watch::Sender<Option<Arc<Driver>>>,
     /// The questions to the driver in force. None while a look uses them.
     nvml: Option<GpuQuestions>,
-    /// A look without an answer yet. It goes on, and the next caller gets its answer: dropping the answer would close a driver
-    /// that has just woken all GPUs.
+    /// The look at the host that has no answer yet. The look goes on, and the next caller gets its answer: dropping
+    /// the answer would close a driver that has just woken all GPUs.
     under_way: Option<LookUnderWay>,
-    /// The answer to a look for which no caller waited any more.
+    /// The answer of a look that came after its caller had stopped waiting.
     late: Option<Looked>,
     /// The version of the driver in force, or the reason why there is none.
     pub(super) driver_version: Result<String, String>,
     events: mpsc::Sender<LoopEvent>,
-    /// The moment at which the last program without MPS does not count as just started any more.
+    /// The moment from which no program without MPS on the GPUs counts as just started any more.
     pub(super) newcomers_until: Option<Instant>,
 }
 
@@ -62,7 +62,7 @@ struct LookUnderWay {
     answer: JoinHandle<Looked>,
 }
 
-/// The findings of a look.
+/// The findings of one look at the host.
 #[derive(Debug)]
 struct Looked {
     news: DriverNews<Arc<Driver>>,
@@ -70,7 +70,7 @@ struct Looked {
     inventory: Inventory,
 }
 
-/// Looks at the host with this driver, or opens a driver.
+/// Looks at the host with the open driver in `nvml`, or opens a driver.
 fn look(sysroot: &Path, nvml: Option<GpuQuestions>) -> Looked {
     let open = || Driver::open(sysroot).map(|driver| GpuQuestions::new(Arc::new(driver)));
     let mut nvml = nvml.map_or_else(open, Ok);
@@ -106,7 +106,7 @@ impl HostLook {
         self.in_force.get().is_some()
     }
 
-    /// A problem with the time since NVML was asked, if the last look has no answer.
+    /// A problem that says for how long NVML has not answered, if the last look has no answer.
     pub(super) fn unanswered(&self) -> Option<Problem> {
         let seconds = self.under_way.as_ref()?.begun.elapsed().as_secs();
         Some(Problem::new(
@@ -123,7 +123,7 @@ impl HostLook {
         self.under_way = None;
     }
 
-    /// Repeats looks until NVML lists all GPUs in `served`, or has not done so for some time.
+    /// Repeats looks until NVML lists all GPUs in `served`, or until [`PATIENCE`] is over.
     pub(super) async fn look_for(&mut self, served: &[String]) -> Inventory {
         let deadline = Instant::now() + PATIENCE;
         let mut inventory = self.read().await;

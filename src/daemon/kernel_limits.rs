@@ -24,8 +24,8 @@ impl Daemon {
         self.limit_keeper.pursue(self.goals(wanted));
     }
 
-    /// The same after a change of the bindings. A host may have thousands of bindings, and for a new one only its own limits are
-    /// computed.
+    /// Has the kernel enforce the limits that a change of the bindings needs. A host may have thousands of bindings,
+    /// and for a new one only its own limits are computed.
     pub(super) fn keep_kernel_limits_since(&self, before: &SliceBindings, plan: &Plan) {
         let bindings = Arc::clone(self.state_file.lock().bindings());
         match bindings.added_to(before) {
@@ -69,7 +69,8 @@ fn memory_of(plan: &Plan, slice: &SliceId) -> Option<(GpuUuid, u64)> {
     is_known.then(|| Some((gpu.gpu.uuid()?.to_owned(), gpu.size(slice.ordinal).memory_mib)))?
 }
 
-/// The slices whose memory limit the kernel should enforce for a single control group: Ok if it does, or the reason.
+/// The slices whose memory limit the kernel should enforce for a single control group. Ok: the kernel enforces the
+/// limit. Err: the reason why the kernel does not.
 pub(super) fn kernel_limits(
     plan: &Plan,
     bindings: &SliceBindings,

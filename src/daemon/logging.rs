@@ -16,12 +16,12 @@ use tracing_subscriber::util::SubscriberInitExt;
 use common::config::LogLevel;
 use common::host::standard_error;
 
-/// Changes the level while the program runs.
+/// Changes the log level while the service runs.
 #[derive(Debug, Clone)]
 pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
 
 impl Level {
-    /// From now on, messages below this level are dropped.
+    /// Sets the log level: messages below this level are dropped.
     pub(crate) fn set(&self, level: LogLevel) {
         // This call fails only after the subscriber was dropped, at the end of the program.
         let _ = self.0.reload(filter(level));
@@ -54,8 +54,9 @@ pub(super) fn init() -> Level {
     Level(handle)
 }
 
-/// Writes why the program ends, right before its end. This message goes to the journal through standard error, for which the
-/// journal knows the unit. For a message with fields the journal would look up the process, which has ended by then.
+/// Writes why the service ends, right before its end. This message goes to the journal through standard error, for
+/// which the journal knows the unit. For a message with fields the journal would look up the process, which has ended
+/// by then.
 pub(super) fn last_words(reason: &str) {
     if standard_error::is_journal() {
         for line in reason.lines() {
@@ -122,7 +123,7 @@ mod tests {
         }
     }
 
-    /// The text that a layer of plain lines writes.
+    /// The text that the layer for plain lines writes for a message.
     fn written(colours: bool, message: impl FnOnce()) -> String {
         let written = Written::default();
         let writer = written.clone();

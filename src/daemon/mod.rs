@@ -78,7 +78,7 @@ pub(crate) struct Options {
     pub runtime_directory: PathBuf,
 }
 
-/// The reason why the program ends.
+/// The reason why the service ends.
 #[derive(Debug)]
 pub(crate) enum Exit {
     /// The service was asked to end, and everything is stopped.
@@ -91,7 +91,7 @@ pub(crate) enum Exit {
     Failed(String),
 }
 
-/// Runs until it is asked to stop.
+/// Runs the service until it is asked to stop.
 pub(crate) async fn run(options: Options, level: Level) -> Exit {
     // This comes first: a service that has the runtime directory may be serving, and this one must not touch anything then.
     let directory = match RuntimeDirectory::take_soon(&options.runtime_directory).await {
@@ -172,11 +172,11 @@ fn tools(
 /// How the service ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ending {
-    /// For good: the control daemons end, and the compute modes are restored.
+    /// Stop: the service ends the control daemons and restores the compute modes.
     ForGood,
-    /// For the next start of the service: the control daemons go on.
+    /// Restart: the control daemons go on, and the next service takes them over.
     ForRestart,
-    /// Like a restart, but the service manager has to be asked for the start, by the exit status.
+    /// Like a restart, but the exit status has to ask the service manager to start the service again.
     Interrupted,
 }
 
@@ -195,28 +195,28 @@ struct Daemon {
     signals: mpsc::Sender<BusSignal>,
     cdi_spec: CdiSpec,
     state_file: SharedStateFile,
-    /// Wakes the loop.
+    /// Wakes the main loop.
     changed: Arc<Notify>,
-    /// When the bound control groups are checked next.
+    /// The moment of the next check of the control groups that are bound to slices. None: no control group is bound.
     next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: Arc<AtomicBool>,
-    /// Events that concern no control daemon.
+    /// The last events that concern the service and no single control daemon.
     events: Events,
     /// The reason why a new configuration was refused, until the next one is accepted.
     refused: String,
-    /// The problem that the last look at the host has found with the configuration in force.
+    /// The problem with the configuration in force that the last look at the host has found.
     problem: String,
     /// The clients that lose their work by a stop, in words; empty if there are none.
     shutdown_report: String,
     next_scan: Option<Instant>,
-    /// The time until the next look at the host for a GPU that can't be served.
+    /// The pause before the next look at the host for a GPU that can't be served.
     scan_pause: Duration,
     ending: Option<Ending>,
     service_manager: ServiceManager,
     /// The number of new configurations that were accepted.
     reloads: u64,
-    /// The number of these that are in force, or have a known reason why they are not.
+    /// The number of accepted configurations that are in force, or have a known reason why they are not.
     in_force: watch::Sender<u64>,
 }
 
@@ -266,7 +266,7 @@ impl Daemon {
         }
     }
 
-    /// Looks at the host for the first time. Only now a wrong configuration is fatal.
+    /// Looks at the host for the first time. Only this first look treats a wrong configuration as fatal.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
             tracing::info!("no GPU is served: {}", self.settings.why_not_enabled());
@@ -297,7 +297,7 @@ impl Daemon {
         self.plan = Err(reason);
     }
 
-    /// Looks at the host until NVML lists all GPUs that are served, or has not done so for some time.
+    /// Looks at the host until NVML lists all GPUs that are served, or for some seconds.
     async fn look_for_gpus(&mut self) -> Inventory {
         let served = match &self.plan {
             Ok(plan) => {
@@ -353,7 +353,8 @@ impl Daemon {
         self.problem.clear();
     }
 
-    /// SIGTERM: a stop ends the control daemons, and a restart leaves them to the next start of the service.
+    /// Ends the service after SIGTERM: a stop ends the control daemons, and a restart leaves them to the next start
+    /// of the service.
     async fn stop(&mut self) {
         if self.ending.is_some() {
             return;
@@ -393,7 +394,8 @@ impl Daemon {
         }
     }
 
-    /// Reacts to news: has the core start control daemons whose GPUs are free, and publishes the new state.
+    /// Brings the state up to date after an event: the core starts control daemons whose GPUs are free, and the new
+    /// state is published.
     fn settle(&mut self) {
         if self.ending.is_none() && !self.fleet.is_ending_one() {
             self.shutdown_report.clear();

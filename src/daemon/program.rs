@@ -54,7 +54,8 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Prints what a start or a reload would do. The exit status reports it too, in case the output has no reader.
+/// Prints what a start or a reload of the service would do. The exit status has the result too, in case no program
+/// reads the output.
 fn check(sources: Sources, as_json: bool) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,

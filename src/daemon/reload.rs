@@ -38,7 +38,7 @@ pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
 }
 
 impl Daemon {
-    /// Reads the configuration again and puts it in force, or leaves everything as it is.
+    /// Reads the configuration again and puts it in force. A configuration that is refused changes nothing.
     pub(super) async fn reload(&mut self) -> Result<(), RequestError> {
         if self.ending.is_some() {
             return Err(RequestError::Busy("the service is stopping".to_owned()));

@@ -39,20 +39,20 @@ const LISTINGS: usize = 256;
 pub(super) struct Requests {
     /// The callers that wait for the next list of clients.
     listings: Vec<Reply<Vec<ClientView>>>,
-    /// The look for the present list.
+    /// The task that finds the clients for the callers who were waiting when the task began.
     pub(super) look: JoinSet<()>,
     clients: Clients,
-    /// Asks the kernel which processes a request is about.
+    /// Runs questions to the kernel: which processes a request to end GPU work is about.
     kernel: Blocking,
     nvml: NvmlWorker,
-    /// The requests that are carried out beside the loop, and are answered behind the next Snapshot.
+    /// The requests that tasks carry out beside the loop. Each is answered after the next Snapshot is published.
     pub(super) beside: JoinSet<Finished>,
 }
 
-/// A request that was carried out beside the loop.
+/// The result of a request that a task has carried out beside the loop.
 #[derive(Debug)]
 pub(super) struct Finished {
-    /// Names the clients that had work, if any had.
+    /// The event that names the clients whose work was ended. None: no client had work.
     pub(super) event: Option<Event>,
     pub(super) answer: Result<(), RequestError>,
     pub(super) reply: Reply<()>,
@@ -74,8 +74,8 @@ impl Requests {
         }
     }
 
-    /// Lists the clients for all callers that have asked since the last list was begun, once that has ended: many may ask all
-    /// the time.
+    /// Lists the clients for all callers that wait, unless a list is being made. Callers that ask meanwhile get the
+    /// next list.
     pub(super) fn begin_list(&mut self, fleet: &Fleet) {
         if self.listings.is_empty() || !self.look.is_empty() {
             return;
@@ -141,7 +141,8 @@ impl Daemon {
         });
     }
 
-    /// Answers a request. The event, and the numbers that a look has found, are published before.
+    /// Answers a request that a task has carried out. The event and the new numbers of clients are published before
+    /// the answer.
     pub(super) fn finished(&mut self, finished: Finished) {
         let Finished { event, answer, reply } = finished;
         if let Some(event) = event {
@@ -165,7 +166,7 @@ impl Daemon {
     }
 }
 
-/// The process that root, or a user, names.
+/// The target of a request: a process that root or a user names.
 fn process(pid: u32, user: Option<u32>) -> Target {
     match user {
         None => Target::Process(pid),
@@ -173,7 +174,7 @@ fn process(pid: u32, user: Option<u32>) -> Target {
     }
 }
 
-/// The slices that a caller names.
+/// The target of a request: the slices that a caller names.
 fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestError> {
     if snapshot.gpus.is_none() {
         return Err(ContainerError::not_ready(snapshot).into());
@@ -189,7 +190,7 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestErro
     names.into_iter().map(slice).collect::<Result<_, _>>().map(Target::Slices)
 }
 
-/// Takes the 64 hexadecimal digits of a container, or at least the first 12 of them.
+/// Returns the id of a container: all 64 hexadecimal digits, or at least the first 12.
 fn container_id(text: &str) -> Result<String, RequestError> {
     if (SHORTEST_ID..=ID).contains(&text.len()) && text.bytes().all(|c| c.is_ascii_hexdigit()) {
         return Ok(text.to_ascii_lowercase());
@@ -201,7 +202,8 @@ fn container_id(text: &str) -> Result<String, RequestError> {
     )))
 }
 
-/// The event that names the clients with work that a request has ended. None for a stop: containers are stopped all the time.
+/// The event about a request that has ended the work of `clients`. None for the stop of a container, since containers
+/// are stopped all the time.
 fn event(wanted: &Target, clients: String) -> Option<Event> {
     let (whom, names) = match wanted {
         Target::Process(pid) | Target::ProcessOf { pid, .. } => {
@@ -214,7 +216,7 @@ fn event(wanted: &Target, clients: String) -> Option<Event> {
     Some(Event::ended(&whom, names, clients))
 }
 
-/// The processes that may end because of a signal to a container.
+/// The target of a request before a container is stopped: the processes that the signal to the container may end.
 fn signalled(wanted: ContainerStop) -> Result<Target, RequestError> {
     let ContainerStop { pid, container, signal, to_all } = wanted;
     let path = bindings::path_of(&GroupOf::Process(pid))?;

@@ -16,16 +16,16 @@ use common::published::snapshot::State;
 /// The longest time for which the end of the service waits until the last messages are sent to the service manager.
 const LAST_SEND: Duration = Duration::from_secs(1);
 
-/// Everything that is reported to the service manager.
+/// Everything that the service reports to the service manager.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct UnitState {
     /// The number of reloads that have begun.
     reloads: u64,
-    /// True if every request of the service manager is carried out.
+    /// True if the service has carried out every request of the service manager.
     ready: bool,
     stopping: bool,
     status: String,
-    /// The number of signs of life that were due.
+    /// The number of signs of life (`WATCHDOG=1`) that were due.
     beats: u64,
 }
 
@@ -52,7 +52,7 @@ impl UnitState {
     }
 }
 
-/// Notifies the service manager. Without one, nothing is sent.
+/// Notifies the service manager. If there is no service manager, nothing is sent.
 #[derive(Debug)]
 pub(super) struct ServiceManager {
     unit_state: watch::Sender<UnitState>,
@@ -61,7 +61,7 @@ pub(super) struct ServiceManager {
     state: Option<State>,
 }
 
-/// When the service manager expects the next sign of life.
+/// The watchdog of the service manager: when the next sign of life is due.
 #[derive(Debug)]
 struct Watchdog {
     period: Duration,
@@ -69,7 +69,7 @@ struct Watchdog {
 }
 
 impl ServiceManager {
-    /// The state before the first notification.
+    /// The state before the service has notified the service manager.
     pub(super) fn new() -> Self {
         let (unit_state, receiver) = watch::channel(UnitState::default());
         let period = sd_notify::watchdog_enabled().map(|time| time / 3);
@@ -87,7 +87,7 @@ impl ServiceManager {
         Some(watchdog.next)
     }
 
-    /// The service reads its configuration again. The next call of [`ServiceManager::ready`] ends this state.
+    /// Reports that the service reads its configuration again. [`ServiceManager::ready`] reports the end of that.
     pub(super) fn reloading(&self) {
         self.unit_state.send_modify(|unit_state| {
             unit_state.reloads += 1;
@@ -95,7 +95,7 @@ impl ServiceManager {
         });
     }
 
-    /// Every request of the service manager is carried out.
+    /// Reports that every request of the service manager is carried out.
     pub(super) fn ready(&self) {
         self.unit_state.send_if_modified(|unit_state| !std::mem::replace(&mut unit_state.ready, true));
     }
@@ -124,7 +124,7 @@ impl ServiceManager {
         self.unit_state.send_modify(|unit_state| unit_state.status = status);
     }
 
-    /// Waits until the last message was sent, but not for long.
+    /// Waits until the last message is sent, at most for a second.
     pub(super) async fn end(self) {
         let Self { unit_state, notifier, .. } = self;
         drop(unit_state);

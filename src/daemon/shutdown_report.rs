@@ -8,8 +8,8 @@ use crate::message::{Message, Subject};
 use crate::tenants::describe::describe as describe_clients;
 
 impl Daemon {
-    /// Names the clients of these control daemons in the journal, in an event and in the status line, if there are any.
-    /// `cause` is whatever ends them, in words.
+    /// Names the clients of the control daemons in `doomed` in the journal, in an event and in the status line, if
+    /// there are any. `cause` says in words why the control daemons end.
     pub(super) async fn name_clients(&mut self, cause: &str, doomed: &[DaemonId]) {
         let Some(shutdown_report) = describe(cause, self.fleet.users_of(doomed).await) else { return };
         Message::ClientsEnd.log(Subject::default(), &shutdown_report);
@@ -19,7 +19,7 @@ impl Daemon {
     }
 }
 
-/// None if no work is lost.
+/// The report that names the clients which lose their work. None if no client loses work.
 fn describe(cause: &str, clients: Vec<KnownClient>) -> Option<String> {
     Some(format!("{cause} ends the work of {}", describe_clients(clients)?))
 }

@@ -4,7 +4,7 @@ use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// The request that a signal stands for.
+/// The request to the service for which a signal stands.
 pub(super) enum Wish {
     Stop,
     Reload,

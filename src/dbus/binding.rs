@@ -15,16 +15,16 @@ const LABEL: usize = 384;
 /// The longest path of a control group, in bytes: the kernel's limit.
 const PATH: usize = 4096;
 
-/// The longest id of a container, in bytes: the longest name of a file.
+/// The most bytes of a container's id: the kernel's limit for the name of a file.
 const CONTAINER: usize = 255;
 
-/// The highest number of a signal.
+/// The highest number of a signal that the kernel knows.
 const SIGNALS: u32 = 64;
 
 /// The number of SIGKILL.
 const KILL: u32 = 9;
 
-/// The options of a call, by their names.
+/// The options of a method call on the bus, by their names.
 pub(super) type CallOptions = HashMap<String, OwnedVariant>;
 
 /// The binding that a caller asks for.
@@ -45,14 +45,14 @@ pub(super) fn wanted(names: Vec<String>, pid: u32, mut options: CallOptions) -> 
     Ok(BindArguments { wish, group, label })
 }
 
-/// The arguments of `TakeDevices`.
+/// The arguments of `TakeDevices`: the slices that a program wants.
 pub(super) fn wish(names: Vec<String>, mut options: CallOptions) -> Result<SliceWish> {
     let wish = take_wish(names, &mut options)?;
     nothing_else(&options)?;
     Ok(wish)
 }
 
-/// The arguments of `ReleaseGroup`.
+/// The arguments of `ReleaseGroup`: the signal that a container runtime is about to send to a container.
 pub(super) fn stop(pid: u32, mut options: CallOptions) -> Result<ContainerStop> {
     let container: String = take(&mut options, "container")?.unwrap_or_default();
     let signal: u32 = take(&mut options, "signal")?.unwrap_or(KILL);
@@ -80,7 +80,8 @@ fn nothing_else(options: &CallOptions) -> Result<()> {
     Err(failed(format!("there is no option {name:?}")))
 }
 
-/// The control group that a caller names: that of a process, or for the PID 0 the one in the options.
+/// The control group that a caller names by the PID of a process in it, or, with the PID 0, by its path in the
+/// options.
 pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     let path: Option<String> = take(&mut options, "control_group")?;
     nothing_else(&options)?;
@@ -94,7 +95,7 @@ pub(super) fn group(pid: u32, mut options: CallOptions) -> Result<GroupOf> {
     }
 }
 
-/// The path of a control group, if it has the form that the kernel uses.
+/// Returns the path of a control group if it has the form that the kernel uses, or an error.
 fn plain(path: String) -> Result<String> {
     let names = path.strip_prefix('/').map(|names| names.split('/'));
     let is_plain = |name: &str| !matches!(name, "" | "." | "..") && !name.chars().any(char::is_control);

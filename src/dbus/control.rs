@@ -12,7 +12,7 @@ use super::request::{
 use super::slices::SliceDesk;
 use common::bus::error::RequestError;
 
-/// The methods that change something.
+/// The interface with the methods that change the state of the service.
 pub(super) struct ControlInterface {
     requests: mpsc::Sender<Request>,
     callers: Callers,

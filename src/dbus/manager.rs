@@ -24,15 +24,15 @@ use common::text::clean;
 /// to wait.
 const OF_USERS: usize = 8;
 
-/// The entry point of everything that may be read.
+/// The interface with everything that any user may read, and with the requests of users.
 pub(super) struct Manager {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// Permits for these requests.
+    /// Permits for the requests of users to end GPU work.
     of_users: Semaphore,
     desk: SliceDesk,
-    /// The GPUs of which a caller has got several slices at once.
+    /// The GPUs for which the warning about several slices for one caller is logged already.
     given_several: Mutex<BTreeSet<String>>,
 }
 
@@ -47,8 +47,8 @@ impl Manager {
         Self { snapshot, requests, callers, of_users, desk, given_several: Mutex::default() }
     }
 
-    /// A permit for a request of a user to end GPU work. Root needs none. A user without the right to ask is refused here, so
-    /// that repeated calls cause no question to the bus or to the daemon's loop.
+    /// Returns a permit for a request of a user to end GPU work. Root needs none. A user without the right to ask is
+    /// refused here, so that repeated calls cause no question to the bus or to the daemon's loop.
     fn place_for(&self, user: Option<u32>) -> Result<Option<SemaphorePermit<'_>>> {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
@@ -61,8 +61,8 @@ impl Manager {
         self.of_users.try_acquire().map(Some).map_err(taken)
     }
 
-    /// Logs a warning about slices of one GPU that are given out together, once for each GPU: a caller may ask any number of
-    /// times.
+    /// Logs a warning if a caller gets several slices of one GPU. The warning is logged once for each GPU: a caller
+    /// may ask any number of times.
     fn warn_of_several(&self, config: &ContainerConfig) {
         let mut told = self.given_several.lock().unwrap_or_else(PoisonError::into_inner);
         for (gpu, slices) in slices_of_one_gpu::given_several(config.devices()) {
@@ -84,7 +84,7 @@ impl Manager {
     }
 }
 
-/// The GPUs are not known yet. With an empty list the platform would delete its devices.
+/// The error for a caller while the GPUs are not known yet. With an empty list the platform would delete its devices.
 fn not_ready(snapshot: &Snapshot) -> RequestError {
     ContainerError::not_ready(snapshot).into()
 }
@@ -103,7 +103,7 @@ fn mounts(config: &ContainerConfig) -> Vec<(String, String, bool)> {
     mounts.map(|mount| (text(&mount.host), text(&mount.container), mount.read_only)).collect()
 }
 
-/// The answer of `ListDevices`. Only one of its rows exists at a time.
+/// The answer of `ListDevices`, written directly from a Snapshot: only one row exists at a time.
 struct DeviceList(Arc<Snapshot>);
 
 impl Serialize for DeviceList {

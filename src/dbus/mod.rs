@@ -46,7 +46,7 @@ use slices::SliceDesk;
 #[derive(Debug)]
 pub struct BusConnection {
     connection: Connection,
-    /// The last Snapshot that was published, so that signals are sent only for differences.
+    /// The Snapshot that was published last. Signals are sent only for differences from it.
     told: Arc<Snapshot>,
 }
 
@@ -124,8 +124,8 @@ impl BusConnection {
         }
     }
 
-    /// Returns when the connection has ended: the bus was restarted, or has closed it. Nothing is served then; call
-    /// [`BusConnection::connect`] again.
+    /// Returns when the connection has ended, because the bus was restarted or has closed the connection. Then the
+    /// service is not on the bus; call [`BusConnection::connect`] again.
     pub async fn closed(&self) {
         self.connection.closed().await;
     }
@@ -152,7 +152,7 @@ impl BusConnection {
         SignalEmitter::from_parts(self.connection.clone(), path)
     }
 
-    /// The owner of the name, in words.
+    /// Describes the process that owns the name of the service on the bus.
     async fn owner(&self) -> String {
         let pid = async {
             DBusProxy::new(&self.connection).await?.get_connection_unix_process_id(NAME.try_into()?).await
@@ -164,13 +164,14 @@ impl BusConnection {
     }
 }
 
-/// The GPUs of the Snapshot `one` that `other` does not have, or has in another state.
+/// The GPUs of the Snapshot `one` that the Snapshot `other` does not have, or has in another state.
 fn not_in(other: &Snapshot, one: &Snapshot) -> Vec<Arc<GpuView>> {
     let has = |gpu: &Arc<GpuView>| other.gpus.iter().flatten().any(|known| Arc::ptr_eq(known, gpu));
     one.gpus.iter().flatten().filter(|gpu| !has(gpu)).cloned().collect()
 }
 
-/// Replaces old objects of one kind by new ones. The object server announces objects that are added and removed.
+/// Removes, adds and changes objects of one kind on the bus, so that the bus has the `new` instead of the `old` objects.
+/// The object server announces objects that are added and removed.
 async fn mirror_objects<O: Object>(
     connection: &Connection,
     old: impl Iterator<Item = O>,

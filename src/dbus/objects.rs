@@ -19,7 +19,7 @@ use common::bus::MANAGER;
 use common::bus::rows::{Object, Properties, Service, Slice, WholeGpu};
 use common::published::snapshot::Snapshot;
 
-/// The answer of `GetManagedObjects`, written directly from a Snapshot: only one of its rows exists at a time.
+/// The answer of `GetManagedObjects`, written directly from a Snapshot: only one row exists at a time.
 struct Objects(Arc<Snapshot>);
 
 impl Serialize for Objects {
@@ -47,7 +47,7 @@ impl Type for Objects {
     const SIGNATURE: &'static Signature = ManagedObjects::SIGNATURE;
 }
 
-/// Answers from the present Snapshot.
+/// Answers `GetManagedObjects` from the present Snapshot.
 pub(super) struct ObjectManager(pub(super) watch::Receiver<Arc<Snapshot>>);
 
 #[interface(name = "org.freedesktop.DBus.ObjectManager", introspection_docs = false)]

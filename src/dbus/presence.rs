@@ -12,11 +12,12 @@ use super::{BusConnection, Request};
 use crate::supervisor::BusSignal;
 use common::published::snapshot::Snapshot;
 
-/// The pause before the next attempt to connect to the bus. It doubles up to the longest pause.
+/// The first pause before another attempt to connect to the bus. The pause doubles up to the longest pause.
 const FIRST_BUS_PAUSE: Duration = Duration::from_millis(200);
 const LAST_BUS_PAUSE: Duration = Duration::from_secs(10);
 
-/// Runs this on a thread of its own, so that the supervisors do not wait, however many calls come.
+/// Runs the future that serves the bus on a separate thread, so that no number of calls keeps the supervisors
+/// waiting.
 pub(crate) fn on_a_thread_of_its_own(bus: impl Future<Output = ()> + Send + 'static) -> io::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     thread::Builder::new().name("bus".to_owned()).spawn(move || runtime.block_on(bus))?;

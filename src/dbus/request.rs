@@ -15,16 +15,18 @@ use common::host::control_groups;
 use common::published::client::ClientView;
 use common::published::free::Candidate;
 
-/// The longest time for a request. It is longer than a caller waits, so it only ends requests for which no caller waits any more.
+/// The longest time that the service works on a request. Callers stop waiting earlier, so this ends only requests for
+/// which no caller waits any more.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// The answer to a call.
 pub(super) type Result<T> = std::result::Result<T, RequestError>;
 
-/// Takes the answer to a request.
+/// The channel for the answer to a request.
 pub type Reply<T> = oneshot::Sender<std::result::Result<T, RequestError>>;
 
-/// A request that only the daemon can carry out. Without an answer within a minute it fails.
+/// A request from the bus that only the daemon's loop can carry out. Without an answer within a minute the request
+/// fails.
 #[derive(Debug)]
 pub enum Request {
     /// Read the configuration again and put it in force. The answer is the generation that is then in force.
@@ -33,25 +35,26 @@ pub enum Request {
     Clients(Reply<Vec<ClientView>>),
     /// Look at the clients of all GPUs. The answer comes when the Snapshot has them.
     LookAtClients(Reply<()>),
-    /// End the GPU work of a process. The answer comes when the process is no client any more. With a user, only if the process
-    /// belongs to this user.
+    /// End the GPU work of the process with this PID. The answer comes when the process is no client any more. With a
+    /// user id, the request is refused if the process belongs to another user.
     Terminate(u32, Option<u32>, Reply<()>),
     /// End the GPU work of the clients of slices, which the caller has named. The answer comes when no such client is left.
     ReleaseDevices(Vec<String>, Reply<()>),
-    /// End the GPU work of the clients in a container, by its id or the beginning of it. The answer comes when no such client is
-    /// left.
+    /// End the GPU work of the clients in a container, which is named by its id or the beginning of its id. The
+    /// answer comes when no such client is left.
     ReleaseContainer(String, Reply<()>),
-    /// End the GPU work of the clients that may end because of a signal to a container.
+    /// End the GPU work of the clients that a signal to a container may end.
     ReleaseGroup(ContainerStop, Reply<()>),
-    /// Make the changes that wait for the end of clients. If true, without waiting.
+    /// Make the changes that wait for the end of clients. False: only if there are no such clients. True: at once,
+    /// which ends the clients.
     Apply(bool, Reply<()>),
     /// Take slices and GPUs, which the caller has named, out of use for new clients. Without names, everything.
     Drain(Vec<String>, Reply<()>),
-    /// Put them into use again. Without names, everything.
+    /// Put drained slices and GPUs, which the caller has named, into use again. Without names, everything.
     Undrain(Vec<String>, Reply<()>),
     /// Bind a control group to slices. The answer names the slices.
     Bind(WantedBinding, Reply<Vec<String>>),
-    /// End the binding of a control group.
+    /// End the binding of a control group to its slices.
     Unbind(GroupOf, Reply<()>),
     /// Replace the server of a GPU, which the caller has named.
     RestartServer(String, Reply<()>),
@@ -60,22 +63,22 @@ pub enum Request {
 /// The slices that a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub enum WantedSlices {
-    /// All of them, by the caller's names. A GPU stands for one of its free slices.
+    /// All slices that the caller has named. The name of a GPU stands for one of its free slices.
     All(Vec<String>),
-    /// The first of them that is free.
+    /// The first candidate that is free.
     OneOf(Vec<Candidate>),
 }
 
 /// A binding that a caller asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub struct WantedBinding {
-    /// The slices.
+    /// The slices to which the control group should be bound.
     pub slices: WantedSlices,
-    /// The control group.
+    /// The control group that should be bound.
     pub group: GroupOf,
-    /// The binding's name for people; it may be empty.
+    /// The name of the binding that people see; it may be empty.
     pub label: String,
-    /// True if other bindings may have the slices too.
+    /// True if the slices may have other bindings too.
     pub shares: bool,
 }
 
@@ -123,11 +126,11 @@ pub(super) fn bounded_names(names: &[String]) -> Result<()> {
     names.iter().try_for_each(|name| bounded_name(name))
 }
 
-/// The most callers that are remembered. The bus allows a user 256 connections.
+/// The most connections whose users are remembered. The bus allows a user 256 connections.
 const CALLERS: usize = 1024;
 
-/// The users of the connections that have called. The user of a connection never changes, and its name is not used again, so the
-/// bus is asked once for each connection.
+/// The users of the connections that have called the service, by the names of the connections. The user of a
+/// connection never changes, and its name is not used again, so the bus is asked once for each connection.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Callers(Arc<Mutex<BTreeMap<String, u32>>>);
 
@@ -136,7 +139,8 @@ impl Callers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The path of the control group of the process that calls. None: the process has ended, or the kernel does not say.
+    /// The path of the control group of the calling process. None: the process has ended, or the kernel does not name
+    /// its control group.
     pub(super) async fn control_group_of(
         &self,
         connection: &Connection,
@@ -148,8 +152,8 @@ impl Callers {
         control_groups::path_of(pid).ok()
     }
 
-    /// The user who calls, from the kernel by way of the bus. If the service does not run as root, its own user counts as root.
-    /// None for root.
+    /// The user who calls, as the bus has it from the kernel. None: root calls. If the service does not run as root,
+    /// its own user counts as root.
     ///
     /// # Errors
     /// The bus does not know the caller, which has usually disconnected.

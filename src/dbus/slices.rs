@@ -20,19 +20,20 @@ use common::published::container::{ChosenSlice, ContainerConfig, container_confi
 use common::published::free;
 use common::published::snapshot::Snapshot;
 
-/// The time in which a program usually becomes a client. Before that it is not counted.
+/// The time within which a program that was given a slice usually becomes a client. For this time the slice counts as
+/// used.
 const REMEMBERED: Duration = Duration::from_secs(60);
 
-/// The most slices that are remembered for this time. If there are more, the oldest are forgotten.
+/// The most given slices that are remembered. If there are more, the oldest are forgotten.
 const MOST: usize = 1024;
 
-/// Hands out slices to callers.
+/// Chooses slices for the programs of callers.
 #[derive(Clone)]
 pub(super) struct SliceDesk {
     snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,
     callers: Callers,
-    /// The slices that the service has chosen within this time.
+    /// The slices that the service has chosen within the time [`REMEMBERED`].
     given: Arc<Mutex<VecDeque<(Instant, SliceId)>>>,
 }
 
@@ -45,7 +46,7 @@ impl SliceDesk {
         Self { snapshot, requests, callers, given: Arc::default() }
     }
 
-    /// The names of the devices that the caller may have now, and the settings for a program that uses them.
+    /// The names of the slices that the caller may have now, and the settings for a program that uses them.
     pub(super) async fn settings(
         &self,
         wish: &SliceWish,
@@ -82,7 +83,7 @@ impl SliceDesk {
         Ok(vec![chosen])
     }
 
-    /// The slices for a control group that should be bound.
+    /// The slices to which a control group should be bound: the named slices, or candidates of which the first free one is taken.
     pub(super) async fn to_bind(&self, wish: SliceWish) -> Result<WantedSlices> {
         let clients = self.clients_for(&wish).await?;
         if !wish.free {
@@ -93,8 +94,8 @@ impl SliceDesk {
         Ok(WantedSlices::OneOf(candidates))
     }
 
-    /// The clients that count for a choice. If a control daemon does not answer, the choice is made without the clients, since
-    /// the caller may get a slice of another control daemon.
+    /// The present clients that count for the choice of a slice. If a control daemon does not answer, the choice is
+    /// made without the clients, since the caller may get a slice of another control daemon.
     async fn clients_for(&self, wish: &SliceWish) -> Result<Vec<ClientView>> {
         if !wish.free {
             return Ok(Vec::new());

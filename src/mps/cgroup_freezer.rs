@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use common::host::proc;
 
-/// The mount points of each hierarchy on a host with systemd.
+/// The mount points of control groups on a host with systemd: of version 2, and of the freezer of version 1.
 const UNIFIED: [&str; 2] = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"];
 const FREEZER: &str = "/sys/fs/cgroup/freezer";
 
-/// A kind of hierarchy. Each has other files.
+/// The version of a hierarchy of control groups. The files of both versions differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Hierarchy {
     /// Control groups, version 2.
@@ -22,7 +22,7 @@ enum Hierarchy {
 }
 
 impl Hierarchy {
-    /// True if the processes of a group are frozen, by this group or by one of its ancestors.
+    /// True if the processes of a control group are frozen, by this control group or by one of its ancestors.
     fn is_held(self, group: &Path) -> bool {
         let says = |file: &str| fs::read_to_string(group.join(file)).unwrap_or_default();
         match self {
@@ -31,7 +31,7 @@ impl Hierarchy {
         }
     }
 
-    /// True if this group itself is set to freeze its processes.
+    /// True if this control group itself is set to freeze its processes, not only an ancestor.
     fn holds(self, group: &Path) -> bool {
         let file = match self {
             Self::Unified => "cgroup.freeze",
@@ -51,7 +51,7 @@ impl Hierarchy {
     }
 }
 
-/// A control group that freezes its processes.
+/// A control group that is set to freeze its processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FrozenGroup {
     kind: Hierarchy,
@@ -59,7 +59,8 @@ pub(super) struct FrozenGroup {
 }
 
 impl FrozenGroup {
-    /// Thaws the group until the entry that this adds to `thawed` is dropped.
+    /// Thaws the control group, and adds an entry to `thawed`. When that entry is dropped, the control group is
+    /// frozen again.
     ///
     /// # Errors
     /// The kernel refuses: for example, the hierarchy is mounted read-only.
@@ -104,8 +105,8 @@ fn groups(line: &[u8]) -> Vec<(Hierarchy, PathBuf, PathBuf)> {
     }
 }
 
-/// A control group that is thawed for a while. When this value is dropped, it is frozen again, since another program has frozen
-/// it.
+/// A control group of another program that the service has thawed for a while. When this value is dropped, the
+/// control group is frozen again.
 #[derive(Debug)]
 pub(super) struct Thawed(FrozenGroup);
 

@@ -31,16 +31,16 @@ pub(crate) struct FileChanges(Arc<Mutex<Shared>>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// None until there is an instance.
+    /// The inotify instance. None until the first watch makes it.
     queue: Option<Arc<Readable>>,
-    /// The tasks to wake at the next change, by the number of the watch.
+    /// The tasks that the next change wakes, by the inotify number of the watch.
     watches: BTreeMap<i32, Vec<Arc<Notify>>>,
-    /// The error that was last reported.
+    /// The error that was logged last, so that it is not logged again.
     told: Option<Errno>,
 }
 
 impl FileChanges {
-    /// A watch without files.
+    /// Returns a watch that has no files yet.
     pub(crate) fn watch(&self) -> FileWatch {
         FileWatch { changes: self.clone(), changed: Arc::default() }
     }
@@ -49,7 +49,7 @@ impl FileChanges {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The instance. It is made if there is none.
+    /// Returns the inotify instance, and makes it if there is none.
     fn queue(&self, shared: &mut Shared) -> io::Result<Arc<Readable>> {
         if let Some(queue) = &shared.queue {
             return Ok(Arc::clone(queue));
@@ -63,7 +63,7 @@ impl FileChanges {
         Ok(queue)
     }
 
-    /// Logs an error that prevents all watches, once.
+    /// Logs an error that prevents all watches, unless it was logged already.
     fn warn_of_shortage(shared: &mut Shared, error: &io::Error) {
         let Some(errno) = Errno::from_io_error(error).filter(|errno| is_shortage(*errno)) else {
             tracing::debug!("a file can't be watched: {error}");
@@ -83,8 +83,8 @@ pub(crate) struct FileWatch {
 }
 
 impl FileWatch {
-    /// Watches this file too, by its descriptor and not by its path, for one change. A change before this call is not reported.
-    /// Returns false if the file can't be watched.
+    /// Adds a file to this watch for one change, by the file's descriptor and not by its path. A change before this
+    /// call is not reported. Returns false if the file can't be watched.
     pub(crate) fn add_file(&self, file: &File) -> bool {
         let path = proc::open_file(proc::OWN, file.as_raw_fd());
         let mut shared = self.changes.lock();
@@ -130,15 +130,15 @@ impl Drop for FileWatch {
     }
 }
 
-/// Changes that were read together.
+/// The changes of files that one read of inotify has returned.
 #[derive(Debug, Default)]
 struct Read {
     watches: BTreeSet<i32>,
-    /// True if there were more changes than the kernel stores.
+    /// True if the kernel has dropped changes, since there were more than it stores.
     lost_some: bool,
 }
 
-/// Wakes tasks at changes, as long as there are watches.
+/// Wakes the tasks whose files have changed, as long as there are watches.
 async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
     loop {
         match queue.until(read).await {
@@ -174,7 +174,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
     }
 }
 
-/// The kernel has removed the watches that it has reported.
+/// Wakes the tasks whose files have changed, and forgets their watches: the kernel has removed these.
 fn wake(shared: &mut Shared, read: &Read) {
     shared.watches.retain(|watch, wakes| {
         let touched = read.lost_some || read.watches.contains(watch);

@@ -19,17 +19,18 @@ use super::process::Process;
 use common::host::cpus::Cpus;
 use common::host::{oom, proc};
 
-/// The program to start, and its settings.
+/// The arguments for the start of a control daemon.
 #[derive(Debug)]
 pub(crate) struct Launch<'a> {
     /// The control daemon's program.
     pub program: &'a Path,
     pub arguments: &'a [&'a str],
-    /// The CPUs to which it is bound. None: it is not bound.
+    /// The CPUs to which the control daemon is bound. None: it may run on all CPUs.
     pub cpus: Option<Cpus>,
-    /// Variables in addition to the service's own environment, from which the server needs PATH and `LD_LIBRARY_PATH`.
+    /// Variables that are added to the service's own environment. From that environment the server needs PATH and
+    /// `LD_LIBRARY_PATH`.
     pub environment: &'a [(&'a str, String)],
-    /// The file for its standard output and standard error.
+    /// The file for the control daemon's standard output and standard error.
     pub output: File,
 }
 
@@ -49,7 +50,7 @@ const NOT_PASSED_ON: [&str; 11] = [
     "RUNTIME_DIRECTORY",
 ];
 
-/// A process that has its PID already, and waits for the byte to become the control daemon.
+/// A process that will become a control daemon: it has its PID already, and waits for a byte on its standard input.
 #[derive(Debug)]
 pub(crate) struct PausedProcess {
     process: Process,
@@ -57,7 +58,7 @@ pub(crate) struct PausedProcess {
 }
 
 impl PausedProcess {
-    /// Starts the process in a session of its own. Until [`PausedProcess::go`] it runs the service's program (see
+    /// Starts the process in a new session. Until [`PausedProcess::go`] the process runs the service's program (see
     /// [`become_program`]).
     pub(crate) fn start(launch: Launch<'_>) -> io::Result<Self> {
         let mut command = Command::new(proc::OWN_PROGRAM);
@@ -86,12 +87,12 @@ impl PausedProcess {
     }
 }
 
-/// The first argument of the process.
+/// The first argument of the service's program, with which it becomes a control daemon.
 pub(crate) const ARGUMENT: &str = "launch-control";
 
-/// Waits for the byte and executes the program in `arguments`, which follows a list of CPUs. The program and everything that it
-/// starts are bound to these CPUs; with an empty list they are not bound. Returns an error if that fails, and Ok if the input
-/// ends without a byte.
+/// Waits for a byte on standard input, and executes the program in `arguments`, which has a list of CPUs before it.
+/// The program and everything that it starts are bound to these CPUs; with an empty list they are not bound. Returns
+/// an error if that fails, and Ok if the input ends without a byte.
 pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> io::Result<()> {
     let cpus = arguments.next().and_then(|list| Cpus::parse(list.to_str()?));
     let program = arguments.next().ok_or_else(|| io::Error::other("no program named"))?;

@@ -21,11 +21,11 @@ use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, imm
 /// has a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
-/// A new link before it replaces the former one.
+/// The name of a new link until it replaces the former link.
 const NEW: &str = ".control.new";
 
-/// The other files that a control daemon makes in its directory. In a directory that should have only links, they are from an
-/// earlier control daemon.
+/// The names of further files that a control daemon makes in its directory. In a directory that should have only
+/// links, these files are from an earlier control daemon.
 const LEFTOVERS: [&str; 4] = ["control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid"];
 
 /// The most entries of the directory of slices that are looked at besides the planned slices. A container with write access to
@@ -41,7 +41,7 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// The socket in the directory in which its control daemon has made it. None if there is none.
+    /// Finds the socket that a control daemon has made in its directory. None if there is none.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -49,7 +49,8 @@ impl Socket {
         Self::find_named(control_directory, SOCKET)
     }
 
-    /// The socket at which programs wait.
+    /// Finds the socket of the service at which programs wait, in the directory of a control daemon. None if there is
+    /// none.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -153,8 +154,8 @@ impl SliceDirectories {
         Ok(directory.map(|directory| Self { path: path.to_owned(), directory }))
     }
 
-    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the former socket or
-    /// this one. Returns true if there was no such link before.
+    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the
+    /// former socket or this one. Returns true if the directory had no link to this socket before.
     ///
     /// # Errors
     /// The slice's directory can't be used, or the link can't be made.
@@ -193,7 +194,8 @@ impl SliceDirectories {
         keep(&self.directory, &self.path);
     }
 
-    /// Lets other users change the directories of these slices again, and all other directories that were protected here.
+    /// Lets other users change the directories of these slices again, and all further directories of slices in this
+    /// directory that were protected.
     fn release(&self, names: &BTreeSet<String>) {
         // The flag of this directory is set last and removed last. If it is not set, no other directory has the flag. So of many
         // control daemons that are released, only the first has to look at all directories.
@@ -304,7 +306,7 @@ fn still_leads(path: &Path, error: &io::Error) -> BadDirectory {
     }
 }
 
-/// The socket in a directory, if there is one.
+/// The identity of the socket in a directory. None if the directory has no socket.
 fn identity(directory: impl AsFd) -> io::Result<Option<SocketId>> {
     identity_of(directory, SOCKET)
 }
@@ -342,8 +344,8 @@ mod tests {
             Socket::find(&self.root.path().join("private")).unwrap()
         }
 
-        /// Makes the links of these slices point to the socket and closes all others, as the supervisor does. Returns those that
-        /// had no such link before, and the files that were renamed.
+        /// Makes the links of these slices point to the socket and closes all others, as the supervisor does. Returns
+        /// the slices that had no such link before, and the files that were renamed.
         fn lead_all(&self, names: &[&str]) -> (Vec<String>, Vec<String>) {
             let (mut made, mut moved) = (Vec::new(), Vec::new());
             let Some(socket) = self.socket() else { return (made, moved) };
@@ -370,7 +372,7 @@ mod tests {
             self.socket().unwrap().lead_from_pipe(&self.root.path().join("pipe"), &mut Vec::new()).unwrap()
         }
 
-        /// A new socket, as a new control daemon makes it.
+        /// Replaces the socket by a new one, as a new control daemon does.
         fn renew(&mut self) {
             let path = self.root.path().join("private/control");
             fs::remove_file(&path).unwrap();

@@ -24,7 +24,7 @@ use common::host::readable::Readable;
 #[derive(Debug)]
 pub(crate) struct Process {
     handle: ProcessHandle<Readable>,
-    /// Set if the process is a child of the service. It gives the exit status.
+    /// The child process, which gives the exit status. None if the process is not a child of the service.
     child: Option<Child>,
 }
 
@@ -46,7 +46,8 @@ impl Process {
         unless_gone(Self::hold(pid, None))
     }
 
-    /// The file of its standard output, even if that file was removed. Opened read-only if the file's mode forbids writing.
+    /// Opens the file of the process's standard output, even if that file was removed. Opens it read-only if the
+    /// file's mode forbids writing.
     pub(crate) fn output_file(&self) -> io::Result<File> {
         let output = proc::open_file(self.identity().pid, 1);
         File::options().read(true).write(true).open(&output).or_else(|_| File::open(&output))
@@ -68,7 +69,8 @@ impl Process {
         }
     }
 
-    /// The same if the process has ended, or ends within a moment.
+    /// Returns the exit status as [`Process::exited`] does, if the process has ended or ends within a moment. The
+    /// outer None: the process goes on.
     pub(crate) async fn exited_by_now(&mut self) -> Option<Option<ExitStatus>> {
         tokio::time::timeout(ENDING, self.exited()).await.ok()
     }
@@ -92,7 +94,7 @@ pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     })
 }
 
-/// The pause between two attempts to open a handle while the service has no file descriptors left.
+/// The pause between two attempts to open a handle of a process while the service has no file descriptors left.
 const HOLD_AGAIN: Duration = Duration::from_secs(1);
 
 /// Waits until a process that is not a child has ended.
@@ -112,32 +114,33 @@ pub(crate) async fn ended(pid: u32) {
     }
 }
 
-/// How often the service checks if a process goes on, and the pause between two checks. A debugger can stop a process and
-/// continue it at once, repeatedly.
+/// The number of checks that a process goes on after it was continued, and the pause between two checks. A debugger
+/// can stop a process and continue it at once, repeatedly.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 
-/// The pause between two checks of a process that must not stay stopped. A program that stops the process every 300 us still lets
-/// the process run part of the time.
+/// The pause between two checks of a process that the service keeps running. A program that stops the process every
+/// 300 us still lets the process run part of the time.
 const KEEP_PAUSE: Duration = Duration::from_millis(1);
 
 fn is_stopped(pid: u32) -> bool {
     proc::stat(pid).is_ok_and(|stat| stat.is_stopped())
 }
 
-/// SIGSTOP stops all threads of a process. A debugger can stop a single thread.
+/// True if a thread of the process is stopped. SIGSTOP stops all threads of a process; a debugger can stop a single
+/// thread.
 fn is_any_thread_stopped(pid: u32) -> bool {
     proc::threads(pid).iter().any(proc::Stat::is_stopped)
 }
 
-/// How a control daemon has ended.
+/// The step that has ended a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stopped {
-    /// After `quit`.
+    /// The control daemon ended after the command `quit`.
     Quit,
-    /// After SIGTERM.
+    /// The control daemon ended after SIGTERM.
     Terminated,
-    /// After SIGKILL.
+    /// The control daemon ended after SIGKILL.
     Killed,
 }
 
@@ -151,7 +154,7 @@ impl fmt::Display for Stopped {
     }
 }
 
-/// How long the service waits for the end of a process that is probably ending.
+/// The time that the service waits for the end of a process that is probably about to end.
 const ENDING: Duration = Duration::from_millis(20);
 
 /// The time that a control daemon has to end after it has answered `quit`. Measured: 81 ms.
@@ -180,7 +183,8 @@ pub(crate) async fn stop(
     process.ends_within(patience).await
 }
 
-/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller reports before which clients that affects.
+/// Ends a control daemon with its clients: with SIGTERM, then with SIGKILL. The caller reports the affected clients
+/// before.
 pub(crate) async fn end_by_signal(process: &mut Process, may_end: Permit) -> io::Result<Stopped> {
     tell_cause("is sent SIGTERM", process, may_end);
     process.signal(Signal::TERM)?;
@@ -207,7 +211,8 @@ fn patience_after(quit: Result<(), ControlError>, process: &Process) -> Duration
     }
 }
 
-/// True if a front end reaches this process. Another control daemon may have taken over the pipe directory.
+/// True if the process that listens in the pipe directory is this process. Another control daemon may have taken over
+/// the pipe directory.
 fn listens(process: &Process, control: &Control) -> bool {
     control.daemon_pid() == Some(process.identity().pid)
 }
@@ -270,8 +275,8 @@ impl Held {
     }
 }
 
-/// A process that is continued each time that something stops it. When this value is dropped, the control groups that were thawed
-/// for it are frozen again.
+/// A process that the service continues each time that another program stops it. When this value is dropped, the
+/// control groups that were thawed for the process are frozen again.
 #[derive(Debug)]
 pub(crate) struct GoingOn {
     held: Held,
@@ -284,12 +289,13 @@ impl GoingOn {
         self.held.pid()
     }
 
-    /// True if the process had to be continued.
+    /// True if the process was stopped or frozen, so that the service had to continue it.
     pub(crate) fn was_held(&self) -> bool {
         self.was_held
     }
 
-    /// Continues the process each time that something stops it. This uses at most a tenth of a CPU, and never returns.
+    /// Continues the process each time that another program stops it. This uses at most a tenth of a CPU, and never
+    /// returns.
     pub(crate) async fn keep(&mut self) -> Infallible {
         let pid = self.pid();
         let mut refused = String::new();
@@ -305,7 +311,7 @@ impl GoingOn {
         }
     }
 
-    /// Continues the process if it is stopped, and returns true if it was.
+    /// Continues the process if it is stopped or frozen, and returns true if it was.
     fn continue_once(&mut self, stopped: bool) -> io::Result<bool> {
         let frozen = cgroup_freezer::holds(self.pid());
         let held = stopped || frozen.is_some();
@@ -326,7 +332,7 @@ mod tests {
 
     use super::*;
 
-    /// The program that the next test runs.
+    /// The program that the next test starts as a child: it only waits.
     #[test]
     #[ignore = "waits until it is killed"]
     fn waits() {

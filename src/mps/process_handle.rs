@@ -22,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(super) struct ProcessHandle<Fd> {
     identity: ProcessId,
-    /// None if the kernel has no pidfds.
+    /// The pidfd of the process. None if the kernel has no pidfds.
     pidfd: Option<Fd>,
 }
 
@@ -42,7 +42,7 @@ impl ProcessHandle<OwnedFd> {
         Ok(Self { identity: identity::read(pid)?, pidfd })
     }
 
-    /// The same handle, for waiting with the runtime of the caller.
+    /// Returns the handle in a form with which tasks of the tokio runtime can wait for the end of the process.
     pub(super) fn watched(self) -> io::Result<ProcessHandle<Readable>> {
         Ok(ProcessHandle { identity: self.identity, pidfd: self.pidfd.map(Readable::new).transpose()? })
     }
@@ -96,7 +96,7 @@ impl<Fd: std::os::fd::AsFd> ProcessHandle<Fd> {
     }
 }
 
-/// None instead of an error that says that there is no such process.
+/// Returns None for the error that there is no such process (ESRCH).
 pub(super) fn unless_gone<T>(found: io::Result<T>) -> io::Result<Option<T>> {
     match found {
         Err(error) if proc::is_gone(&error) => Ok(None),
@@ -115,7 +115,7 @@ mod tests {
 
     use super::*;
 
-    /// A handle on an old kernel.
+    /// A handle as on an old kernel without pidfds.
     fn without_pidfd(pid: u32) -> ProcessHandle<OwnedFd> {
         ProcessHandle { identity: identity::read(pid).unwrap(), pidfd: None }
     }

@@ -21,7 +21,7 @@ use super::links_on_disk::{Socket, WAITING, remove_waiting};
 /// The most programs that are connected to the socket where programs wait. A further program waits in `connect()`.
 const PROGRAMS: i32 = 4096;
 
-/// The most programs that are named when they are released.
+/// The most waiting programs whose PIDs are returned when the programs are released.
 const NAMED: usize = 1024;
 
 #[derive(Debug)]
@@ -74,7 +74,7 @@ impl WaitingSocket {
         })
     }
 
-    /// Releases the programs that have waited, and returns their PIDs.
+    /// Releases the programs that have waited, and returns their PIDs. `own` is the PID of the service.
     pub(crate) fn let_go(self, own: u32) -> Vec<u32> {
         let next = || match accept_with(&self.listener, SocketFlags::CLOEXEC) {
             Ok(program) => Ok(socket_peercred(&program).ok()),

@@ -16,7 +16,7 @@ use super::state_file::SharedStateFile;
 use common::drained::ClosedDevices;
 use common::state_file::Running;
 
-/// The directories with links to one control daemon, shared by all parts of the service that change them.
+/// The links by which clients find one control daemon, shared by all parts of the service that change them.
 #[derive(Debug, Clone)]
 pub(super) struct SharedAdmission {
     admission: Arc<Mutex<Admission>>,
@@ -30,7 +30,7 @@ struct Admission {
     directories: FileDirectories,
 }
 
-/// The events about links, for the log.
+/// The changes of links that were not logged yet.
 #[derive(Debug)]
 pub(super) struct LinkNews {
     /// The directories in which other programs had changed the link, and the service has renewed it.
@@ -83,7 +83,8 @@ impl SharedAdmission {
         shared
     }
 
-    /// Takes another order. The control daemon may be about to end by it. Links that the order does not need are removed at once.
+    /// Takes a new order. `retiring` is true if the control daemon is about to end by this order. Links that the
+    /// order does not need are removed at once.
     pub(super) fn pursue(&self, plan: &ControlDaemonPlan, retiring: bool) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -99,7 +100,7 @@ impl SharedAdmission {
         let _ = self.apply();
     }
 
-    /// The control daemon has the limits of this order: from now on links point to it.
+    /// Makes the links point to the control daemon, which has the limits of this order.
     pub(super) fn lead(&self, running: &Running, plan: &ControlDaemonPlan) -> Result<(), Bad> {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -109,7 +110,7 @@ impl SharedAdmission {
         self.apply()
     }
 
-    /// From now on new programs wait.
+    /// Makes the links point to the waiting socket, so that new programs wait.
     ///
     /// # Errors
     /// Some links can't be changed, so programs still reach the control daemon.
@@ -121,7 +122,7 @@ impl SharedAdmission {
         if open.is_empty() { Ok(()) } else { Err(open.join("; ")) }
     }
 
-    /// The links point to the control daemon again.
+    /// Makes the links point to the control daemon again, instead of the waiting socket.
     pub(super) fn reopen_ways(&self) {
         self.lock().links.reopen_ways();
         if let Err(bad) = self.apply() {
@@ -137,7 +138,7 @@ impl SharedAdmission {
         waiting.map(|waiting| waiting.let_go(std::process::id())).unwrap_or_default()
     }
 
-    /// No control daemon runs. Programs wait for the next one, which makes a new socket.
+    /// Takes note that no control daemon runs. Programs wait for the next one, which makes a new socket.
     pub(super) fn end(&self) {
         {
             let Admission { links, directories } = &mut *self.lock();
@@ -148,8 +149,8 @@ impl SharedAdmission {
         }
     }
 
-    /// Makes and removes links, with the closed slices of the state file. The error is that the control daemon's own directory
-    /// can't be used.
+    /// Makes and removes links, with the closed slices in the state file. The error says that the control daemon's
+    /// own directory can't be used.
     pub(super) fn apply(&self) -> Result<(), Bad> {
         let closed = self.state_file.lock().closed();
         let mut admission = self.lock();
@@ -161,7 +162,7 @@ impl SharedAdmission {
         done
     }
 
-    /// Lets other users change and remove the directories from now on.
+    /// Lets other users change and remove the directories of the links.
     pub(super) fn release(&self) {
         let Admission { links, directories } = &mut *self.lock();
         links.release_for_good(directories);
@@ -197,7 +198,8 @@ impl SharedAdmission {
     }
 }
 
-/// Removes the links of closed slices to a control daemon without a supervisor. The error names a link that stays.
+/// Removes the links of closed slices to a control daemon that has no supervisor. The error names a link that can't
+/// be removed.
 pub(crate) fn close_unsupervised(running: &Running, closed: &ClosedDevices) -> Result<(), String> {
     let mut admission = Admission::new(None, Some(running.clone()));
     admission.apply(closed)?;
@@ -228,10 +230,10 @@ impl Admission {
     }
 }
 
-/// The directories of a control daemon, and the descriptors that are open during a pass.
+/// The directories of a control daemon's links, with the descriptors that are open during a pass over them.
 #[derive(Debug)]
 struct FileDirectories {
-    /// The control daemon that runs, or has run last.
+    /// The control daemon that runs now, or that ran last.
     running: Option<Running>,
     socket: Option<Socket>,
     /// The socket at which programs wait. None while no program waits.

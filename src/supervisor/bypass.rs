@@ -13,11 +13,11 @@ use common::host::proc;
 pub(crate) struct Bypass {
     pub gpu_uuid: String,
     pub process: ProcessId,
-    /// The command, 15 characters at most.
+    /// The command of the process, 15 characters at most.
     pub command: String,
-    /// The owner, as the end of a sentence. Empty until the process is reported.
+    /// The owner of the process, as the end of a sentence. Empty until the process is reported.
     pub owner: String,
-    /// The GPU memory that it holds, in MiB.
+    /// The GPU memory that the process holds, in MiB.
     pub memory_mib: Option<u64>,
 }
 
@@ -28,18 +28,20 @@ impl Bypass {
     }
 }
 
-/// The processes without MPS that were reported. All control daemons that take turns on a GPU find the same ones.
+/// The processes without MPS that were reported. All control daemons that take turns on a GPU find the same
+/// processes, and each process is reported once.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ToldBypasses(Arc<Mutex<BTreeSet<(String, ProcessId)>>>);
 
 impl ToldBypasses {
-    /// Those processes that were not reported yet. From now on they count as reported.
+    /// Returns the processes in `come` that were not reported yet, and takes them as reported.
     pub(super) fn newly_told<'b>(&self, come: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
     }
 
-    /// The processes whose beginning was reported and whose end was not.
+    /// Returns the processes in `gone` that were reported, and forgets them, so that the end of each is reported
+    /// once.
     pub(super) fn newly_gone<'b>(&self, gone: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();
         gone.into_iter().filter(|bypass| told.remove(&key(bypass))).collect()

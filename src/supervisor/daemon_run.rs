@@ -23,50 +23,51 @@ use common::state_file::Running;
 use super::status::Reporter;
 use super::{BusSignal, Tools};
 
-/// The usual cause of error 802 after a boot.
+/// The explanation of error 802, which is usual after a boot.
 const FABRIC: &str = "error 802: the fabric manager is not ready, which connects the GPUs of this host; it starts beside this \
                       service (systemctl status nvidia-fabricmanager)";
 
-/// The most characters of each of the last lines of the log.
+/// The most characters that a message shows of each of the last lines of the log.
 const WORDS_MAX: usize = 200;
 
 /// The number of last lines of the log that are remembered for the message about the end of a control daemon.
 const LAST_WORDS: usize = 3;
 
-/// Measured: the client that this line named had not caused the error.
+/// The doubt that a message about a fault adds. Measured: the client that this line of the log named had not caused
+/// the error.
 const DOUBT: &str = "the log can't tell which of them caused it: its line \"Client {PID: ...} encountered a fatal GPU \
                      error\" names a client that was hit, and is no proof against it";
 
-/// The next event of a control daemon.
+/// The next event in the run of a control daemon.
 #[derive(Debug)]
 pub(super) enum Happening {
     /// The control daemon or a server writes a line to the log, or the log can't be read.
     Line(io::Result<Line>),
     /// The control daemon ends.
     Ended(Option<ExitStatus>),
-    /// One of its servers ends.
+    /// A server of the control daemon ends; the value is its PID.
     ServerEnded(u32),
-    /// Nothing happens until the deadline.
+    /// No event comes before the deadline.
     Nothing,
 }
 
-/// Everything that belongs to one run of a control daemon, and ends with it, except for what the core knows.
+/// One run of a control daemon, from its start or take-over to its end, except for the facts that the core has.
 #[derive(Debug)]
 pub(super) struct DaemonRun {
     pub(super) process: Process,
-    /// The exit status, if the process is a child of the service.
+    /// The exit status of the control daemon. None before its end, or if the process is not a child of the service.
     pub(super) exit_status: Option<ExitStatus>,
-    /// The control daemon's entry in the state file. It may differ from the order.
+    /// The control daemon's entry in the state file. The entry may differ from the order.
     pub(super) running: Running,
     pub(super) control: Arc<Control>,
     pub(super) log: Follower,
-    /// The earlier service has passed on the lines before this offset.
+    /// The offset in the log up to which the earlier service has passed the lines on: they are not passed on again.
     pub(super) quiet_until: u64,
     /// The problem with the log that was last reported.
     pub(super) log_trouble: Option<&'static str>,
-    /// The last lines that may explain an end. None of them is older than the newest server.
+    /// The last lines of the log that may explain an end. No line is older than the newest server.
     last_words: VecDeque<String>,
-    /// Tasks that wait for the ends of its servers.
+    /// Tasks that wait for the ends of the servers; each returns the PID of its server.
     pub(super) server_ends: JoinSet<u32>,
 }
 
@@ -91,7 +92,8 @@ impl DaemonRun {
         }
     }
 
-    /// Waits for the next event, at most until `deadline`. Lines come before the end, since they explain it.
+    /// Waits for the next event, at most until `deadline`. Lines of the log come before the end of the control
+    /// daemon, since they explain the end.
     pub(super) async fn next(&mut self, deadline: Instant) -> Happening {
         tokio::select! {
             biased;
@@ -149,7 +151,7 @@ impl DaemonRun {
         if is_killed { self.end() } else { self.end() + &self.words() }
     }
 
-    /// The last lines of the log, as the end of a sentence.
+    /// The last lines of the log, as the end of a sentence about an end.
     pub(super) fn words(&self) -> String {
         if self.last_words.is_empty() {
             return String::new();
@@ -162,17 +164,17 @@ impl DaemonRun {
         format!("too much is written to {}: {lines} not passed on; see this file", self.log.path().display())
     }
 
-    /// Why its servers can't start yet, if the last lines say so.
+    /// The reason why the servers can't start yet, if the last lines of the log have one.
     pub(super) fn not_ready_yet(&self) -> Option<&'static str> {
         self.last_words.iter().any(|line| driver::fabric_is_not_ready(line)).then_some(FABRIC)
     }
 
-    /// True if the process did not know the multi-user option.
+    /// True if the control daemon has ended because it did not know the multi-user option.
     pub(super) fn refuses_multiuser(&self) -> bool {
         self.last_words.iter().any(|line| driver::refuses_an_option(line))
     }
 
-    /// Reports which clients were hit.
+    /// Reports the clients that a fatal GPU error has hit.
     pub(super) fn tell_hit(
         &self,
         server: u32,

@@ -111,8 +111,9 @@ impl GpuShell for Worker {
 }
 
 impl Worker {
-    /// The processes that NVML lists on a GPU, as far as they belong to this control daemon. If several take turns, servers of
-    /// other control daemons are left out, and it is not known to which one a client belongs.
+    /// The processes that NVML lists on a GPU, as far as they belong to this control daemon. If several control
+    /// daemons take turns on the GPU, their servers are left out, and it is not known to which control daemon a
+    /// client belongs.
     fn own(&self, mut there: Vec<GpuProcess>) -> Vec<GpuProcess> {
         if self.order.plan.tenure() == Tenure::InTurns {
             let others = self.tools.state_file.lock().pids_of_others(&self.order.plan.id);

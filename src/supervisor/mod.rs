@@ -57,7 +57,7 @@ pub(crate) use status::{GpuStatus, Status};
 use status::{PlannedWait, Reporter};
 pub(crate) use supervisor_handle::SupervisorHandle;
 
-/// The name of the program in every driver package.
+/// The name of the control daemon's program in every driver package.
 pub(crate) const PROGRAM: &str = "nvidia-cuda-mps-control";
 
 /// The limit for lines of a control daemon's log that are passed on. The start of a server writes 20 lines, a fault 10 for each
@@ -67,18 +67,18 @@ const LINES: Rate = Rate { most: 500, more: 500, period: Duration::from_secs(10)
 /// The time between two looks for programs without MPS on a GPU whose compute mode does not refuse them.
 const GUARD_PERIOD: Duration = Duration::from_secs(2);
 
-/// A complete order. The core knows only its id and its GPUs.
+/// The payload of an order: everything that a supervisor needs. The core knows only the order's id and GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Instructions {
     pub plan: ControlDaemonPlan,
     pub supervision: Supervision,
 }
 
-/// A request to a supervisor, in addition to acts.
+/// A request to a supervisor. Requests come in addition to the acts of the core.
 #[derive(Debug)]
 struct SupervisorCommand {
     request: Requested,
-    /// The channel for the answer, if the request has one.
+    /// The channel for the answer to the request. None: the request has no answer.
     reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
@@ -87,33 +87,33 @@ struct SupervisorCommand {
 pub(crate) enum BusSignal {
     /// A server met a fatal GPU error, and these clients were hit. The client that caused the error may be none of them.
     ClientFault { gpu_uuid: String, pids: Vec<u32>, reason: String },
-    /// A slice has exceeded its budget, or other parts of it than before: its name, the exceeded parts, each as one word, and its
-    /// clients.
+    /// A slice has exceeded its budget, or exceeds other limits than before: the name of the slice, the exceeded
+    /// limits, each as one word, and the clients of the slice.
     OverUse { device: String, reasons: Vec<&'static str>, pids: Vec<u32> },
 }
 
 /// Everything that supervisors share.
 #[derive(Debug, Clone)]
 pub(crate) struct Tools {
-    /// Asks control daemons.
+    /// Makes the front ends with which supervisors ask control daemons.
     pub front_ends: FrontEnds,
-    /// Sets and restores compute modes.
+    /// Asks NVML, and sets and restores compute modes.
     pub nvml: NvmlWorker,
-    /// Remembers the control daemons that were started.
+    /// The state file, which remembers the control daemons that were started.
     pub state_file: SharedStateFile,
-    /// Notified whenever a status changes.
+    /// Notified whenever the status of a supervisor changes.
     pub changed: Arc<Notify>,
     /// The queue of signals for the bus.
     pub signals: mpsc::Sender<BusSignal>,
-    /// The processes without MPS that were reported.
+    /// The processes without MPS that were reported already.
     pub told_bypasses: ToldBypasses,
-    /// Wake the watch over the clients of a GPU.
+    /// Wake the tasks that watch over the clients of each GPU.
     pub wake_ups: GpuWakeUps,
-    /// The known clients.
+    /// The register of clients.
     pub clients: Clients,
-    /// Reports changes of files.
+    /// Reports changes of the control daemons' logs.
     pub changes: FileChanges,
-    /// The zero point of the core's time.
+    /// The moment at which the time of the core begins.
     pub begun: Instant,
 }
 
@@ -133,29 +133,29 @@ impl From<ControlError> for Failure {
     }
 }
 
-/// Why a control daemon does not serve, for people.
+/// The reason why a control daemon does not serve, for people.
 #[derive(Debug)]
 struct Failing {
     state: ControlDaemonState,
     reason: String,
-    /// Set if no administrator has to do anything about it.
+    /// The wait that the reason is about. None: an administrator has to do something.
     waits: Option<PlannedWait>,
-    /// The reason that was shown before it.
+    /// The reason that the status showed before.
     before: String,
 }
 
-/// An act, as the core has ordered it.
+/// An act that the core has ordered, with the order.
 #[derive(Debug)]
 struct Assignment {
     order: Instructions,
     goal: Goal,
     held: HeldGpus,
     act: DaemonAct,
-    /// Interrupts the act.
+    /// Gets a value when the act has to be interrupted.
     interrupt: oneshot::Receiver<()>,
 }
 
-/// Carries acts out, one after the other, and reports each outcome to the core.
+/// Carries acts out, one after the other, and reports the outcome of each to the core.
 async fn run(
     mut assignments: mpsc::UnboundedReceiver<Assignment>,
     mut commands: mpsc::Receiver<SupervisorCommand>,
@@ -192,21 +192,23 @@ struct Worker {
     held: HeldGpus,
     tools: Tools,
     reporter: Reporter,
-    /// True if there was a control daemon before, so that the next start counts as a restart.
+    /// True if a control daemon has run before, so that the next start counts as a restart.
     has_run: bool,
-    /// True if there was a server before, so that the next one counts as a restart.
+    /// True if a server has run before, so that the next server counts as a restart.
     has_served: bool,
-    /// True if this driver has refused the multi-user option. The service does not try again.
+    /// True if this driver's control daemon has refused the multi-user option. The service does not try the option
+    /// again.
     multiuser_refused: bool,
-    /// The processes on its GPUs, by UUID, when they were last read.
+    /// The processes on the GPUs of the control daemon, by UUID, when they were last read.
     processes: BTreeMap<String, Vec<GpuProcess>>,
     /// The limit for log lines that are passed on.
     rate_limit: RateLimit,
-    /// The directories with links to its control daemons.
+    /// The directories with links to the control daemon.
     admission: SharedAdmission,
-    /// The links that could not be removed, as last reported.
+    /// The links that could not be removed, as they were last reported.
     links_stuck: BTreeSet<String>,
-    /// The private directory for which it was reported that it is on another mount than the pipe directory.
+    /// The private directory that was reported because it is on another mount than the pipe directory. None: nothing
+    /// was reported.
     not_beside: Option<PathBuf>,
 }
 
@@ -215,9 +217,9 @@ struct Worker {
 struct Machine {
     worker: Worker,
     reach: GpuReach,
-    /// The running control daemon, and all facts on which decisions about it depend.
+    /// The running control daemon, and all facts on which decisions about it depend. None: no control daemon runs.
     run: Option<(DaemonRun, Known)>,
-    /// The last failure, until it is shown.
+    /// The last failure, until the status shows it.
     failing: Option<Failing>,
 }
 
@@ -247,7 +249,7 @@ impl Machine {
         done.unwrap_or_else(|failure| ActOutcome::Failed(self.failed(failure)))
     }
 
-    /// The event for the core after an act.
+    /// The event by which the core gets the outcome of an act.
     fn done(&self, outcome: ActOutcome) -> CoreEvent<Instructions> {
         let id = &self.worker.order.plan.id;
         let state_file = self.worker.tools.state_file.lock();
@@ -284,7 +286,7 @@ impl Machine {
         });
     }
 
-    /// The control daemon that runs.
+    /// The parts for serving the control daemon that runs.
     fn serving<'m>(
         &'m mut self,
         requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
@@ -293,7 +295,7 @@ impl Machine {
         Some(self.worker.serving(run, known, &mut self.reach, requests))
     }
 
-    /// From now on this control daemon runs.
+    /// Takes note that this control daemon runs, and returns the parts for serving it.
     fn hold(&mut self, run: DaemonRun) -> Serving<'_, RunShell<'_>> {
         let known = self.worker.knows_of(&run, false);
         let (run, known) = self.run.insert((run, known));
@@ -313,7 +315,7 @@ impl Worker {
         Serving::new(RunShell { worker: self, run, requests, reply: None }, known, reach, wanted)
     }
 
-    /// The facts about a control daemon that was just started or taken over.
+    /// The facts that are known about a control daemon that was just started or taken over.
     fn knows_of(&self, run: &DaemonRun, has_just_started: bool) -> Known {
         let Running { gpus, multiuser, .. } = &run.running;
         Known::new(gpus.clone(), *multiuser, has_just_started, self.tools.begun.elapsed())

@@ -23,20 +23,22 @@ const QUESTIONS: usize = 4;
 /// The longest time for an answer of NVML. Measured: 0.1 ms. For a GPU that has fallen off the bus the answer may never come.
 const NVML_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Changes compute modes, each after recording the former one.
+/// Asks NVML, and changes compute modes. The former mode is recorded before each change.
 #[derive(Debug, Clone)]
 pub(crate) struct NvmlWorker {
-    /// The present driver. It may be installed late, or be removed.
+    /// The driver in force. None while the host has no driver: it may be installed late, or be removed.
     driver: watch::Receiver<Option<Arc<Driver>>>,
     state_file: SharedStateFile,
-    /// The running questions, by UUID: a GPU that does not answer must not prevent questions about others.
+    /// The questions that wait for NVML, by the UUID of the GPU: a GPU that does not answer must not prevent
+    /// questions about others.
     questions: Arc<Mutex<BTreeMap<String, Blocking>>>,
     /// The running changes of modes, by UUID, at most one for each GPU: a change may still happen after its caller has stopped
     /// waiting.
     changes: Arc<Mutex<BTreeMap<String, Blocking>>>,
 }
 
-/// The present mode of a GPU, and the processes on it. The errors are NVML's reasons for each.
+/// The present compute mode of a GPU, and the processes on it. The outer error: NVML does not say the mode. The inner
+/// error: NVML does not list the processes.
 pub(crate) type GpuLook = Result<(ComputeMode, Result<Vec<GpuProcess>, Problem>), Problem>;
 
 fn read_gpu(driver: &Driver, uuid: &str) -> GpuLook {
@@ -49,7 +51,7 @@ impl NvmlWorker {
         Self { driver, state_file, questions: Arc::default(), changes: Arc::default() }
     }
 
-    /// Sets this mode of a GPU if it has another one. Returns true if it had.
+    /// Sets the compute mode of a GPU. Returns true if the GPU had another mode.
     pub(crate) async fn take(&self, uuid: &str, mode: ComputeMode) -> Result<bool, Problem> {
         let state_file = self.state_file.clone();
         self.change(uuid, move |driver, uuid| {
@@ -103,7 +105,7 @@ impl NvmlWorker {
         .await
     }
 
-    /// Sets or removes a memory limit of the kernel.
+    /// Sets or removes a memory limit that the kernel enforces for a control group.
     pub(crate) async fn pursue_memory_limit(
         &self,
         place: &LimitedGroup<GpuUuid>,
@@ -114,7 +116,8 @@ impl NvmlWorker {
         self.change(&place.gpu, asked).await.unwrap_or_else(|problem| LimitOutcome::Refused(problem.into()))
     }
 
-    /// Reads each of these GPUs: all on one thread if `together` is set and no GPU hangs, otherwise each on its own thread.
+    /// Reads each of these GPUs: on one thread if `together` is set and no GPU hangs, otherwise on a thread for each
+    /// GPU.
     pub(crate) async fn read_gpus(&self, gpus: Vec<String>, together: bool) -> BTreeMap<String, GpuLook> {
         if together {
             let asked = gpus.clone();
@@ -133,7 +136,7 @@ impl NvmlWorker {
         self.ask(uuid, Driver::processes).await
     }
 
-    /// The same for each of these GPUs.
+    /// The processes on each of these GPUs, including MPS servers and their clients. The errors are NVML's reasons.
     pub(crate) async fn all_processes(
         &self,
         gpus: &[String],
@@ -141,7 +144,8 @@ impl NvmlWorker {
         self.ask_each(gpus, Driver::processes).await
     }
 
-    /// The PIDs of the MPS clients on each of these GPUs, as the driver knows them. An error if it does not list them.
+    /// The PIDs of the MPS clients on each of these GPUs, as the driver knows them. An error if the driver does not
+    /// list MPS clients.
     pub(crate) async fn mps_clients(&self, gpus: &[String]) -> ClientsOnGpus {
         let there = self.ask_each(gpus, Driver::mps_clients).await.into_iter();
         there.map(|(gpu, clients)| (gpu, clients.map_err(String::from))).collect()

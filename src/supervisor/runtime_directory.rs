@@ -1,7 +1,7 @@
 //! The runtime directory. Only one service has it at a time.
 //!
-//! A second service, usually started by hand while the unit runs, would take over the control daemons, and end them with their
-//! clients when it is interrupted.
+//! A second service, usually started by hand while the unit runs, would take over the control daemons, and end them
+//! with their clients when it is interrupted.
 
 use std::fs::{self, File};
 use std::io;
@@ -23,12 +23,12 @@ const FILE: &str = "lock";
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The directory. It belongs to this process as long as this value exists. The kernel releases the lock when the process ends, in
-/// any way, and child processes do not inherit it.
+/// The runtime directory, which belongs to this process as long as this value exists. The kernel releases the lock
+/// when the process ends, in any way, and child processes do not inherit it.
 #[derive(Debug)]
 pub(crate) struct RuntimeDirectory {
     path: PathBuf,
-    /// Closing any descriptor of the file would release the lock, so it is opened in one place only.
+    /// The locked file. Closing any descriptor of it would release the lock, so it is opened in one place only.
     lock: File,
 }
 
@@ -50,7 +50,8 @@ pub(crate) enum Unavailable {
 }
 
 impl RuntimeDirectory {
-    /// The same, but waits for a service that has just been killed: the kernel releases the lock when that process has ended.
+    /// Takes the directory as [`RuntimeDirectory::take`] does, and waits for a former service that was just killed:
+    /// the kernel releases the lock when that process has ended.
     pub(crate) async fn take_soon(path: &Path) -> Result<Self, Unavailable> {
         let deadline = Instant::now() + PATIENCE;
         loop {

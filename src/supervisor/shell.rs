@@ -27,17 +27,17 @@ use super::bypass;
 use super::daemon_run::{DaemonRun, Happening};
 use super::{SupervisorCommand, Worker};
 
-/// The user of a server that is started ahead of its first client.
+/// The user id with which a server is started ahead of its first client.
 const ROOT: u32 = 0;
 
-/// The worker, the running control daemon, and the requests to it, during an act.
+/// The control daemon's shell during one act: the worker, the running control daemon, and the queue of requests.
 #[derive(Debug)]
 pub(super) struct RunShell<'m> {
     pub(super) worker: &'m mut Worker,
     pub(super) run: &'m mut DaemonRun,
-    /// None if this act takes no requests.
+    /// The queue of requests. None if this act takes no requests.
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    /// The channel for the answer to the last request that has one.
+    /// The channel for the answer to the last request that was taken. None: that request has no answer.
     pub(super) reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
@@ -471,14 +471,15 @@ impl RunShell<'_> {
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 
-    /// Shows the CPUs on which the control daemon may run. Another program may have bound the control daemon or its control group
-    /// to CPUs.
+    /// Publishes the CPUs on which the control daemon may run. Another program may have bound the control daemon or
+    /// its control group to CPUs.
     fn show_cpus(&self) {
         let cpus = Cpus::allowed_for(self.pid()).map(Cpus::describe);
         self.worker.reporter.update(|status| status.view.cpus = cpus);
     }
 
-    /// Records a line, and passes it on to the service's log unless there are too many.
+    /// Records a line of the log in the facts about the run, and passes it on to the service's log unless there are
+    /// too many lines.
     fn note(&mut self, line: &Line) -> Said {
         let run = &mut *self.run;
         let is_news = run.log.offset() > run.quiet_until;

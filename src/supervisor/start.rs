@@ -89,7 +89,7 @@ impl Machine {
 struct StartShell<'m> {
     worker: &'m mut Worker,
     run: &'m mut Option<(DaemonRun, Known)>,
-    /// The program of control daemons, once it is found.
+    /// The path of the control daemons' program. Empty until the program is found.
     program: PathBuf,
 }
 
@@ -188,7 +188,8 @@ impl Starter for StartShell<'_> {
 }
 
 impl Worker {
-    /// Reaches the control daemon that listens in a directory of the order. Also returns the directory.
+    /// Returns the front end for the control daemon that listens in one of the order's directories, and that
+    /// directory.
     fn control_in(&self, place: StartPlace) -> (Control, &Path) {
         let plan = &self.order.plan;
         let directory = match place {
@@ -225,7 +226,7 @@ impl Worker {
         directories::free_place_of_fifo(plan.control_directory())
     }
 
-    /// Starts the process and follows its log from its beginning.
+    /// Starts the control daemon's process, and follows its log from the beginning.
     async fn spawn(
         &mut self,
         program: &Path,
@@ -300,7 +301,7 @@ impl Worker {
     }
 }
 
-/// The variables that tell a control daemon its directories and its GPUs.
+/// The environment variables that tell a control daemon its directories and its GPUs.
 fn environment(plan: &ControlDaemonPlan, gpus: &[String]) -> [(&'static str, String); 4] {
     [
         (driver::PROTOCOL.0, driver::PROTOCOL.1.to_owned()),

@@ -35,17 +35,17 @@ impl SharedStateFile {
     }
 }
 
-/// The content of the state file, and the file.
+/// The content of the state file, and the directory that has the file.
 #[derive(Debug)]
 pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
     written: WrittenBindings,
-    /// The identity of the file when it was last read or written. None if there was no file.
+    /// The stamp of the file when the service last read or wrote it. None: there was no file.
     whole: Option<Stamp>,
 }
 
-/// Distinguishes a file from another one with the same path, and from itself before a change.
+/// The facts by which a changed or replaced file is noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     inode: u64,
@@ -78,8 +78,8 @@ impl StateFile {
         Self { directory, contents: contents.unwrap_or_default(), written, whole }
     }
 
-    /// Records the present mode of a GPU and its new mode, before the mode is changed. The first record of the present mode stays
-    /// until it is forgotten.
+    /// Records the present compute mode of a GPU and the new mode, before the mode is changed. The first record of
+    /// the present mode stays until the GPU is forgotten.
     pub(crate) fn remember_compute_mode(
         &mut self,
         uuid: &str,
@@ -92,25 +92,25 @@ impl StateFile {
         })
     }
 
-    /// The mode to restore. None if the service has not changed it.
+    /// The compute mode to restore on a GPU. None if the service has not changed the mode.
     pub(crate) fn previous_compute_mode(&self, uuid: &str) -> Option<ComputeMode> {
         let word = self.contents.previous_compute_modes.get(uuid)?;
         Some(word.parse().unwrap_or(ComputeMode::Default))
     }
 
-    /// The mode that the service has set last.
+    /// The compute mode that the service has last set on a GPU.
     pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
         let word = self.contents.compute_modes_set.get(uuid);
         // An earlier version set only this mode.
         word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
-    /// The GPUs whose mode has to be restored at some time.
+    /// The GPUs whose compute mode has to be restored at some time.
     pub(crate) fn changed_gpus(&self) -> BTreeSet<String> {
         self.contents.previous_compute_modes.keys().cloned().collect()
     }
 
-    /// Forgets a GPU after its mode was restored.
+    /// Forgets a GPU after its compute mode was restored.
     pub(crate) fn forget_compute_mode(&mut self, uuid: &str) -> io::Result<()> {
         self.change(|contents| {
             contents.previous_compute_modes.remove(uuid);

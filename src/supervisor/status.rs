@@ -26,12 +26,12 @@ const PATIENCE: Duration = Duration::from_secs(180);
 pub(crate) enum PlannedWait {
     /// A control daemon that the service has not started is in its place, and serves its clients until they end.
     ForOthers,
-    /// Something else has not been ready since this moment.
+    /// Something that the control daemon needs, such as the fabric manager, has not been ready since this moment.
     NotReady(Instant),
 }
 
 impl PlannedWait {
-    /// Keeps the beginning of the wait if it is the same as before.
+    /// Keeps the beginning of the wait `before` if it is a wait for the same thing.
     fn since(self, before: Option<Self>) -> Self {
         match (self, before) {
             (Self::NotReady(_), Some(before @ Self::NotReady(_))) => before,
@@ -60,23 +60,26 @@ pub(crate) struct Status {
     pub gpus: BTreeMap<String, GpuStatus>,
     /// The clients that have waited long for a server.
     pub waiting: Vec<ProcessId>,
-    /// True once the plan is in force, or the reason says why it is not.
+    /// True once the plan is in force, or the reason is known why it is not.
     pub settled: bool,
-    /// True if the next step waits for the end of clients, or follows a failure. That may take days.
+    /// True if the next step of the supervisor waits for the end of clients, or follows after a failure. That may
+    /// take days.
     pub put_off: bool,
-    /// Set if the control daemon does not serve, but no administrator has to do anything about it.
+    /// The wait because of which the control daemon does not serve. None: it serves, or an administrator has to do
+    /// something.
     pub waits: Option<PlannedWait>,
-    /// True if it runs, and ends as soon as it has no client.
+    /// True if the control daemon runs, and ends as soon as it has no client.
     pub ends_when_idle: bool,
-    /// The slices without a link to it, with the reasons.
+    /// The slices whose directory has no link to the control daemon, with the reasons.
     pub missing_links: MissingLinks,
-    /// The last events about it, oldest first.
+    /// The last events about the control daemon, oldest first.
     pub events: Events,
 }
 
 impl Status {
-    /// Becomes a status about `plan`. A control daemon that serves goes on; only GPUs that need other limits are not served as
-    /// planned any more. If no control daemon serves, or it serves in another directory, this plan is not served yet.
+    /// Changes this status to one about a new plan. A control daemon that serves goes on; only GPUs that need other
+    /// limits are not served as planned any more. If no control daemon serves, or it serves in another directory, the
+    /// new plan is not served yet.
     pub(super) fn take(&mut self, plan: &ControlDaemonPlan) {
         if *self.plan == *plan {
             return;
@@ -119,7 +122,8 @@ impl Status {
         waits || self.view.state == ControlDaemonState::Faulted
     }
 
-    /// The status is final for now. No GPU waits for its limits any more: they are in force, or the GPU has a reason.
+    /// Takes note that the plan has nothing under way. No GPU waits for its limits any more: they are in force, or
+    /// the GPU has a reason.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {
@@ -128,32 +132,33 @@ impl Status {
     }
 }
 
-/// The status of one of its GPUs.
+/// The status of one GPU of a control daemon.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(crate) struct GpuStatus {
-    /// The compute mode when it was last read.
+    /// The compute mode of the GPU when it was last read.
     pub compute_mode: Option<ComputeMode>,
-    /// Why the GPU is left out for now; otherwise empty.
+    /// The reason why the control daemon serves without the GPU for now; empty if the GPU is not left out.
     pub left_out: String,
     /// Why the GPU is not served as planned though it is not left out; empty if it is served.
     pub reason: String,
     /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,
-    /// The number of its clients, if NVML does not list them and the control daemon was asked.
+    /// The number of clients on the GPU, from the control daemon. None if NVML lists the clients, or the control
+    /// daemon was not asked.
     pub unlisted_clients: Option<u32>,
-    /// The thread percentage that the control daemon has in force.
+    /// The thread percentage that a client of this GPU gets now. None if it is not known.
     pub thread_percentage: Option<u8>,
     /// The memory limit in MiB that a running server has in force.
     pub memory_limit_mib: Option<u64>,
     /// The processes that use the GPU without a server of this control daemon.
     pub bypasses: Vec<Bypass>,
-    /// True if they prevent a server from opening the GPU.
+    /// True if these processes prevent a server from opening the GPU.
     pub server_kept_out: bool,
     /// True while the limits of the present plan are being set.
     pub being_set: bool,
 }
 
-/// Publishes the status, if it has changed.
+/// Publishes the status of a supervisor when it has changed.
 #[derive(Debug)]
 pub(super) struct Reporter {
     status: watch::Sender<Status>,
@@ -196,7 +201,7 @@ impl Reporter {
         (Self { status, changed }, seen)
     }
 
-    /// Publishes a fact about the running control daemon, which has these GPUs.
+    /// Publishes a fact about the running control daemon, which has the GPUs in `served`.
     pub(super) fn show(&self, shown: Showing, served: &[String], multiuser: bool) {
         match shown {
             Showing::State { state, ends_when_idle } => {
@@ -238,7 +243,7 @@ impl Reporter {
         }
     }
 
-    /// Publishes a state in which the control daemon stays for now.
+    /// Publishes a state in which the control daemon stays until the next event.
     pub(super) fn enter(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| {
             status.pass_through(state, serving, reason);
@@ -248,7 +253,8 @@ impl Reporter {
         });
     }
 
-    /// Publishes that the control daemon does not serve. The next step follows after the failure, which may take days.
+    /// Publishes that the control daemon does not serve. The next attempt follows after a pause or an event, which
+    /// may take days.
     pub(super) fn enter_failing(&self, state: ControlDaemonState, reason: &str, waits: Option<PlannedWait>) {
         self.update(|status| {
             let waits = waits.map(|waits| waits.since(status.waits));
@@ -259,12 +265,12 @@ impl Reporter {
         });
     }
 
-    /// Publishes a state on the way to the plan.
+    /// Publishes a state through which the control daemon passes on the way to its plan.
     pub(super) fn pass_through(&self, state: ControlDaemonState, serving: bool, reason: &str) {
         self.update(|status| status.pass_through(state, serving, reason));
     }
 
-    /// Publishes that the next step waits for the end of clients.
+    /// Publishes that the supervisor's next step waits for the end of clients.
     pub(super) fn put_off(&self) {
         self.update(|status| {
             status.put_off = true;
@@ -320,8 +326,8 @@ impl Reporter {
         }
     }
 
-    /// Records that the control daemon has ended, and the state to show from then on. The loop is woken by the end of the act,
-    /// which follows at once: so the line in the log does not wait for the publication.
+    /// Records that the control daemon has ended, and publishes `shown` as its state. The loop is woken by the end of
+    /// the act, which follows at once: so the line in the log does not wait for the publication.
     pub(super) fn has_ended(&self, shown: Option<(ControlDaemonState, &str)>) {
         self.change(|status| {
             if let Some((state, reason)) = shown {

@@ -14,7 +14,7 @@ use super::daemon_run::DaemonRun;
 use super::{Failing, Machine, PlannedWait, Worker};
 
 impl Machine {
-    /// Records a failure, and returns its meaning for the next step.
+    /// Takes note of a failure, and returns its meaning for the core.
     pub(super) fn failed(&mut self, failure: Failure) -> WhyFailed {
         let trouble = match &failure {
             Failure::Ended { .. } => WhyFailed::Gone,
@@ -47,7 +47,7 @@ impl Machine {
         trouble
     }
 
-    /// Finds out who uses a control daemon that has failed, and adds that to the shown reason.
+    /// Finds out which clients use a control daemon that has failed, and adds them to the reason in the status.
     pub(super) async fn judge(&mut self) -> RunUse {
         let judged = match self.serving(None) {
             Some(mut serving) => serving.judge().await,
@@ -76,7 +76,7 @@ impl Machine {
         }
     }
 
-    /// Shows why the control daemon does not serve. The same reason is not reported again.
+    /// Publishes why the control daemon does not serve. The same reason is not reported again.
     pub(super) fn rest(&mut self, pause: Duration) {
         if !programs_wait(pause) {
             self.worker.let_go();
@@ -95,7 +95,7 @@ impl Machine {
         reporter.enter_failing(state, &reason, waits);
     }
 
-    /// Ends the control daemon.
+    /// Ends the control daemon that runs.
     pub(super) async fn end(&mut self, may_end: Permit) -> ActOutcome {
         if let Goal::Stop(_) = self.worker.goal {
             self.worker.reporter.enter(ControlDaemonState::Stopping, false, "");
@@ -111,8 +111,8 @@ impl Machine {
 }
 
 impl Worker {
-    /// Records that no control daemon of the service runs. If one ran, its last lines are reported. `shown` is the state to show
-    /// from then on; without it the shown state stays.
+    /// Records that no control daemon of this supervisor runs. If one ran, its last lines are reported. `shown` is
+    /// the state to publish from then on; without it the published state stays.
     pub(super) fn end_run(
         &mut self,
         run: &mut Option<(DaemonRun, Known)>,

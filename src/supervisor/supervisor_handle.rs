@@ -14,12 +14,12 @@ use super::admission::SharedAdmission;
 use super::status::{Reporter, Status};
 use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, Worker, run};
 
-/// A supervised control daemon. If this value is dropped, the control daemon and its clients go on.
+/// The handle of a supervisor. If this value is dropped, the control daemon and its clients go on.
 #[derive(Debug)]
 pub(crate) struct SupervisorHandle {
     order: Instructions,
     assignments: mpsc::UnboundedSender<Assignment>,
-    /// Interrupts the running act.
+    /// The sender that interrupts the running act. None: no act can be interrupted.
     interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
     front_ends: FrontEnds,
@@ -28,7 +28,7 @@ pub(crate) struct SupervisorHandle {
 }
 
 impl SupervisorHandle {
-    /// Starts a supervisor, which waits for acts, and reports each outcome to the core.
+    /// Starts a supervisor. It waits for acts, and reports the outcome of each to the core.
     pub(crate) fn new(
         order: &Instructions,
         goal: Goal,
@@ -62,7 +62,7 @@ impl SupervisorHandle {
         Self { order, assignments, interrupt: None, status, front_ends, commands, admission }
     }
 
-    /// Has an act carried out, after the running one.
+    /// Has the supervisor carry out an act, after the running one.
     pub(crate) fn carry_out(
         &mut self,
         order: Order<Instructions>,
@@ -83,7 +83,7 @@ impl SupervisorHandle {
         }
     }
 
-    /// Shows another order, and opens and closes the links for it, even during an act.
+    /// Publishes another order, and opens and closes the links for it, even during an act.
     pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
@@ -94,7 +94,8 @@ impl SupervisorHandle {
         self.order.clone_from(order);
     }
 
-    /// Lets other users change and remove the directories: the control daemon has no supervisor any more.
+    /// Lets other users change and remove the directories of the links: the control daemon has no supervisor any
+    /// more.
     pub(crate) fn release(&self) {
         self.admission.release();
     }
@@ -107,8 +108,8 @@ impl SupervisorHandle {
         status
     }
 
-    /// Reaches the control daemon that listens in the pipe directory. If none of the service runs, it may be another one: clients
-    /// in its containers are clients of that control daemon.
+    /// Returns the front end for the control daemon that listens in the pipe directory. If no control daemon of the
+    /// service runs, it may be a foreign one: clients in its containers are clients of that control daemon.
     pub(crate) fn control_in_place(&self) -> Option<Arc<Control>> {
         let status = self.status.borrow();
         let directories = [&status.view.control_directory, &status.view.pipe_directory];
@@ -116,18 +117,19 @@ impl SupervisorHandle {
         there.find(|control| control.daemon_pid().is_some()).map(Arc::new)
     }
 
-    /// Makes a change that waits for the end of clients: now if `force` is set or there are none. The error names the clients.
+    /// Asks the supervisor for the change that waits for the end of clients: at once if `force` is set or there are
+    /// no clients. The error names the clients.
     pub(crate) fn apply(&self, force: bool) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::Apply { force })
     }
 
-    /// Ends the server and starts a new one. The error names the clients.
+    /// Asks the supervisor to end the server and to start a new one. The error names the clients that prevent that.
     pub(crate) fn restart_server(&self) -> oneshot::Receiver<Result<(), Problem>> {
         self.ask(Requested::RestartServer)
     }
 
-    /// Makes and removes the links to its control daemon, with the drained slices in the state file, even during an act. Returns
-    /// the links that can't be removed, in words.
+    /// Makes and removes the links to the control daemon, with the drained slices in the state file, even during an
+    /// act. Returns the links that can't be removed, in words.
     pub(crate) fn link(&self) -> BTreeSet<String> {
         if let Err(bad) = self.admission.apply() {
             tracing::debug!("{bad}");
@@ -135,12 +137,12 @@ impl SupervisorHandle {
         self.admission.stuck()
     }
 
-    /// Requests the health check now.
+    /// Asks the supervisor for the health check now.
     pub(crate) fn check(&self) {
         self.send(Requested::Check, None);
     }
 
-    /// Reports a critical error of one of its GPUs.
+    /// Reports a critical error (Xid) of one of the control daemon's GPUs to the supervisor.
     pub(crate) fn met_xid(&self, xid: u64) {
         tracing::debug!("checked now, since a GPU met Xid {xid}");
         // The check finds every effect on the servers.
@@ -153,7 +155,8 @@ impl SupervisorHandle {
         answer
     }
 
-    /// Drops a request if too many wait. Then the channel for the answer is closed.
+    /// Sends a request to the supervisor, or drops it if too many requests wait. Then the channel for the answer is
+    /// closed.
     fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), Problem>>>) {
         if let Err(error) = self.commands.try_send(SupervisorCommand { request, reply }) {
             tracing::debug!("a request is dropped: {error}");

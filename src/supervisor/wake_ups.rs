@@ -5,14 +5,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::Notify;
 
-/// The reasons to wake the watch over one GPU. A reason that occurs several times before the watch wakes counts once.
+/// The reasons to wake the task that watches over the clients of one GPU. A reason that occurs several times before
+/// the task wakes counts once.
 #[derive(Debug, Default)]
 pub(crate) struct WakeUps {
-    /// A client has come.
+    /// Notified when a client has come to the GPU.
     pub(crate) came: Notify,
-    /// The control daemon was checked, and has clients or has just lost the last one.
+    /// Notified after a health check, if the control daemon has clients or has just lost the last one.
     pub(crate) checked: Notify,
-    /// A caller asks for the clients.
+    /// Notified when a caller asks for the clients.
     pub(crate) asked: Notify,
 }
 
@@ -26,7 +27,7 @@ impl GpuWakeUps {
         Arc::clone(wake_ups.entry(uuid.to_owned()).or_default())
     }
 
-    /// Wakes the watches over these GPUs, for one reason. Not every GPU has a watch.
+    /// Wakes the tasks that watch over these GPUs, for one reason. Not every GPU has such a task.
     pub(super) fn wake(&self, uuids: &[String], which: fn(&WakeUps) -> &Notify) {
         let wake_ups = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for wake_ups in uuids.iter().filter_map(|uuid| wake_ups.get(uuid)) {

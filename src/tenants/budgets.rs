@@ -45,7 +45,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 /// The longest time that a caller waits for the look at a GPU.
 const ASKED: Duration = Duration::from_secs(2);
 
-/// The budgets of a GPU's slices, and what follows when they are exceeded.
+/// The budgets of a GPU's slices, and whether clients are ended when a budget is exceeded.
 #[derive(Debug, Clone)]
 pub(crate) struct GpuBudget {
     gpu: GpuId,
@@ -53,7 +53,8 @@ pub(crate) struct GpuBudget {
 }
 
 impl GpuBudget {
-    /// The budgets of this GPU's slices, with its UUID. None if its clients can't be counted.
+    /// The budgets of a GPU's slices by its plan, with the UUID of the GPU. None if the clients of the GPU can't be
+    /// counted.
     pub(crate) fn from_plan(plan: &GpuPlan, on_overuse: OnOveruse) -> Option<(String, Self)> {
         if !plan.clients_counted {
             return None;
@@ -72,7 +73,7 @@ impl GpuBudget {
     }
 }
 
-/// An event for the loop to report, or a question to answer.
+/// An event for the main loop to report, or a question for the main loop to answer.
 #[derive(Debug)]
 pub(crate) enum LoopEvent {
     /// The name of a slice that exceeds its budget, the signal about it, and the message.
@@ -83,9 +84,10 @@ pub(crate) enum LoopEvent {
     Event(String),
     /// A critical error that NVML reports, with the GPU's UUID.
     CriticalError(String, CriticalError),
-    /// A container has come that has this slice, or some slice of this GPU, only by the host agent's records.
+    /// A container that should be bound: by the host agent's records alone it has this slice, or some slice of this
+    /// GPU.
     Recorded(RecordedContainer, DeviceName),
-    /// A request for the parts of the service through which clients' work is ended.
+    /// A question for the control daemons through which the work of clients can be ended.
     Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
 
@@ -95,18 +97,18 @@ pub(crate) struct Budgets {
     nvml: NvmlWorker,
     wake_ups: GpuWakeUps,
     clients: Clients,
-    /// Wakes the loop.
+    /// Wakes the main loop.
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
-    /// By UUID.
+    /// The watches, by the UUIDs of their GPUs.
     watched: BTreeMap<String, WatchHandle>,
 }
 
-/// The handle of a watch over one GPU. The watch ends when it is dropped.
+/// The handle of the task that watches over one GPU. The task ends when this value is dropped.
 #[derive(Debug)]
 struct WatchHandle {
     budget: watch::Sender<GpuBudget>,
-    /// The beginning of the last complete look, and the use that looks have found.
+    /// The moment at which the last complete look began, and the use of the GPU that looks have found.
     looked: watch::Receiver<(Option<Instant>, GpuUse)>,
     wake_ups: Arc<WakeUps>,
     task: JoinHandle<()>,
@@ -124,7 +126,7 @@ impl Budgets {
         Self { nvml, wake_ups, clients, changed, events, watched: BTreeMap::new() }
     }
 
-    /// From now on watches exactly these GPUs.
+    /// Starts and ends watches, so that exactly these GPUs are watched.
     pub(crate) fn pursue(&mut self, gpus: impl IntoIterator<Item = (String, GpuBudget)>) {
         let mut before = std::mem::take(&mut self.watched);
         for (uuid, budget) in gpus {
@@ -188,7 +190,7 @@ impl Budgets {
     }
 }
 
-/// The result of an attempt to end clients.
+/// The result of an attempt to end clients: the enforcer, and the clients that were ended or could not be ended.
 type Attempted = (Enforcer<Held>, Vec<Victim>);
 
 struct GpuWatch {
@@ -201,15 +203,15 @@ struct GpuWatch {
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
-    /// The slices of which clients may be ended, from the last look.
+    /// The slices that exceed their budgets and of which clients may be ended, by the last look.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
-    /// When the records of each client's container were last reported.
+    /// The moment at which each client's container was last reported as to be bound.
     passed_on: BTreeMap<ProcessId, Instant>,
     looked_at: Instant,
-    /// The beginning of the last look that has found out which processes are there.
+    /// The moment at which the last look began that could list the processes on the GPU.
     seen_at: Instant,
     due: Option<Instant>,
-    /// The task that ends clients has this value meanwhile.
+    /// Decides which clients are ended. While an attempt runs, the task of the attempt has the enforcer.
     enforcer: Enforcer<Held>,
 }
 
@@ -246,7 +248,8 @@ impl GpuWatch {
         }
     }
 
-    /// Looks at the clients, and publishes and reports changes. Returns true if an attempt to end clients begins now.
+    /// Looks at the clients, and publishes and reports changes. Returns true if an attempt to end clients has to
+    /// begin now.
     async fn measure(&mut self) -> bool {
         self.looked_at = Instant::now();
         let now = self.begun.elapsed();
@@ -315,12 +318,12 @@ impl GpuWatch {
         }
     }
 
-    /// Describes a client. The message names the slice itself.
+    /// Describes a client for a message that names the slice already.
     fn owner(&self, process: ProcessId) -> KnownClient {
         KnownClient { slices: None, ..self.clients.get(process) }
     }
 
-    /// The message about a slice.
+    /// The message about a change of a slice's overuse.
     fn describe(&self, news: &OveruseNews) -> LoopEvent {
         let device = self.gpu.name(news.slice);
         let pids: Vec<u32> = news.clients.iter().map(|process| process.pid).collect();
@@ -358,7 +361,8 @@ impl GpuWatch {
         })
     }
 
-    /// Records the end of an attempt, and reports the clients that have lost their work. None: the attempt has failed.
+    /// Records the end of an attempt, and reports the clients that have lost their work. `attempted` is None if the
+    /// task of the attempt has failed.
     async fn has_attempted(&mut self, attempted: Option<Attempted>) {
         let (enforcer, victims) =
             attempted.map_or_else(Default::default, |(enforcer, victims)| (enforcer, Some(victims)));

@@ -18,12 +18,13 @@ use common::published::client::ClientView;
 /// which of them the client uses.
 const OPENS_AFTER: Duration = Duration::from_millis(200);
 
-/// The processes on each GPU that NVML can list, by its UUID.
+/// The processes on each GPU whose processes NVML can list, by the UUID of the GPU.
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
-/// All clients of the control daemons with these statuses, and the processes that use their GPUs without MPS. No control daemon
-/// is asked: the register has its clients. A client that the driver knows before its line in the log is read is a client too. A
-/// process that holds up a look at it has the slice that it had before.
+/// Lists the clients of the control daemons with these statuses, and the processes that use the GPUs of these control
+/// daemons without MPS. No control daemon is asked: the register has its clients. A client that the driver knows
+/// before its line in the log is read is a client too. If a look at a process hangs, the process keeps the slice that
+/// it had before.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
     let (mut processes, mut bypasses) = look(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));
@@ -77,7 +78,8 @@ fn told(statuses: &[Status]) -> impl Iterator<Item = &Bypass> {
     statuses.iter().flat_map(|status| status.gpus.values()).flat_map(|gpu| &gpu.bypasses)
 }
 
-/// The processes on the GPUs of the control daemons and of their plans, and the bypasses among them.
+/// Asks NVML for the processes on the GPUs of the control daemons and of their plans, and finds the bypasses among
+/// these processes.
 async fn look(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass>) {
     let (mut searched, mut gpus) = (BTreeSet::new(), BTreeSet::new());
     let mut daemons = BTreeSet::new();
@@ -122,7 +124,7 @@ async fn look(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass
     (processes, bypasses)
 }
 
-/// The clients, each with a GPU of it; empty where its GPU is not known yet.
+/// The clients of the register, each once for each of its GPUs; with an empty UUID if its GPU is not known yet.
 fn clients_on(
     processes: &ProcessesByGpu,
     bypasses: &[Bypass],

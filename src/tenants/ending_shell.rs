@@ -27,50 +27,52 @@ const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
-    /// The slice that it alone serves. None: it serves all slices of its GPUs.
+    /// The only slice that the control daemon serves. None: the control daemon serves all slices of its GPUs.
     pub slice: Option<SliceId>,
-    /// None for a foreign control daemon, which listens where one of ours would.
+    /// The process and the GPUs of a control daemon of the service. None: a foreign control daemon listens in the
+    /// place of a control daemon of the service.
     pub ours: Option<OwnDaemon>,
 }
 
-/// The process of a control daemon of ours, and the UUIDs of its GPUs.
+/// The process of a control daemon of the service, and the UUIDs of its GPUs.
 #[derive(Debug, Clone)]
 pub(crate) struct OwnDaemon {
     pub process: ProcessId,
     pub gpus: Vec<String>,
 }
 
-/// Ends the work of clients of these control daemons. `processes` is all that the reason for it takes beyond that.
+/// Ends the work of clients of control daemons. `processes` gives the facts about processes that the reason for the
+/// end needs.
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that serve none of the meant clients. A client may be there all the same, but none of them has to
+    /// Control daemons that should not serve any of the meant clients. They are asked too, but they do not have to
     /// answer.
     others: Vec<ClientsDaemon>,
-    /// The time for the list of clients of one control daemon.
+    /// The longest time to wait for the list of clients of one control daemon.
     patience: Duration,
     begun: Instant,
     pub(super) processes: P,
 }
 
 impl<P> EndingShell<P> {
-    /// The present moment is the time since `begun`.
+    /// Makes a shell whose time begins at `begun`.
     pub(crate) fn new(daemons: Vec<ClientsDaemon>, begun: Instant, processes: P) -> Self {
         Self { daemons, others: Vec::new(), patience: PATIENCE, begun, processes }
     }
 
-    /// The same, with `others` that need not answer.
+    /// Adds control daemons that do not have to answer.
     pub(crate) fn with_others(self, others: Vec<ClientsDaemon>) -> Self {
         Self { others, ..self }
     }
 
-    /// The same, with this time for the list of clients of one control daemon.
+    /// Sets the longest time to wait for the list of clients of one control daemon.
     pub(crate) fn within(self, patience: Duration) -> Self {
         Self { patience, ..self }
     }
 }
 
-/// The servers of these that handle a fatal GPU error.
+/// The servers among `servers` that handle a fatal GPU error.
 async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet<u32>, ControlError> {
     if servers.is_empty() {
         return Ok(BTreeSet::new());

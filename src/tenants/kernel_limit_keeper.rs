@@ -21,17 +21,17 @@ pub(crate) type LimitGoals = BTreeMap<LimitedGroup<GpuUuid>, LimitGoal>;
 /// The outcome for each limit that the kernel should enforce.
 pub(crate) type LimitOutcomes = BTreeMap<LimitedGroup<GpuUuid>, LimitOutcome>;
 
-/// The memory limits that the kernel should enforce. The task ends when this value is dropped.
+/// Has a task that makes the kernel enforce memory limits. The task ends when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct KernelLimitKeeper {
-    /// The goals, with the number of their changes.
+    /// The limits that the kernel should enforce, and the number of changes of these goals.
     goals: watch::Sender<(u64, LimitGoals)>,
-    /// The number of the last change after which all goals were tried, and the outcomes so far.
+    /// The number of changes of the goals that the task has carried out completely, and the outcomes so far.
     tried: watch::Receiver<(u64, LimitOutcomes)>,
 }
 
 impl KernelLimitKeeper {
-    /// Wakes the loop with `changed` when there is a new outcome.
+    /// Starts the task. The task notifies `changed` when there is a new outcome.
     pub(crate) fn new(nvml: NvmlWorker, changed: Arc<Notify>, events: mpsc::Sender<LoopEvent>) -> Self {
         let (goals, wanted) = watch::channel((0, LimitGoals::new()));
         let (tried, tried_seen) = watch::channel((0, LimitOutcomes::new()));
@@ -41,7 +41,7 @@ impl KernelLimitKeeper {
         Self { goals, tried: tried_seen }
     }
 
-    /// True if it has no goals yet.
+    /// True if no goals were set yet.
     pub(crate) fn is_new(&self) -> bool {
         self.goals.borrow().0 == 0
     }
@@ -51,7 +51,7 @@ impl KernelLimitKeeper {
         self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
     }
 
-    /// Adds these goals, or replaces the former ones for the same limits.
+    /// Adds goals. A goal for a limit that has a goal already replaces the former one.
     pub(crate) fn add(&self, more: LimitGoals) {
         self.goals.send_modify(|(number, goals)| {
             *number = number.saturating_add(1);
@@ -59,7 +59,7 @@ impl KernelLimitKeeper {
         });
     }
 
-    /// Waits until each present goal was tried, but not for long.
+    /// Waits until the task has tried each present goal, for some seconds at most.
     pub(crate) fn tried(&self) -> impl Future<Output = ()> + Send + 'static {
         let (number, mut tried) = (self.goals.borrow().0, self.tried.clone());
         async move {
@@ -72,7 +72,7 @@ impl KernelLimitKeeper {
     }
 }
 
-/// The task.
+/// The task that sets and removes limits.
 #[derive(Debug)]
 struct Acts {
     nvml: NvmlWorker,
@@ -155,7 +155,7 @@ impl Acts {
         self.publish_if(|before| std::mem::replace(before, outcomes.clone()) != outcomes);
     }
 
-    /// Publishes the outcomes if they have changed.
+    /// Changes the outcomes with `change`, and notifies the loop if `change` returns true.
     fn publish_if(&self, change: impl FnOnce(&mut LimitOutcomes) -> bool) {
         if self.tried.send_if_modified(|(_, outcomes)| change(outcomes)) {
             self.changed.notify_one();

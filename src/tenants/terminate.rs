@@ -24,12 +24,12 @@ use common::membership::containers::{containers_in, of_the_hosts};
 /// the driver, a read of the memory of the process blocks.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long the end of GPU work before a signal waits for the list of clients of one control daemon. The GPU work at the other
-/// control daemons has to end in the remaining time.
+/// The time that the end of GPU work before a signal waits for the list of clients of one control daemon. The GPU
+/// work at the other control daemons has to end in the remaining time.
 const PATIENCE_BEFORE_A_SIGNAL: Duration = Duration::from_secs(1);
 
-/// Ends the GPU work of all wanted processes, and returns when the work has ended, or when the time is over. The first part of
-/// the result names the clients that had work, also after an error.
+/// Ends the GPU work of all processes that a request means, and returns when the work has ended, or when the time is
+/// over. The first part of the result names the clients that had work, also after an error.
 pub(crate) async fn terminate(
     daemons: Vec<ClientsDaemon>,
     wanted: Target,
@@ -56,7 +56,7 @@ fn can_serve(daemon: &ClientsDaemon, wanted: &Target) -> bool {
     }
 }
 
-/// The effect of a signal on a process.
+/// The effect of a signal on a process: the process may end, or ignore or handle the signal.
 fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
     let status = proc::status(pid)?;
     Ok(if status.catches(signal) || proc::blocks(pid, signal)? {
@@ -68,7 +68,7 @@ fn reception(pid: u32, signal: i32) -> std::io::Result<Reception> {
     })
 }
 
-/// Knows processes and their owners.
+/// Asks the kernel about processes and their owners.
 #[derive(Debug)]
 pub(crate) struct Processes {
     clients: Clients,
@@ -81,7 +81,7 @@ impl Processes {
         Self { clients, kernel, nvml }
     }
 
-    /// Asks the kernel, on a thread other than the loop's.
+    /// Asks the kernel a question, on a thread other than the loop's.
     async fn ask<T: Send + 'static>(
         &self,
         question: impl FnOnce() -> std::io::Result<T> + Send + 'static,
@@ -105,7 +105,8 @@ impl TerminationShell for EndingShell<Processes> {
         self.processes.ask(move || Ok(proc::status(pid)?.uids())).await
     }
 
-    /// The name of a GPU is no name of a slice: a container with it may have any slice of the GPU.
+    /// The slices of a process. The name of a GPU is no name of a slice: a container with that name may have any
+    /// slice of the GPU.
     async fn slices(&mut self, pid: u32) -> Result<Option<KnownSlices>, String> {
         let clients = &self.processes.clients;
         let process = identity::read(pid).map_err(|error| error.to_string())?;

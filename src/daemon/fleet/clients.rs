@@ -24,13 +24,13 @@ use common::state_file::Running;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 impl Fleet {
-    /// The statuses of all control daemons, also of those on the way out.
+    /// The statuses of all control daemons, including the control daemons that are about to end.
     pub(crate) fn statuses(&self) -> Vec<Status> {
         self.ask_all(SupervisorHandle::status)
     }
 
-    /// The slices of all control daemons, ordered or running. A control daemon that an order
-    /// does not fit runs on where it is, as long as it has clients, and their containers have its directories.
+    /// The slices of all control daemons, ordered or running. A control daemon that no longer fits its order goes on
+    /// as long as it has clients, and the containers of these clients have its directories.
     pub(crate) fn slices(&self) -> Slices {
         let statuses = self.ask_all(SupervisorHandle::status);
         let conducted = self.conductor.lock();
@@ -47,18 +47,18 @@ impl Fleet {
             .recorded_in(&self.servers_path)
     }
 
-    /// Every control daemon of ours that runs, taken over or not, if a stop ends it.
+    /// The control daemons that a stop ends: every control daemon of the service that runs, taken over or not.
     pub(crate) fn ended_by_stop(&self) -> Vec<DaemonId> {
         self.doomed(|_| true)
     }
 
-    /// The same for a configuration that disables MPS. A control daemon on the way out keeps its clients, and the state
-    /// says so.
+    /// The control daemons that a configuration ends which disables MPS. A control daemon that already waits for the
+    /// end of its clients keeps them, and the state says so.
     pub(crate) fn ended_by_disabling(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.conductor.lock().core.goal(id).is_none_or(|goal| goal == Goal::Serve))
     }
 
-    /// The same for an order to make the changes that wait for clients to end.
+    /// The control daemons that `apply --force` ends, to make the changes that wait for the end of clients.
     pub(crate) fn ended_by_force(&self) -> Vec<DaemonId> {
         self.doomed(|id| self.status(id).is_some_and(|status| status.ends_when_idle))
     }
@@ -96,7 +96,8 @@ impl Fleet {
         known.filter(|client| identity::runs(client.process)).collect()
     }
 
-    /// Every control daemon that may have clients: each of ours that runs, taken over or not, and any other in its place.
+    /// Every control daemon that may have clients: each control daemon of the service that runs, taken over or not,
+    /// and any foreign control daemon that listens in its place.
     pub(crate) fn with_clients(&self) -> Vec<ClientsDaemon> {
         let in_place =
             self.ask_all(|supervisor| (supervisor.status().view.id, supervisor.control_in_place()));
@@ -126,7 +127,7 @@ impl Fleet {
     }
 }
 
-/// The register gets the clients of a control daemon that was not taken over.
+/// Asks a control daemon that was not taken over for its clients, and records the clients in the register.
 async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clients) {
     if control.daemon_pid() != Some(pid) {
         return;

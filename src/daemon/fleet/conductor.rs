@@ -50,13 +50,14 @@ impl Conductor {
         self.conducted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an event to the core, and has the resulting acts carried out.
+    /// Gives an event to the core, and has the supervisors carry out the resulting acts.
     pub(super) fn on(&self, event: CoreEvent<Instructions>) {
         self.lock().on(event);
         self.moved.notify_one();
     }
 
-    /// Gives the results of acts to the core, and the moments for which the core waits. Then it notifies the loop.
+    /// Gives the core the results of acts, and an event at each moment for which the core waits. After each event it
+    /// notifies the main loop.
     async fn pass_on(
         self,
         mut happened: mpsc::UnboundedReceiver<CoreEvent<Instructions>>,

@@ -33,28 +33,29 @@ pub(super) struct Fleet {
     conductor: Conductor,
     /// Tasks that wait for the end of processes that prevent the start of a server.
     holders: JoinSet<()>,
-    /// Requests to end control daemons for a change, until they are carried out.
+    /// Tasks that answer requests to make changes which wait for the end of clients.
     forced: Vec<JoinHandle<()>>,
     /// The directory of the host agent's records.
     servers_path: PathBuf,
 }
 
-/// The control daemons at one moment.
+/// The state of all control daemons at one moment.
 #[derive(Debug)]
 pub(super) struct Moment {
-    /// The control daemons that should serve.
+    /// The statuses of the control daemons that should serve.
     pub(super) statuses: Vec<Status>,
-    /// The control daemons that are about to end.
+    /// The statuses of the control daemons that are about to end.
     pub(super) leaving: Vec<Status>,
-    /// The GPUs that a control daemon should serve and another one still has, each with the id of that other one.
+    /// The GPUs that one control daemon should serve and another one still has, each with the id of the control
+    /// daemon that still has the GPU.
     pub(super) held: HeldGpus,
-    /// True if a control daemon starts, or gets one more GPU, as soon as another one, which is about to end now, has left its
-    /// GPUs.
+    /// True if a control daemon starts, or gets one more GPU, as soon as a control daemon that is about to end has
+    /// left its GPUs.
     pub(super) starting: bool,
 }
 
 impl Moment {
-    /// True if every plan is in force, or if the reason why it is not is known.
+    /// True if every plan of a control daemon is in force, or the reason is known why it is not.
     pub(super) fn settled(&self) -> bool {
         !self.starting && self.statuses.iter().all(|status| status.settled)
     }
@@ -81,7 +82,8 @@ impl Fleet {
         self.pursue_with(mps, plan, settings);
     }
 
-    /// The same for a start without MPS: there is no plan, but an earlier service may have left control daemons.
+    /// Finds the control daemons that an earlier service has left, for a start with MPS disabled, when there is no
+    /// plan.
     pub(super) fn pursue_nothing(&mut self, settings: &Settings) {
         self.pursue_with(MpsSwitch::OffAtStart, &Plan::default(), settings);
     }
@@ -105,7 +107,7 @@ impl Fleet {
         }));
     }
 
-    /// An order for each control daemon in the state file that the plan does not need.
+    /// The orders for the control daemons in the state file that the plan does not need.
     fn left(&self, plan: &Plan, settings: &Settings) -> Vec<Order<Instructions>> {
         let state_file = self.tools.state_file.lock();
         let unwanted = state_file
@@ -136,7 +138,7 @@ impl Fleet {
         Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
     }
 
-    /// The answers of the supervisors whose control daemon has such a goal.
+    /// Asks each supervisor whose control daemon has a wanted goal.
     fn ask_those<T>(
         &self,
         wanted: impl Fn(Goal) -> bool,
@@ -147,12 +149,12 @@ impl Fleet {
         wanted.map(|(_, supervisor)| question(supervisor)).collect()
     }
 
-    /// The answers of all supervisors.
+    /// Asks all supervisors.
     fn ask_all<T>(&self, question: impl Fn(&SupervisorHandle) -> T) -> Vec<T> {
         self.ask_those(|_| true, question)
     }
 
-    /// Has every control daemon checked now.
+    /// Has the supervisors check every control daemon now.
     pub(super) fn check_all(&self) {
         self.ask_all(SupervisorHandle::check);
     }
@@ -196,8 +198,8 @@ impl Fleet {
         !self.forced.is_empty() || !self.ask_those(|goal| matches!(goal, Goal::Stop(_)), |_| ()).is_empty()
     }
 
-    /// Makes the changes that wait for the end of clients. The answer comes from a separate task, since control daemons need some
-    /// time.
+    /// Makes the changes that wait for the end of clients, with `force` at once. The answer comes from a separate
+    /// task, since control daemons need some time.
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
@@ -225,8 +227,8 @@ impl Fleet {
         }
     }
 
-    /// Makes and removes the links to all running control daemons of the service, after the closed slices in the state file have
-    /// changed. The error names the links that can't be removed.
+    /// Makes and removes the links to all running control daemons of the service, after the state file's list of
+    /// closed slices has changed. The error names the links that can't be removed.
     pub(super) fn link(&self) -> Result<(), String> {
         let (running, closed) = {
             let state_file = self.tools.state_file.lock();
@@ -280,7 +282,7 @@ fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructio
     }
 }
 
-/// The plan of a running control daemon that is in no plan any more, as far as it is known.
+/// A plan for a running control daemon that is in no plan any more, from the facts that the state file has.
 fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemonPlan {
     let planned = |uuid: &str| plan.gpus.iter().find(|gpu| gpu.gpu.uuid() == Some(uuid));
     let gpus = running.gpus.iter().map(|uuid| ServedGpu {

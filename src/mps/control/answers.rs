@@ -6,8 +6,8 @@ use common::host::driver::is_unknown_command;
 use mps_core::mps::{Client, ClientPids, ServerStatus};
 use mps_core::tenants::TerminateAnswer;
 
-/// The clients of each of these servers, and all servers, in an answer that has a percentage before each list. A server that has
-/// ended has no clients.
+/// Parses an answer that has a percentage before each list: the clients of each server in `servers`, and then all
+/// servers. A server that has ended has no clients.
 pub(super) fn parse_client_lists(
     answer: &str,
     servers: &BTreeSet<u32>,
@@ -36,7 +36,7 @@ pub(super) fn parse_status(answer: &str) -> Option<ServerStatus> {
     }
 }
 
-/// The answer is a line `0`, or a reason and a line `1`.
+/// Parses the answer to `terminate_client`: a line `0`, or a reason and a line `1`.
 pub(super) fn parse_terminated(answer: &str) -> Option<TerminateAnswer> {
     let mut lines = answer.lines().map(str::trim).filter(|line| !line.is_empty());
     let reason = lines.next()?;
@@ -64,7 +64,7 @@ pub(super) fn parse_clients(answer: &str) -> Option<Vec<Client>> {
     Some(lines.filter_map(parse_client).collect())
 }
 
-/// Parses a row of `ps` up to the GPU. A tenant can choose the rest of the row.
+/// Parses a row of the answer to `ps` up to the GPU. A tenant can choose the rest of the row.
 fn parse_client(line: &str) -> Option<Client> {
     let mut fields = line.split_whitespace();
     let pid = fields.next()?.parse().ok()?;

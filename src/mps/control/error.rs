@@ -30,7 +30,7 @@ pub enum ControlError {
     Unexpected { command: String, answer: String, expected: String },
 }
 
-/// The name of a series of commands in messages: the last command.
+/// The command that error messages name for a series of commands: the last one.
 pub(super) fn name(commands: &str) -> String {
     commands.lines().next_back().unwrap_or_default().to_owned()
 }

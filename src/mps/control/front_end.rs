@@ -20,13 +20,14 @@ use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
 
-/// How long the service waits for the end of a front end before the service reads the answer. Measured: 2 ms.
+/// How long the service waits for the end of a front end before it reads the answer. Measured: 2 ms.
 const ANSWER_TIME: Duration = Duration::from_millis(20);
 
 /// The most bytes of an answer: an answer has a few lines per client.
 const ANSWER_MAX_BYTES: usize = 1 << 20;
 
-/// A front end runs while its caller has the lock. Others wait in the order in which they came.
+/// The queue of front ends for one pipe directory. A front end runs while its caller has the lock; other callers wait
+/// in the order in which they came.
 pub(super) type Queue = Mutex<()>;
 
 #[derive(Debug)]
@@ -98,7 +99,7 @@ impl FrontEnd {
     }
 }
 
-/// Reads all output of a front end, up to one byte more than allowed.
+/// Reads the output of a front end, up to one byte more than the longest allowed answer.
 async fn read(pipe: PipeReader) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let pipe = Receiver::from_owned_fd(pipe.into())?;

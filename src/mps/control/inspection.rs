@@ -14,8 +14,9 @@ use super::answers::parse_status;
 /// The most characters of a limit that a message shows.
 const SHOWN_CHARACTERS: usize = 40;
 
-/// The limits to ask for: those of each server in `at`, and, under None, those of servers that are started later, each with the
-/// memory limits in MiB by the ordinals of the GPUs. A server reports only limits that it enforces.
+/// The limits to ask a control daemon for: of each server in `at`, and, under the key None, of servers that are
+/// started later. The values are the memory limits in MiB by the ordinals of the GPUs. A server reports only limits
+/// that it enforces.
 fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usize, u64>)> {
     let Some(limits) = limits else { return vec![(None, BTreeMap::new())] };
     let mut enforced = limits.memory_mib.clone();
@@ -25,7 +26,7 @@ fn asked(at: &[u32], limits: Option<&Limits>) -> Vec<(Option<u32>, BTreeMap<usiz
     [(None, limits.memory_mib.clone())].into_iter().chain(of_servers).collect()
 }
 
-/// See [`super::Control::inspect`].
+/// The commands of [`super::Control::inspect`].
 pub(super) fn commands(at: &[u32], limits: Option<&Limits>) -> String {
     let mut commands: String = at.iter().map(|server| format!("get_server_status {server}\n")).collect();
     for (server, memory_mib) in asked(at, limits) {
@@ -43,7 +44,8 @@ fn ask_for_memory(commands: &mut String, server: Option<u32>, memory_mib: &BTree
     }
 }
 
-/// The parts of a command that say whose limit it is: the clients of a server, or of all servers that are started later.
+/// The parts of a command that say whose limit it is: of the clients of one server, or, for None, of all servers that
+/// are started later.
 fn target(server: Option<u32>) -> (&'static str, String) {
     server.map_or(("default_", String::new()), |server| ("", format!(" {server}")))
 }
@@ -62,8 +64,8 @@ pub(super) fn parse(answer: &str, at: &[u32], limits: Option<&Limits>) -> Option
     Some(Inspection { servers: pids(lines)?, statuses: statuses?, differences })
 }
 
-/// See [`super::Control::set_limits`]. The answer to a percentage is the value that now applies. A memory limit has no answer, so
-/// it is asked for.
+/// The commands of [`super::Control::set_limits`]. The answer to a percentage is the value that now applies. A memory
+/// limit has no answer, so a further command reads it.
 pub(super) fn setting(server: Option<u32>, limits: &Limits) -> String {
     let (default, target) = target(server);
     let mut commands =

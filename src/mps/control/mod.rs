@@ -34,7 +34,7 @@ use front_end::{FrontEnd, Queue};
 /// The deadline for one answer. Measured: 2 ms. A stopped control daemon never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The command that names the servers.
+/// The command that lists the PIDs of the servers.
 const SERVERS: &str = "get_server_list";
 
 /// A command that always has an answer, a number that is no PID: `25.0`. It separates commands that may have no answer.
@@ -46,22 +46,23 @@ const LISTINGS: u32 = 4;
 /// The most front ends at a time. A host may have a control daemon for each of hundreds of slices.
 const FRONT_ENDS: usize = 64;
 
-/// Makes each [`Control`], with one queue for each pipe directory. All clones share the queues.
+/// Makes the [`Control`] for each pipe directory, with one queue of front ends for each. All clones share the queues.
 #[derive(Debug, Clone)]
 pub(crate) struct FrontEnds {
     program: PathBuf,
     queues: Arc<Mutex<BTreeMap<PathBuf, Weak<Queue>>>>,
-    /// Limits the number of running front ends.
+    /// Limits the number of front ends that run at the same time.
     places: Arc<Semaphore>,
 }
 
 impl FrontEnds {
-    /// `program` is the path of the front end, or its name in `PATH`.
+    /// Runs `program` as the front end: a path, or a name in `PATH`.
     pub(crate) fn new(program: PathBuf) -> Self {
         Self { program, queues: Arc::default(), places: Arc::new(Semaphore::new(FRONT_ENDS)) }
     }
 
-    /// Reaches the control daemon in this pipe directory, even if this service has not started it.
+    /// Returns the front end for the control daemon in this pipe directory, even if this service has not started that
+    /// control daemon.
     pub(crate) fn control_in(&self, pipe_directory: &Path) -> Control {
         let (program, pipe_directory) = (self.program.clone(), pipe_directory.to_owned());
         let queue = self.queue(&pipe_directory);
@@ -79,7 +80,7 @@ impl FrontEnds {
     }
 }
 
-/// Reaches a control daemon through front ends.
+/// Asks one control daemon through its front end.
 #[derive(Debug)]
 pub(crate) struct Control(FrontEnd);
 
@@ -120,9 +121,9 @@ impl Control {
         Ok(self.inspect(&[server], None).await?.status(server))
     }
 
-    /// Asks in one conversation for all servers, for the statuses of the servers in `at`, and for the limits that differ from
-    /// `limits`, of these and of servers that are started later. A server that has ended has no limits. Memory is compared in
-    /// whole GiB.
+    /// Asks a control daemon in one conversation for all servers, for the statuses of the servers in `at`, and for
+    /// the limits of these servers and of servers that are started later, as far as they differ from `limits`. A
+    /// server that has ended has no limits. Memory is compared in whole GiB.
     pub(crate) async fn inspect(
         &self,
         at: &[u32],
@@ -200,7 +201,8 @@ impl Control {
             .ok_or_else(|| unexpected(&command, &answer, "0, or 1 with a reason"))
     }
 
-    /// See [`listener`]. While programs wait for a control daemon, this may be the service, which listens on the waiting socket.
+    /// The PID of the process that listens in the pipe directory, see [`listener`]. While programs wait for a control
+    /// daemon, this may be the service, which listens on the waiting socket.
     pub(crate) fn daemon_pid(&self) -> Option<u32> {
         listener(&self.0.pipe_directory).filter(|pid| *pid != std::process::id())
     }
@@ -222,8 +224,8 @@ impl Control {
         self.set(&inspection::setting(server, limits), limits).await
     }
 
-    /// The same for the limits of servers that are started later. After that the server of a user is started, see
-    /// [`Control::start_server`]. Its PID is not returned.
+    /// Sets the limits of servers that are started later, as [`Control::set_limits`] does, and then starts the server
+    /// of a user, see [`Control::start_server`]. The result does not have the PID of that server.
     pub(crate) async fn set_limits_and_start(
         &self,
         limits: &Limits,
@@ -246,7 +248,7 @@ impl Control {
     }
 
     /// Asks the control daemon to end as soon as it has no client. It will do so, even much later. The error is
-    /// [`ControlError::Silent`] if it still has a client after `timeout`.
+    /// [`ControlError::Silent`] if the control daemon still has a client after `timeout`.
     pub(crate) async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }
@@ -270,8 +272,8 @@ impl Control {
         self.ask(command).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end after it has given its clients `timeout`. If it hangs for longer, the error is
-    /// [`ControlError::Silent`].
+    /// Asks the control daemon to end with its clients, which it gives `timeout` to end by themselves. If it hangs
+    /// for longer, the error is [`ControlError::Silent`].
     pub(crate) async fn quit(&self, timeout: Duration) -> Result<(), ControlError> {
         let command = format!("quit -t {}", timeout.as_secs().max(1));
         self.ask_within(&command, timeout + Duration::from_secs(1)).await.map(|_| ())

@@ -14,7 +14,7 @@ use crate::mps::file_changes::{FileChanges, FileWatch, LOOK_PERIOD};
 /// The length at which a line is cut. A file that is no log must not fill the memory.
 const LINE_MAX_BYTES: usize = 16 << 10;
 
-/// The number of bytes at the end of a log in which the reason for an end is searched for.
+/// The number of bytes at the end of a log in which the service searches the reason for the end of a control daemon.
 const END_BYTES: u64 = 256 << 10;
 
 /// The number of lines after which other tasks have a turn. A tenant can make a control daemon write thousands of lines per
@@ -25,7 +25,7 @@ const LINES_AT_A_TIME: u32 = 256;
 #[derive(Debug)]
 pub(crate) struct Follower {
     path: PathBuf,
-    /// The file is never opened again by its path, since another user may have put another file there.
+    /// The open file. It is never opened again by its path, since another user may have put another file there.
     file: File,
     /// The offset up to which the file has been read.
     read: u64,
@@ -34,7 +34,7 @@ pub(crate) struct Follower {
     rotation: Option<Rotation>,
     rotated: Option<io::Result<()>>,
     watch: FileWatch,
-    /// True if the kernel reports the next change.
+    /// True if the kernel reports the next change of the file.
     watched: bool,
 }
 
@@ -79,7 +79,7 @@ impl Follower {
         Ok(())
     }
 
-    /// True if the file still has its path.
+    /// True if the path still leads to this file.
     pub(crate) fn is_in_place(&self) -> bool {
         let (Ok(ours), Ok(there)) = (self.file.metadata(), std::fs::symlink_metadata(&self.path)) else {
             return false;
@@ -100,9 +100,9 @@ impl Follower {
         )
     }
 
-    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and truncated,
-    /// since the processes that write to it can't be made to use another file. That happens in steps during the waits for lines.
-    /// [`Follower::rotated`] reports the end.
+    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and
+    /// truncated, since the processes that write to the file can't be made to use another one. The copy is made in
+    /// steps while callers wait for lines. [`Follower::rotated`] reports the end.
     pub(crate) fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
         let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();
@@ -111,12 +111,13 @@ impl Follower {
         }
     }
 
-    /// The end of a rotation, if one has finished since the last call. An error if the contents could not be copied.
+    /// The outcome of a rotation that has finished since the last call. None: no rotation has finished. The inner
+    /// error: the contents could not be copied.
     pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
 
-    /// Takes the next step of a rotation.
+    /// Takes the next step of a running rotation.
     fn copy_on(&mut self) -> io::Result<()> {
         let Some(rotation) = &mut self.rotation else { return Ok(()) };
         let length = self.file.metadata()?.len();
@@ -132,7 +133,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Reads the next bytes. False if there are none.
+    /// Reads the next bytes of the file. Returns false if there are none.
     fn fill(&mut self) -> io::Result<bool> {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
@@ -158,7 +159,8 @@ impl Follower {
         }
     }
 
-    /// The same, but other tasks have a turn from time to time. Nothing is lost if the call is cancelled.
+    /// The next line that is already in the file, if there is one. Other tasks of the service have a turn from time
+    /// to time. Nothing is lost if the call is cancelled.
     pub(crate) async fn next_there(&mut self) -> io::Result<Option<Line>> {
         if self.lines_since_pause >= LINES_AT_A_TIME {
             self.pause().await?;
@@ -203,7 +205,7 @@ impl Follower {
     }
 }
 
-/// Bytes that were read. They are returned as lines.
+/// The bytes that were read from the file, and their separation into lines.
 #[derive(Debug, Default)]
 struct Lines {
     bytes: Vec<u8>,
@@ -217,7 +219,7 @@ impl Lines {
         self.bytes.extend(bytes);
     }
 
-    /// The bytes that were not returned yet.
+    /// The bytes that were read, and were not returned as a line yet.
     fn held(&self) -> &[u8] {
         self.bytes.get(self.handed_out..).unwrap_or_default()
     }

@@ -7,7 +7,7 @@ use mps_core::mps::Meaning;
 use super::meaning::{Line, Writer};
 
 impl Line {
-    /// Passes the line on, with fields for the filters of journalctl.
+    /// Passes the line on to the journal, with fields by which journalctl can filter.
     pub(crate) fn trace(&self, control_daemon: &str) {
         let text = self.text.as_str();
         let (server, client, ordinal) = self.subjects();

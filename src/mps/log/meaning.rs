@@ -2,7 +2,7 @@
 
 use mps_core::mps::Meaning;
 
-/// A parsed line.
+/// A line of the log of a control daemon, parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Line {
     /// The process that wrote the line, if the line names it.
@@ -39,7 +39,8 @@ impl Line {
     }
 }
 
-/// Splits `[2026-11-21 02:13:53.814 Control 879] text`. One command has an answer of several lines without a prefix.
+/// Splits a line `[2026-11-21 02:13:53.814 Control 879] text` into the process that wrote it and the text. None: the
+/// line has no such prefix. One command has an answer of several lines without a prefix.
 fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();
@@ -66,12 +67,12 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
     understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
 }
 
-/// The beginnings of words that report a failure.
+/// The beginnings of words by which a line reports a failure.
 const OF_FAILURE: [&str; 9] =
     ["fatal", "fail", "error", "invalid", "cannot", "can't", "unable", "exception", "denied"];
 
-/// The control daemon logs each command, and for `ps` the table of clients. Both contain texts that tenants choose, so they do
-/// not count as failures.
+/// The meaning of a line that reports a failure. The control daemon logs each command, and for `ps` the table of
+/// clients. Both contain texts that tenants choose, so they do not count as failures.
 fn trouble(writer: Option<Writer>, text: &str) -> Option<Meaning> {
     let repeated = text.starts_with("Cmd:") || text.starts_with(|first: char| first.is_ascii_digit());
     if repeated && !matches!(writer, Some(Writer::Server(_))) {
@@ -156,7 +157,7 @@ fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
     })
 }
 
-/// Parses `25.0` as 250.
+/// Parses a percentage as tenths: `25.0` is 250.
 fn tenths(value: &str) -> Option<u32> {
     let (whole, part) = value.split_once('.').unwrap_or((value, "0"));
     let first = part.chars().next().and_then(|digit| digit.to_digit(10))?;

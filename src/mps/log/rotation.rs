@@ -10,13 +10,13 @@ use common::directories;
 /// The number of bytes per read of a log. At most this number of bytes and the beginning of a line are in memory.
 pub(super) const CHUNK_BYTES: usize = 16 << 10;
 
-/// The number of bytes of a log that are copied before other tasks have a turn.
+/// The number of bytes of a log that the service copies before its other tasks have a turn.
 const COPIED_AT_A_TIME: u64 = 1 << 20;
 
-/// A running rotation.
+/// A rotation that has begun and has not finished.
 #[derive(Debug)]
 pub(super) struct Rotation {
-    /// The file that gets the contents, or the reason why there is none.
+    /// The file `<path>.1` that gets the contents, or the error that prevents it.
     copy: io::Result<File>,
     copied: u64,
 }
@@ -27,7 +27,8 @@ impl Rotation {
         Self { copy: place_of_copy(path), copied: 0 }
     }
 
-    /// Copies the next bytes of a file of this length. Returns true if everything is copied, or if copying is not possible.
+    /// Copies the next bytes of `file`, which has this length. Returns true if everything is copied, or if copying is
+    /// not possible.
     pub(super) fn copy_on(&mut self, file: &File, length: u64) -> bool {
         let Ok(copy) = &mut self.copy else { return true };
         let end = length.min(self.copied + COPIED_AT_A_TIME);
@@ -38,7 +39,7 @@ impl Rotation {
         self.copy.is_err() || self.copied >= length
     }
 
-    /// An error if the contents could not be copied.
+    /// The result of the rotation: an error if the contents could not be copied.
     pub(super) fn result(self) -> io::Result<()> {
         self.copy.map(drop)
     }
