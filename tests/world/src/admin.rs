@@ -1,4 +1,4 @@
-//! Administrators, tenants and accidents.
+//! Deeds of administrators and of tenants, and accidents, in the world.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,13 +21,13 @@ pub(crate) fn nothing() -> Demand<u32> {
     }
 }
 
-/// The order for a control daemon that the state file has.
+/// An order for a control daemon in the state file.
 fn left_order((id, one): (&DaemonId, &RunningDaemon)) -> Order<u32> {
     Order { id: id.clone(), gpus: one.gpus.clone(), sets_modes: true, payload: 0 }
 }
 
 impl World {
-    /// Any configuration.
+    /// Makes up a configuration, and returns its orders.
     pub(crate) fn any_demand(&mut self, dice: &mut Dice) -> Demand<u32> {
         self.version += 1;
         let sets_modes = !dice.one_in(8);
@@ -113,14 +113,14 @@ impl World {
         self.keep_budgets();
     }
 
-    /// An order for each control daemon in the state file that has no other order.
+    /// An order for each control daemon in the state file that the configuration gives no order.
     fn left(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
         let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));
         left.map(left_order).collect()
     }
 
-    /// Another driver may be there before the next start.
+    /// Another driver is installed, whose control daemons may refuse to serve several users at the same time.
     pub(crate) fn driver_is_replaced(&mut self) {
         self.refuses_multiuser = !self.refuses_multiuser;
         let refuses = self.refuses_multiuser;
@@ -180,7 +180,7 @@ impl World {
         self.is_disk_full = is_full;
     }
 
-    /// `systemctl stop`, or `systemctl restart`.
+    /// An administrator runs `systemctl stop` or `systemctl restart`.
     pub(crate) fn end_service(&mut self, dice: &mut Dice) {
         let ending = if dice.one_in(2) { Ending::ForGood } else { Ending::ForRestart };
         self.end_service_for(ending);
@@ -239,7 +239,8 @@ impl World {
         }
     }
 
-    /// An administrator sets a compute mode. If the service has to keep another one, its next check sets that again.
+    /// An administrator sets the compute mode of a GPU. If the service has to keep another mode, its next check sets
+    /// that mode again.
     pub(crate) fn mode_is_changed(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         let mode = if dice.one_in(2) { Mode::Default } else { Mode::Prohibited };

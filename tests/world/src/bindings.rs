@@ -1,4 +1,5 @@
-//! Control groups that are bound to slices, with the real registry, in a state file that survives the service.
+//! Control groups that are bound to slices in the world. The registry of bindings is the real code, and the state
+//! file with the bindings survives the service.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,40 +17,42 @@ use super::tenants::{SliceKnownBy, gpu_of, slice_of};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
-/// The control groups of tenants. A container's tenant has one inside, and a user has made another one in a control group of the
-/// user's own, with the name of the container beside it.
+/// The control groups in which tenants start programs. The tenant of the container `/a` has one inside it. A user has
+/// made the last one in a control group of the user's own, with the name of the container `b`.
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 
 /// The name of the container for which the host agent's records name every GPU, but no slice.
 const RECORDED: &str = "b";
 
-/// The slice of a GPU.
+/// A slice: the name of its GPU, and its ordinal.
 pub(crate) type BoundSlice = (String, u32);
 
 pub(crate) type BoundGroups = Bindings<BoundSlice>;
 
-/// The registry, and the inode of each control group.
+/// The registry of bindings, and the inode of each control group.
 #[derive(Debug, Default)]
 pub(crate) struct SimBindings {
     registry: Bindings<BoundSlice>,
     inodes: [u64; GROUPS.len()],
-    /// The slices that were shared on purpose.
+    /// The slices for which root has bound a second control group on purpose.
     shared: BTreeSet<BoundSlice>,
     /// The control groups in which the service has seen programs since they were bound.
     were_used: BTreeSet<ControlGroup>,
 }
 
-/// The bytes of a binding in the state file: two slices have room, and a binding with three would fill it alone.
+/// The bytes that a binding takes in the state file. Two bindings with one slice have room; a binding with three
+/// slices would fill the file alone.
 fn bytes_of(binding: &Binding<BoundSlice>) -> usize {
     binding.slices.len().pow(4) * (LARGEST / 16)
 }
 
-/// The bytes of a control daemon in the state file, and the most of the whole that are read.
+/// The bytes that a control daemon takes in the state file. The service does not read a file that is larger than the
+/// second value.
 const DAEMON_BYTES: usize = LARGEST / 100;
 const FILE_BYTES: usize = GROUPS.len() * LARGEST + LARGEST / 10;
 
-/// The control group of a process.
+/// Chooses the control group in which a program starts.
 pub(crate) fn group_of(dice: &mut Dice) -> &'static str {
     dice.pick(&GROUPS).copied().unwrap_or_default()
 }
@@ -62,12 +65,14 @@ pub(crate) fn is_in(path: &str, above: &str) -> bool {
     path == above || path.starts_with(&format!("{above}/"))
 }
 
-/// The container with the recorded name around a control group.
+/// The control group of the container with the name [`RECORDED`] that is `group` or contains it. None if `group` is
+/// in no such container.
 fn recorded_container(group: &'static str) -> Option<&'static str> {
     GROUPS.into_iter().find(|above| is_in(group, above) && above.rsplit('/').next() == Some(RECORDED))
 }
 
-/// The owners of a control group and of each one above it, from the top. Root has made some in the user's, too.
+/// The owners of a control group and of the control groups above it, from the top. Some control groups in the user's
+/// are owned by root.
 fn owners(group: &str) -> impl Iterator<Item = Option<u32>> {
     let all = [("/a", 0), ("/b", 0), ("/a/c", 0), ("/u", 1), (FORGED, 0)];
     all.into_iter().filter(move |(above, _)| is_in(group, above)).map(|(_, owner)| Some(owner))
@@ -91,8 +96,8 @@ fn bound_slice(slice: &SliceId) -> BoundSlice {
     (gpu_of(*slice), slice.ordinal)
 }
 
-/// The slices of a client as the service knows them for a request: those of its control group, or else those that it claims,
-/// unless a slice is bound.
+/// The slices that the service finds for a client when a request asks for them: those of its control group, or else
+/// those that the client claims, unless such a slice is bound.
 pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option<KnownSlices> {
     if let Some(its) = bindings.nearest(client.program.group, |_| true) {
         let slice = |(gpu, slice): &BoundSlice| slice_of(gpu, *slice);
@@ -108,13 +113,14 @@ pub(crate) fn known_slices(bindings: &BoundGroups, client: &SimClient) -> Option
     counts.then(|| KnownSlices { slices: vec![*slice], is_certain })
 }
 
-/// The binding of the nearest control group, as the promise says it.
+/// The binding of the control group `path` or of the nearest control group above it, computed without the code under
+/// test.
 fn nearest_in_truth<'b>(bindings: &'b BoundGroups, path: &str) -> Option<&'b Binding<BoundSlice>> {
     let above = bindings.iter().filter(|one| is_in(path, &one.group.path));
     above.max_by_key(|one| one.group.path.len())
 }
 
-/// True if a client has one of these slices, in truth.
+/// True if a client really has one of these slices.
 pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[SliceId]) -> bool {
     let slice = &client.tenant.slice;
     let is_anothers = || bindings.iter().any(|one| one.slices.contains(&bound_slice(slice)));
@@ -126,7 +132,7 @@ pub(crate) fn has_one_of(bindings: &BoundGroups, client: &SimClient, wanted: &[S
 }
 
 impl SimBindings {
-    /// The bindings of the control groups that there are.
+    /// The bindings whose control groups exist.
     pub(crate) fn living(&self) -> Bindings<BoundSlice> {
         self.registry.iter().filter(|one| self.group(&one.group.path) == one.group).cloned().collect()
     }
@@ -139,7 +145,7 @@ impl SimBindings {
         self.registry.iter().any(|one| one.group == *group)
     }
 
-    /// The service has looked at a control group when it bound it.
+    /// Takes note of whether the service has seen programs in a control group when it bound the control group.
     fn note_use_of(&mut self, group: &ControlGroup) {
         if self.registry.iter().any(|one| one.group == *group && one.was_used) {
             self.were_used.insert(group.clone());
@@ -162,7 +168,7 @@ impl SimBindings {
 }
 
 impl World {
-    /// The control groups with a program in them or below.
+    /// The control groups that have a program in them or below them.
     fn used_groups(&self) -> BTreeSet<&'static str> {
         let mut used = BTreeSet::new();
         for one in self.daemons.values() {
@@ -173,7 +179,7 @@ impl World {
         used
     }
 
-    /// Returns the use of a control group.
+    /// Returns a function that says whether programs use a control group.
     pub(crate) fn use_of(&self) -> impl Fn(&ControlGroup) -> GroupUse + use<> {
         let (used, inodes) = (self.used_groups(), self.bindings.inodes);
         move |group| match inodes[number(&group.path)] {
@@ -183,8 +189,9 @@ impl World {
         }
     }
 
-    /// A binding lasts: it ends only when its control group was removed, or when it is empty and its time is over, or when its
-    /// programs have ended and another control group waits for the slice.
+    /// The promise a-binding-lasts: a binding ends only when its control group was removed, or when it is empty and
+    /// its time is over, or when its programs have ended and another control group waits for the slice.
+    /// `somebody_waits` is true in the last case.
     fn check_ended(&self, ended: &[Arc<Binding<BoundSlice>>], somebody_waits: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         for one in ended {
@@ -200,7 +207,7 @@ impl World {
         }
     }
 
-    /// The service looks at the control groups that are bound, and drops what has ended.
+    /// The service looks at the control groups that are bound, and ends the bindings whose control groups have ended.
     fn end_bindings(&mut self) {
         let used = self.used_groups().into_iter().map(|path| self.bindings.group(path));
         let used: Vec<ControlGroup> = used.filter(|group| self.bindings.is_bound(group)).collect();
@@ -216,14 +223,15 @@ impl World {
         self.keep_budgets();
     }
 
-    /// Ends the bindings that exclude a control group and have no owner any more.
+    /// The service ends the bindings that prevent the binding of `group` to a wanted slice, if no program uses their
+    /// control groups any more.
     fn make_way(&mut self, group: &str, is_wanted: impl Fn(&BoundSlice) -> bool) {
         let ended = self.bindings.registry.make_way(group, is_wanted, self.now.as_secs(), self.use_of());
         self.check_ended(&ended, true);
     }
 
-    /// Returns true if the service binds a control group to a slice. A refusal changes nothing. One answer: the other parts of
-    /// the service that hand out slices give the same answer.
+    /// The service binds a control group to a slice. Returns true if it does. A refusal must change nothing. The
+    /// promise one-answer: the other parts of the service that hand out slices give the same answer.
     pub(crate) fn bind(
         &mut self,
         group: &'static str,
@@ -265,7 +273,8 @@ impl World {
         is_bound
     }
 
-    /// A slice that is refused has an owner: a control group with programs, or one that never had any and still has time.
+    /// Checks the owner of a slice that was refused: it must be a control group with programs, or a control group
+    /// that never had programs and still has time.
     fn check_taken(&self, slice: &BoundSlice, wanted: &Binding<BoundSlice>, shares: bool) {
         let (use_of, now) = (self.use_of(), self.now.as_secs());
         let keeps = |one: &Binding<BoundSlice>| {
@@ -284,7 +293,7 @@ impl World {
         );
     }
 
-    /// The service reads the state file. A file that is too large is not read, and then all bindings are lost.
+    /// A new service reads the state file. It does not read a file that is too large, and then all bindings are lost.
     pub(crate) fn read_state_file(&mut self) {
         let bindings: usize = self.bindings.registry.iter().map(bytes_of).sum();
         if bindings + self.state_file.daemons.len() * DAEMON_BYTES > FILE_BYTES {
@@ -295,8 +304,8 @@ impl World {
         }
     }
 
-    /// Slices follow bindings: after the answer, each program of the control group has exactly these slices, no matter what it
-    /// claims.
+    /// The promise slices-follow-bindings: after the answer to Bind, each program of the control group has exactly
+    /// the slices of the binding, no matter which slices it claims.
     fn check_bound(&self, binding: &Binding<BoundSlice>) {
         let living = self.bindings.living();
         let bound = nearest_in_truth(&living, &binding.group.path).unwrap();
@@ -338,7 +347,8 @@ impl World {
         }
     }
 
-    /// Root, or the hook of a runtime, binds or unbinds a control group, or an empty one is made again.
+    /// Root, or the hook of a container runtime, binds or unbinds a control group, or a control group without
+    /// programs is removed and made again.
     pub(crate) fn bindings_change(&mut self, dice: &mut Dice) {
         let group = group_of(dice);
         match dice.below(8) {
@@ -363,8 +373,8 @@ impl World {
         }
     }
 
-    /// The records name this GPU for a container, and no slice: its first client makes the service bind the container to the
-    /// lowest free slice.
+    /// The host agent's records name this GPU for a container, and no slice. The first client of the container makes
+    /// the service bind the container to the lowest free slice.
     pub(crate) fn bind_recorded(&mut self, gpu: &str) {
         let programs = self.programs_on(gpu);
         let groups: BTreeSet<&str> =

@@ -1,4 +1,5 @@
-//! The budgets of slices in memory: looks at the clients, and attempts to end clients that exceed a budget, with the real code.
+//! The budgets of slices in the world. The real code looks at the clients, and attempts to end clients of slices that
+//! exceed their budgets.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -17,20 +18,20 @@ use super::serving::size_of;
 use super::ways::SLICES;
 use super::{Dice, GPUS, World};
 
-/// The program of a client.
+/// A program that is a client.
 #[derive(Debug, Clone)]
 pub(crate) struct Program {
     pub(crate) process: ProcessId,
-    /// None if it is not known.
+    /// The slice of the program. None if the service does not know it.
     pub(crate) slice: Option<u32>,
-    /// The path of its control group.
+    /// The path of the program's control group.
     pub(crate) group: &'static str,
     pub(crate) tenant: usize,
     pub(crate) only_claims: bool,
     pub(crate) mib: u64,
-    /// The number of its connection. A program that starts work again has another one.
+    /// The number of the program's connection. A program that starts work again has another number.
     pub(crate) connection: u64,
-    /// A debugger holds it.
+    /// True while a debugger has stopped the program.
     pub(crate) is_held: bool,
 }
 
@@ -60,15 +61,15 @@ impl Program {
     }
 }
 
-/// Clients that come together share a look.
+/// The time within which several new clients cause only one look.
 const SHARE: Duration = Duration::from_millis(250);
 
 type SimEnforcer = Enforcer<SimHeld>;
 
-/// An attempt under way.
+/// A running attempt of the service to end clients. It returns its enforcer and its result.
 type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced)>>>;
 
-/// The watch over one GPU.
+/// The service's watch over the budgets of one GPU.
 pub(crate) struct SimWatch {
     watch: BudgetWatch,
     due: Option<Duration>,
@@ -91,7 +92,8 @@ impl SimWatch {
     }
 }
 
-/// The budgets that an order with this payload gives the slices of its GPUs.
+/// The budgets of a GPU's slices by an order with this payload. `may_terminate` is true if the service may end
+/// clients for a budget.
 pub(crate) fn budgets_of(payload: u32, may_terminate: bool) -> SliceBudgets {
     let budget = |slice: u32| Budget {
         memory_mib: size_of(payload, slice),
@@ -116,7 +118,7 @@ impl World {
         all
     }
 
-    /// From now on the plan's budgets are in force.
+    /// Puts the budgets of the plan in force.
     pub(crate) fn keep_budgets(&mut self) {
         // In a script overuse is only reported, as on the simulated host that plays the same script.
         let may_terminate = !self.is_calm;
@@ -146,7 +148,7 @@ impl World {
         self.keep_kernel_limits();
     }
 
-    /// Clients have come to some GPU, and the log reports them.
+    /// The log of a control daemon reports new clients to the watches over budgets.
     pub(crate) fn budgets_hear_of_clients(&mut self) {
         let now = self.now;
         for watched in self.service.iter_mut().flat_map(|service| service.budgets.values_mut()) {
@@ -161,7 +163,7 @@ impl World {
         watched.any(|watched| watched.can_come_on(self.now))
     }
 
-    /// No look is due, and no client is about to be ended.
+    /// Returns true if no look at clients is due, and no client is about to be ended.
     pub(crate) fn budgets_are_at_rest(&self) -> bool {
         let mut watched = self.service.iter().flat_map(|service| service.budgets.values());
         watched.all(|watched| watched.due.is_none() && watched.attempt.is_none())
@@ -176,7 +178,7 @@ impl World {
         watched.filter_map(of).min()
     }
 
-    /// One watch makes progress: it looks, or its attempt goes on by one turn.
+    /// One watch makes a step: it looks at its clients, or its attempt goes on by one turn.
     pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };
@@ -251,7 +253,7 @@ impl World {
         self.bury();
     }
 
-    /// Some program changes: it allocates or frees memory, starts work again, or a debugger stops or releases it.
+    /// A random program changes: it allocates or frees memory, starts work again, or a debugger stops or releases it.
     pub(crate) fn program_changes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(one) = dice.pick(&daemons).and_then(|pid| self.daemons.get(pid)) else { return };
@@ -276,7 +278,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// A tenant's memory comes and goes for a minute.
+    /// The memory of a tenant's program grows and shrinks for a minute.
     pub(crate) fn tenant_comes_and_goes(&mut self, dice: &mut Dice) {
         let gpu = *dice.pick(&GPUS).unwrap();
         for round in 0..32 {

@@ -1,4 +1,4 @@
-//! The clients of a control daemon in memory: they come, meet fatal GPU errors, lose their work, and leave.
+//! The clients of a simulated control daemon: they come, meet fatal GPU errors, lose their work, and leave.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -11,34 +11,35 @@ use super::mps::{CAPACITY, Later, Mps, SimServer};
 use super::tenants::{Tenant, slice_of};
 use super::ways::slices_of;
 
-/// The longest time from the connection of a program until the control daemon admits it.
+/// The longest time from the connection of a program until the control daemon admits the program.
 const ADMISSION: Duration = Duration::from_millis(100);
 
-/// The time from the end of the last client that was hit until the server has recovered.
+/// The time from the end of the last client that a fatal GPU error has hit until the server has recovered.
 const RECOVERY: Duration = Duration::from_millis(200);
 
 #[derive(Debug, Clone)]
 pub(crate) struct SimClient {
     pub(crate) server: u32,
-    /// The GPUs that it uses.
+    /// The ordinals of the GPUs that the client uses.
     pub(crate) ordinals: BTreeSet<usize>,
-    /// The number of its connections, each of which has a place on these GPUs.
+    /// The number of the client's connections. Each takes one of the places for clients on its GPUs.
     pub(crate) connections: usize,
-    /// It has lost its work to a fatal GPU error, on all of its GPUs.
+    /// True once a fatal GPU error has taken the client's work, on all of its GPUs.
     pub(crate) is_hit: bool,
     pub(crate) program: Program,
     pub(crate) tenant: Tenant,
 }
 
 impl SimClient {
-    /// True if it has work that it can lose.
+    /// True if the client has work that it can lose.
     pub(crate) fn is_at_work(&self) -> bool {
         self.tenant.has_work && !self.is_hit
     }
 }
 
 impl Mps {
-    /// A client comes to some GPUs. Returns its PID, unless it has to wait.
+    /// A client comes to the GPUs with these ordinals. Returns its PID. None: no directory leads the client to this
+    /// control daemon, or the client has to wait.
     pub(crate) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
         if !ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
             return None;
@@ -62,7 +63,7 @@ impl Mps {
         Some(pid)
     }
 
-    /// True if something has happened to it that the service can't know yet.
+    /// True if something has happened to this control daemon that the service can't know yet.
     pub(crate) fn has_news(&self) -> bool {
         let is_stopped = |server: &SimServer| server.is_stopped || server.is_ending;
         self.is_hung()
@@ -73,7 +74,7 @@ impl Mps {
             || self.servers.values().any(is_stopped)
     }
 
-    /// Returns true if a program finds it through a directory of a slice of this GPU.
+    /// True if a directory of a slice of this GPU leads programs to this control daemon.
     fn is_led_to(&self, ordinal: usize) -> bool {
         let Some(ways) = &self.ways else { return true };
         let Some(gpu) = self.gpus.get(ordinal) else { return false };
@@ -81,7 +82,7 @@ impl Mps {
         slices_of(gpu).any(|name| ways.get(&name) == Some(&self.pid))
     }
 
-    /// A client leaves, and the next one gets its PID.
+    /// A client leaves, and the next client gets the same PID.
     pub(crate) fn is_succeeded(&mut self, pid: u32) {
         let Some(ordinals) = self.clients.get(&pid).map(|client| client.ordinals.clone()) else { return };
         self.client_leaves(pid);
@@ -92,8 +93,8 @@ impl Mps {
         }
     }
 
-    /// True if a client that comes belongs to another user than the server. A server for that user is started once the present
-    /// one has no client.
+    /// True if the next client belongs to another user than the present server. If the server has no client, the
+    /// server ends, and a server for the other user can start.
     fn is_for_another_user(&mut self) -> bool {
         let Some(server) = self.servers.keys().next_back().copied() else { return false };
         let is_another = self.dice.one_in(2);
@@ -103,7 +104,9 @@ impl Mps {
         is_another
     }
 
-    /// A client that has connected is admitted. One that has connected to a control daemon that was told to end gets error 805.
+    /// The control daemon admits a client that has connected. Returns the client's PID. None: it has to wait. The
+    /// promise the-door-is-closed-first is checked: a client that has connected to a control daemon which was told to
+    /// end gets error 805.
     pub(crate) fn client_is_admitted(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
         assert!(!self.quits_when_idle, "the-door-is-closed-first: a client of {} gets error 805", self.pid);
         if self.is_hung() || self.listener() != Some(self.pid) {
@@ -153,7 +156,8 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// A client should lose its work. Returns true if it exists. Half of the programs end then.
+    /// The service ends the work of a client. Returns true if the client exists. Half of the programs end after they
+    /// lose their work.
     pub(crate) fn loses_work(&mut self, process: ProcessId) -> bool {
         let is_it = |client: &SimClient| client.program.process == process;
         let is_there = self.clients.get(&process.pid).is_some_and(is_it);
@@ -163,7 +167,7 @@ impl Mps {
         is_there
     }
 
-    /// A client meets a fatal GPU error, which hits every client on its GPU, and no other client.
+    /// A client causes a fatal GPU error, which hits every client on its GPU, and no other client.
     pub(crate) fn fault(&mut self, pid: u32) {
         let Some(SimClient { server, ordinals, is_hit: false, .. }) = self.clients.get(&pid).cloned() else {
             return;

@@ -1,4 +1,4 @@
-//! The parts of the service that hand out slices: each asks the core about the state of a slice for the program that asks for it.
+//! The parts of the service that hand out slices. Each asks the core if a program may have a slice now.
 
 use std::sync::Arc;
 
@@ -12,13 +12,13 @@ use super::serving::{only_slice, setting_of};
 use super::ways::{all_slices, slices};
 use super::{Dice, GPUS, World};
 
-/// The name of a slice.
+/// The name of a slice in the world.
 fn name_of((gpu, slice): &BoundSlice) -> String {
     format!("{gpu}-{slice}")
 }
 
 impl World {
-    /// The answer of the service, the same from each part.
+    /// The service's answer to a program that asks for a slice. All parts of the service must give the same answer.
     pub(crate) fn may_have(&self, slice: &BoundSlice, asker: Asker<'_>) -> Result<(), Obstacle> {
         let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
         access::may_have(Standing {
@@ -30,7 +30,7 @@ impl World {
         })
     }
 
-    /// Any slice, mostly of an order.
+    /// Chooses a slice, mostly one that an order of the configuration has.
     pub(crate) fn any_slice(&self, dice: &mut Dice) -> BoundSlice {
         let of_orders = || self.demand.orders.iter().flat_map(|order| slices(&order.id, &order.gpus));
         let all: Vec<(String, String)> = if dice.one_in(8) {
@@ -43,14 +43,15 @@ impl World {
         (gpu, only_slice(&DaemonId::from(name.as_str())).unwrap())
     }
 
-    /// The order with a slice.
+    /// The order of the configuration that has a slice.
     fn order_of(&self, slice: &BoundSlice) -> Option<&Order<u32>> {
         let has =
             |order: &&Order<u32>| slices(&order.id, &order.gpus).any(|(name, _)| name == name_of(slice));
         self.demand.orders.iter().find(has)
     }
 
-    /// True if a program that comes to a slice now is served with its limits, as the service shows it.
+    /// True if the service publishes that a program which comes to a slice now is served with the limits of the
+    /// slice.
     fn shows_as_served(&self, slice: &BoundSlice) -> bool {
         let (Some(service), Some(order)) = (&self.service, self.order_of(slice)) else { return false };
         let serves =
@@ -68,8 +69,8 @@ impl World {
             && service.watched.get(&order.id).is_some_and(is_shown)
     }
 
-    /// One answer: a program that was allowed to have a slice, and starts at once, reaches a control daemon with the limits of
-    /// the slice, unless something has happened that the service can't know yet.
+    /// The promise one-answer: a program that was allowed to have a slice, and starts at once, reaches a control
+    /// daemon with the limits of the slice, unless something has happened that the service can't know yet.
     pub(crate) fn check_is_served(&self, slice: &BoundSlice) {
         let name = name_of(slice);
         assert!(!self.is_drained(&name), "one-answer: {name} is drained, and given");
@@ -90,7 +91,8 @@ impl World {
         assert!(differing.is_none(), "one-answer: {name} is given, and {differing:?}");
     }
 
-    /// A program asks for a slice, or should be bound to it, and starts at once if it may have the slice.
+    /// A program asks for a slice, or root asks to bind a control group to a slice. If the answer is yes, a program
+    /// starts at once.
     pub(crate) fn program_asks(&mut self, dice: &mut Dice) {
         if self.service.as_ref().is_none_or(|service| service.ending.is_some()) {
             return;
@@ -126,7 +128,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// At the end each slice that is served and not drained is given to any program that shares it.
+    /// At the end of a history, each slice that is served and not drained is given to any program that shares it.
     pub(crate) fn check_slices_are_given(&self) {
         let asker = Asker { control_group: None, by: BoundBy::Platform, shares: true };
         for order in &self.demand.orders {

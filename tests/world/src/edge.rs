@@ -1,4 +1,5 @@
-//! The edge between serving and the world: each question waits for its turn, so that anything can happen before it.
+//! The shell by which the real code that serves a control daemon reaches the world. Each question waits for its turn,
+//! so that anything can happen before the answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
@@ -18,24 +19,24 @@ use super::reader::Waits;
 use super::story::spaced;
 use super::ways::SimAdmission;
 
-/// The deadline of one question.
+/// The time after which a question to a control daemon has failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A control daemon, as one act sees it.
+/// The simulated control daemon for one act of the service.
 #[derive(Clone)]
 pub struct SimShell {
     pub(crate) mps: Arc<Mutex<Mps>>,
     pub(crate) id: DaemonId,
-    /// The GPUs of the order.
+    /// The GPUs of the act's order.
     pub(crate) gpus: Vec<String>,
-    /// The limits of the order.
+    /// The limits of the act's order.
     pub(crate) setting: Setting,
-    /// The links to it.
+    /// The links by which clients find the control daemon.
     pub(crate) admission: SimAdmission,
 }
 
 impl SimShell {
-    /// True if NVML tells the clients of this control daemon on a GPU.
+    /// True if NVML lists the clients of this control daemon on a GPU.
     pub(crate) fn lists_clients(&self, gpu: &str) -> bool {
         gpu != OLD_GPU && self.id.tenure() == Tenure::Alone
     }
@@ -44,7 +45,7 @@ impl SimShell {
         self.mps.lock().unwrap()
     }
 
-    /// Waits, at least until the world has looked at what this act waits for.
+    /// Waits. The world continues the act after it has seen the reason for the wait.
     async fn wait(&self, waits: Waits) {
         let mut has_begun = false;
         poll_fn(|_| {
@@ -68,7 +69,7 @@ impl SimShell {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// Asks the control daemon. `other` is the answer of one that has taken its place.
+    /// Asks the control daemon. `other` is the answer if another control daemon has taken its place.
     async fn ask<T: Send>(
         &self,
         question: &'static str,
@@ -109,7 +110,7 @@ impl SimShell {
         effect(&mut mps)
     }
 
-    /// Has something done, which may be done though the answer is late or gets lost.
+    /// Gives the control daemon a command. The command may be carried out though its answer is late or lost.
     async fn command<T: Send>(
         &self,
         question: &'static str,
@@ -130,7 +131,8 @@ impl SimShell {
         answer
     }
 
-    /// Limits are in force while it is shown as ready, unless another program has just changed them.
+    /// The promise limits-are-in-force: while the control daemon is shown as ready, it has the limits of its order,
+    /// unless another program has just changed them.
     fn check_limits_are_in_force(&self, mps: &Mps) {
         if mps.reader.is_ready() && mps.taken_by.is_none() {
             let differing = mps.differing(self.setting, false);
@@ -138,7 +140,7 @@ impl SimShell {
         }
     }
 
-    /// The next thing that has happened.
+    /// The next event that the service sees: a line of the log, an end, or a request. None: nothing has happened.
     fn happened(&self, takes_requests: bool) -> Result<Option<Occurrence>, Failure> {
         let mut mps = self.lock();
         mps.count_step();
@@ -163,8 +165,9 @@ impl SimShell {
     }
 }
 
-/// Whatever is ready takes clients: no server of it has a fatal GPU error that the log has told of. A driver that does not say how
-/// servers are leaves it to the log to name who was hit, too.
+/// The promise what-is-ready-takes-clients: no server of a control daemon that is shown as ready has a fatal GPU
+/// error that the log has reported. If the driver does not report the status of servers, the log has to have named
+/// the clients that were hit, too.
 fn check_what_is_ready_takes_clients(mps: &Mps) {
     let reader = &mps.reader;
     let was_read = |line: usize| (reader.quiet_until..reader.position).contains(&line);
@@ -212,7 +215,7 @@ impl Shell for SimShell {
         u64::try_from(mps.log.len()).ok()
     }
 
-    /// Sometimes it takes a turn, so that the act can be broken off between two lines.
+    /// Takes a turn for some of the lines, so that the act can be interrupted between two lines.
     async fn line_before(&mut self, end: u64) -> Option<Said> {
         let takes_long = self.lock().goes_wrong(10);
         if takes_long {
@@ -414,7 +417,7 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// Without a wait: no client comes between the last look at the clients and the signal.
+    /// Takes no turn: no client must come between the last look at the clients and the signal.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));
@@ -508,8 +511,9 @@ impl Shell for SimShell {
         self.admission.reopen_ways(&mut mps);
     }
 
-    /// Programs wait for a server: without one, they would start without MPS and prevent the start of a server. The server may
-    /// have ended though the service does not know that yet.
+    /// The promise programs-wait-for-a-server: waiting programs are released only to a server. Without a server they
+    /// would start without MPS, and prevent the start of a server. The server may have ended without the service's
+    /// knowledge.
     fn let_go(&mut self) {
         let mut mps = self.lock();
         mps.note(format_args!("let go"));

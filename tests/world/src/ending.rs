@@ -1,5 +1,5 @@
-//! The edge between requests to end GPU work and the world: each question waits for its turn, so that anything can happen
-//! before it.
+//! The shell by which the real code for requests to end GPU work reaches the world. Each question waits for its turn,
+//! so that anything can happen before the answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -24,24 +24,24 @@ use super::mps::{Mps, OLD_GPU};
 use super::reader::Waits;
 use super::tenants::{first_reception, gpu_of};
 
-/// The deadline of one question.
+/// The time after which a question to a control daemon has failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The same before a signal.
+/// The time after which a question has failed if the request precedes a signal to a container.
 const SHORT_ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time for which a control daemon waits for a client that can't let go.
+/// The time for which a control daemon waits for a client that can't release its GPU.
 const WAITS_FOR_CLIENT: Duration = Duration::from_secs(32);
 
-/// The most questions of a request in one moment.
+/// The most questions that a request may ask at one moment of the world.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// A client as messages describe it.
+/// A client, as messages of the service describe it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SimOwner {
     pub(crate) pid: u32,
     pub(crate) process: Option<u32>,
-    /// The slices that it is known to have, if these are asked for.
+    /// The slices that the service knows for the client, if the request needs them.
     slices: Vec<SliceId>,
 }
 
@@ -54,14 +54,14 @@ impl fmt::Display for SimOwner {
 
 pub(crate) type Answer = (Vec<SimOwner>, Result<(), TerminationError<SimOwner>>);
 
-/// A process, by its PID and its own number.
+/// A process: its PID, and a number that no other process has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SimProcess {
     pub(crate) pid: u32,
     pub(crate) process: u32,
 }
 
-/// A request under way, and the truth about it.
+/// A request to end GPU work that is under way, and the facts with which its answer is compared.
 #[derive(Debug)]
 pub(crate) struct RequestState {
     pub(crate) now: Duration,
@@ -70,29 +70,30 @@ pub(crate) struct RequestState {
     pub(crate) dice: Dice,
     pub(crate) is_calm: bool,
     pub(crate) target: Target,
-    /// The control groups that were bound when it began.
+    /// The control groups that were bound when the request began.
     pub(crate) bindings: BoundGroups,
-    /// The process with the wanted PID when it began.
+    /// The number of the process that had the wanted PID when the request began.
     pub(crate) named: Option<u32>,
-    /// The clients that it meant, and were at work when it began.
+    /// The clients that the request means, and that were at work when the request began.
     pub(crate) wanted: BTreeSet<SimProcess>,
-    /// Those of these clients that were at work when their control daemon was last listed.
+    /// The wanted clients that were at work when their control daemon last listed its clients, by the PID of the
+    /// control daemon.
     pub(crate) at_work: BTreeMap<u32, BTreeSet<SimProcess>>,
-    /// The control daemons whose last list has left out a client.
+    /// The PIDs of the control daemons whose last list has left out a client.
     pub(crate) has_left_out: BTreeSet<u32>,
-    /// The clients that it has found at work.
+    /// The clients that the request has found at work.
     pub(crate) found: BTreeSet<SimProcess>,
-    /// The clients that it has ended, with an answer.
+    /// The clients that the request has ended, as an answer has confirmed.
     pub(crate) ended: BTreeSet<SimProcess>,
-    /// The clients that may have ended, since an answer was lost.
+    /// The clients that may have ended, since the answer was lost.
     pub(crate) lost: BTreeSet<SimProcess>,
-    /// The number of faults of each control daemon when a status was answered last.
+    /// The number of faults of each control daemon when it last answered a question for a server's status.
     pub(crate) faults: BTreeMap<u32, usize>,
     pub(crate) steps: usize,
 }
 
 impl RequestState {
-    /// Nothing is known of any client yet.
+    /// A request that begins now, and has not found any client yet.
     pub(crate) fn new(target: Target, now: Duration, dice: Dice, bindings: BoundGroups) -> Self {
         Self {
             now,
@@ -138,26 +139,26 @@ impl RequestState {
     }
 }
 
-/// A control daemon as a request reaches it.
+/// A control daemon that a request can reach.
 #[derive(Clone)]
 pub(crate) struct Reached {
     pub(crate) pid: u32,
     pub(crate) mps: Arc<Mutex<Mps>>,
-    /// None: the service does not know them.
+    /// The GPUs of the control daemon. None: the service does not know them.
     pub(crate) gpus: Option<Vec<String>>,
 }
 
-/// All that a request asks.
+/// The control daemons that a request asks, and the state of the request.
 #[derive(Clone)]
 pub(crate) struct SimEnding {
     pub(crate) state: Arc<Mutex<RequestState>>,
     pub(crate) daemons: Vec<Reached>,
 }
 
-/// A client that is continued for as long as its control daemon waits for it.
+/// A process that was continued, so that its control daemon can end its work.
 pub(crate) struct SimGoingOn(SimProcess);
 
-/// The servers that say that they handle a fatal GPU error.
+/// The servers that report that they handle a fatal GPU error.
 fn faulted(one: &Reached) -> BTreeSet<u32> {
     let mps = one.mps.lock().unwrap();
     let faulted = mps.servers.iter().filter(|(_, one)| one.status == ServerStatus::Fault && !mps.is_old);
@@ -192,7 +193,7 @@ impl SimEnding {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// The answer never comes.
+    /// The question of a request that gets no answer: waits for the deadline, and returns the error.
     async fn is_silent(&self) -> String {
         let is_short = matches!(self.state().target, Target::Signalled(_));
         let until = self.state().now + if is_short { SHORT_ANSWER_TIMEOUT } else { ANSWER_TIMEOUT };
@@ -200,12 +201,13 @@ impl SimEnding {
         "the control daemon has not answered for 5 s".to_owned()
     }
 
-    /// Looks at the client with this PID.
+    /// Looks at the client that has this PID now. None if there is no such client.
     fn look<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Option<T> {
         self.daemons.iter().find_map(|one| one.mps.lock().unwrap().clients.get(&pid).map(&look))
     }
 
-    /// Looks at the process with this PID, on a thread of its own.
+    /// Asks the kernel about the client with this PID. The answer takes a turn, since the service asks on another
+    /// thread.
     async fn ask<T>(&self, pid: u32, look: impl Fn(&SimClient) -> T) -> Result<T, String> {
         self.turn().await;
         if self.state().goes_wrong(60) {
@@ -214,7 +216,7 @@ impl SimEnding {
         self.look(pid, look).ok_or_else(|| "no such process".to_owned())
     }
 
-    /// Takes the list of one control daemon.
+    /// The list of clients of one control daemon.
     fn take_list(&self, one: &Reached) -> Result<DaemonClients, UnknownClients> {
         let (mut mps, mut state) = (one.mps.lock().unwrap(), self.state());
         let has_no_server = !mps.is_alive || mps.servers.is_empty();
@@ -271,7 +273,7 @@ impl SimEnding {
         self.daemons.iter().find(|one| one.pid == control).unwrap()
     }
 
-    /// Ends the work of a client, even if the answer is lost.
+    /// A control daemon ends the work of a client, even if its answer is lost.
     fn end(&self, one: &Reached, server: u32, client: SimProcess) -> TerminateAnswer {
         let mut mps = one.mps.lock().unwrap();
         mps.note(format_args!("end the work of {}", client.pid));

@@ -1,4 +1,4 @@
-//! The edge between the end of clients for a budget and the world, and what must hold of it.
+//! The shell by which the real code that ends clients for a budget reaches the world, and the checks of this code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::poll_fn;
@@ -18,44 +18,45 @@ use super::answers::listed;
 use super::budgets::Program;
 use super::mps::Mps;
 
-/// The deadline of one question.
+/// The time after which a question to a control daemon has failed.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The longest time from a look and a list of clients to the choice of one.
+/// The greatest age of the look and of the list of clients by which a client is chosen to be ended.
 const FRESH: Duration = Duration::from_secs(2);
 
-/// The longest time in which no further attempt is made on a client that could not be ended.
+/// The longest time for which the service does not try again to end a client that it could not end.
 const LEFT_ALONE: Duration = Duration::from_secs(61);
 
-/// The most messages about the overuse of a slice in a minute.
+/// The most messages about the overuse of one slice in a minute.
 const MOST_TOLD: usize = 20;
 
-/// The truth about the budgets of a GPU's slices.
+/// The facts about the budgets of a GPU's slices with which the service's acts are compared.
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) now: Duration,
-    /// The attempt waits until then.
+    /// The moment until which the attempt waits. None: it does not wait.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
-    /// The clients that were there before the service, or before the budgets became smaller.
+    /// The clients that were there before the service, or before the budgets became smaller. They must not be ended.
     before: BTreeSet<ProcessId>,
-    /// There was no look since then, so clients that come until the next look may be spared too.
+    /// True until the first look after the service began or the budgets became smaller. Clients that come before that
+    /// look may be spared too.
     is_unseen: bool,
     may_be_spared: BTreeSet<ProcessId>,
     seen: Vec<Program>,
     seen_at: Duration,
     seen_budgets: Option<SliceBudgets>,
-    /// The clients that control daemons have listed last, with their connections.
+    /// The clients that the control daemons have listed last, each with the number of its connection.
     listed: BTreeMap<ProcessId, u64>,
     listed_at: Duration,
-    /// The clients that are known to be ended, with the connections of then.
+    /// The clients that are known to have lost their work, each with the number of its connection at that time.
     ended: BTreeMap<ProcessId, u64>,
-    /// The clients with a lost answer.
+    /// The clients that the service has asked to end, without an answer.
     in_doubt: BTreeSet<ProcessId>,
-    /// The clients that could not be ended.
+    /// The clients that could not be ended, each with the moment of the attempt.
     refused: BTreeMap<ProcessId, Duration>,
     told: BTreeMap<u32, Vec<Duration>>,
-    /// The client that was chosen last, and why it must not be ended.
+    /// The client that the service has chosen last, and the reason why it must not be ended. None: it may be ended.
     chosen: Option<(ProcessId, Option<&'static str>)>,
 }
 
@@ -83,7 +84,7 @@ impl Default for Facts {
 }
 
 impl Facts {
-    /// These budgets are in force from now on, and these programs are there.
+    /// Puts these budgets in force. `there` are the programs that are clients at this moment.
     pub(crate) fn is_in_force(&mut self, now: &SliceBudgets, there: &[Program]) {
         let smaller = |before: &SliceBudgets| {
             let mut both = now.budgets.iter().zip(&before.budgets);
@@ -98,7 +99,7 @@ impl Facts {
         self.budgets = Some(now.clone());
     }
 
-    /// NVML lists these programs.
+    /// NVML lists these programs at a look.
     pub(crate) fn are_seen(&mut self, programs: &[Program], now: Duration) {
         if std::mem::take(&mut self.is_unseen) {
             self.may_be_spared.extend(programs.iter().map(|program| program.process));
@@ -108,7 +109,7 @@ impl Facts {
         self.seen_budgets.clone_from(&self.budgets);
     }
 
-    /// Something is told of the overuse of this slice.
+    /// Takes note of a message about the overuse of this slice, and checks that there are not too many.
     pub(crate) fn is_told(&mut self, slice: u32, now: Duration) {
         let told = self.told.entry(slice).or_default();
         told.push(now);
@@ -119,7 +120,7 @@ impl Facts {
         );
     }
 
-    /// This PID belongs to this process.
+    /// The service has looked up which process has this PID. None: no process has it.
     fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
@@ -128,7 +129,7 @@ impl Facts {
         self.refused.insert(process, self.now);
     }
 
-    /// Why this client must not be ended now.
+    /// The reason why the service must not end this client now. None: it may end the client.
     fn forbids(&self, victim: ProcessId) -> Option<&'static str> {
         let Some(SliceBudgets { budgets, terminate }) = &self.seen_budgets else {
             return Some("no budget");
@@ -167,14 +168,14 @@ impl Facts {
     }
 }
 
-/// The process of a handle, and its control daemon.
+/// A handle of a process, and the PID of the control daemon of the process.
 #[derive(Clone)]
 pub(crate) struct SimHeld {
     mps: Arc<Mutex<Mps>>,
     process: ProcessId,
 }
 
-/// Ends clients of these control daemons.
+/// The control daemons through which the service ends clients for a budget.
 pub(crate) struct SimEnforcement {
     pub(crate) daemons: Vec<Arc<Mutex<Mps>>>,
     pub(crate) facts: Arc<Mutex<Facts>>,
@@ -203,7 +204,7 @@ impl SimEnforcement {
         .await;
     }
 
-    /// Waits for a turn, and while the control daemon hangs. An error: it does not answer.
+    /// Waits for a turn, and while the control daemon hangs. The error: the control daemon does not answer in time.
     async fn reach(&self, question: &str, mps: &Mutex<Mps>) -> Result<(), String> {
         let begun = self.facts().now;
         let takes = lock(mps).stage.takes.get(question).copied().unwrap_or_default();
@@ -305,7 +306,8 @@ impl ClientShell for SimEnforcement {
         Ok(held.process)
     }
 
-    /// Work is safe: a client that is asked to end exceeded the budget when it was chosen, one question before.
+    /// The promise work-is-safe: a client that the service asks a control daemon to end exceeded the budget when it
+    /// was chosen, one question before.
     async fn terminate_client(
         &mut self,
         control: &Self::Control,

@@ -1,4 +1,4 @@
-//! The driver of the host, the looks at the host, and the GPUs that fall off the bus.
+//! The driver of the simulated host, the service's looks at the host, and GPUs that fall off the bus.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -8,22 +8,23 @@ use mps_core::{DriverNews, MpsSwitch};
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
 
-/// The pause between two looks at the host while there is no plan, or no driver.
+/// The pause between two looks of the service at the host while it has no plan or no driver.
 const SCAN: Duration = Duration::from_secs(5);
 
-/// NVML as it is.
+/// The state of the simulated NVML.
 #[derive(Debug, Default)]
 pub(crate) struct SimNvml {
-    /// How often the driver was loaded again: a program that has opened it before has to open it again.
+    /// The number of times that the driver was loaded again. A program that has opened the driver before has to open
+    /// it again.
     loads: u32,
-    /// It does not list the GPUs, and answers about each.
+    /// True while NVML does not list the GPUs. It still answers questions about each GPU.
     lists_none: bool,
     /// The GPUs that have fallen off the bus.
     lost: BTreeSet<String>,
 }
 
 impl World {
-    /// Something happens to the driver, or an administrator has the service look at the host.
+    /// A random event of the driver happens, or an administrator makes the service look at the host.
     pub(crate) fn host_changes(&mut self, dice: &mut Dice) {
         let what = match dice.below(6) {
             0 | 1 => {
@@ -40,7 +41,7 @@ impl World {
         self.tell_of_nvml();
     }
 
-    /// One GPU falls off the bus and comes back, or each of these does.
+    /// One GPU falls off the bus and comes back, or each GPU in `gpus` does.
     pub(crate) fn gpus_fall_off(&mut self, gpus: &[String], dice: &mut Dice) {
         let gpus = dice.pick(gpus).filter(|_| dice.one_in(2)).map_or(gpus, std::slice::from_ref);
         for gpu in gpus {
@@ -53,14 +54,14 @@ impl World {
         self.tell_of_nvml();
     }
 
-    /// Nothing is wrong with NVML any more, and an administrator has the service look.
+    /// All troubles of NVML end, and an administrator makes the service look at the host.
     pub(crate) fn nvml_calms_down(&mut self) {
         self.nvml.lists_none = false;
         self.nvml.lost.clear();
         self.look_again();
     }
 
-    /// The service can ask about a GPU.
+    /// Returns true if the service can ask NVML about a GPU.
     pub(crate) fn reaches(&self, gpu: &str) -> bool {
         self.has_driver() && !self.nvml.lost.contains(gpu)
     }
@@ -69,7 +70,7 @@ impl World {
         self.service.as_ref().is_some_and(|service| service.driver.get() == Some(&self.nvml.loads))
     }
 
-    /// The GPUs that the service can't ask about.
+    /// The GPUs about which the service can't ask NVML.
     pub(crate) fn out_of_reach(&self) -> BTreeSet<String> {
         GPUS.iter().filter(|gpu| !self.reaches(gpu)).map(|gpu| (*gpu).to_owned()).collect()
     }
@@ -84,8 +85,8 @@ impl World {
         }
     }
 
-    /// The service looks at the host. Returns true if NVML has listed the GPUs. A driver that works stays in force, even if the
-    /// look fails.
+    /// The service looks at the host. Returns true if NVML has listed the GPUs. The promise a-driver-stays: a driver
+    /// that works stays in force, even if the look fails.
     pub(crate) fn look(&mut self) -> bool {
         let loads = self.nvml.loads;
         let is_listed = loop {
@@ -120,7 +121,8 @@ impl World {
         }
     }
 
-    /// The regular look while there is no plan or no driver, or an administrator's.
+    /// The service looks at the host: regularly while it has no plan or no driver, or because an administrator wants
+    /// it.
     pub(crate) fn look_again(&mut self) {
         let is_ending = self.service.as_ref().is_none_or(|service| service.ending.is_some());
         if !is_ending && self.look() && self.service.as_ref().is_some_and(|service| !service.has_plan) {
@@ -128,14 +130,14 @@ impl World {
         }
     }
 
-    /// The first look of a service. If MPS is off, the service does not wait for a driver.
+    /// A service that has just started looks at the host. With MPS disabled the service does not wait for a driver.
     pub(crate) fn look_first(&mut self) {
         if self.look() || self.demand.mps != MpsSwitch::On {
             self.begin_to_serve();
         }
     }
 
-    /// The regular look, if it is due.
+    /// The service looks at the host if the regular look is due.
     pub(crate) fn look_if_due(&mut self) {
         let due = self.service.as_ref().and_then(|service| service.next_look);
         if due.is_some_and(|due| due <= self.now) {

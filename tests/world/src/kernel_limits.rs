@@ -1,5 +1,5 @@
-//! The memory limits that the kernel enforces for control groups, in memory: acts of the real registry, refusals, and programs
-//! that set limits themselves.
+//! The memory limits that the simulated kernel enforces for control groups. The real registry of limits acts on them,
+//! the kernel refuses some of them, and other programs set limits themselves.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -14,40 +14,42 @@ use super::budgets::budgets_of;
 use super::ways::SLICES;
 use super::{Dice, Ending, GPUS, World};
 
-/// The limit, in MiB, that the hook of another program sets.
+/// The limit that the hook of another program sets, in MiB.
 const OF_HOOK: u64 = 9;
 
-/// The time after which the service must have replaced a limit that a hook has set.
+/// The time after which the service must have replaced a limit that a hook of another program has set.
 const HOOK_LASTS: Duration = Duration::from_secs(5);
 
 type SimPlace = LimitedGroup<String>;
 
-/// The limits in the kernel, in MiB.
+/// The limits that the simulated kernel enforces, in MiB.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernel {
     limits: BTreeMap<SimPlace, u64>,
-    /// The limits that another program has changed since the service has last checked them, with the moment by which the service
-    /// must have checked.
+    /// The limits that another program has changed since the service last checked them, each with the moment by which
+    /// the service must have checked.
     changed: BTreeMap<SimPlace, Duration>,
     /// The limits that another program, or an earlier service, has set.
     of_others: BTreeSet<SimPlace>,
-    /// The GPUs on which it holds no limits, as in MIG mode.
+    /// The GPUs on which the kernel enforces no limits, as in MIG mode.
     refuses: BTreeSet<String>,
 }
 
-/// The service's part: the goals, and true if it has looked at them before.
+/// The limits on which the service acts, and the limits that it wants. The first is None until the service has set goals.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernelLimits {
     limits: Option<KernelLimits<String>>,
     wanted: GroupLimits<(String, u32), String>,
 }
 
-/// True if the configuration wants the kernel to enforce limits. It may change while programs run.
+/// True if a configuration with this payload wants the kernel to enforce limits. The configuration may change while
+/// programs run.
 fn are_wanted(payload: u32) -> bool {
     payload % 5 != 4
 }
 
-/// The most memory that a program, which has some already, can have by the limits of its control group and the ancestors.
+/// The most memory that a program can have by the limits of its control group and of the control groups above it.
+/// `has` is the memory that the program has already.
 pub(crate) fn room_in_groups(world: &World, gpu: &str, group: &str, has: u64) -> u64 {
     let around = world.kernel.limits.iter().filter(|(place, _)| {
         place.gpu == gpu && is_in(group, &place.group.path) && world.bindings.is_there(&place.group)
@@ -67,7 +69,7 @@ impl World {
         Some((gpu.clone(), budgets.get(usize::try_from(*slice).ok()?)?.memory_mib))
     }
 
-    /// The goals that follow from the bindings and the configuration, as the service has them.
+    /// The service computes the goals that follow from the bindings and the configuration.
     pub(crate) fn keep_kernel_limits(&mut self) {
         let Some(service) = &self.service else { return };
         let is_first = service.kernel_limits.limits.is_none();
@@ -102,13 +104,13 @@ impl World {
         self.service.as_ref()?.kernel_limits.limits.as_ref()?.due()
     }
 
-    /// The memory of all programs in a control group on a GPU.
+    /// The memory that all programs in a control group use on a GPU.
     fn used_by(&self, place: &SimPlace) -> u64 {
         let programs = self.programs_on(&place.gpu);
         programs.iter().filter(|one| is_in(one.group, &place.group.path)).map(|one| one.mib).sum()
     }
 
-    /// The service acts on a limit, and looks at the result.
+    /// The service sets or removes one limit, and looks at the result.
     pub(crate) fn carry_on_kernel_limits(&mut self, dice: &mut Dice) {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
@@ -158,17 +160,18 @@ impl World {
         service.kernel_limits.limits.get_or_insert_default().has_acted(&place, &goal, outcome, now);
     }
 
-    /// The next service finds the limits of this one, and knows only what the state file and the configuration say.
+    /// The service ends and leaves its limits in the kernel. The next service knows only the state file and the
+    /// configuration.
     pub(crate) fn limits_are_left(&mut self) {
         self.kernel.of_others.extend(self.kernel.limits.keys().cloned());
     }
 
-    /// The kernel holds limits on every GPU again.
+    /// The troubles of the kernel end: it enforces limits on every GPU again.
     pub(crate) fn kernel_limits_calm_down(&mut self) {
         self.kernel.refuses.clear();
     }
 
-    /// A GPU enters a mode without limits or leaves it, or another program sets or removes a limit.
+    /// A GPU enters or leaves a mode without limits, or another program sets or removes a limit.
     pub(crate) fn kernel_limits_change(&mut self, dice: &mut Dice) {
         let gpu = (*dice.pick(&GPUS).unwrap()).to_owned();
         if dice.one_in(3) {
@@ -189,7 +192,7 @@ impl World {
         self.kernel.changed.insert(place, self.now + CHECK);
     }
 
-    /// The limits of removed control groups are removed too.
+    /// The kernel removes the limits of control groups that were removed.
     pub(crate) fn limits_of_gone_groups_end(&mut self) {
         let is_there = |group: &ControlGroup| self.bindings.is_there(group);
         self.kernel.limits.retain(|place, _| is_there(&place.group));
@@ -197,8 +200,8 @@ impl World {
         self.kernel.of_others.retain(|place| is_there(&place.group));
     }
 
-    /// A shown limit is enforced: if a slice is shown as limited by the kernel, the one control group that has it can have
-    /// exactly the memory of the slice.
+    /// The promise a-shown-limit-is-held: if a slice is shown as limited by the kernel, the one control group that
+    /// has the slice can have exactly the memory of the slice.
     pub(crate) fn check_limits_are_held(&self) {
         let Some(service) = &self.service else { return };
         let Some(known) = &service.kernel_limits.limits else { return };
@@ -228,8 +231,8 @@ impl World {
         }
     }
 
-    /// Limits end with their bindings: at the end the kernel has each limit that it does not refuse, and no other limit of the
-    /// service.
+    /// The promise limits-go-with-bindings: at the end of a history the kernel has each limit that it does not
+    /// refuse, and no other limit of the service.
     pub(crate) fn check_limits_go_with_bindings(&self) {
         let wanted = limits(self.bindings.registry(), |slice| self.memory_of(slice));
         for (place, limit) in &wanted {

@@ -58,10 +58,10 @@ use requests::SimRequest;
 use serving::{Reaches, RunningAct, Watched};
 use ways::{SimAdmission, SimDrained, Ways};
 
-/// The GPUs of the host.
+/// The GPUs of the simulated host.
 const GPUS: [&str; 3] = ["0a:00.0", "0b:00.0", "0c:00.0"];
 
-/// A number from a seed, by the method that is called `SplitMix64`.
+/// A pseudo-random number from a seed, by the method SplitMix64.
 pub fn mixed(seed: u64) -> u64 {
     let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -69,7 +69,7 @@ pub fn mixed(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Choices that all follow from one number, so that a history without some of its steps is a valid history.
+/// Random choices that all follow from one number, so that a history without some of its steps is a valid history.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Dice(u64);
 
@@ -78,7 +78,7 @@ impl Dice {
         Self(draw)
     }
 
-    /// A number below `most`.
+    /// A random number below `most`.
     pub(crate) fn below(&mut self, most: usize) -> usize {
         self.0 = mixed(self.0);
         usize::try_from(self.0 % most as u64).unwrap()
@@ -103,21 +103,22 @@ enum Mode {
 #[derive(Debug, Clone)]
 struct GpuState {
     mode: Mode,
-    /// The mode that an administrator has given it last.
+    /// The compute mode that an administrator has set last.
     own: Mode,
-    /// The mode that the service has given it last.
+    /// The compute mode that the service has set last. None: the service has set none.
     ours: Option<Mode>,
 }
 
-/// A control daemon of ours.
+/// A control daemon of the service.
 #[derive(Clone)]
 struct ControlDaemon {
     id: DaemonId,
     gpus: Vec<String>,
     mps: Arc<Mutex<Mps>>,
-    /// True if the order that it was given last sets compute modes.
+    /// True if the last order of the control daemon sets compute modes.
     sets_modes: bool,
-    /// It waits for the word to become the control daemon, and ends with the service.
+    /// True while the process waits for the byte with which it becomes the control daemon. It ends if the service
+    /// ends.
     is_paused: bool,
 }
 
@@ -127,7 +128,7 @@ struct StateFile {
     modes: BTreeMap<String, Mode>,
 }
 
-/// An act about a control daemon that is under way.
+/// An act of the core about a control daemon that the service is carrying out.
 #[derive(Debug, Clone)]
 struct Task {
     order: Order<u32>,
@@ -135,43 +136,44 @@ struct Task {
     held: BTreeSet<String>,
     act: DaemonAct,
     step: usize,
-    /// It is to be broken off.
+    /// True if the core wants the act to be interrupted.
     is_interrupted: bool,
-    /// It has begun after the service was told to end.
+    /// True if the act has begun after the service was told to end.
     is_for_the_end: bool,
 }
 
-/// The service while it runs.
+/// The service between its start and its end.
 struct Service {
     core: Core<u32>,
-    /// The driver that it has opened.
+    /// The driver that the service has opened.
     driver: DriverInForce<u32>,
-    /// A look at the host has succeeded, or none is needed.
+    /// True if the service has a plan: a look at the host has succeeded, or none was needed.
     has_plan: bool,
     next_look: Option<Duration>,
     tasks: BTreeMap<DaemonId, Task>,
-    /// The acts that have begun about control daemons that run.
+    /// The running acts about control daemons that run.
     acts: BTreeMap<DaemonId, RunningAct>,
-    /// The control daemons that are being started.
+    /// The control daemons that are being started, each with the simulation of its process.
     starting: BTreeMap<DaemonId, Arc<Mutex<Mps>>>,
-    /// The processes that the supervisors hold.
+    /// The control daemons whose processes a supervisor has taken hold of.
     watched: BTreeMap<DaemonId, Watched>,
     reaches: Reaches,
     admissions: BTreeMap<DaemonId, SimAdmission>,
-    /// The watches over the budgets of slices, by GPU.
+    /// The service's watches over the budgets of slices, by GPU.
     budgets: BTreeMap<String, SimWatch>,
-    /// The memory limits that it has the kernel hold.
+    /// The memory limits that the kernel should enforce for the service.
     kernel_limits: SimKernelLimits,
-    /// The compute modes that are being set (true) or put back, and the steps done.
+    /// The compute modes that are being changed, by GPU: true if the service sets its mode, false if it restores the
+    /// former one; and the number of finished steps.
     modes: BTreeMap<String, (bool, usize)>,
-    /// The requests to end GPU work.
+    /// The requests to end GPU work that the service is carrying out.
     requests: Vec<SimRequest>,
     ending: Option<Ending>,
-    /// The control daemons that waited for their clients when MPS was disabled.
+    /// The control daemons that had clients when MPS was disabled, and keep them.
     spared: BTreeSet<DaemonId>,
-    /// The control daemons with a last order that sets no compute modes.
+    /// The control daemons whose last order sets no compute modes.
     without_modes: BTreeSet<DaemonId>,
-    /// The control daemons that could not be ended, though the service has tried since it was told to end.
+    /// The control daemons that the service could not end, though it has tried since it was told to end.
     not_ended: BTreeSet<DaemonId>,
 }
 
@@ -181,7 +183,7 @@ enum Ending {
     ForRestart,
 }
 
-/// The kind of thing that happens most.
+/// The kind of event that is most frequent in a history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mood {
     Everything,
@@ -195,37 +197,38 @@ pub struct World {
     now: Duration,
     gpus: BTreeMap<String, GpuState>,
     nvml: SimNvml,
-    /// By PID. A control daemon that has ended is removed.
+    /// The control daemons that run, by their PIDs.
     daemons: BTreeMap<u32, ControlDaemon>,
     next_pid: u32,
     state_file: StateFile,
-    /// The slices that are drained, as the state file has them.
+    /// The slices that an administrator has drained, as the state file has them.
     drained: Arc<Mutex<SimDrained>>,
-    /// The slices that could not be closed when they were drained, as the answer has said.
+    /// The slices whose links could not be removed when they were drained. The answer to the administrator has named
+    /// them.
     stuck: BTreeSet<String>,
     ways: Ways,
-    /// The slices whose directories other users have changed.
+    /// The slices in whose directories other users have changed the link.
     meddled: BTreeSet<String>,
     /// The control groups that are bound to slices, as the state file has them.
     bindings: SimBindings,
     kernel: SimKernel,
     service: Option<Service>,
-    /// The configuration.
+    /// The orders of the present configuration.
     demand: Demand<u32>,
     version: u32,
-    /// Nothing goes wrong any more.
+    /// True at the end of a history, when nothing goes wrong any more.
     is_calm: bool,
-    /// The driver's control daemons refuse to serve several users at the same time.
+    /// True if the driver's control daemons refuse to serve several users at the same time.
     refuses_multiuser: bool,
-    /// The state file can't be written.
+    /// True while the state file can't be written.
     is_disk_full: bool,
     /// The number of acts about each control daemon since the last event from outside, or since time has passed.
     in_a_row: BTreeMap<DaemonId, usize>,
-    /// A GPU whose mode could not be restored, or was changed by another program.
+    /// The GPUs whose compute mode could not be restored, or was changed by another program.
     strange: BTreeSet<String>,
-    /// The number of acts so far.
+    /// The number of acts since the history has begun.
     acts: usize,
-    /// The history as a story, if it is wanted.
+    /// The text of the history. None if the caller does not want it.
     story: Option<String>,
 }
 
@@ -237,7 +240,7 @@ impl World {
         world
     }
 
-    /// A host on which no service has run yet.
+    /// A host on which no service has run yet. `tells` is true if the text of the history is wanted.
     fn without_service(mood: Mood, tells: bool) -> Self {
         Self {
             mood,
@@ -282,7 +285,7 @@ impl World {
         }
     }
 
-    /// One step of a history.
+    /// Makes one step of a history. The number `draw` decides which.
     pub fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
         let kind = dice.below(61);
@@ -342,7 +345,7 @@ impl World {
         self.look_if_due();
     }
 
-    /// Gives an event to the core, and begins the resulting acts.
+    /// Gives an event to the core, and has the service begin the resulting acts.
     fn on(&mut self, event: CoreEvent<u32>) {
         let now = self.now;
         let is_answer = matches!(event, CoreEvent::Done { .. } | CoreEvent::ModeDone { .. } | CoreEvent::Due);
@@ -422,7 +425,7 @@ impl World {
         }
     }
 
-    /// The act about this control daemon has come back.
+    /// Gives the core the outcome of the act about this control daemon.
     fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
         // NVML goes on with a change whose caller does not wait any more, and the next change waits for that.
@@ -455,7 +458,7 @@ impl World {
         self.on(CoreEvent::ModeDone { gpu: gpu.to_owned(), outcome });
     }
 
-    /// The living control daemon of the service with this id.
+    /// The running control daemon of the service with this id, and its PID.
     fn living(&self, id: &DaemonId) -> Option<(u32, &ControlDaemon)> {
         let pid = self.state_file.daemons.get(id)?.process.pid;
         Some((pid, self.daemons.get(&pid)?))

@@ -1,5 +1,5 @@
-//! The memory that programs allocate: at most what their limits allow, and what the GPU has left. The slices of a GPU together
-//! may have more memory than the GPU (overcommit).
+//! The memory that programs of the world allocate: at most as much as their limits allow and the GPU has left. The
+//! slices of a GPU together may have more memory than the GPU (overcommit).
 
 use super::kernel_limits::room_in_groups;
 use super::serving::{only_slice, size_of};
@@ -9,12 +9,12 @@ use super::{Dice, World};
 /// The memory of a GPU.
 const GPU_MIB: u64 = 6 * 1024;
 
-/// The memory of a program on one GPU.
+/// The memory limits of a program on one GPU.
 struct Place {
     gpu: String,
-    /// The limit of the server, unless the GPU has none.
+    /// The limit that the server enforces, in MiB. None if the server enforces no limits on this GPU.
     of_server: Option<u64>,
-    /// The limit in the environment of the program, which is that of its slice.
+    /// The limit in the environment of the program, which is the limit of its slice.
     own: Option<u64>,
 }
 
@@ -25,7 +25,7 @@ impl Place {
 }
 
 impl World {
-    /// A program asks for so much memory in all.
+    /// A program asks for more memory.
     pub(crate) fn program_takes(&mut self, dice: &mut Dice) {
         let daemons: Vec<u32> = self.daemons.keys().copied().collect();
         let Some(daemon) = dice.pick(&daemons).copied() else { return };
@@ -44,7 +44,7 @@ impl World {
         self.budgets_hear_of_clients();
     }
 
-    /// Where a client has memory, and how much in each place.
+    /// The GPUs on which a client can have memory, and the memory that it has on each of them.
     fn places(&self, daemon: u32, client: u32) -> (Vec<Place>, u64) {
         let mps = self.daemons[&daemon].lock();
         let Some(client) = mps.clients.get(&client) else { return (Vec::new(), 0) };
@@ -65,7 +65,7 @@ impl World {
         (client.ordinals.iter().filter_map(place).collect(), client.program.mib)
     }
 
-    /// The most memory that a client can have in a place.
+    /// The most memory that a client can have on a GPU. `has` is the memory that it has already.
     fn room(&self, place: &Place, client: u32, has: u64) -> u64 {
         let programs = self.programs_on(&place.gpu);
         let used: u64 = programs.iter().map(|program| program.mib).sum();
@@ -76,8 +76,8 @@ impl World {
         place.limit().min(left).min(of_groups)
     }
 
-    /// A published limit is enforced: a program with the environment of a slice can have exactly the memory of the slice, and no
-    /// program has a lower limit.
+    /// The promise a-published-limit-is-enforced: a program with the environment of a slice can have exactly the
+    /// memory of the slice, and no program has a lower limit.
     fn check_published_limits(&self, daemon: u32, places: &[Place]) {
         for order in &self.demand.orders {
             let is_its = self.living(&order.id).is_some_and(|(pid, _)| pid == daemon);

@@ -1,4 +1,5 @@
-//! The MPS side of one control daemon in memory: its servers, their clients, and its log, as they were recorded on hardware.
+//! One simulated control daemon: its servers, their clients, and its log, with the behaviour that was recorded on
+//! hardware.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -14,23 +15,23 @@ use super::starting::Spawning;
 use super::story::Stage;
 use super::ways::Ways;
 
-/// The time until a server that was started is ready.
+/// The time from the start of a server until it is ready.
 const SERVER_COMES: Duration = Duration::from_millis(150);
 
-/// The clients that a GPU can hold.
+/// The most clients that one GPU can hold.
 pub(crate) const CAPACITY: usize = 3;
 
-/// A GPU without enforced limits, on which NVML lists no client.
+/// A GPU on which no memory limits are enforced, and NVML lists no clients.
 pub(crate) const OLD_GPU: &str = "0c:00.0";
 
-/// Limits: the percentage, and the memory of each GPU by its ordinal.
+/// The limits of a server: the thread percentage, and the memory in MiB of each GPU by its ordinal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setting {
     pub percentage: u8,
     pub mib: [u64; 3],
 }
 
-/// The limits of a control daemon that was told none.
+/// The limits of a control daemon to which no limits were given.
 pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 
 // Each flag is a fact of its own.
@@ -39,54 +40,55 @@ pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 pub struct SimServer {
     pub status: ServerStatus,
     pub setting: Setting,
-    /// Its process has ended, or is about to end.
+    /// True if the server's process has ended or is about to end.
     pub(crate) is_ending: bool,
     pub(crate) has_ended: bool,
-    /// After a fault a control daemon may list no client of it.
+    /// True if the control daemon lists the server's clients. After a fault it may list none.
     pub(crate) lists: bool,
-    /// A SIGSTOP has stopped it: it takes no client.
+    /// True while the server is stopped by SIGSTOP. It takes no client.
     pub(crate) is_stopped: bool,
-    /// The line of the log that tells of its fatal GPU error.
+    /// The number of the line in the log that reports the server's fatal GPU error. None: no line reports one.
     pub(crate) fault_line: Option<usize>,
 }
 
-/// A client that was hit on a GPU of a server.
+/// A client that was hit by a fatal GPU error: the PID of its server, the ordinal of the GPU, and the PID of the
+/// client.
 pub(crate) type Hit = (u32, usize, u32);
 
-/// Something that follows after some time.
+/// An event that happens after some time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Later {
     Comes(u32),
-    /// A client that has connected is admitted to these GPUs.
+    /// The control daemon admits a client to these GPUs, after the client has connected.
     IsAdmitted(BTreeSet<usize>),
-    /// A client ends, since its work was ended.
+    /// A client ends, since its work was ended before.
     Leaves(ProcessId),
     StartFails(u32),
     Says(Meaning),
     IsWell(u32),
-    /// The process of a server ends.
+    /// The process of the server with this PID ends.
     Ends(u32),
-    /// The control daemon takes note of the end of a server.
+    /// The control daemon notices that the server with this PID has ended.
     IsNoted(u32, i32),
 }
 
-/// A client that the service has ended.
+/// A client at which the service has ended work, with the facts that decide if that was right.
 #[derive(Debug)]
 pub(crate) struct Hurt {
     pub(crate) is_hit: bool,
     pub(crate) cause: Cause,
-    /// An administrator has just asked for a change by force.
+    /// True if an administrator has just asked for a change by force.
     pub(crate) is_forced: bool,
-    /// The caller already has the answer that it has failed.
+    /// True if the administrator already has the answer that the change has failed.
     pub(crate) is_given_up: bool,
 }
 
-/// A control daemon with all that belongs to it.
+/// A simulated control daemon with all that belongs to it.
 // Each flag is a trouble of its own.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Mps {
     pub(crate) pid: u32,
-    /// Its children have the PIDs after this one.
+    /// The PID from which the PIDs of the control daemon's children count up.
     pub(crate) before_children: u32,
     pub(crate) gpus: Vec<String>,
     pub now: Duration,
@@ -95,61 +97,63 @@ pub struct Mps {
     pub(crate) is_alive: bool,
     pub(crate) listens_at: Duration,
     pub(crate) hangs_until: Duration,
-    /// A SIGSTOP has stopped it.
+    /// True while the control daemon is stopped by SIGSTOP.
     pub(crate) is_stopped: bool,
     pub has_no_directory: bool,
     pub taken_by: Option<u32>,
     pub log_is_lost: bool,
-    /// Some lines were lost, or left out by a reader: not all clients can be read from the log.
+    /// True if lines of the log were lost, or skipped by the service: not all clients can be read from the log.
     pub(crate) lines_are_missing: bool,
-    /// Lines come late: not before this moment, and in order.
+    /// The moment before which no line comes to the log. Late lines come in order.
     lines_wait_until: Duration,
     pub starts_fail: bool,
-    /// A server that was started is ready after this time.
+    /// The time from the start of a server until it is ready.
     pub server_comes_in: Duration,
     /// The GPUs of the host that the service can't ask about.
     pub(crate) out_of_reach: BTreeSet<String>,
     /// The GPUs of the host with the service's compute mode.
     pub with_our_mode: BTreeSet<String>,
-    /// Its driver does not know how servers are.
+    /// True if the driver does not report the status of servers.
     pub is_old: bool,
-    /// It ends where it is to serve several users at the same time.
+    /// True if the control daemon ends when its start asks it to serve several users at the same time.
     pub refuses_multiuser: bool,
-    /// It serves one user after the other.
+    /// True if the control daemon serves one user after the other.
     pub(crate) serves_one_user: bool,
-    /// It was asked to end, and has a client: it answers no program any more, and that client works on to its end.
+    /// True if the control daemon was asked to end and still has a client. It answers no program any more, and the
+    /// client works on to its end.
     pub(crate) quits_when_idle: bool,
-    /// The ways to it could not all be closed when programs were to wait.
+    /// True if some link to the control daemon could not be changed when programs should wait.
     pub(crate) door_is_stuck: bool,
-    /// The directories of slices. None: each client finds its way.
+    /// The directories of slices, with their links. None: every client finds the control daemon without a link.
     pub(crate) ways: Option<Ways>,
     pub(crate) disk_is_full: bool,
     pub defaults: Setting,
     pub servers: BTreeMap<u32, SimServer>,
     pub(crate) clients: BTreeMap<u32, SimClient>,
     pub(crate) log: Vec<Meaning>,
-    /// The part of the log that the service has written down as read.
+    /// The number of lines of the log that the state file has as read.
     pub(crate) read_until: usize,
     pub(crate) hits: BTreeSet<Hit>,
-    /// The processes of these clients.
+    /// The processes of the clients that were hit, by PID.
     pub(crate) hit_processes: BTreeMap<u32, ProcessId>,
-    /// The clients that a service has told of, if it has seen the end of their fault too.
+    /// The hits that a service has reported, and whose end it has seen too.
     pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     pub(crate) came: u32,
-    /// The PID of a client that has left, which the next one may get.
+    /// The PID of a client that has left. The next client may get it.
     pub(crate) free_pid: Option<u32>,
-    /// The number of fatal GPU errors so far.
+    /// The number of fatal GPU errors that have happened.
     pub(crate) faults: usize,
     pub(crate) hurt: Vec<Hurt>,
-    /// The targets whose limits another program has changed since the service has looked.
+    /// The targets of limits that another program has changed since the service last looked: a server, or None for
+    /// servers that are started later.
     pub(crate) foreign: BTreeSet<Option<u32>>,
-    /// The service that watches it.
+    /// The knowledge of the service that watches the control daemon.
     pub reader: Reader,
-    /// Its start asks for this, and can't have it.
+    /// The request of a running start that the world has to carry out, as the start itself can't change the world.
     pub(crate) spawning: Option<Spawning>,
     pub(crate) can_not_spawn: bool,
-    /// The script of its story.
+    /// The parts of a story that concern this control daemon, and the record of the service's acts.
     pub stage: Stage,
 }
 
@@ -203,7 +207,7 @@ impl Mps {
         }
     }
 
-    /// Another process of the same kind replaces it.
+    /// Another process of the same kind takes the place of this control daemon.
     pub(crate) fn is_another(&mut self, pid: u32, now: Duration) {
         let next = Self::new(pid, Vec::new(), self.is_old, now);
         let (is_calm, refuses_multiuser) = (self.is_calm, self.refuses_multiuser);
@@ -219,12 +223,12 @@ impl Mps {
         self.is_stopped || self.hangs_until > self.now
     }
 
-    /// Returns whether it answers front ends.
+    /// Returns true if the control daemon answers front ends.
     pub(crate) fn answers(&self) -> bool {
         !self.is_hung() && !self.quits_when_idle
     }
 
-    /// The process that answers in its directory.
+    /// The PID of the process that listens in the control daemon's directory.
     pub(crate) fn listener(&self) -> Option<u32> {
         if self.taken_by.is_some() {
             return self.taken_by;
@@ -232,17 +236,17 @@ impl Mps {
         (self.is_alive && self.now >= self.listens_at && !self.has_no_directory).then_some(self.pid)
     }
 
-    /// The next moment when something follows.
+    /// The moment of the next event.
     pub(crate) fn due(&self) -> Option<Duration> {
         self.later.iter().map(|(at, _)| *at).min()
     }
 
-    /// Programs that have connected end before they are admitted.
+    /// Programs that have connected end before the control daemon admits them.
     pub(crate) fn newcomers_end(&mut self) {
         self.later.retain(|(_, what)| !matches!(what, Later::IsAdmitted(_)));
     }
 
-    /// Lets time pass.
+    /// Lets time pass until `now`, with all events until then.
     pub(crate) fn advance(&mut self, now: Duration) {
         self.look_at_clients(false);
         while let Some(due) = self.due().filter(|due| *due <= now) {
@@ -304,7 +308,7 @@ impl Mps {
         self.gpus.get(ordinal).is_some_and(|gpu| gpu != OLD_GPU)
     }
 
-    /// The server writes the memory limits that it enforces.
+    /// A server writes to the log which memory limits it enforces.
     pub(crate) fn say_memory(&mut self, server: u32, setting: Setting) {
         if self.goes_wrong(8) {
             self.lines_wait_until = self.now + Duration::from_millis(500);
@@ -321,7 +325,7 @@ impl Mps {
         self.before_children + self.came
     }
 
-    /// Starts a server, unless one is there.
+    /// Starts a server, unless the control daemon has one. Returns the PID of the server.
     pub(crate) fn start_server(&mut self) -> u32 {
         if let Some(server) = self.servers.keys().next_back() {
             return *server;
@@ -381,7 +385,7 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// A server ends in order, or is killed. Its clients are gone with it.
+    /// A server ends regularly, or is killed. Its clients end with it.
     pub(crate) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
         let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
         server.is_ending = true;
@@ -411,9 +415,10 @@ impl Mps {
         });
     }
 
-    /// The end of the control daemon, with all its servers. Without a cause it is an accident.
+    /// The control daemon ends, with all its servers. Without a cause the end is an accident.
     ///
-    /// The door is closed first: otherwise a program that has just connected would find no control daemon, and run without MPS.
+    /// The links are removed first: otherwise a program that has just connected would find no control daemon, and run
+    /// without MPS.
     pub fn end(&mut self, cause: Option<Cause>) {
         let has_connected = |(_, what): &(Duration, Later)| matches!(what, Later::IsAdmitted(_));
         let is_reached = !self.is_hung() && self.listener() == Some(self.pid);
@@ -437,7 +442,7 @@ impl Mps {
         }
     }
 
-    /// The control daemon and these servers of it are continued, if a signal has stopped them.
+    /// Continues the control daemon and the servers in `servers`, if SIGSTOP has stopped them.
     pub(crate) fn go_on(&mut self, servers: &[u32]) {
         for server in servers {
             if let Some(server) = self.servers.get_mut(server) {
@@ -449,7 +454,7 @@ impl Mps {
         }
     }
 
-    /// The lines that name clients that were hit come now, if they have not come yet.
+    /// Writes the lines that name the clients which were hit to the log, if the log does not have them yet.
     pub(crate) fn say_who_was_hit(&mut self) {
         let is_late = |what: &Later| matches!(what, Later::Says(Meaning::TornDown { .. }));
         let late = self.later.extract_if(.., |(_, what)| is_late(what)).map(|(_, what)| what);
@@ -458,7 +463,7 @@ impl Mps {
         }
     }
 
-    /// Another program changes limits: of a server, or of servers that are started later.
+    /// Another program changes the limits of a server, or, with None, of servers that are started later.
     pub fn is_changed_by_others(&mut self, server: Option<u32>, percentage: u8, more_mib: u64) {
         let setting = match server.map(|pid| self.servers.get_mut(&pid)) {
             None => &mut self.defaults,
@@ -474,12 +479,13 @@ impl Mps {
         }
     }
 
-    /// The target whose limits differ from these, unless another program has changed them since the service has looked.
+    /// Describes the first target whose limits differ from `setting`. Without `with_foreign`, targets do not count
+    /// whose limits another program has changed since the service last looked.
     pub(crate) fn differing(&self, setting: Setting, with_foreign: bool) -> Option<String> {
         self.differing_in(|one| one, setting, with_foreign)
     }
 
-    /// The same for one part of the limits.
+    /// Compares one part of the limits, as [`Mps::differing`] does for all.
     pub(crate) fn differing_in<P: PartialEq>(
         &self,
         part: impl Fn(Setting) -> P,

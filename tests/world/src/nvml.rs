@@ -1,4 +1,4 @@
-//! NVML in memory: the compute modes of GPUs, and the processes on them.
+//! The simulated NVML: the compute modes of GPUs, and the processes on them.
 
 use std::collections::BTreeSet;
 
@@ -90,7 +90,7 @@ impl GpuShell for SimShell {
         client.or_else(|| mps.servers.contains_key(&pid).then_some(as_old_as_its_pid(pid)))
     }
 
-    /// No server and no client of the service is reported as a bypass.
+    /// The promise ours-are-no-strangers: no server and no client of the service is reported as a bypass.
     fn show_bypasses(&mut self, gpu: &String, bypasses: &BTreeSet<ProcessId>, server_is_kept_out: bool) {
         let stage = &mut self.lock().stage;
         let is_others =
@@ -109,7 +109,7 @@ impl GpuShell for SimShell {
     }
 }
 
-/// A process without a start time of its own.
+/// A process whose start time is made from its PID.
 fn as_old_as_its_pid(pid: u32) -> ProcessId {
     ProcessId { pid, start_time: u64::from(pid) }
 }

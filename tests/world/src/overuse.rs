@@ -1,4 +1,4 @@
-//! Stories of a slice that is over its budget, on a host on which nothing else is wrong.
+//! Stories of one slice that exceeds its budget, on a host on which nothing else is wrong.
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -13,24 +13,24 @@ use super::enforcing::{Facts, SimEnforcement, SimHeld};
 use super::mps::Mps;
 use super::story::{SERVER, Story};
 
-/// The slice.
+/// The ordinal of the slice.
 pub const SLICE: u32 = 1;
 
-/// Two clients fit, whatever memory they have.
+/// The budget of the slice: two clients of any memory.
 const BUDGET: Budget = Budget { memory_mib: 100_000, max_clients: 2 };
 
-/// A slice with clients, of which two fit.
+/// A slice with clients. Two of them fit in its budget.
 pub struct Overuse {
     story: Story,
     shell: SimEnforcement,
     enforcer: Enforcer<SimHeld>,
-    /// The clients as of the last look.
+    /// The clients that the service's last look has found.
     members: Vec<Program>,
     pub looked_at: Duration,
 }
 
 impl Mps {
-    /// A client of the slice comes, or starts over with another connection.
+    /// A client comes to the slice, or starts its work over with another connection.
     pub fn member(&mut self, pid: u32, start_time: u64, connection: u64) {
         self.clients.remove(&pid);
         self.client(pid, SERVER, "A");
@@ -45,14 +45,14 @@ impl Mps {
         };
     }
 
-    /// A debugger holds a client.
+    /// A debugger stops the client with this PID.
     pub fn is_held(&mut self, pid: u32) {
         self.clients.get_mut(&pid).unwrap().program.is_held = true;
     }
 }
 
 impl Overuse {
-    /// The clients have the PIDs 1, 2 and so on. The last one is the newest.
+    /// A slice with this number of clients. They have the PIDs 1, 2 and so on, and the last one is the newest.
     pub fn with_clients(clients: u32) -> Self {
         let story = Story::with_gpus(&["A"]);
         story.host().server_comes(SERVER);
@@ -79,7 +79,7 @@ impl Overuse {
         self.story.host()
     }
 
-    /// The service lists the clients with their slices.
+    /// The service looks at the clients of the slice.
     pub fn list_members(&mut self) {
         let (host, now) = (self.story.host(), self.facts().now);
         self.members = host.clients.values().map(|client| client.program.clone()).collect();
@@ -87,12 +87,13 @@ impl Overuse {
         self.looked_at = now;
     }
 
-    /// So much time passes.
+    /// Lets this time pass.
     pub fn pass(&mut self, time: Duration) {
         self.facts().now += time;
     }
 
-    /// One attempt. Returns the PIDs that were asked for, and the outcome.
+    /// The service makes one attempt to end clients. Returns the PIDs of the clients that a control daemon was asked
+    /// to end, and the outcome.
     pub fn attempt(&mut self) -> (Vec<u32>, Enforced) {
         self.facts().are_seen(&self.members, self.looked_at);
         let over = || {

@@ -1,4 +1,5 @@
-//! All that a service knows, shows and reports about one control daemon that it watches. It ends with the service.
+//! All that a service knows, publishes and reports about one control daemon that it watches. This knowledge ends with
+//! the service.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -10,80 +11,84 @@ use mps_core::serve::{Requested, ShownAs, ShownGpu, ShownState};
 use super::mps::{Hit, Mps};
 use super::register::SimRegister;
 
-/// The time after which a caller gets the error that there was no answer.
+/// The time after which a caller of the service gets the error that there was no answer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The most questions and waits in one moment, without an event from outside.
+/// The most questions and waits of an act at one moment of the world, without an event from outside.
 const MOST_IN_A_MOMENT: usize = 400;
 
-/// Why the act under way waits.
+/// The reason why the running act waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Waits {
     #[default]
     Nothing,
-    /// For its turn in the world, since this moment.
+    /// The act waits for its turn in the world, since this moment.
     Turn(Duration),
-    /// Until this moment.
+    /// The act waits until this moment.
     Until(Duration),
-    /// For any event, at most until this moment.
+    /// The act waits for any event, at most until this moment. `takes_requests` is true if a request is such an
+    /// event.
     Event { until: Duration, takes_requests: bool },
 }
 
 #[derive(Debug, Default)]
 pub struct Reader {
-    /// The lines of the log that were read.
+    /// The number of lines of the log that the service has read.
     pub(crate) position: usize,
-    /// The lines that an earlier service has recorded.
+    /// The number of lines of the log that an earlier service has reported.
     pub(crate) quiet_until: usize,
-    /// The servers that are watched for their end.
+    /// The servers whose end the service waits for, by their PIDs.
     pub(crate) watched: BTreeSet<u32>,
     pub(crate) ended: VecDeque<u32>,
-    /// The requests that wait, each with the moment when it was made.
+    /// The requests that the service has not taken yet, each with the moment at which a caller made it.
     pub(crate) requests: VecDeque<(Duration, Requested)>,
-    /// The moment of the request that was taken last, until it is answered.
+    /// The moment at which the request was made that the service is carrying out. None: there is no such request.
     pub(crate) asked_at: Option<Duration>,
-    /// The moment of the decision to end the control daemon with its clients.
+    /// The moment at which the service has decided to end the control daemon with its clients.
     pub(crate) end_begun: Duration,
-    /// The request that was taken last was to make a change by force.
+    /// True if the last request that the service has taken was to make a change by force.
     pub(crate) is_forced: bool,
     pub(crate) waits: Waits,
     pub state: Option<ShownState>,
     pub ends_when_idle: bool,
     pub servers: Vec<u32>,
     pub gpus: BTreeMap<String, ShownGpu>,
-    /// The thread percentage that is shown as in force.
+    /// The thread percentage that the service publishes as in force.
     pub in_force: Option<u8>,
-    /// The order that the service has taken up with it last, by its payload and its GPUs.
+    /// The last order that the service has given the control daemon: its payload and its GPUs.
     pub(crate) order: Option<(u32, Vec<String>)>,
-    /// The GPUs with limits of that order that are not in force yet, as far as it is shown.
+    /// The GPUs for which the service publishes that the limits of the order are not in force yet.
     pub(crate) being_set: BTreeSet<String>,
-    /// The GPUs that are shown as left out, each with the reason.
+    /// The GPUs that the service publishes as left out, each with the reason.
     pub left_out: BTreeMap<String, String>,
-    /// The number of news that were reported or shown.
+    /// The number of facts that the service has reported or published.
     pub(crate) news: usize,
-    /// The words that were told.
+    /// The messages that the service has logged.
     pub words: Vec<String>,
-    /// The clients that were told as hit: of which server, and on the GPU of which ordinal.
+    /// The clients that the service has reported as hit: the PID of the server, the ordinal of the GPU, and the PIDs
+    /// of the clients.
     pub hit: Vec<(u32, usize, Vec<u32>)>,
-    /// The clients as they are known.
+    /// The register of the service, with the clients of this control daemon.
     pub(crate) clients: SimRegister,
-    /// The clients that new lines of the log have named, and the clients that were reported.
+    /// The clients that lines of the log have named as hit since this service has begun, and the clients that the
+    /// service has reported.
     pub(crate) read: BTreeSet<Hit>,
     pub(crate) told: BTreeSet<Hit>,
-    /// Those clients whose fault is shown as over.
+    /// The reported clients whose fault the service publishes as over.
     over: BTreeSet<Hit>,
-    /// The clients that were reported before the state file was written.
+    /// The clients that the service had reported when it last wrote the state file.
     written: BTreeSet<Hit>,
-    /// The state file could not be written at some time since clients were reported, since the disk was full.
+    /// True if the disk was full at some time since the service has reported clients, so that the state file could
+    /// not be written.
     pub(crate) disk_was_full: bool,
-    /// The questions to the control daemon.
+    /// The questions that the service has asked the control daemon.
     pub(crate) questions: Vec<&'static str>,
-    /// The steps in this moment.
+    /// The number of steps at the present moment of the world.
     pub(crate) in_a_moment: usize,
     pub(crate) moment: Duration,
-    /// The starts of servers in this act.
+    /// The moments at which this act has started servers.
     pub(crate) starts: Vec<Duration>,
-    /// The halves of setting compute modes that are to be carried out, each with its GPU.
+    /// The halves of changes of compute modes that the world has to carry out, each with its GPU.
     pub(crate) mode_steps: Vec<(String, usize)>,
 }
 
@@ -96,7 +101,7 @@ impl Reader {
         self.state.as_ref().is_some_and(|state| state.state == ShownAs::Ready && state.serving)
     }
 
-    /// The service takes up an order with it.
+    /// The service gives the control daemon an order.
     pub(crate) fn takes(&mut self, order: &Order<u32>) {
         let before = self.order.replace((order.payload, order.gpus.clone()));
         let Some((payload, gpus)) = before.filter(|_| self.state.as_ref().is_some_and(|state| state.serving))
@@ -107,7 +112,7 @@ impl Reader {
         self.being_set.extend(order.gpus.iter().filter(is_new).cloned());
     }
 
-    /// True if a program that comes to a GPU now is served with the limits of this order, as it is shown.
+    /// True if the service publishes that a program which comes to a GPU now is served with the limits of this order.
     pub(crate) fn shows_as_served(&self, gpu: &str, order: &Order<u32>) -> bool {
         let has_taken = |(payload, gpus): &(u32, Vec<String>)| {
             *payload == order.payload && gpus.iter().any(|one| one == gpu)
@@ -121,7 +126,7 @@ impl Reader {
 }
 
 impl Mps {
-    /// True if the act under way can come on.
+    /// True if the running act can go on now.
     pub(crate) fn is_awake(&self) -> bool {
         match self.reader.waits {
             Waits::Nothing | Waits::Turn(_) => true,
@@ -136,7 +141,7 @@ impl Mps {
         }
     }
 
-    /// Who was hit is told: each client once, and no other client.
+    /// The promise who-was-hit-is-told: the service reports each client that was hit once, and no other client.
     pub(crate) fn tell_hit(&mut self, server: u32, ordinal: usize, clients: &[u32]) {
         self.reader.disk_was_full = self.disk_is_full;
         for client in clients {
@@ -154,7 +159,7 @@ impl Mps {
         self.reader.words.push(format!("{kind}{text}"));
     }
 
-    /// The moment that the act under way waits for.
+    /// The moment until which the running act waits.
     pub(crate) fn waits_until(&self) -> Option<Duration> {
         match self.reader.waits {
             Waits::Until(at) | Waits::Event { until: at, .. } => Some(at),
@@ -166,13 +171,13 @@ impl Mps {
         self.reader.end_begun = self.now;
     }
 
-    /// True if the caller of the last request still waits.
+    /// True if the caller of the last request still waits for the answer.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reader.asked_at.is_some_and(|asked| self.now < asked + PATIENCE)
     }
 
-    /// The state file is written, if the disk is not full: no other service reports the clients that were hit, so they are
-    /// reported before.
+    /// The service writes the state file, if the disk is not full. The next service does not report the clients that
+    /// were hit before, so this service must have reported them.
     pub(crate) fn keep_state_file(&mut self) {
         let untold = self.reader.read.difference(&self.reader.told).next();
         assert!(
@@ -185,8 +190,8 @@ impl Mps {
         }
     }
 
-    /// No fault is shown any more: the next service does not report the clients that were hit, if the state file could be
-    /// written.
+    /// The service publishes that the fault is over. The next service does not report its clients again if the state
+    /// file could be written.
     pub(crate) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
         let can_be_written = !self.reader.disk_was_full;
@@ -194,7 +199,7 @@ impl Mps {
         self.reader.over.extend(new);
     }
 
-    /// Nothing spins: the number of steps in one moment is limited.
+    /// The promise nothing-spins: the number of steps at one moment of the world is limited.
     pub(crate) fn count_step(&mut self) {
         let reader = &mut self.reader;
         if reader.moment != self.now {
@@ -205,7 +210,7 @@ impl Mps {
         assert!(steps < MOST_IN_A_MOMENT, "nothing-spins: {} is asked {steps} times in a moment", self.pid);
     }
 
-    /// Nothing spins: there is a pause between two starts of servers that fail.
+    /// The promise nothing-spins: there is a pause between two starts of servers that fail.
     pub(crate) fn count_start(&mut self) {
         let starts = &mut self.reader.starts;
         starts.push(self.now);

@@ -1,4 +1,4 @@
-//! The register of clients, as the service fills it from the log and from looks, and what must hold of it.
+//! The service's register of clients, filled from the log and from looks, and the checks of it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,16 +11,16 @@ use super::tenants::SliceKnownBy;
 
 const DAEMON: DaemonId = DaemonId::Shared;
 
-/// The register of one control daemon's clients, and the truth about it.
+/// The register of one control daemon's clients, and the facts with which the register is compared.
 #[derive(Debug, Default)]
 pub(crate) struct SimRegister {
     register: Register,
-    /// The words about each process that was looked at, as they have to be from then on.
+    /// The description of each process that the service has looked at. The service must use it from then on.
     seen: BTreeMap<ProcessId, String>,
 }
 
 impl Mps {
-    /// The service has read a line.
+    /// The service enters a line of the log in the register.
     pub(crate) fn note_line(&mut self, meaning: &Meaning) {
         let running = |pid: &u32| self.clients.get(pid).map(|client| client.program.process);
         let (now, register) = (self.now, &mut self.reader.clients.register);
@@ -39,7 +39,7 @@ impl Mps {
         }
     }
 
-    /// The service has a list of the clients.
+    /// The service enters a list of the control daemon's clients in the register.
     pub(crate) fn are_listed(&mut self, listed: BTreeMap<u32, BTreeSet<String>>) {
         let running = listed
             .into_iter()
@@ -52,8 +52,8 @@ impl Mps {
         self.reader.clients.register.has_clients(&DAEMON)
     }
 
-    /// Everybody is known: once nothing has happened for a while, the clients in the register are the clients of the control daemon,
-    /// also those whose lines got lost.
+    /// The promise everybody-is-known: once nothing has happened for a while, the register has exactly the clients of
+    /// the control daemon, also clients whose lines of the log were lost.
     pub(crate) fn check_all_clients_are_known(&self) {
         let known: BTreeSet<ProcessId> =
             self.reader.clients.register.served().into_iter().map(|(_, process, _)| process).collect();
@@ -61,7 +61,7 @@ impl Mps {
         assert_eq!(known, there, "everybody-is-known: the clients of {} in the register", self.pid);
     }
 
-    /// The service looks at the clients that it does not know. It knows clients from the list too.
+    /// The service looks at the clients that it does not know, or with `anew` at all clients.
     pub(crate) fn look_at_clients(&mut self, anew: bool) {
         let now = self.now;
         if anew {
@@ -105,8 +105,8 @@ impl Mps {
         }
     }
 
-    /// Everybody is known: each message about a client names the tenant and the slice that were seen while its process ran, and
-    /// never those of another process with its PID.
+    /// The promise everybody-is-known: each message about a client names the tenant and the slice that were seen
+    /// while the client's process ran, and never those of another process with its PID.
     pub(crate) fn check_everybody_is_known(&self, pid: u32) {
         let SimRegister { register, seen } = &self.reader.clients;
         let Some(process) = self.hit_processes.get(&pid).filter(|_| !self.lines_are_missing) else { return };

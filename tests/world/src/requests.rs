@@ -1,4 +1,4 @@
-//! Requests to end GPU work: they begin, come on and end, and the truth about each answer.
+//! Requests to end GPU work: how they begin, continue and end, and the checks of their answers.
 
 use std::collections::BTreeSet;
 use std::future::poll_fn;
@@ -14,7 +14,7 @@ use super::ending::{Answer, Reached, RequestState, SimEnding, SimOwner, SimProce
 use super::reader::Waits;
 use super::{Dice, World};
 
-/// Does what the service does with a request.
+/// Carries out a request as the service does.
 pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     let mut termination = Termination::new(target);
     let clock = shell.clone();
@@ -31,7 +31,7 @@ pub(crate) async fn carry_out(target: Target, mut shell: SimEnding) -> Answer {
     (termination.had_work(), result)
 }
 
-/// A request under way.
+/// A request that the service is carrying out.
 pub(crate) struct SimRequest {
     state: Arc<Mutex<RequestState>>,
     future: Pin<Box<dyn Future<Output = Answer>>>,
@@ -43,7 +43,7 @@ impl SimRequest {
         (state.now, state.steps) = (now, 0);
     }
 
-    /// The next moment when it comes on by itself.
+    /// The moment at which the request goes on without an event.
     pub(crate) fn due(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap();
         match state.waits {
@@ -108,7 +108,7 @@ impl World {
         self.carry_on_request(place);
     }
 
-    /// The requests that can come on at this moment.
+    /// The indices of the requests that can go on at this moment.
     pub(crate) fn requests_that_come_on(&self) -> Vec<usize> {
         let requests = self.service.iter().flat_map(|service| service.requests.iter().enumerate());
         requests.filter(|(_, request)| request.comes_on()).map(|(place, _)| place).collect()
@@ -126,7 +126,8 @@ impl World {
         self.bury();
     }
 
-    /// A request tells the truth: no wanted client is at work once the request has succeeded, and the names are right.
+    /// The promise a-request-tells-the-truth: no wanted client is at work once the request has succeeded, and the
+    /// answer names the right clients.
     fn check_answer(
         &self,
         request: &RequestState,
@@ -169,7 +170,8 @@ impl World {
         })
     }
 
-    /// Each client that was found and is still at work is named, and no client is called unharmed without an answer.
+    /// Checks an answer that names clients which may still be at work: each client that was found and is still at
+    /// work is named, and no client is called unharmed without the control daemon's answer.
     fn check_left(&self, request: &RequestState, left: &[LeftClient<SimOwner>]) {
         let target = &request.target;
         for found in request.found.iter().filter(|one| self.is_at_work(**one)) {

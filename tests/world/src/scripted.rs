@@ -1,5 +1,5 @@
-//! Scripts: a few deeds of users and a few accidents, one after the other, each with the time that it needs. Nothing else goes
-//! wrong in between, so that a simulated host can play the same deeds and must have the same result.
+//! Scripts: a few deeds of users and a few accidents, one after the other, each with the time that it needs. Nothing
+//! else goes wrong in between, so that a simulated host can repeat the same deeds and must have the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -16,23 +16,24 @@ use super::serving::percentage_of;
 use super::ways::all_slices;
 use super::{Dice, Ending, GpuState, Mode, Mood, World};
 
-/// The GPUs. None is too old: with such a GPU servers would serve one user each.
+/// The GPUs of scripts. On an older GPU, servers would serve one user each, so there is none.
 const GPUS: [&str; 3] = ["A", "B", "D"];
 
-/// The scripts that are tried on a host, and the deeds of each.
+/// The number of scripts that are tried on a host, and the number of deeds of each.
 pub const SCRIPTS: u64 = 24;
 pub const DEEDS: u64 = 10;
 
-/// The time after each deed. Within it a fault's grace ends, and health checks are made.
+/// The time that passes after each deed. Within this time the grace period after a fault ends, and health checks are
+/// made.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// The most clients of a GPU before one comes that meets an error.
+/// The most clients on a GPU before another client comes and meets an error.
 const CLIENTS: usize = 2;
 
-/// The orders that differ in their limits.
+/// The payloads of orders. They differ in the limits.
 const PAYLOADS: [u32; 3] = [0, 15, 40];
 
-/// A client, by the number with which it came.
+/// The number of a client: the first client that comes has 0.
 pub type ClientNumber = usize;
 
 /// A deed of a user, or an accident.
@@ -44,20 +45,20 @@ pub enum Deed {
         thread_percentage: u8,
     },
     Disable,
-    /// It comes through the first slice of its GPU. After an error it stays, or ends.
+    /// A client comes through the first slice of its GPU. After an error it stays, or ends.
     Comes {
         client: ClientNumber,
         gpu: &'static str,
         stays: bool,
     },
     Leaves(ClientNumber),
-    /// A client comes, and meets a fatal GPU error. The control daemon may end of it.
+    /// A client comes, and causes a fatal GPU error. The error may end the control daemon.
     Fault {
         client: ClientNumber,
         gpu: &'static str,
         ends_control_daemon: bool,
     },
-    /// Changes that wait for clients are made now.
+    /// An administrator makes the changes that wait for clients, by force.
     Force,
     KillServer {
         id: String,
@@ -65,7 +66,7 @@ pub enum Deed {
     KillControlDaemon {
         id: String,
     },
-    /// Drains a slice, or gives it back.
+    /// An administrator drains a slice, or puts it into use again.
     Drain {
         slice: String,
         is_drained: bool,
@@ -75,28 +76,29 @@ pub enum Deed {
     StopService,
 }
 
-/// A control daemon that runs.
+/// A control daemon that runs on the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeenDaemon {
     pub gpus: Vec<&'static str>,
-    /// Its state, and the number of its servers, as published. None: no service publishes them.
+    /// The state of the control daemon and the number of its servers, as the service publishes them. None: no service
+    /// runs.
     pub published: Option<(String, usize)>,
 }
 
-/// All that a host shows when nothing happens any more.
+/// All that can be seen of a host when nothing happens any more.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Seen {
-    /// By id.
+    /// The control daemons that run, by their ids.
     pub daemons: BTreeMap<String, SeenDaemon>,
-    /// The GPUs that are published as served, each with the thread percentage in force.
+    /// The GPUs that the service publishes as served, each with the thread percentage in force.
     pub served: BTreeMap<&'static str, u8>,
-    /// The slices whose directory has a link to a running control daemon, each with its id.
+    /// The slices whose directory has a link to a running control daemon, each with the id of that control daemon.
     pub ways: BTreeMap<String, String>,
-    /// The clients at work, or with work that is lost to an error, each with its GPU.
+    /// The clients that run, each with its GPU, even if their work is lost to an error.
     pub clients: BTreeMap<ClientNumber, &'static str>,
-    /// The clients that were ever reported as hit by a fatal GPU error.
+    /// The clients that the service has ever reported as hit by a fatal GPU error.
     pub told: BTreeSet<ClientNumber>,
-    /// The GPUs with the service's compute mode.
+    /// The GPUs that have the service's compute mode.
     pub with_our_mode: BTreeSet<&'static str>,
 }
 
@@ -112,33 +114,33 @@ impl fmt::Display for Seen {
     }
 }
 
-/// The GPU with this name.
+/// The constant name of the GPU with this name.
 pub fn gpu(name: &str) -> &'static str {
     GPUS.into_iter().find(|gpu| *gpu == name).unwrap()
 }
 
-/// A client that has come.
+/// A client that has come in a script.
 struct Attendant {
     pid: u32,
     gpu: &'static str,
     stays: bool,
 }
 
-/// A world with people who do one thing at a time.
+/// A world in which users and administrators do one thing at a time.
 pub struct Script {
     world: World,
-    /// Chooses deeds.
+    /// Chooses the deeds.
     dice: Dice,
-    /// Chooses what goes on first where several things do.
+    /// Chooses which part of the world goes on first.
     turns: Dice,
-    /// Without them there are no clients, no faults, and no directories of slices.
+    /// False: the script has no clients, no faults, and no directories of slices.
     has_servers: bool,
-    /// The number of deeds so far.
+    /// The number of deeds that were done.
     played: usize,
     clients: BTreeMap<ClientNumber, Attendant>,
-    /// The number of clients that came.
+    /// The number of clients that have come.
     came: ClientNumber,
-    /// All that ever came, by PID.
+    /// The numbers of all clients that have ever come, by their PIDs.
     numbers: BTreeMap<u32, ClientNumber>,
     told: BTreeSet<ClientNumber>,
 }
@@ -167,7 +169,7 @@ impl Script {
         self.world.story()
     }
 
-    /// Chooses a deed that is possible at this moment. The first one starts the service.
+    /// Chooses a deed that is possible now. The first deed starts the service.
     pub fn choose(&mut self) -> Deed {
         match self.played {
             0 => return reload(&mut self.dice),
@@ -213,7 +215,7 @@ impl Script {
         })
     }
 
-    /// A GPU that takes a client now.
+    /// Chooses a GPU that takes a client now.
     fn any_open_gpu(&mut self) -> Option<&'static str> {
         let mut gpus = GPUS.to_vec();
         gpus.retain(|gpu| self.takes_a_client(gpu).is_some());
@@ -225,7 +227,7 @@ impl Script {
         self.world.daemons.values().any(|one| waits(&one.lock())).then_some(Deed::Force)
     }
 
-    /// The control daemon that takes a client that comes to this GPU now.
+    /// The PID of the control daemon that would take a client for this GPU now.
     fn takes_a_client(&self, gpu: &str) -> Option<u32> {
         let there = self.clients.values().filter(|one| one.gpu == gpu).count();
         if !self.has_servers || there >= CLIENTS {
@@ -235,7 +237,7 @@ impl Script {
         has_well_server(&self.world.daemons.get(&pid)?.lock()).then_some(pid)
     }
 
-    /// The id of a control daemon that runs.
+    /// Chooses a control daemon that runs and that `is_one` accepts. Returns its id.
     fn any_daemon(&mut self, is_one: fn(&Mps) -> bool) -> Option<String> {
         let ids = self.world.state_file.daemons.keys();
         let living = ids.filter(|id| self.world.living(id).is_some_and(|(_, one)| is_one(&one.lock())));
@@ -243,7 +245,7 @@ impl Script {
         self.dice.pick(&living).cloned()
     }
 
-    /// Does something, and waits until nothing comes of it any more.
+    /// Does a deed, and lets the world go on until nothing happens any more.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
         // Some of these may end, and then their last messages would be lost.
@@ -317,7 +319,8 @@ impl Script {
         self.world.bury();
     }
 
-    /// The clients that were hit end, except for those that stay.
+    /// A client causes a fatal GPU error, and the clients that were hit end, except for the clients that stay after
+    /// an error.
     fn fault(&mut self, client: ClientNumber, gpu: &'static str, ends_control_daemon: bool) {
         let culprit = self.comes(client, gpu, false);
         let pid = self.world.leads_to(&format!("{gpu}-0")).unwrap();
@@ -338,7 +341,7 @@ impl Script {
         self.world.bury();
     }
 
-    /// Everything goes on until nothing comes of it any more.
+    /// Lets the world go on until nothing happens any more.
     fn wait(&mut self) {
         let until = self.world.now + PAUSE;
         while self.world.now < until {
@@ -355,7 +358,7 @@ impl Script {
         }
     }
 
-    /// All that the world shows.
+    /// All that can be seen of the world now.
     pub fn seen(&self) -> Seen {
         let mut seen = self.world.seen();
         seen.clients = self.clients.iter().map(|(client, one)| (*client, one.gpu)).collect();
@@ -372,7 +375,7 @@ fn has_well_server(mps: &Mps) -> bool {
     !mps.servers.is_empty() && mps.servers.values().all(|server| server.status == ServerStatus::Active)
 }
 
-/// A configuration that names one GPU or more.
+/// Makes up a deed: a reload of a configuration that names one GPU or more.
 fn reload(dice: &mut Dice) -> Deed {
     let set = 1 + dice.below(7);
     let gpus = GPUS.into_iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);
@@ -428,7 +431,8 @@ impl World {
         seen
     }
 
-    /// The GPUs of its order that a control daemon is shown to serve.
+    /// The GPUs of an order that the service publishes as served by this control daemon, each with the thread
+    /// percentage in force.
     fn served_by(&self, id: &DaemonId, mps: &Mps) -> Vec<(&'static str, u8)> {
         let order = self.service.as_ref().and_then(|service| service.core.order(id));
         let reader = &mps.reader;

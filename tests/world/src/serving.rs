@@ -1,4 +1,5 @@
-//! The acts about a running control daemon: each is the real code, in a world in memory, and goes on by one turn at a time.
+//! The acts about a running control daemon. Each is the real code, runs in the world, and goes on by one turn at a
+//! time.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ use super::reader::{Reader, Waits};
 use super::requests::SimRequest;
 use super::{ControlDaemon, Dice, Mode, Task, World};
 
-/// A control daemon with a process that a supervisor holds.
+/// A control daemon whose process a supervisor has taken hold of.
 pub(crate) struct Watched {
     pub(crate) mps: Arc<Mutex<Mps>>,
     known: Rc<RefCell<Known>>,
@@ -32,7 +33,8 @@ impl fmt::Debug for Watched {
 }
 
 impl Watched {
-    /// The control daemon has ended. The service reports all that it still has to report about it.
+    /// Takes note that the control daemon has ended. The service first reports all that it still has to report about
+    /// the control daemon.
     pub(crate) fn end(self) {
         let hit = self.known.borrow_mut().take_hit();
         if let Some((server, hit)) = hit {
@@ -49,7 +51,7 @@ impl Watched {
     }
 }
 
-/// An act under way. It returns its outcome, and true if the control daemon has ended.
+/// A running act. It returns its outcome, and true if the control daemon has ended.
 pub(crate) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
 
 impl ControlDaemon {
@@ -65,24 +67,25 @@ impl fmt::Debug for ControlDaemon {
     }
 }
 
-/// The limits of an order with this payload.
+/// The thread percentage of an order with this payload.
 pub(crate) fn percentage_of(payload: u32) -> u8 {
     u8::try_from(10 + payload % 80).unwrap()
 }
 
 const LARGEST: u32 = 1;
 
-/// The memory of a slice. With some payloads the slices of a GPU have different sizes.
+/// The memory of a slice by an order with this payload, in MiB. With some payloads the slices of a GPU differ in
+/// size.
 pub(crate) fn size_of(payload: u32, slice: u32) -> u64 {
     1024 * u64::from(1 + payload % 7) - 256 * u64::from((LARGEST - slice) * (payload % 2))
 }
 
-/// The slice of a control daemon that has only one.
+/// The ordinal of the only slice of a control daemon. None: the control daemon serves whole GPUs.
 pub(crate) fn only_slice(id: &DaemonId) -> Option<u32> {
     Some(id.only_slice()?.ordinal)
 }
 
-/// The memory limit that a control daemon has to have for an order: that of its largest slice.
+/// The memory limit in MiB that a control daemon has to have for an order: the memory of its largest slice.
 fn mib_of(order: &Order<u32>) -> u64 {
     size_of(order.payload, only_slice(&order.id).unwrap_or(LARGEST))
 }
@@ -98,7 +101,7 @@ pub(crate) fn setting_of(order: &Order<u32>, gpus: &[String]) -> Setting {
     setting
 }
 
-/// The compute mode of the GPUs of a control daemon.
+/// The compute mode that a control daemon with this tenure needs on its GPUs.
 pub(crate) fn mode_of(tenure: Tenure) -> Mode {
     match tenure {
         Tenure::Alone => Mode::Exclusive,
@@ -140,7 +143,8 @@ pub(crate) fn failed(failure: &Failure) -> (ActOutcome, bool) {
     }
 }
 
-/// Does what the service's own supervisor does with this act.
+/// Carries out an act as the service's supervisor does. Returns the outcome, and true if the control daemon has
+/// ended.
 async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOutcome, bool) {
     match act {
         DaemonAct::TakeOver => match serving.take_over().await {
@@ -165,7 +169,8 @@ async fn carry_out(act: DaemonAct, mut serving: Serving<'_, SimShell>) -> (ActOu
 }
 
 impl World {
-    /// A supervisor holds the process from now on, which has just started or was there before.
+    /// A supervisor takes hold of a control daemon's process. `has_just_started` is false if the process was there
+    /// before the service.
     pub(crate) fn watch(&mut self, id: &DaemonId, pid: u32, has_just_started: bool) {
         let (Some(one), Some(service)) = (self.daemons.get(&pid), &mut self.service) else { return };
         let mps = Arc::clone(&one.mps);
@@ -178,7 +183,7 @@ impl World {
         service.watched.insert(id.clone(), Watched { mps, known });
     }
 
-    /// Lets the act about this control daemon come on by a turn, and returns its outcome once it has one.
+    /// Lets the act about this control daemon go on by one turn. Returns the outcome when the act has finished.
     pub(crate) fn drive(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) -> Option<ActOutcome> {
         let is_under_way = self.service.as_ref()?.acts.contains_key(id);
         if !is_under_way && task.act == DaemonAct::Start {
@@ -217,7 +222,7 @@ impl World {
         }
     }
 
-    /// Holds the process that the state file has. None: it is held, and the rest follows.
+    /// A supervisor takes hold of the process that the state file has. None: it has succeeded, and the act goes on.
     fn adopt(&mut self, id: &DaemonId, dice: &mut Dice) -> Option<ActOutcome> {
         let living = self.living(id).map(|(pid, _)| pid);
         let Some(pid) = living else {
@@ -260,14 +265,14 @@ impl World {
         true
     }
 
-    /// The control daemon that the act under way is about.
+    /// The simulated control daemon of the running act.
     fn mps_of(&self, id: &DaemonId) -> Option<Arc<Mutex<Mps>>> {
         let service = self.service.as_ref()?;
         let watched = || service.watched.get(id).map(|watched| &watched.mps);
         service.starting.get(id).or_else(watched).cloned()
     }
 
-    /// Changes the compute modes that the act has asked for.
+    /// Carries out the changes of compute modes that the running act has asked for.
     pub(crate) fn change_modes(&mut self, id: &DaemonId) {
         let Some(mps) = self.mps_of(id) else { return };
         let steps = std::mem::take(&mut mps.lock().unwrap().reader.mode_steps);
@@ -276,7 +281,7 @@ impl World {
         }
     }
 
-    /// Does what the act has asked of the host, and lets it go on if it waits for a turn.
+    /// Carries out the requests of the running act, and lets the act go on if it waits for a turn.
     fn give_turn(&mut self, id: &DaemonId) {
         self.change_modes(id);
         let Some(mps) = self.mps_of(id) else { return };
@@ -291,7 +296,8 @@ impl World {
         }
     }
 
-    /// Work is safe, at the moment of the effect: a client at work is ended only for a stop, or by an administrator's force.
+    /// The promise work-is-safe, at the moment of the effect: a client at work is ended only for a stop, or by an
+    /// administrator's force.
     fn check_who_was_hurt(&mut self, id: &DaemonId) {
         let Some(watched) = self.service.as_ref().and_then(|service| service.watched.get(id)) else { return };
         let mut mps = watched.mps.lock().unwrap();
@@ -308,7 +314,7 @@ impl World {
         }
     }
 
-    /// Control daemons that have ended are nowhere any more.
+    /// Removes the control daemons that have ended from the world.
     pub(crate) fn bury(&mut self) {
         self.daemons.retain(|_, one| one.lock().is_alive);
     }
@@ -328,7 +334,7 @@ impl World {
         self.bury();
     }
 
-    /// The next moment when something is to be done, or happens by itself.
+    /// The moment of the next event, or at which the service has something to do.
     pub(crate) fn next_moment(&self) -> Option<Duration> {
         let of_core = self.service.as_ref().and_then(|service| service.core.due());
         let of_daemons = self.daemons.values().filter_map(|one| one.lock().due());
@@ -348,7 +354,7 @@ impl World {
             .min()
     }
 
-    /// True if the act about this control daemon can come on at this moment.
+    /// True if the act about this control daemon can go on at this moment.
     pub(crate) fn can_come_on(&self, id: &DaemonId) -> bool {
         let Some(service) = &self.service else { return false };
         let waits = |watched: &Watched| !watched.mps.lock().unwrap().is_awake();

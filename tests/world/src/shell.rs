@@ -1,11 +1,11 @@
-//! The service's shell: it carries out one act, step by step, and anything can go wrong in between.
+//! The simulated shell of the service: it carries out acts step by step, and anything can go wrong between two steps.
 
 use mps_core::{ActOutcome, DaemonAct, DaemonId, ModeOutcome};
 
 use super::{Dice, Mode, Task, World};
 
 impl World {
-    /// Some act that is under way comes on by a step.
+    /// A random running act goes on by one step.
     pub(crate) fn carry_on(&mut self, dice: &mut Dice) {
         let Some(service) = &self.service else { return };
         let can_come_on = |(id, _): &(&DaemonId, &Task)| self.can_come_on(id);
@@ -68,7 +68,8 @@ impl World {
         }
     }
 
-    /// Half of the work: first the former mode is recorded, then the service's mode is set.
+    /// Does one half of a change of a compute mode: the first half records the former mode, the second sets the
+    /// service's mode.
     pub(crate) fn take_mode(&mut self, gpu: &str, ours: Mode, half: usize) {
         let Some(state) = self.gpus.get_mut(gpu).filter(|state| state.mode != ours) else { return };
         if half == 1 && self.state_file.modes.contains_key(gpu) {
@@ -85,7 +86,8 @@ impl World {
         self.mode_step(gpu, step, ModeOutcome::Taken);
     }
 
-    /// First the mode is set, then the record of the former mode is removed.
+    /// Does one step of restoring a compute mode: the first sets the former mode, the second removes the record of
+    /// it.
     fn put_mode_back(&mut self, gpu: &str, step: usize, dice: &mut Dice) {
         let Some(before) = self.state_file.modes.get(gpu).copied() else {
             return self.mode_done(gpu, ModeOutcome::PutBack);

@@ -1,4 +1,4 @@
-//! The start of a control daemon: the real code, in a world in memory.
+//! The start of a control daemon in the world, by the real code.
 
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
@@ -12,19 +12,20 @@ use super::mps::Mps;
 use super::serving::{failed, setting_of, wanted};
 use super::{ControlDaemon, Dice, Task, World};
 
-/// A request of a start. The world carries it out before the next turn.
+/// A request of a start, which the world carries out before the next turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Spawning {
-    /// Record the process, which waits for the byte.
+    /// Record the new process, with these GPUs, in the state file. The process waits for the byte.
     WriteDown(Vec<String>),
-    /// Send it the byte.
+    /// Send the byte to the process, which then becomes the control daemon.
     Go,
 }
 
-/// A start, as it sees the outside.
+/// The shell by which the real code of a start reaches the world.
 struct SimStarter {
     shell: SimShell,
-    /// The number of clients of the control daemon that is in the way, if it is known.
+    /// The number of clients of the foreign control daemon that is in the way. None: there is none, or its clients
+    /// are not known.
     in_the_way: Option<usize>,
 }
 
@@ -54,7 +55,7 @@ impl Starter for SimStarter {
         Ok(Some(Stranger { pid: Some(7), directory: String::new(), end_it: String::new(), clients }))
     }
 
-    /// Work is safe: a control daemon that the service has not started keeps its clients.
+    /// The promise work-is-safe: a control daemon that the service has not started keeps its clients.
     async fn end_stranger(&mut self, _: StartPlace, _: u32, may_end: Permit) -> Result<bool, Failure> {
         assert_eq!(self.in_the_way, Some(0), "work-is-safe: a stranger is ended with its clients");
         assert_eq!(may_end.cause(), Cause::Unused, "work-is-safe: a stranger is ended");
@@ -108,7 +109,7 @@ impl Starter for SimStarter {
 }
 
 impl World {
-    /// A start begins, with a process that is not there yet.
+    /// The service begins the start of a control daemon. Its process does not exist yet.
     pub(crate) fn begin_start(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) {
         let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
         self.next_pid += 1;
@@ -134,7 +135,7 @@ impl World {
         service.acts.insert(id.clone(), Box::pin(under_way));
     }
 
-    /// Does what a start has asked for.
+    /// Carries out the request of a start.
     pub(crate) fn spawn(&mut self, id: &DaemonId, task: &Task) {
         let Some(mps) = self.service.as_ref().and_then(|service| service.starting.get(id)).cloned() else {
             return;

@@ -1,5 +1,5 @@
-//! Stories: one control daemon on a host on which nothing is wrong except what the story says. The real code serves it, and all
-//! questions, messages and shown states are recorded.
+//! Stories: one control daemon on a host on which nothing is wrong except the troubles that the story names. The real
+//! code serves the control daemon, and all questions, messages and published states are recorded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -28,49 +28,49 @@ use super::requests::carry_out;
 pub use super::tenants::{SliceKnownBy, Tenant, slice_of};
 use super::ways::SimAdmission;
 
-/// The PID of the control daemon.
+/// The PID of the control daemon in stories.
 pub const PID: u32 = 100;
 
-/// The first server that the service starts.
+/// The PID of the first server that the service starts.
 pub const SERVER: u32 = 200;
 
-/// Something that happens in a story.
+/// An event of a story.
 type Turn = Box<dyn FnOnce(&mut Mps) + Send>;
 
-/// All that a story says of a control daemon and its host, and all that the service has done.
+/// The troubles that a story gives a control daemon and its host, and the record of the service's acts.
 // Each flag is a trouble of its own, which a story names.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Default)]
 pub struct Stage {
-    /// Calls are noted.
+    /// True in stories, where the service's calls are recorded.
     pub(crate) is_on: bool,
-    /// The things that happen later, each at its time.
+    /// The events that happen later, each with its time.
     later: Vec<(Duration, Turn)>,
-    /// The things that happen just before the answer to the next question of this name.
+    /// The events that happen just before the answer to the next question of this name.
     during: Vec<(&'static str, Turn)>,
-    /// The answer to each question, instead of the true one.
+    /// The error with which every question fails. None: questions get true answers.
     pub answers: Option<Failure>,
-    /// The answer to all questions of these names.
+    /// The error with which each question of this name fails.
     pub answers_to: BTreeMap<&'static str, Failure>,
     pub children_are_unknown: bool,
-    /// The control daemon and its servers do not end when the service asks for that.
+    /// True if the control daemon and its servers do not end when the service asks for that.
     pub stays: bool,
-    /// The control daemon survives signals.
+    /// True if the control daemon survives signals.
     pub survives: bool,
     pub log_is_unreadable: bool,
-    /// The clients that NVML lists on a GPU, or why it does not, instead of the true ones.
+    /// The clients that NVML lists on a GPU, or its error. They replace the true ones.
     pub nvml: BTreeMap<String, Result<BTreeSet<u32>, String>>,
-    /// The processes that have ended.
+    /// The PIDs of processes that have ended.
     pub gone: BTreeSet<u32>,
-    /// The GPUs that can't be reached, each with the reason.
+    /// The GPUs that NVML can't reach, each with the reason.
     pub lost: BTreeMap<String, String>,
-    /// The GPUs with processes that NVML does not list, each with the reason.
+    /// The GPUs whose processes NVML does not list, each with the reason.
     pub unlisted: BTreeMap<String, String>,
-    /// The GPUs with a compute mode that can't be set, each with the reason.
+    /// The GPUs whose compute mode NVML can't set, each with the reason.
     pub refuses: BTreeMap<String, String>,
-    /// The processes on GPUs that are not of this control daemon.
+    /// The processes on GPUs that do not belong to the control daemon.
     pub processes: BTreeMap<String, Vec<GpuProcess>>,
-    /// Its servers are on no GPU.
+    /// True if the control daemon's servers can't open any GPU.
     pub servers_are_kept_out: bool,
     pub holders: String,
     pub misfit: Option<String>,
@@ -78,16 +78,17 @@ pub struct Stage {
     pub bad_directories: Vec<String>,
     pub bad_links: Option<String>,
     pub does_not_lead: Option<Failure>,
-    /// The time that a question of this name takes until it is answered, where it is no moment.
+    /// The time that each question of this name takes. Other questions take no time.
     pub takes: BTreeMap<&'static str, Duration>,
-    /// So many answers to the end of a client get lost.
+    /// The number of answers to `terminate_client` that still get lost.
     pub lost_answers: usize,
 
-    /// The questions and acts, each with its time.
+    /// The questions and acts of the service, each with its time.
     pub calls: Vec<(Duration, String)>,
     pub steps: Vec<&'static str>,
     pub waiting: Vec<u32>,
-    /// The programs without MPS that are shown for each GPU, and true where these keep the server out.
+    /// The programs without MPS that the service publishes for each GPU, and true if they prevent a server from
+    /// opening the GPU.
     pub bypasses: BTreeMap<String, (BTreeSet<ProcessId>, bool)>,
     pub answered: Vec<Result<(), String>>,
 }
@@ -98,13 +99,13 @@ impl Stage {
     }
 }
 
-/// The PIDs of servers, each after a space.
+/// The PIDs of servers as text, with a space before each.
 pub(crate) fn spaced(servers: &[u32]) -> String {
     servers.iter().map(|server| format!(" {server}")).collect()
 }
 
 impl Mps {
-    /// Takes note of a question or an act.
+    /// Records a question or an act of the service.
     pub fn note(&mut self, call: fmt::Arguments<'_>) {
         if self.stage.is_on {
             self.stage.calls.push((self.now, call.to_string()));
@@ -118,13 +119,13 @@ impl Mps {
         }
     }
 
-    /// Something happens this number of milliseconds after the beginning.
+    /// Adds an event that happens `millis` milliseconds after the beginning of the story.
     pub fn at(&mut self, millis: u64, turn: impl FnOnce(&mut Self) + Send + 'static) {
         self.stage.later.push((Duration::from_millis(millis), Box::new(turn)));
         self.stage.later.sort_by_key(|(time, _)| *time);
     }
 
-    /// Something happens just before the answer to the next question of this name.
+    /// Adds an event that happens just before the answer to the next question of this name.
     pub fn during(&mut self, question: &'static str, turn: impl FnOnce(&mut Self) + Send + 'static) {
         self.stage.during.push((question, Box::new(turn)));
     }
@@ -134,7 +135,7 @@ impl Mps {
         self.reader.requests.push_back((self.now, request));
     }
 
-    /// Its log has this line, which a tenant may have written.
+    /// Adds a line to the control daemon's log. A tenant may have written it.
     pub fn says(&mut self, meaning: Meaning) {
         if let Meaning::TornDown { server, client, ordinal } = meaning {
             self.hits.insert((server, ordinal, client));
@@ -142,31 +143,31 @@ impl Mps {
         self.log.push(meaning);
     }
 
-    /// The lines of its log until now are not read.
+    /// The service skips the lines that the log has now.
     pub fn log_is_skipped(&mut self) {
         self.reader.position = self.log.len();
     }
 
-    /// A server comes, and is ready.
+    /// A server with this PID starts and is ready.
     pub fn server_comes(&mut self, server: u32) {
         self.add_server(server);
         self.server_is_ready(server);
     }
 
-    /// A server ends with its clients, and the control daemon takes note of that.
+    /// The server with this PID ends with its clients, and the control daemon notices that.
     pub fn server_ends(&mut self, server: u32, status: i32) {
         self.clients.retain(|_, client| client.server != server);
         self.process_ends(server);
         self.is_noted(server, status);
     }
 
-    /// The process of a server is seen to end.
+    /// The service sees that the server's process has ended.
     pub fn server_is_seen_to_end(&mut self, server: u32) {
         self.reader.watched.remove(&server);
         self.reader.ended.push_back(server);
     }
 
-    /// Its servers are not watched any more.
+    /// The service does not wait for the end of any server any more.
     pub fn nobody_watches(&mut self) {
         self.reader.watched.clear();
     }
@@ -177,7 +178,7 @@ impl Mps {
         }
     }
 
-    /// A server handles a fatal GPU error, and no line of the log has announced the server.
+    /// The server with this PID handles a fatal GPU error. The log has never named the server.
     pub fn unseen_server_faults(&mut self, server: u32) {
         let said = self.log.len();
         self.add_server(server);
@@ -185,12 +186,12 @@ impl Mps {
         self.is_status(server, ServerStatus::Fault);
     }
 
-    /// A process of another user is on a GPU.
+    /// Puts a process of another user on a GPU.
     pub fn process(&mut self, gpu: &str, process: GpuProcess) {
         self.stage.processes.entry(gpu.to_owned()).or_default().push(process);
     }
 
-    /// A client comes to a GPU, or has another connection there.
+    /// A client comes to a GPU through a server, or gets another connection there.
     pub fn client(&mut self, pid: u32, server: u32, gpu: &str) {
         let ordinal = self.gpus.iter().position(|one| one == gpu).unwrap();
         if let Some(client) = self.clients.get_mut(&pid) {
@@ -204,44 +205,44 @@ impl Mps {
         self.clients.insert(pid, client);
     }
 
-    /// The process of a client.
+    /// The process of the client with this PID.
     pub fn tenant(&mut self, pid: u32) -> &mut Tenant {
         &mut self.clients.get_mut(&pid).unwrap().tenant
     }
 
-    /// A server handles a fatal GPU error, and its list of clients is empty meanwhile.
+    /// The server with this PID handles a fatal GPU error. Its list of clients is empty meanwhile.
     pub fn server_faults(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Fault);
         self.servers.entry(server).and_modify(|server| server.lists = false);
     }
 
-    /// A server has recovered, and lists its clients.
+    /// The server with this PID has recovered, and lists its clients again.
     pub fn server_recovers(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Active);
         self.servers.entry(server).and_modify(|server| server.lists = true);
     }
 
-    /// All clients except these have ended, and no line of the log says so.
+    /// All clients end except those in `stay`. The log does not report that.
     pub fn only_stay(&mut self, stay: &[u32]) {
         self.clients.retain(|pid, _| stay.contains(pid));
     }
 }
 
-/// All that the service knows of the control daemon.
+/// The facts that the service knows about the control daemon and its GPUs.
 pub struct Memory {
     known: Known,
     pub reach: GpuReach,
 }
 
-/// A control daemon that is served.
+/// The running act that serves the control daemon.
 type Act = Pin<Box<dyn Future<Output = Result<Ended, Failure>>>>;
 
-/// One control daemon, what is known of it, and its order.
+/// One control daemon, the service's knowledge of it, and its order.
 pub struct Story {
     shell: SimShell,
     pub memory: Arc<Mutex<Memory>>,
     pub wanted: Wanted,
-    /// The running act of serving.
+    /// The running act that serves the control daemon. None: no act runs.
     act: Option<Act>,
 }
 
@@ -258,12 +259,12 @@ pub fn wanted_gpu(uuid: &str) -> ServedGpu {
 }
 
 impl SimShell {
-    /// The control daemon. A story that holds it twice at the same time fails.
+    /// Locks the simulated control daemon. A story that locks it twice at the same time fails.
     pub fn host(&self) -> MutexGuard<'_, Mps> {
         self.mps.try_lock().unwrap()
     }
 
-    /// Runs an act until this long after the beginning, with all events in between.
+    /// Runs an act until this time after the beginning of the story, with all events in between.
     pub fn act<T>(
         &self,
         mut act: Pin<&mut (impl Future<Output = T> + ?Sized)>,
@@ -293,7 +294,7 @@ impl SimShell {
     }
 }
 
-/// Lets the next thing happen. Returns whether there was one.
+/// Lets the next event happen, if it is not later than `until`. Returns whether there was one.
 fn go_on(mps: &mut Mps, until: Duration) -> bool {
     let turn = mps.stage.later.first().map(|(time, _)| *time);
     let next = mps.due().into_iter().chain(turn).min().filter(|next| *next <= until);
@@ -303,7 +304,7 @@ fn go_on(mps: &mut Mps, until: Duration) -> bool {
     next.is_some()
 }
 
-/// The story goes on until now.
+/// Lets all events happen whose time has come.
 fn pass(mps: &mut Mps) {
     while mps.stage.later.first().is_some_and(|(time, _)| *time <= mps.now) {
         let (_, turn) = mps.stage.later.remove(0);
@@ -312,12 +313,13 @@ fn pass(mps: &mut Mps) {
 }
 
 impl Story {
-    /// A control daemon for these GPUs has just been started, in multi-user mode, and gets a server ahead of its first client.
+    /// A story with a control daemon for these GPUs that has just started in multi-user mode. The service starts a
+    /// server ahead of the first client.
     pub fn with_gpus(gpus: &[&str]) -> Self {
         Self::with(gpus, true)
     }
 
-    /// The same without multi-user mode: a server comes with the first client.
+    /// A story with a control daemon for these GPUs without multi-user mode: a server starts with the first client.
     pub fn with_one_user(gpus: &[&str]) -> Self {
         Self::with(gpus, false)
     }
@@ -356,7 +358,8 @@ impl Story {
         SimShell { setting, ..self.shell.clone() }
     }
 
-    /// Serves until this number of milliseconds after the beginning, unless it ends before. The next call continues.
+    /// Serves the control daemon until this number of milliseconds after the beginning, unless the act ends before.
+    /// The next call continues the act.
     // The act is broken off before the memory is taken for another one.
     #[allow(clippy::await_holding_lock)]
     pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
@@ -374,13 +377,13 @@ impl Story {
         ended
     }
 
-    /// Serving is broken off, for another order.
+    /// Interrupts the act that serves, and changes the order.
     pub fn break_off(&mut self, change: impl FnOnce(&mut Wanted)) {
         self.act = None;
         change(&mut self.wanted);
     }
 
-    /// Something else is done with the control daemon.
+    /// Runs another act of the service with the control daemon, and returns its result.
     #[allow(clippy::await_holding_lock)]
     pub fn once<T>(&mut self, act: impl AsyncFnOnce(&mut Serving<'_, SimShell>) -> T) -> T {
         self.act = None;
@@ -389,13 +392,13 @@ impl Story {
         self.shell.act(pin!(act(&mut serving)), Duration::MAX).unwrap()
     }
 
-    /// Serves until so many milliseconds after the beginning.
+    /// Serves the control daemon until this number of milliseconds after the beginning. The act must not end before.
     pub fn served(&mut self, until: u64) {
         let ended = self.serve(until);
         assert!(ended.is_none(), "{ended:?}");
     }
 
-    /// A caller asks for the end of GPU work. Returns the clients that had work, and the answer.
+    /// A caller asks the service to end GPU work. Returns the clients that had work, and the answer.
     pub fn ends(&self, target: Target) -> Answer {
         let (mps, gpus, now) = (Arc::clone(&self.shell.mps), Some(self.shell.gpus.clone()), self.host().now);
         let state = RequestState::new(target.clone(), now, Dice::new(1), BoundGroups::default());
@@ -414,7 +417,7 @@ impl Story {
         }
     }
 
-    /// The state that is shown, in words.
+    /// The state that the service publishes, in words.
     pub fn shown(&self) -> String {
         let host = self.host();
         let Some(ShownState { state, serving, reason, .. }) = &host.reader.state else {
@@ -424,19 +427,19 @@ impl Story {
         format!("{state:?}, {serves}: {reason}").trim_end_matches(": ").to_owned()
     }
 
-    /// The number of calls with a name that begins so, since the last time.
+    /// The number of recorded calls whose name begins with `name`, since the last call of `forget`.
     pub fn calls(&self, name: &str) -> usize {
         self.times(name).len()
     }
 
-    /// The times in milliseconds of the calls with a name that begins so.
+    /// The times in milliseconds of the recorded calls whose name begins with `name`.
     pub fn times(&self, name: &str) -> Vec<u128> {
         let host = self.host();
         let calls = host.stage.calls.iter().filter(|(_, call)| call.starts_with(name));
         calls.map(|(at, _)| at.as_millis()).collect()
     }
 
-    /// Forgets all that was done and told.
+    /// Forgets all recorded calls and messages.
     pub fn forget(&self) {
         let mut host = self.host();
         host.stage.calls.clear();
@@ -453,7 +456,7 @@ impl Story {
     }
 }
 
-/// The limits of an order, for a control daemon with these GPUs.
+/// The limits of an order for a control daemon with these GPUs.
 fn setting(wanted: &Wanted, gpus: &[String]) -> Setting {
     let mib = |ordinal: usize| {
         let gpu = gpus.get(ordinal).and_then(|gpu| wanted.gpus.iter().find(|wanted| wanted.uuid == *gpu));

@@ -1,4 +1,4 @@
-//! The processes of tenants, and requests to end their GPU work.
+//! The processes of tenants in the world, and requests to end their GPU work.
 
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{EnclosingContainer, Reception, Stop, Target};
@@ -9,17 +9,17 @@ use super::clients::SimClient;
 use super::mps::Mps;
 use super::{Dice, GPUS, World};
 
-/// The slices of each GPU.
+/// The number of slices of each GPU.
 const SLICES: usize = 2;
 
-/// The users.
+/// The user ids of tenants.
 const USERS: [u32; 3] = [0, 1, 2];
 
 fn any_user(dice: &mut Dice) -> u32 {
     dice.pick(&USERS).copied().unwrap_or_default()
 }
 
-/// A slice of a GPU of the world, or of a story, which calls its GPUs by letters.
+/// The slice of a GPU with this ordinal. Stories call their GPUs by letters.
 pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
     let by_letter = |_| {
         let bus = gpu.bytes().next().map_or(0, |letter| letter - b'A' + 10);
@@ -28,12 +28,12 @@ pub fn slice_of(gpu: &str, ordinal: u32) -> SliceId {
     gpu.parse().unwrap_or_else(by_letter).slice(ordinal)
 }
 
-/// The GPU of the world with this slice.
+/// The name of the world's GPU that has this slice.
 pub(crate) fn gpu_of(slice: SliceId) -> String {
     slice.gpu.to_string()
 }
 
-/// The source that tells the slice of a process.
+/// The source from which the service knows the slice of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SliceKnownBy {
     Mount,
@@ -44,31 +44,31 @@ pub enum SliceKnownBy {
 /// The process of a client, as the kernel knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
-    /// The number that no other process has, whatever its PID.
+    /// A number that no other process has, even if it has the same PID.
     pub(crate) process: u32,
     /// The user of the process, and the users for whom the process acts.
     pub users: Vec<u32>,
-    /// The containers around it.
+    /// The containers in which the process runs, one inside the other.
     pub containers: Vec<EnclosingContainer>,
     pub slice: SliceId,
     pub slice_known_by: SliceKnownBy,
     pub(crate) connection: u64,
-    /// False once its work was ended on request, until it starts over.
+    /// False after a request has ended the work of the process, until it starts its work over.
     pub(crate) has_work: bool,
-    /// A debugger holds it.
+    /// True while a debugger has stopped the process.
     pub(crate) is_held: bool,
-    /// It has handlers for the signals that ask a program to end.
+    /// True if the process handles the signals that ask a program to end.
     pub handles_signals: bool,
 }
 
-/// The first processes of containers that are no clients, by their PIDs, and the effect of a signal on each.
+/// The first processes of containers, by their PIDs, where these are no clients, and the effect of a signal on each.
 const FIRST_PROCESSES: [(u32, Reception); 3] =
     [(1, Reception::Handled), (2, Reception::Ignored), (3, Reception::Fatal)];
 
-/// The signals that a container runtime sends: TERM, KILL, and USR1, which is no request to end.
+/// The signals that a container runtime sends: TERM, KILL, and USR1. USR1 does not ask a program to end.
 const SIGNALS: [u32; 3] = [15, 9, 10];
 
-/// The effect of TERM on the first process of a container, unless that process is a client.
+/// The effect of TERM on the first process of a container. None if that process is a client.
 pub(crate) fn first_reception(pid: u32) -> Option<Reception> {
     FIRST_PROCESSES.iter().find(|(first, _)| *first == pid).map(|(_, reception)| *reception)
 }
@@ -100,8 +100,8 @@ impl Tenant {
 }
 
 impl SimClient {
-    /// True if a request means it, in truth, while these control groups are bound. `named` is the process with the wanted PID when
-    /// the request began.
+    /// True if a request really means this client, by these bindings. `named` is the number of the process that had
+    /// the wanted PID when the request began.
     pub(crate) fn is_meant(
         &self,
         pid: u32,
@@ -123,7 +123,7 @@ impl SimClient {
         }
     }
 
-    /// Returns whether a client in a container ends by a signal to the container.
+    /// Returns true if a signal to a container ends the client with this PID.
     fn ends_by(&self, pid: u32, stop: &Stop) -> bool {
         let gets_it = stop.to_all
             || pid == stop.first
@@ -133,7 +133,7 @@ impl SimClient {
 }
 
 impl Mps {
-    /// A program that got an error instead of its work begins again, with another connection.
+    /// A program that got an error instead of its work starts over, with another connection.
     fn starts_over(&mut self, pid: u32) {
         let connection = u64::from(self.next_pid());
         let Some(client) = self.clients.get_mut(&pid) else { return };
@@ -147,7 +147,7 @@ impl Mps {
 }
 
 impl World {
-    /// A client starts over, or another one follows it, or a debugger comes or goes.
+    /// A random client starts over, or leaves and the next client gets its PID, or a debugger stops or releases it.
     pub(crate) fn tenant_acts(&mut self, dice: &mut Dice) {
         let Some((daemon, pid)) = self.any_client(dice) else { return };
         let Some(one) = self.daemons.get(&daemon) else { return };
@@ -175,7 +175,7 @@ impl World {
         }
     }
 
-    /// A client, behind the PID of its control daemon.
+    /// Chooses a client. Returns the PID of its control daemon, and its own PID.
     fn any_client(&self, dice: &mut Dice) -> Option<(u32, u32)> {
         let clients = |(daemon, one): (&u32, &super::ControlDaemon)| {
             one.lock().clients.keys().map(|client| (*daemon, *client)).collect::<Vec<_>>()
@@ -184,7 +184,8 @@ impl World {
         dice.pick(&clients).copied()
     }
 
-    /// Often, a client that is well at a server that handles a fatal GPU error.
+    /// Chooses a client that was not hit, at a server that handles a fatal GPU error. None if there is no such client, and at
+    /// random.
     fn client_at_a_fault(&self, dice: &mut Dice) -> Option<u32> {
         let mut clients = Vec::new();
         for one in self.daemons.values() {
@@ -198,7 +199,7 @@ impl World {
         dice.pick(&clients).copied().filter(|_| !dice.one_in(4))
     }
 
-    /// The stop of a container, often with a client as its first process.
+    /// Makes up the stop of a container. Often `client` is the first process of the container.
     fn any_stop(client: u32, dice: &mut Dice) -> Stop {
         let (first, _) = dice.pick(&FIRST_PROCESSES).copied().unwrap_or((client, Reception::Fatal));
         let first = if dice.one_in(3) { client } else { first };
@@ -206,7 +207,7 @@ impl World {
         Stop { group: group_of(dice).to_owned(), first, signal, to_all: dice.one_in(4) }
     }
 
-    /// Somebody asks for the end of GPU work.
+    /// A caller asks the service for the end of GPU work.
     pub(crate) fn ask_to_terminate(&mut self, dice: &mut Dice) {
         let is_busy = self.service.as_ref().is_none_or(|service| service.requests.len() >= 3);
         if is_busy || self.is_calm {

@@ -1,4 +1,5 @@
-//! Troubles of MPS: faults, servers and control daemons that end or hang, and other programs that change things of the service.
+//! Troubles of MPS: faults, servers and control daemons that end or hang, and other programs that change things which
+//! belong to the service.
 
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use super::requests::SimRequest;
 use super::{Dice, World};
 
 impl World {
-    /// Some trouble for some control daemon that runs.
+    /// A random trouble happens to a random control daemon that runs.
     pub(crate) fn trouble(&mut self, dice: &mut Dice) {
         let running: Vec<u32> =
             self.daemons.iter().filter(|(_, one)| !one.is_paused).map(|(pid, _)| *pid).collect();
@@ -97,8 +98,8 @@ impl World {
         self.add_to_story(|| format!("somebody stops server {server:?} of {pid}, or {pid} itself"));
     }
 
-    /// The clients that were hit end at last, just while the service looks which of them stay: their server recovers, and other
-    /// clients come to it at once.
+    /// The clients that were hit end just while the service looks which of them are left. Their server recovers, and
+    /// other clients come to it at once.
     fn others_come_after_a_fault(&mut self, pid: u32, dice: &mut Dice) {
         self.advance(self.now + Duration::from_secs(6));
         (0..dice.below(8)).for_each(|_| self.carry_on(dice));
@@ -121,7 +122,7 @@ impl World {
         self.add_to_story(|| format!("a client comes: {came:?}"));
     }
 
-    /// An administrator asks for something.
+    /// An administrator makes a random request.
     pub(crate) fn request(&mut self, dice: &mut Dice) {
         let requests = [
             Requested::Apply { force: false },
@@ -142,7 +143,8 @@ impl World {
         self.add_to_story(|| format!("somebody asks {id} for {request:?}"));
     }
 
-    /// An administrator forces a change if the service says that only force helps, since it does not know the clients.
+    /// An administrator makes a change by force if the service has answered that only force helps, since the service
+    /// does not know the clients.
     pub(crate) fn force_if_clients_are_unknown(&mut self) {
         for watched in self.service.iter().flat_map(|service| service.watched.values()) {
             let mps = &mut *watched.mps.lock().unwrap();
@@ -155,7 +157,7 @@ impl World {
         }
     }
 
-    /// All troubles are over, and all clients gone.
+    /// All troubles end, and all clients leave.
     pub(crate) fn troubles_end(&mut self) {
         let starting = self.service.iter().flat_map(|service| service.starting.values());
         for mps in self.daemons.values().map(|one| &one.mps).chain(starting) {
@@ -175,7 +177,8 @@ impl World {
         self.bury();
     }
 
-    /// True if the control daemon with this PID takes a client with these limits, by its own word and in truth.
+    /// True if the control daemon with this PID takes a client with the limits of this order, both by the published
+    /// state and in truth.
     pub(crate) fn serves(&self, pid: u32, order: &Order<u32>) -> bool {
         let gpus = order.gpus.as_slice();
         self.lead_here(pid, gpus)

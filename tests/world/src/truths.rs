@@ -68,10 +68,10 @@ use mps_core::{Act, Cause, Configured, DaemonAct, DaemonId, MpsSwitch, Order, Te
 use super::serving::mode_of;
 use super::{Dice, Ending, World};
 
-/// The most acts about one control daemon without anything that comes from outside, and without a pause.
+/// The most acts about one control daemon without an event from outside and without a pause.
 const MOST_IN_A_ROW: usize = 20;
 
-/// The longest time until everything is served, once nothing goes wrong any more.
+/// The longest time from the end of all troubles until everything is served.
 const LONGEST: Duration = Duration::from_secs(600);
 
 /// The time without events in which a host has to be quiet, and the most questions to a control daemon in that time: three
@@ -80,17 +80,17 @@ const QUIET: Duration = Duration::from_secs(300);
 const REGULAR: Duration = Duration::from_secs(31);
 const MOST_QUESTIONS: usize = 30;
 
-/// The most acts until everything is served, once nothing goes wrong any more: 25 for each of four control daemons.
+/// The most acts from the end of all troubles until everything is served: 25 for each of four control daemons.
 const MOST_ACTS: usize = 100;
 
-/// The most that is known of one control daemon, and of the whole host, as text with all names: twice the length that 50,000
-/// histories have reached, and 600 characters for each of the nine control daemons that three GPUs can have at once, with the ones
-/// on the way out.
+/// The most characters of the knowledge about one control daemon, and about the whole host, as text with all names:
+/// twice the length that 50,000 histories have reached, and 600 characters for each of the nine control daemons that
+/// three GPUs can have at once, including those that are about to end.
 const MOST_KNOWN: usize = 3600;
 const MOST_DECIDED: usize = 9 * 600;
 
 impl World {
-    /// Nothing grows: whatever happens for however long, what is known has a bounded size.
+    /// The promise nothing-grows: the service's knowledge has a bounded size, whatever happens for however long.
     pub(crate) fn check_nothing_grows(&self, id: &DaemonId) {
         // Writing all of it takes time, so this is not done after each step.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
@@ -100,7 +100,7 @@ impl World {
         assert!(decided.len() <= MOST_DECIDED, "nothing-grows: of the host it is known: {decided}");
     }
 
-    /// The promises that hold after each step.
+    /// Checks the promises that hold after each step of a history.
     pub fn check(&self) {
         self.check_one_has_a_gpu();
         self.check_who_runs_is_written_down();
@@ -108,7 +108,8 @@ impl World {
         self.check_limits_are_held();
     }
 
-    /// One has a GPU: no two control daemons of ours that run have the same, unless both take turns on it.
+    /// The promise one-has-a-gpu: no two running control daemons of the service have the same GPU, unless both take
+    /// turns on it.
     fn check_one_has_a_gpu(&self) {
         let mut tenures = BTreeMap::new();
         for (gpu, id) in self.daemons.values().flat_map(|one| one.gpus.iter().map(|gpu| (gpu, &one.id))) {
@@ -121,7 +122,8 @@ impl World {
         }
     }
 
-    /// Who runs is written down: once, with its GPUs.
+    /// The promise who-runs-is-written-down: each running control daemon of the service is in the state file once,
+    /// with its GPUs.
     fn check_who_runs_is_written_down(&self) {
         for (pid, one) in &self.daemons {
             let mut entries = self.state_file.daemons.values().filter(|entry| entry.process.pid == *pid);
@@ -134,7 +136,7 @@ impl World {
         }
     }
 
-    /// The promises that hold for an act that is about to begin.
+    /// Checks the promises about an act that is about to begin.
     pub(crate) fn check_act(&mut self, act: &Act<u32>) {
         self.check_nothing_spins(act);
         self.check_work_is_safe(act);
@@ -152,7 +154,7 @@ impl World {
         }
     }
 
-    /// Nothing spins: whatever goes wrong for however long, an act that fails is followed by a pause.
+    /// The promise nothing-spins: an act that fails is followed by a pause, whatever goes wrong for however long.
     fn check_nothing_spins(&mut self, act: &Act<u32>) {
         let Act::Daemon { id, .. } = act else { return };
         let acts = self.in_a_row.entry(id.clone()).or_default();
@@ -160,7 +162,8 @@ impl World {
         assert!(*acts < MOST_IN_A_ROW, "nothing-spins: {id} has had {acts} acts, and nothing has happened");
     }
 
-    /// Work is safe: nothing ends clients but a stop, and MPS disabled. `enforcing.rs` has the part about budgets.
+    /// The promise work-is-safe: nothing ends clients except a stop, and MPS disabled. `enforcing.rs` has the part
+    /// about budgets.
     fn check_work_is_safe(&self, act: &Act<u32>) {
         let Act::Daemon { id, act: DaemonAct::End(permit), .. } = act else { return };
         let cause = permit.cause();
@@ -181,7 +184,7 @@ impl World {
         );
     }
 
-    /// Modes stay: the compute mode of a GPU is not restored while the service needs it.
+    /// The promise modes-stay: the compute mode of a GPU is not restored while the service needs it.
     fn check_modes_stay(&self, act: &Act<u32>) {
         let Act::PutModeBack(gpu) = act else { return };
         let ending = self.service.as_ref().and_then(|service| service.ending);
@@ -201,7 +204,8 @@ impl World {
         certainly.contains(gpu) || others.as_ref().is_some_and(|others| !others.contains(gpu))
     }
 
-    /// Modes come back: after a stop for good, each GPU has the mode of before.
+    /// The promise modes-come-back: after a stop for good, each GPU has the compute mode that it had before the
+    /// service. `not_ended` are control daemons that the service could not end.
     pub(crate) fn check_stopped(&self, not_ended: &BTreeSet<DaemonId>) {
         let mut living = self.state_file.daemons.keys().filter(|id| self.living(id).is_some());
         let forgotten = living.find(|id| !not_ended.contains(*id));
@@ -218,8 +222,8 @@ impl World {
         }
     }
 
-    /// All is served in the end: from any state, once nothing goes wrong any more, everything that can be served is served,
-    /// nothing else runs, and it takes a bounded number of acts.
+    /// The promise all-is-served-in-the-end: once nothing goes wrong any more, everything that can be served is
+    /// served, nothing else runs, and it takes a bounded number of acts.
     pub fn check_all_is_served_in_the_end(&mut self) {
         self.is_calm = true;
         self.is_disk_full = false;
@@ -250,7 +254,7 @@ impl World {
         panic!("all-is-served-in-the-end: it never comes to rest");
     }
 
-    /// True if some act can come on without time that passes.
+    /// True if some act can go on without any time that passes.
     pub(crate) fn comes_on(&self) -> bool {
         let Some(service) = &self.service else { return false };
         !service.modes.is_empty()
@@ -260,13 +264,13 @@ impl World {
             || service.tasks.keys().any(|id| self.can_come_on(id))
     }
 
-    /// Nothing happens until the next moment.
+    /// Lets time pass until the next event.
     fn go_on_in_time(&mut self) {
         self.force_if_clients_are_unknown();
         self.sleep();
     }
 
-    /// Lets time pass until something has to be done, or happens by itself.
+    /// Lets time pass until the service has something to do, or an event happens.
     pub(crate) fn sleep(&mut self) {
         self.in_a_row.clear();
         let next = self.next_moment().unwrap_or(self.now + Duration::from_secs(1));
@@ -277,7 +281,8 @@ impl World {
         self.look_if_due();
     }
 
-    /// An idle host is quiet: it costs the regular check, and tells nothing. The first check may correct something.
+    /// The promise an-idle-host-is-quiet: a host on which nothing happens costs the regular health check, and the
+    /// service reports nothing. The first health check may correct something.
     fn check_an_idle_host_is_quiet(&mut self) {
         let counts = |world: &Self| {
             let count = |one: &super::ControlDaemon| {
@@ -304,7 +309,8 @@ impl World {
         }
     }
 
-    /// Everybody is known: the regular checks have corrected the register, where NVML or the log names some client.
+    /// The promise everybody-is-known: the regular health checks have corrected the register, where NVML or the log
+    /// names a client.
     fn check_all_clients_are_known(&self) {
         for one in self.daemons.values() {
             let mps = one.lock();
@@ -326,7 +332,7 @@ impl World {
         }
     }
 
-    /// A service that ends is started again.
+    /// Starts the service again if it has ended.
     fn start_service_again(&mut self) {
         let mut dice = Dice::new(7);
         for _ in 0..20_000 {
@@ -343,7 +349,7 @@ impl World {
         panic!("all-is-served-in-the-end: the service does not end");
     }
 
-    /// Each control daemon has its order, and nothing else has to be done.
+    /// True if each control daemon has its order, and the service has nothing else to do.
     fn is_settled(&self) -> bool {
         let Some(service) = &self.service else { return false };
         let serve = |(id, task): (&DaemonId, &super::Task)| {

@@ -1,4 +1,5 @@
-//! The directories of slices: to which control daemons their links point, and which slices are drained.
+//! The simulated directories of slices: the control daemons to which their links point, and the slices that are
+//! drained.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,19 +10,20 @@ use mps_core::{DaemonId, Goal};
 use super::mps::Mps;
 use super::{Dice, World};
 
-/// The slices of each GPU.
+/// The number of slices of each GPU.
 pub(crate) const SLICES: usize = 2;
 
-/// The directory that contains the slices' directories. There is only one.
+/// The path of the directory that contains the directories of slices. The world has only one.
 const PLACE: u8 = 0;
 
-/// A file that is no link is in a directory.
+/// The entry of a directory in [`Ways`] that has a file instead of a link.
 const OBSTACLE: u32 = 0;
 
-/// The waiting socket.
+/// The entry of a directory in [`Ways`] whose link points to the waiting socket.
 const WAITING: u32 = u32::MAX;
 
-/// The directories, each with the control daemon to which its link points, or an obstacle.
+/// The directories of slices by the names of the slices. The value is the PID of the control daemon to which the link
+/// points, or [`OBSTACLE`], or [`WAITING`].
 pub(crate) type Ways = Arc<Mutex<BTreeMap<String, u32>>>;
 
 #[derive(Debug, Clone, Default)]
@@ -37,7 +39,7 @@ impl ClosedSlices for SimDrained {
     }
 }
 
-/// The links to one control daemon, shared by all parts that change them.
+/// The links to one control daemon, shared by all parts of the service that change them.
 #[derive(Clone)]
 pub(crate) struct SimAdmission {
     id: DaemonId,
@@ -69,12 +71,13 @@ fn linked(gpus: &[String]) -> Linked<u8> {
     Linked { pipe: PLACE, has_link: false, slices_in: Some(PLACE), gpus: gpus.iter().cloned().collect() }
 }
 
-/// The directories during a pass.
+/// The directories of slices during one pass over the links.
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The control daemon with its socket in place, or the waiting socket.
+    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. None: there is no
+    /// socket.
     socket: Option<u32>,
-    /// The attempt to change this slice fails.
+    /// The slice whose link can't be changed in this pass.
     stuck: Option<String>,
 }
 
@@ -147,13 +150,13 @@ impl SimAdmission {
         Self { id: id.clone(), links, ways: Arc::default(), drained: Arc::default() }
     }
 
-    /// The control daemon has its limits.
+    /// Makes the links point to the control daemon, which has its limits now.
     pub(crate) fn lead(&self, mps: &mut Mps, gpus: &[String]) -> Result<(), Bad> {
         self.links.lock().unwrap().lead(linked(&mps.gpus), &wanted(&self.id, gpus, false));
         self.apply(Some(mps))
     }
 
-    /// Makes and removes links.
+    /// Makes and removes links. `mps` is the control daemon. None: no control daemon runs.
     pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
         let (mut socket, mut stuck) = (None, None);
@@ -176,12 +179,12 @@ impl SimAdmission {
         !self.links.lock().unwrap().stuck().is_empty()
     }
 
-    /// True if the directory of a slice leads nowhere, by the last pass.
+    /// True if the directory of a slice had no link to a control daemon at the last pass.
     pub(crate) fn is_missing(&self, slice: &str) -> bool {
         self.links.lock().unwrap().missing().slices.contains_key(slice)
     }
 
-    /// Programs that come wait from now on.
+    /// Makes the links point to the waiting socket, so that programs wait.
     pub(crate) fn keep_waiting(&self, mps: &mut Mps) -> Result<(), Bad> {
         self.links.lock().unwrap().keep_waiting();
         self.apply(Some(mps))?;
@@ -189,7 +192,7 @@ impl SimAdmission {
         if open.is_empty() { Ok(()) } else { Err(format!("{open:?} can't be changed")) }
     }
 
-    /// The slices with directories that lead to this control daemon.
+    /// The slices whose directories have a link to the control daemon with this PID.
     pub(crate) fn leading_to(&self, pid: u32) -> Vec<String> {
         let ways = self.ways.lock().unwrap();
         ways.iter().filter(|(_, leads)| **leads == pid).map(|(name, _)| name.clone()).collect()
@@ -200,12 +203,12 @@ impl SimAdmission {
         let _ = self.apply(Some(mps));
     }
 
-    /// Programs do not wait for the next control daemon any more.
+    /// Releases the programs that wait for the next control daemon.
     pub(crate) fn let_go(&self) {
         self.links.lock().unwrap().let_go();
     }
 
-    /// The control daemon has ended. Programs wait for the next one.
+    /// Takes note that the control daemon has ended. Programs wait for the next one.
     pub(crate) fn end(&self) {
         {
             let ways = self.ways.lock().unwrap();
@@ -217,7 +220,7 @@ impl SimAdmission {
 }
 
 impl World {
-    /// The links of a supervisor, which has just come or was there.
+    /// The links of a supervisor. They are made if the supervisor is new.
     pub(crate) fn admission(
         &mut self,
         id: &DaemonId,
@@ -236,7 +239,7 @@ impl World {
         Some(service.admissions.entry(id.clone()).or_insert_with(new).clone())
     }
 
-    /// Another plan is in force: links that it does not need are removed at once.
+    /// Takes another plan: links that it does not need are removed at once.
     pub(crate) fn follow(&mut self) {
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {
@@ -254,7 +257,7 @@ impl World {
         self.drained.lock().unwrap().0.contains(slice)
     }
 
-    /// The control daemon that a slice's directory leads to.
+    /// The PID of the control daemon to which the directory of a slice leads. None: it leads to no control daemon.
     pub(crate) fn leads_to(&self, slice: &str) -> Option<u32> {
         let pid = self.ways.lock().unwrap().get(slice).copied();
         pid.filter(|pid| self.daemons.contains_key(pid))
@@ -267,8 +270,8 @@ impl World {
         }
     }
 
-    /// An administrator drains a slice, or puts it into use again. After the answer its link is removed, unless the answer says
-    /// that it is not.
+    /// An administrator drains a slice, or puts it into use again. After the answer the slice has no link, unless the
+    /// answer says that the link can't be removed.
     pub(crate) fn drain(&mut self, dice: &mut Dice) {
         let all: Vec<String> = all_slices(&super::GPUS.map(str::to_owned)).map(|(name, _)| name).collect();
         if dice.one_in(4) {
@@ -324,8 +327,9 @@ impl World {
         }
     }
 
-    /// Drained takes none: no directory of a drained slice has a link to a control daemon. And a program that connects through
-    /// the directory of a slice finds the control daemon that has the GPU of the slice.
+    /// The promise drained-takes-none: no directory of a drained slice has a link to a control daemon. The promise
+    /// a-slice-leads-home: a program that connects through the directory of a slice finds the control daemon that has
+    /// the GPU of the slice.
     pub(crate) fn check_ways(&self) {
         let drained = self.drained.lock().unwrap();
         for (name, pid) in &*self.ways.lock().unwrap() {
@@ -339,7 +343,7 @@ impl World {
         }
     }
 
-    /// True if each slice of these GPUs that is not drained leads to this control daemon.
+    /// True if the directory of each slice of these GPUs that is not drained leads to this control daemon.
     pub(crate) fn lead_here(&self, pid: u32, gpus: &[String]) -> bool {
         let Some(one) = self.daemons.get(&pid) else { return false };
         let (drained, ways) = (self.drained.lock().unwrap(), self.ways.lock().unwrap());
