@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
     json: bool,
 }
 
-/// Returns the exit status.
+/// Runs the command `check`, and returns its exit status.
 pub(crate) async fn check(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = CheckReport::new(sources).await;

@@ -39,14 +39,15 @@ impl Devices {
         self.slurm
     }
 
-    /// The slices that are asked for.
+    /// The slices that the options ask the service for.
     pub(crate) fn wish(&self) -> Result<SliceWish> {
         let names = if self.slurm { slurm::given()? } else { self.names.clone() };
         Ok(SliceWish { names, free: self.free, share: self.share })
     }
 }
 
-/// Repeats the question until the slices are served, if they may be served soon, and prints a note about that.
+/// Repeats a question to the service until the slices are served, if they may be served soon, and prints a note while
+/// it waits.
 pub(crate) async fn until_served<T>(
     ask: impl AsyncFn() -> Result<T, BusError>,
     worth_waiting: impl Fn(&BusError) -> bool,
@@ -66,12 +67,13 @@ pub(crate) async fn until_served<T>(
     }
 }
 
-/// Returns true if the service may give the same slices a moment later.
+/// Returns true if the service may answer with the slices a moment after this error.
 pub(crate) fn passes(error: &BusError) -> bool {
     matches!(error, BusError::Refused(RequestError::NotReady(_) | RequestError::NotServed(_)))
 }
 
-/// The settings for a program that uses these slices, once it may have them. Prints which slice the service has chosen.
+/// Waits until the service gives the program these slices, and returns the settings for a program that uses them.
+/// Prints which slice the service has chosen.
 pub(crate) async fn take(daemon: &DaemonProxy, wish: &SliceWish) -> Result<ContainerAnswer> {
     let (taken, answer) = until_served(async || daemon.take(wish).await, passes).await?;
     if wish.free {

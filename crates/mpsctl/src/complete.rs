@@ -12,11 +12,11 @@ use common::bus::proxy::{BusError, DaemonProxy};
 use common::text::is_unprintable;
 use mps_core::register::SHORT_ID;
 
-/// The first argument of the process that prints the completions. The words of the command line follow, the last one up to the
-/// cursor.
+/// The first argument of the process that prints the completions. The words of the command line follow; the last one
+/// is cut at the cursor.
 const ASK: &str = "complete-words";
 
-/// The longest time for the service's answer: a user waits at a keyboard.
+/// The longest time for the service's answer. A user waits for the completions at a keyboard.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// If the first argument after the program's name is [`ASK`], prints the words that fit, one per line, each with a tab and its
@@ -40,15 +40,15 @@ pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Opt
     Some(0)
 }
 
-/// A word and its meaning.
+/// A word that completes the command line, and its meaning.
 type Completion = (String, String);
 
-/// The names of slices and GPUs.
+/// Completes the names of slices and GPUs.
 pub(super) fn devices() -> ArgValueCompleter {
     names(true)
 }
 
-/// The names of slices, for a command that does not accept a GPU.
+/// Completes the names of slices, for a command that does not accept a GPU.
 pub(super) fn slices() -> ArgValueCompleter {
     names(false)
 }
@@ -73,7 +73,7 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
     })
 }
 
-/// The PIDs of clients.
+/// Completes the PIDs of clients.
 pub(super) fn clients() -> ArgValueCompleter {
     ArgValueCompleter::new(|begun: &OsStr| {
         let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
@@ -89,7 +89,7 @@ pub(super) fn clients() -> ArgValueCompleter {
     })
 }
 
-/// The ids of the containers of clients.
+/// Completes the ids of the containers of clients.
 pub(super) fn containers() -> ArgValueCompleter {
     ArgValueCompleter::new(|begun: &OsStr| {
         let clients = ask(async |daemon| daemon.clients().await).unwrap_or_default();
@@ -104,7 +104,7 @@ pub(super) fn containers() -> ArgValueCompleter {
     })
 }
 
-/// The service's answer, if it comes within the time.
+/// The service's answer. None if it does not come within [`PATIENCE`].
 fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Option<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let answer = async { question(&DaemonProxy::connect().await?).await };

@@ -24,7 +24,7 @@ mod slurm;
 mod toolkit;
 mod watch;
 
-/// The exit status of a command that could not be carried out.
+/// The exit status of a command that has failed.
 const FAILED: u8 = 1;
 /// The exit status for a wrong command line.
 const USAGE: u8 = 2;
@@ -325,7 +325,7 @@ impl Command {
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a subcommand has failed.
+/// The reason why a subcommand has failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
@@ -370,7 +370,8 @@ impl Error {
     }
 }
 
-/// The output of a command whose exit status has a meaning: the command goes on if the reader closes the pipe.
+/// The output of a command whose exit status has a meaning: the command goes on even if the reader of the output
+/// closes the pipe.
 struct MayLoseReader<'o>(&'o mut dyn Write);
 
 impl Write for MayLoseReader<'_> {
@@ -387,7 +388,7 @@ fn without_closed_pipe(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) }
 }
 
-/// The command line as data, for its manual page and completions.
+/// The command line as data, from which its manual page and completions are made.
 pub fn command() -> clap::Command {
     let command = Arguments::command();
     let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();

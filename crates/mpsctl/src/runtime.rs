@@ -20,13 +20,13 @@ use common::bus::proxy::{BusError, ContainerStop, DaemonProxy};
 use common::host::identity;
 use common::text::printable;
 
-/// The prefix of this program's names as a runtime.
+/// The prefix of the names under which this program is called as a runtime.
 const PREFIX: &str = "yunion-mps-";
 
-/// The longest time for ending GPU work. Then the runtime goes on.
+/// The longest time for ending GPU work. After that the wrapped runtime is executed in any case.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The journal's socket.
+/// The journal's socket for messages.
 const JOURNAL: &str = "/run/systemd/journal/socket";
 
 /// The socket of the system bus, unless an environment variable names another one.
@@ -39,7 +39,7 @@ const WITH_VALUE: [&str; 7] =
 /// The options with which a runtime finds the state of a container.
 const FOR_STATE: [&str; 4] = ["--root", "--rootless", "--cgroup-manager", "--systemd-cgroup"];
 
-/// The signals that end a program which does not handle them.
+/// The signals that end a program which does not handle them, each with its number.
 const SIGNALS: [(&str, u32); 4] = [("INT", 2), ("QUIT", 3), ("KILL", 9), ("TERM", 15)];
 
 /// Returns the name of the wrapped runtime, from the name with which this program was called.
@@ -85,7 +85,7 @@ fn can_ask() -> bool {
     rustix::process::geteuid().is_root() && has_bus()
 }
 
-/// Waits for a result, but only as long as the runtime can wait.
+/// Waits for a result, but at most for [`PATIENCE`].
 fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String> {
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let in_time = async { tokio::time::timeout(PATIENCE, work).await };
@@ -93,7 +93,7 @@ fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String
     done.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
 }
 
-/// A command that sends a signal to a container's processes.
+/// A command line of a runtime that sends a signal to a container's processes.
 #[derive(Debug, PartialEq, Eq)]
 struct SignalCommand<'a> {
     /// The options with which the runtime finds the state of the container.
@@ -103,7 +103,7 @@ struct SignalCommand<'a> {
     to_all: bool,
 }
 
-/// The state of a container, as runtimes print it.
+/// The state of a container with its first process, as runtimes print it.
 #[derive(Deserialize)]
 struct FirstProcess {
     #[serde(default)]
@@ -131,7 +131,8 @@ impl<'a> SignalCommand<'a> {
         Some(Self { options, container: names.first()?, signal, to_all })
     }
 
-    /// Deleting a container by force kills it first.
+    /// Returns the signal of a command that deletes a container by force, which kills the container first. None if
+    /// the command does not force.
     fn by_delete(options: Vec<&'a OsStr>, arguments: Arguments<'a>) -> Option<Self> {
         let (flags, names) = flags_and_names(arguments);
         let is_forced = flags.iter().any(|flag| matches!(flag.as_bytes(), b"--force" | [b'-', b'f']));
@@ -139,8 +140,8 @@ impl<'a> SignalCommand<'a> {
         is_forced.then_some(Self { options, container, signal: 9, to_all: true })
     }
 
-    /// Ends the GPU work of the programs that the signal may end, and returns the first process of the container. None: no
-    /// process of the container is known to run.
+    /// Ends the GPU work of the programs that the signal may end, and returns the first process of the container.
+    /// None: as far as is known, no process of the container runs.
     fn prepare(&self, runtime: &OsStr) -> Option<ProcessId> {
         let mut first = None;
         let ended = in_time(async {
@@ -176,7 +177,7 @@ impl<'a> SignalCommand<'a> {
         Ok(Some(state.pid).filter(|pid| *pid != 0))
     }
 
-    /// Writes to the journal why there may still be GPU work when the signal comes.
+    /// Writes to the journal why GPU work may still run when the signal comes.
     fn write_to_journal(&self, runtime: &OsStr, why: &str) {
         let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
         let line = printable(&format!(

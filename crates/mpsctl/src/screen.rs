@@ -6,20 +6,21 @@ use std::io::{self, Write};
 use common::counted::counted;
 use common::text::printable;
 
-/// The columns and rows of the terminal.
+/// The number of columns and rows of the terminal.
 pub(super) fn size() -> (u16, u16) {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
     let columns = size.map(|size| size.ws_col).filter(|columns| *columns > 0);
     (columns.unwrap_or(80), rows().unwrap_or(24))
 }
 
-/// The rows of the terminal. None if there is no terminal, or if it does not report its size.
+/// The number of rows of the terminal. None if there is no terminal, or if it does not report its size.
 pub(super) fn rows() -> Option<u16> {
     let size = rustix::termios::tcgetwinsize(rustix::stdio::stdout()).ok();
     size.map(|size| size.ws_row).filter(|rows| *rows > 0)
 }
 
-/// The lines of a status that fit into this number of rows. The last line counts the others.
+/// The first lines of a status, as many as fit into this number of rows. The last line says how many lines are left
+/// out.
 pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
     if lines.len() > rows {
         let more = lines.len() - rows.saturating_sub(1);
@@ -64,7 +65,7 @@ impl Screen {
     }
 }
 
-/// A text below everything else on the screen, which the next text replaces.
+/// A text below everything else on the screen. The next text replaces it.
 #[derive(Debug, Default)]
 pub(super) struct Passing(String);
 
@@ -85,7 +86,7 @@ impl Passing {
     }
 }
 
-/// Prints a message to standard error. An error of that is ignored.
+/// Prints a message to standard error. A failure of that is ignored.
 pub(super) fn say(words: &str) {
     let _ = writeln!(io::stderr(), "yunion-mpsctl: {}", printable(words));
 }

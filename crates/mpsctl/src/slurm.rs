@@ -74,7 +74,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     ))
 }
 
-/// The type of a slice for Slurm: the model and the memory, as in `h200_sxm_141gb.35gb`.
+/// The type that Slurm has for a slice: the model and the memory, as in `h200_sxm_141gb.35gb`.
 fn kind(device: &Device) -> String {
     let model = device.model.as_deref().or(device.nvidia_name.as_deref()).unwrap_or("gpu");
     let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' };
@@ -85,7 +85,7 @@ fn kind(device: &Device) -> String {
     }
 }
 
-/// The beginning of the name of a job's control group; the job's number follows.
+/// The beginning of the name of a Slurm job's control group; the job's number follows.
 const JOB: &str = "job_";
 
 /// The job that contains this process, which is a Prolog in the job.
@@ -94,7 +94,7 @@ pub(super) struct SlurmJob {
     pub(super) control_group: String,
     /// The job's name for people.
     pub(super) label: String,
-    /// The names of its slices.
+    /// The names of the job's slices.
     pub(super) slices: Vec<String>,
 }
 
@@ -124,7 +124,8 @@ fn job_of(path: &str) -> Option<(&str, &str)> {
     Some((path.get(..before.len() + name.len())?, number))
 }
 
-/// The numbers of the slices that Slurm has given to the step or the job.
+/// The numbers of the slices that Slurm has given to the step or the job of this process. None if Slurm has given
+/// none.
 fn numbers() -> Option<String> {
     GIVEN.iter().find_map(|name| env::var(name).ok().filter(|numbers| !numbers.is_empty()))
 }
@@ -143,7 +144,7 @@ pub(super) fn given() -> Result<Vec<String>, Problem> {
     named(&numbers, &String::from_utf8_lossy(&lines))
 }
 
-/// The names in the comments of these lines.
+/// The names of slices for these numbers, from the comments of the lines of gres.conf.
 fn named(numbers: &str, lines: &str) -> Result<Vec<String>, Problem> {
     let lines: Vec<&str> =
         lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use common::config::below;
 
-/// Files of the toolkit.
+/// Files that show that the toolkit is installed.
 const FILES: [&str; 5] = [
     "/usr/bin/nvidia-container-runtime",
     "/usr/bin/nvidia-container-runtime-hook",
@@ -13,11 +13,11 @@ const FILES: [&str; 5] = [
     "/etc/nvidia-container-runtime/config.toml",
 ];
 
-/// The directory in which CUDA looks for a control daemon by default. On a host without the platform nothing gives programs
-/// another directory. The toolkit mounts it into every container with a GPU if it exists.
+/// The directory in which CUDA looks for a control daemon by default. On a host without the platform no setting gives
+/// programs another directory. The toolkit mounts this directory into every container with a GPU if it exists.
 pub(super) const WHERE_CUDA_LOOKS: &str = "/tmp/nvidia-mps";
 
-/// A file of the toolkit, if it is installed.
+/// The first file of the toolkit that exists. None if the toolkit is not installed.
 pub(super) fn installed(sysroot: &Path) -> Option<&'static str> {
     FILES.into_iter().find(|file| below(sysroot, Path::new(file)).exists())
 }

@@ -12,7 +12,8 @@ pub struct Board {
     pub mps: u32,
     /// The cards, in PCI order.
     pub cards: Vec<Card>,
-    /// Entries of the device file that belong to no card.
+    /// Entries of host_container_device.yml, the device file of the platform, for PCI addresses at which the board
+    /// has no card.
     #[serde(default)]
     pub entries: Vec<Entry>,
 }
@@ -21,36 +22,36 @@ pub struct Board {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Card {
-    /// The full address, `0000:00:06.0`.
+    /// The card's full PCI address, `0000:00:06.0`.
     pub pci: String,
-    /// The vendor and the device number, `10de:1b38`.
+    /// The numbers of vendor and device, `10de:1b38`.
     pub id: String,
     /// The vendor's name in pci.ids.
     pub vendor_name: String,
     /// The device's name in pci.ids, `GP102GL [Tesla P40]`.
     pub device_name: String,
-    /// The NUMA node. -1 if there is none.
+    /// The card's NUMA node. -1 if the card has none.
     pub numa_node: i32,
-    /// The CPUs near it, as the kernel lists them: `0-47,96-143`. None if /sys doesn't say.
+    /// The CPUs near the card, as the kernel lists them: `0-47,96-143`. None if /sys doesn't say.
     pub local_cpus: Option<String>,
     /// The PCI Express generation of the link: 3 is 8 GT/s, 5 is 32 GT/s.
     pub link_gen: u32,
     /// The number of lanes of the link.
     pub link_width: u32,
-    /// Its entry in the device file, without the path.
+    /// The card's entry in the platform's device file, without the path.
     pub entry: Entry,
-    /// The facts that NVML reports about it. None for the cards of other vendors.
+    /// The facts that NVML reports about the card. None for the cards of other vendors.
     pub gpu: Option<GpuFacts>,
 }
 
-/// `type` and `virtual_number` of an entry in the device file.
+/// An entry of the platform's device file: its keys `type` and `virtual_number`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// `NVIDIA_MPS` and the like.
+    /// The type of the virtual devices, such as `NVIDIA_MPS`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// The number of its virtual devices.
+    /// The number of virtual devices of the card.
     pub virtual_number: u32,
 }
 
@@ -64,7 +65,7 @@ pub struct GpuFacts {
     pub name: String,
     /// The total memory in MiB, with the reserved part.
     pub memory_total_mib: u64,
-    /// The reserved part in KiB.
+    /// The reserved part of the memory, in KiB.
     pub memory_reserved_kib: u64,
     /// The compute capability, `9.0`.
     pub compute_capability: String,

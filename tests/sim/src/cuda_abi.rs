@@ -17,13 +17,13 @@ const NO_DEVICE: c_uint = 100;
 const INVALID_DEVICE: c_uint = 101;
 const INVALID_CONTEXT: c_uint = 201;
 
-/// The attributes that programs ask for.
+/// The numbers of the attributes that programs ask CUDA for.
 const MULTIPROCESSOR_COUNT: c_int = 16;
 const MEMORY_POOLS_SUPPORTED: c_int = 115;
 
 const MIB: u64 = 1024 * 1024;
 
-/// The state of the process on its first GPU.
+/// The use of the first GPU by this process.
 struct Process {
     context: Option<Context>,
     /// The allocated blocks of memory by address, with their sizes in bytes.
@@ -55,7 +55,7 @@ unsafe fn put<T>(place: *mut T, value: T) -> Answer {
     Ok(())
 }
 
-/// The GPUs that this process sees.
+/// The GPUs that this process sees, or CUDA's error.
 fn gpus() -> Result<Vec<Gpu>, c_uint> {
     let host = Host::from_env().map_err(|_| NO_DEVICE)?;
     host.driver().ok_or(NO_DEVICE)?;
@@ -105,7 +105,7 @@ unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _
     finish(found.and_then(|found| unsafe { put(value, found) }))
 }
 
-/// The only context.
+/// The handle of the only context.
 const CONTEXT: *mut c_void = 0x10 as *mut c_void;
 
 #[unsafe(no_mangle)]
@@ -144,7 +144,7 @@ extern "C" fn cuCtxSetCurrent(_context: *mut c_void) -> c_uint {
 }
 
 impl Process {
-    /// Free and total memory in bytes.
+    /// The free and the total memory that the process sees, in bytes.
     fn free_and_total(&self) -> Result<(u64, u64), c_uint> {
         let (_, free, total) =
             self.context.as_ref().and_then(Context::first_device).ok_or(INVALID_CONTEXT)?;

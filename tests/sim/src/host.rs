@@ -72,7 +72,7 @@ fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     fs::write(hwdata.join("pci.ids"), pci_ids(board))
 }
 
-/// Makes a device node that every user may open, as the driver does.
+/// Makes a device node that every user may open, as NVIDIA's driver does.
 fn for_everybody(path: &Path) -> io::Result<()> {
     fs::write(path, "")?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o666))
@@ -110,7 +110,7 @@ fn device(card: &Card, sysroot: &Path, nodes: &[&str]) -> io::Result<String> {
     Ok(path)
 }
 
-/// The rate in GT/s in the spelling of sysfs, and its code in the Link Capabilities register.
+/// The speed of a PCI Express link in GT/s, as sysfs writes it, and its code in the Link Capabilities register.
 fn link_speed(generation: u32) -> (&'static str, u32) {
     match generation {
         1 => ("2.5", 1),
@@ -122,8 +122,8 @@ fn link_speed(generation: u32) -> (&'static str, u32) {
     }
 }
 
-/// 256 bytes of PCI configuration space: the identification, a power management capability, and after it the PCI
-/// Express capability with the link's speed and width.
+/// The 256 bytes of a card's PCI configuration space: the identification, a power management capability, and after it
+/// the PCI Express capability with the link's speed and width.
 fn config_space(card: &Card) -> Vec<u8> {
     const POWER: u8 = 0x60;
     const EXPRESS: u8 = 0x78;
@@ -212,7 +212,7 @@ fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<
     fs::write(yunion.join(file), devices)
 }
 
-/// Makes the state that the driver keeps: for the GPUs and for MPS.
+/// Makes the state of the driver: the files of the GPUs and of MPS.
 fn driver(board: &Board, root: &Path) -> io::Result<()> {
     write(&root.join("driver"), &board.driver)?;
     fs::create_dir_all(root.join("mps/fault"))?;
@@ -266,7 +266,8 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
         .try_for_each(|name| symlink(library(programs), lib.join(name)))
 }
 
-/// The library beside the programs. `cargo test` writes it only to deps/, and that file is never older.
+/// The path of the simulated library. It is beside the programs, but `cargo test` writes it only to deps/, and the
+/// file in deps/ is never older.
 fn library(programs: &Path) -> PathBuf {
     let [deps, beside] = ["deps/libnvidia_ml.so", "libnvidia_ml.so"].map(|name| programs.join(name));
     if deps.exists() { deps } else { beside }

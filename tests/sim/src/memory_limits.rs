@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 
 use crate::state::{Gpu, Host, code};
 
-/// The hard limit of a control group without one.
+/// The hard limit of a control group that has no limit.
 pub const NO_LIMIT: u64 = u64::MAX;
 
 const MIB: u64 = 1 << 20;
 
-/// The first series of the driver that has limits.
+/// The first series of the driver that has memory limits.
 const FIRST_SERIES: u32 = 615;
 
-/// The soft and the hard limit, in bytes.
+/// The soft and the hard limit of a control group, in bytes.
 pub type Limits = (u64, u64);
 
-/// True if limits can be asked for: the driver has them, the GPU accounts for memory (its file `memory_accounting` is there),
-/// and the control group exists.
+/// Checks that NVML's functions for limits work: the driver has them, the GPU accounts for memory (its file
+/// `memory_accounting` exists), and the control group exists.
 ///
 /// # Errors
 /// NVML's code.
@@ -33,7 +33,8 @@ pub fn check(host: &Host, gpu: &Gpu, group: &str) -> Result<(), u32> {
     if fs::metadata(group).is_ok_and(|found| found.is_dir()) { Ok(()) } else { Err(code::OPERATING_SYSTEM) }
 }
 
-/// The limits of a control group. One without limits of its own reads the limits of the nearest above it.
+/// The limits of a control group. A control group without limits of its own reads the limits of the nearest control
+/// group above it.
 pub fn limits(gpu: &Gpu, group: &str) -> Limits {
     let own = |group: &Path| {
         let text = gpu.text(&file(group.to_str()?))?;
@@ -64,7 +65,8 @@ pub fn used_bytes(gpu: &Gpu, group: &str) -> u64 {
     inside.map(|(_, (_, mib))| mib * MIB).sum()
 }
 
-/// The memory in MiB that a process can still have by the limits of its control groups. None without a limit.
+/// The memory in MiB that a process can still have by the limits of its control groups. None if no control group has
+/// a limit.
 pub fn room_mib(gpu: &Gpu, pid: u32) -> Option<u64> {
     let files = fs::read_dir(gpu.path("memory_limits")).into_iter().flatten().flatten();
     let groups = files.filter_map(|file| Some(file.file_name().to_str()?.replace('%', "/")));

@@ -17,14 +17,15 @@ use crate::memory_limits;
 use crate::state::{COMPUTE_MODES, Gpu, Host, Kind, Pci, code, injected};
 
 type Return = c_uint;
-/// The index plus one, so that the handle is never null.
+/// The handle of a GPU: its index plus one, so that the handle is never null.
 type Device = *mut c_void;
 type Answer = Result<(), Return>;
 
 /// The number of calls of nvmlInit without a nvmlShutdown.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// The GPUs that are awake, since somebody has asked for them and has the driver open. NVML wakes one after the other.
+/// The indices of the GPUs that are awake, because a function has asked for them while the driver is open. NVML wakes
+/// one after the other.
 static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
@@ -97,11 +98,11 @@ struct FoundLimits {
     current_used: c_ulonglong,
 }
 
-/// A set of events. Only one thread at a time uses it.
+/// A set of NVML events. Only one thread at a time uses it.
 struct EventSet {
-    /// Becomes readable when a file of one of its GPUs changes.
+    /// An inotify queue, which becomes readable when a file of one of the set's GPUs changes.
     changes: OwnedFd,
-    /// Its GPUs, each with the number of its critical errors that have been reported.
+    /// The GPUs of the set, each with the number of its critical errors that were reported.
     gpus: Vec<(Gpu, usize)>,
 }
 
@@ -114,7 +115,7 @@ fn finish(answer: Answer) -> Return {
     answer.err().unwrap_or(0)
 }
 
-/// The host, for a function that needs no GPU.
+/// The simulated host, for a function that needs no GPU.
 fn host(function: &str) -> Result<Host, Return> {
     let host = Host::from_env().map_err(|_| code::UNKNOWN)?;
     if USERS.load(Ordering::Relaxed) == 0 {
@@ -123,7 +124,7 @@ fn host(function: &str) -> Result<Host, Return> {
     injected(host.root(), function).map_or(Ok(host), Err)
 }
 
-/// Answers a function about one GPU.
+/// Answers a function about one GPU, unless a fault file sets an error.
 fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> Return {
     let gpu = || {
         let index = device.addr().checked_sub(1).and_then(|index| u32::try_from(index).ok());
@@ -134,7 +135,7 @@ fn ask(function: &str, device: Device, answer: impl FnOnce(&Gpu) -> Answer) -> R
     finish(gpu().and_then(|gpu| answer(&gpu)))
 }
 
-/// The error that this GPU returns for this function, if there is one.
+/// The error that a fault file sets for this GPU and this function, if there is one.
 fn check(function: &str, gpu: &Gpu) -> Answer {
     gpu.hang(function);
     if let Some(code) = gpu.injected(function) {
@@ -143,7 +144,7 @@ fn check(function: &str, gpu: &Gpu) -> Answer {
     if gpu.lost() { Err(code::GPU_IS_LOST) } else { Ok(()) }
 }
 
-/// Wakes a GPU up, as without nvidia-persistenced.
+/// Wakes a GPU up, which takes time without nvidia-persistenced.
 fn wake(host: &Host, gpu: &Gpu) {
     let Some(time) = host.text("wake-ms").and_then(|text| text.parse().ok()) else { return };
     let mut awake = AWAKE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -439,7 +440,7 @@ unsafe extern "C" fn nvmlDeviceGetPciInfo_v3(device: Device, info: *mut PciInfo)
     })
 }
 
-/// The text with a NUL byte in a field of fixed size. The text is cut if it does not fit.
+/// A text with a NUL byte, in a field of fixed size. The text is cut if it does not fit.
 fn characters<const N: usize>(text: &str) -> [c_char; N] {
     let mut field = [0; N];
     for (place, byte) in field.iter_mut().take(N - 1).zip(text.bytes()) {
@@ -448,7 +449,7 @@ fn characters<const N: usize>(text: &str) -> [c_char; N] {
     field
 }
 
-/// The total, the reserved and the used memory, in bytes.
+/// The total, the reserved and the used memory of a GPU, in bytes.
 fn memory(gpu: &Gpu) -> Result<(u64, u64, u64), Return> {
     let total = gpu.number("memory_total_mib").ok_or(code::NOT_SUPPORTED)? * MIB;
     let reserved = gpu.number("memory_reserved_kib").unwrap_or_default() * 1024;
@@ -687,7 +688,7 @@ unsafe fn event_set<'a>(set: *mut EventSet) -> Result<&'a mut EventSet, Return> 
     unsafe { set.as_mut() }.ok_or(code::INVALID_ARGUMENT)
 }
 
-/// Only later errors are reported.
+/// Registers a GPU with a set. Only errors that happen later are reported.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn nvmlDeviceRegisterEvents(
     device: Device,
@@ -706,7 +707,7 @@ unsafe extern "C" fn nvmlDeviceRegisterEvents(
     })
 }
 
-/// The first event that has not been reported.
+/// The first event of the set that was not reported. None if there is none.
 fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     let next = set.gpus.iter_mut().find_map(|(gpu, told)| {
         let xid = *gpu.xids().get(*told)?;
@@ -724,7 +725,7 @@ fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     }))
 }
 
-/// Waits until something has changed or the time is over.
+/// Waits until a file of the set's GPUs has changed, or the time is over.
 fn wait_for_change(changes: &OwnedFd, longest: Duration) -> Answer {
     let longest = Timespec::try_from(longest).map_err(|_| code::INVALID_ARGUMENT)?;
     // An interruption counts as a change.

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use crate::state::{COMPUTE_MODES, Gpu, Host, Pci, code};
 
-/// Sets the compute mode.
+/// Sets the compute mode of a GPU.
 ///
 /// # Errors
 /// NVML's return code.
@@ -134,7 +134,7 @@ fn query(host: &Host, gpus: &[Gpu], fields: &str, format: &str, out: &mut dyn Wr
     Ok(0)
 }
 
-/// The field's name in the head line, for fields with aliases.
+/// The name of a field in the head line, for fields with aliases.
 fn head(field: &str) -> Option<&'static str> {
     Some(match field {
         "index" => "index",

@@ -53,12 +53,12 @@ pub struct Host {
 }
 
 impl Host {
-    /// The host in this directory.
+    /// The simulated host whose files are in this directory.
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// The host that the environment names.
+    /// The simulated host that the environment names.
     ///
     /// # Errors
     /// The variable is not set. The error names it.
@@ -70,12 +70,12 @@ impl Host {
         }
     }
 
-    /// The host's directory.
+    /// The directory with the host's files.
     pub fn root(&self) -> &Path {
         &self.root
     }
 
-    /// A value of the whole host, trimmed.
+    /// The value in a file of the whole host, trimmed. None without such a file.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.root.join(name))
     }
@@ -85,7 +85,8 @@ impl Host {
         self.text("driver")
     }
 
-    /// The bytes of a process in NVML's lists: drivers 535.43 to 535.86 write 32, under the name of the function with 24.
+    /// The number of bytes that a process has in NVML's lists. Drivers 535.43 to 535.86 write 32 bytes, under the
+    /// name of the function with 24.
     pub(crate) fn process_record(&self) -> usize {
         let version = self.driver().unwrap_or_default();
         let minor = version.strip_prefix("535.").and_then(|rest| rest.split('.').next()?.parse::<u32>().ok());
@@ -107,7 +108,8 @@ impl Host {
         }
     }
 
-    /// The contents of the file that injects this fault into the control daemon. None without such a file.
+    /// The contents of the file that injects this fault into the control daemon. None without such a file: the fault
+    /// does not happen.
     pub fn fault(&self, name: &str) -> Option<String> {
         self.text(&format!("mps/fault/{name}"))
     }
@@ -162,22 +164,22 @@ impl Kind {
 }
 
 impl Gpu {
-    /// The place of a value.
+    /// The path of the file with a value of the GPU.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.join(name)
     }
 
-    /// A value, trimmed.
+    /// The value in a file of the GPU, trimmed. None without such a file.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.directory.join(name))
     }
 
-    /// A numeric value.
+    /// The number in a file of the GPU. None without such a file.
     pub fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
     }
 
-    /// Replaces a value.
+    /// Replaces a value of the GPU.
     ///
     /// # Errors
     /// The file can't be written.
@@ -199,7 +201,7 @@ impl Gpu {
         Ok(())
     }
 
-    /// A text that is always there, unless someone removed it. Empty then.
+    /// The value in a file of the GPU that every host has. Empty if the file was removed.
     fn fixed(&self, name: &str) -> String {
         self.text(name).unwrap_or_default()
     }
@@ -214,7 +216,7 @@ impl Gpu {
         self.fixed("name")
     }
 
-    /// The GPU's address.
+    /// The GPU's PCI address.
     pub fn pci(&self) -> Pci {
         Pci::parse(&self.fixed("pci")).unwrap_or_default()
     }
@@ -265,7 +267,7 @@ impl Gpu {
             || self.compute_mode() == "Prohibited"
     }
 
-    /// Returns when the file `hangs` is not there. `hung` says that somebody waits for that.
+    /// Waits as long as the GPU has the file `hangs`. Meanwhile the file `hung` says that a function waits.
     pub fn hang(&self, function: &str) {
         let hangs = || fs::read_to_string(self.directory.join("hangs"));
         while hangs().is_ok_and(|only| only.is_empty() || only == function) {
@@ -280,7 +282,7 @@ impl Gpu {
         injected(&self.directory, function)
     }
 
-    /// The living processes on the GPU by PID, with their kind and their memory in MiB.
+    /// The living processes on the GPU by PID, each with its kind and its memory in MiB.
     pub fn processes(&self) -> BTreeMap<u32, (Kind, u64)> {
         let entries = fs::read_dir(self.directory.join("processes")).into_iter().flatten().flatten();
         let living = entries.filter_map(|entry| {
@@ -295,8 +297,8 @@ impl Gpu {
         living.collect()
     }
 
-    /// The processes as NVML lists them. Before Volta the server does the work of its clients: NVML lists the server alone,
-    /// with the memory of all.
+    /// The processes on the GPU as NVML lists them. Before Volta the server does the work of its clients: NVML lists
+    /// only the server, with the memory of all.
     pub fn processes_in_nvml(&self) -> BTreeMap<u32, (Kind, u64)> {
         let mut processes = self.processes();
         if self.compute_capability() < (7, 0) {
@@ -315,21 +317,22 @@ impl Gpu {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }
 
-    /// Adds a process, or changes the amount of memory that it holds.
+    /// Adds a process to the GPU, or changes the amount of memory that the process holds.
     pub fn enter(&self, pid: u32, kind: Kind, mib: u64) {
         let text = format!("{} {mib} {}", kind.word(), start_time(pid).unwrap_or_default());
         // If the file can't be written, only NVML's list of processes lacks the process.
         _ = write(&self.directory.join("processes").join(pid.to_string()), &text);
     }
 
-    /// Removes a process.
+    /// Removes a process from the GPU.
     pub fn leave(&self, pid: u32) {
         _ = fs::remove_file(self.directory.join("processes").join(pid.to_string()));
     }
 }
 
-/// The GPUs in a `CUDA_VISIBLE_DEVICES`, in its order. It has indices into `gpus` or UUIDs, which may be cut. None for a
-/// name that fits no GPU. Without the variable, all GPUs are visible.
+/// The GPUs that the value `names` of `CUDA_VISIBLE_DEVICES` makes visible, in its order. The value has indices into
+/// `gpus` or UUIDs, which may be cut. None in the list stands for a name that fits no GPU. Without the variable, all
+/// GPUs are visible.
 pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
     let Some(names) = names else { return gpus.iter().cloned().map(Some).collect() };
     let find = |name: &str| match name.parse::<usize>() {
@@ -342,13 +345,13 @@ pub fn visible(gpus: &[Gpu], names: Option<&str>) -> Vec<Option<Gpu>> {
 /// A PCI address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pci {
-    /// The domain.
+    /// The PCI domain.
     pub domain: u32,
-    /// The bus.
+    /// The PCI bus.
     pub bus: u32,
-    /// The device.
+    /// The PCI device.
     pub device: u32,
-    /// The function.
+    /// The PCI function.
     pub function: u32,
 }
 
@@ -372,14 +375,15 @@ impl Pci {
     }
 }
 
-/// The return code that `error/<function>` in this directory sets.
+/// The return code that the file `error/<function>` in this directory sets. None without such a file.
 pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
     let plain = function.rsplit_once("_v").map_or(function, |(plain, _)| plain);
     let file = |name: &str| read(&directory.join("error").join(name));
     file(function).or_else(|| file(plain))?.parse().ok()
 }
 
-/// The start time of a living process in ticks since boot. Its PID alone may have belonged to another process.
+/// The start time of a living process in ticks since boot, which distinguishes it from an earlier process with its
+/// PID.
 fn start_time(pid: u32) -> Option<String> {
     let fields = behind_name(pid)?;
     let mut fields = fields.split_whitespace();
@@ -387,7 +391,7 @@ fn start_time(pid: u32) -> Option<String> {
     if dead { None } else { fields.nth(18).map(str::to_owned) }
 }
 
-/// The text of /proc/PID/stat after the name, since the name need not be text.
+/// The text of /proc/PID/stat after the name of the process, since the name need not be text.
 pub(crate) fn behind_name(pid: u32) -> Option<String> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -398,7 +402,7 @@ fn read(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Writes to another file and renames that, so that no reader sees half a value.
+/// Writes a file by renaming a new one over it, so that no reader sees half a value.
 pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.{}", std::process::id()));

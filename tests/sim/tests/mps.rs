@@ -50,7 +50,7 @@ impl Host {
         Self { directory: Arc::new(directory), place: "mps" }
     }
 
-    /// The same host, with the directories of another control daemon.
+    /// The same simulated host, with the directories of another control daemon.
     fn beside(&self, place: &'static str) -> Self {
         let host = Self { directory: Arc::clone(&self.directory), place };
         for name in ["pipe", "log"] {
@@ -121,7 +121,7 @@ impl Host {
         String::from_utf8_lossy(&fs::read(self.path(self.place).join("control.out")).unwrap()).into_owned()
     }
 
-    /// The texts of the log, without times and PIDs.
+    /// The texts of the log's lines, without times and PIDs.
     fn texts(&self) -> Vec<String> {
         self.log().lines().filter_map(|line| Some(line.split_once("] ")?.1.to_owned())).collect()
     }
@@ -136,7 +136,7 @@ fn finished(output: &Output) -> (String, i32) {
     (text, output.status.code().unwrap_or(-1))
 }
 
-/// A CUDA program, ended when the test ends.
+/// A CUDA program that ends with the test.
 struct Client(Option<Child>);
 
 impl Client {
@@ -170,7 +170,7 @@ struct Control<'a> {
 }
 
 impl Control<'_> {
-    /// Asks a front end, and returns its output. The exit status is always 0.
+    /// Runs a front end with these commands, and returns its output. Its exit status must be 0.
     fn ask(&self, commands: &str) -> String {
         let output = self.host.front_end(commands);
         assert_eq!(output.status.code(), Some(0), "{commands}: {output:?}");
@@ -668,7 +668,8 @@ fn a_gpu_takes_48_clients() {
     drop(clients);
 }
 
-/// In compute mode Default each of them has a server of its own on the GPU, and each is a fault domain.
+/// In compute mode Default each of two control daemons has a server of its own on the GPU, and each server is a fault
+/// domain.
 #[test]
 fn control_daemons_side_by_side_are_fault_domains() {
     let host = Host::new("h200");

@@ -20,7 +20,7 @@ use nvml_wrapper::error::NvmlError;
 
 const SIM: &str = env!("CARGO_BIN_EXE_yunion-mps-sim");
 
-/// Makes a host of this board, changes it, and runs a case on it.
+/// Makes a host of this board, changes it by `prepare`, and runs a case on it in a new process.
 fn on(board: &str, prepare: impl FnOnce(&Path), case: &str) {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();

@@ -18,7 +18,8 @@ use common::host::proc;
 use common::published::snapshot::drained;
 use common::text::printable;
 
-/// The most bytes of a container's state that are read. A runtime writes some hundred bytes, and the annotations.
+/// The most bytes of a container's state that are read from standard input. A runtime writes some hundred bytes, and
+/// the annotations.
 const STATE: u64 = 1024 * 1024;
 
 #[derive(Debug, Args)]
@@ -73,7 +74,7 @@ pub(crate) struct Unbind {
     control_group: Option<String>,
 }
 
-/// The state of a container, as runtimes pass it to hooks.
+/// The state of a container, which a container runtime passes to its hooks as JSON.
 #[derive(Debug, Deserialize)]
 struct ContainerState {
     id: String,
@@ -93,7 +94,7 @@ const KUBERNETES: [[&str; 3]; 2] = [
 ];
 
 impl ContainerState {
-    /// `namespace/pod/container`, for a container of Kubernetes.
+    /// The name `namespace/pod/container` of a container of Kubernetes. None for other containers.
     fn in_pod(&self) -> Option<String> {
         let name = |keys: &[&str; 3]| {
             let names: Vec<&str> =
@@ -128,7 +129,7 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     Ok(())
 }
 
-/// The slices to which a control group is to be bound, and the label of the binding.
+/// A binding to ask the service for: the slices, and the label.
 struct ToBind {
     devices: Vec<String>,
     group: GroupOf,
@@ -138,7 +139,7 @@ struct ToBind {
     waits_for_owner: bool,
 }
 
-/// None if there is nothing to bind.
+/// The binding to ask for. None if there is nothing to bind, for example a job without slices.
 fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     if arguments.slurm {
         let job = slurm::job()?;
@@ -172,14 +173,14 @@ pub(crate) async fn unbind(daemon: &DaemonProxy, arguments: &Unbind, out: &mut d
     Ok(())
 }
 
-/// Clap ensures that one of them is set.
+/// The control group that the options name. Clap ensures that one of them is set.
 fn named(pid: Option<u32>, control_group: Option<&str>) -> GroupOf {
     control_group
         .map_or_else(|| GroupOf::Process(pid.unwrap_or_default()), |path| GroupOf::Path(path.to_owned()))
 }
 
-/// Returns true if the service is just restarting. If it has ended before it answered, the control group may be bound already,
-/// and binding it again does no harm.
+/// Returns true if the error means that the service is just restarting. If the service ended before it answered, the
+/// control group may be bound already, and binding it again does no harm.
 fn is_away(error: &BusError) -> bool {
     match error {
         BusError::NotRunning => true,
@@ -188,7 +189,8 @@ fn is_away(error: &BusError) -> bool {
     }
 }
 
-/// A runtime that can't write the container's state to standard input may treat that as a failure.
+/// Reads the rest of standard input: a runtime that can't write all of the container's state may treat that as a
+/// failure.
 fn ignore_input() {
     let _ = io::copy(&mut io::stdin().take(STATE), &mut io::sink());
 }
@@ -205,12 +207,13 @@ fn container_state(input: impl Read) -> Result<ContainerState, String> {
     Ok(state)
 }
 
-/// True in a container runtime that runs without root: the bus would not accept its user.
+/// True if this process is in a user namespace, as in a container runtime without root. The bus would not accept its
+/// user.
 fn is_in_user_namespace() -> bool {
     fs::read_to_string(proc::OWN_UID_MAP).is_ok_and(|map| !is_whole(&map))
 }
 
-/// True if a map of user ids is that of the host: each id means itself.
+/// True if `map` is the map of user ids of the host itself, where each id means itself.
 fn is_whole(map: &str) -> bool {
     map.split_whitespace().eq(["0", "0", "4294967295"])
 }

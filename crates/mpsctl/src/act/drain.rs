@@ -23,7 +23,7 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The pause between two looks at the clients.
+/// The pause between two looks at the clients that a drain waits for.
 const PAUSE: Duration = Duration::from_secs(1);
 
 /// The longest time for which the clients may be unknown, for example while the service is upgraded.
@@ -121,14 +121,15 @@ fn pronoun(names: &[String]) -> &'static str {
 
 /// The clients that a drain waits for.
 struct Scope {
-    /// True for every client of the service.
+    /// True if the drain waits for every client of the service, since everything is drained.
     all: bool,
-    /// The slices of the GPUs that have a drained slice, each with true if it is drained.
+    /// All slices of the GPUs that have a drained slice. The bool is true if the slice is drained.
     slices: Vec<(Device, bool)>,
 }
 
 impl Scope {
-    /// The slices behind the names are determined once: a reload may remove a GPU that still has clients.
+    /// Asks the service which slices the names mean. This is done once: a reload may remove a GPU that still has
+    /// clients.
     async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
         if names.is_empty() {
             return Ok(Self { all: true, slices: Vec::new() });
@@ -146,8 +147,8 @@ impl Scope {
         Self { all: false, slices }
     }
 
-    /// The first pipe directory of these GPUs that has the socket of its control daemon itself. A drain can't exclude a program
-    /// that has this directory.
+    /// The first pipe directory of these GPUs in which the control daemon's socket itself is, and not a link that the
+    /// service can remove. A drain can't exclude a program that has this directory.
     fn open_directory<'a>(&self, control_daemons: &'a [Listed<ControlDaemon>]) -> Option<&'a str> {
         let mut theirs = control_daemons.iter().filter(|daemon| {
             self.all || self.slices.iter().any(|(slice, _)| slice.pipe_directory == daemon.pipe_directory)
@@ -172,13 +173,14 @@ impl Scope {
         self.all || says_no_slice || known.any(|(_, is_drained)| *is_drained)
     }
 
-    /// True for a process without MPS on a GPU whose slices are all drained, or on any GPU if everything is drained.
+    /// True if a process without MPS uses a GPU whose slices are all drained, or any GPU if everything is drained.
     fn bypasses(&self, client: &Client) -> bool {
         let mut its = self.slices.iter().filter(|(slice, _)| is_on(client, slice)).peekable();
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    /// None: the service or a control daemon is starting, and its clients are not known yet.
+    /// The clients that the drain still waits for. None: the service or a control daemon is starting, and its clients
+    /// are not known yet.
     async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {
             return Ok(None);
@@ -197,15 +199,16 @@ fn is_on(client: &Client, slice: &Device) -> bool {
     slice.device_path.as_ref() == Some(&client.gpu)
 }
 
-/// The result of a look at the clients.
+/// The clients that one look has found.
 struct RemainingClients {
-    /// The clients that are waited for.
+    /// The clients of drained slices, for which the drain waits.
     clients: Vec<Listed<Client>>,
     /// The processes that use a drained GPU without MPS.
     bypassing: Vec<Listed<Client>>,
 }
 
-/// True if no control daemon is just being taken over: until that is done its clients are not listed.
+/// True if the service knows the clients of all its control daemons. The clients of a control daemon are not listed
+/// until the service has taken it over.
 async fn knows_its_clients(daemon: &DaemonProxy) -> Result<bool, BusError> {
     let service = daemon.service().await?;
     let daemons = daemon.control_daemons().await?;
@@ -232,7 +235,7 @@ fn no_client(bypassing: &[Listed<Client>]) -> String {
     format!("No client is left. Not waited for, since it is without MPS: {}.", describe(bypassing))
 }
 
-/// A note that some clients are waited for only because their slices are not known; empty if there are none.
+/// A note that the drain waits for some clients only because their slices are not known; empty if there are none.
 fn unplaced(clients: &[Listed<Client>]) -> String {
     let unplaced = clients.iter().filter(|client| client.device.is_none());
     let pids: Vec<String> = unplaced.take(ROWS).map(|client| client.pid.to_string()).collect();
@@ -249,7 +252,7 @@ fn describe(clients: &[Listed<Client>]) -> String {
     clients.iter().map(|client| describe_one(client)).collect::<Vec<_>>().join(", ")
 }
 
-/// `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`
+/// Describes a client: `process 1153 (python3, user worker, 00:06.0-1, container 4f1c2d3e5a6b)`.
 fn describe_one(client: &Client) -> String {
     let Client { pid, command, user, .. } = client;
     let mut facts = vec![command.shown()];
@@ -261,7 +264,7 @@ fn describe_one(client: &Client) -> String {
     format!("process {pid} ({})", facts.join(", "))
 }
 
-/// Returns when no client is left.
+/// Shows the clients that the drain waits for, and returns when no client is left.
 async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Result<()> {
     let mut screen = DrainScreen { redraws: is_drawn_on(), ..DrainScreen::default() };
     let mut seen = Instant::now();
@@ -288,14 +291,14 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
     }
 }
 
-/// The clients as they were shown last.
+/// The clients that the drain waits for, as the screen shows them.
 #[derive(Default)]
 struct DrainScreen {
     /// True for a terminal, where the present clients are drawn. Otherwise each client gets a line when it is found, comes or
     /// ends.
     redraws: bool,
     drawn: Passing,
-    /// The last summary.
+    /// The summary that was printed last.
     last: String,
     /// The PIDs of the clients that were printed.
     told: Vec<u32>,
@@ -330,7 +333,7 @@ impl DrainScreen {
     }
 }
 
-/// The clients for a terminal; empty if there are none.
+/// The lines with the clients, for a terminal; empty if there are no clients.
 fn drawn(clients: &[Listed<Client>]) -> String {
     if clients.is_empty() {
         return String::new();

@@ -38,13 +38,14 @@ use common::text::printable;
 /// The time after which a signal is passed on even if the GPU work has not ended. Measured: 50 ms.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The most characters of a program's name in a label.
+/// The most characters of a program's name in the label of a binding.
 const NAME: usize = 24;
 
-/// The first argument of the process that becomes the command.
+/// The first argument of a new process of this program that will execute the command.
 const BECOME: &str = "become-command";
 
-/// The signals that would end or stop only this process, and SIGWINCH, which the terminal sends only to this process.
+/// The signals that this process catches: those that would end or stop only this process, and SIGWINCH, which the
+/// terminal sends only to this process.
 const CAUGHT: [Signal; 8] = [
     Signal::INT,
     Signal::QUIT,
@@ -137,7 +138,7 @@ async fn takes_control_group(command: &[OsString]) -> bool {
     moved.is_ok()
 }
 
-/// A name for people: the command and this process.
+/// The label of the command's binding, for people: the name of the command and the PID of this process.
 fn label(command: &[OsString]) -> String {
     let program = command.first().map(Path::new).and_then(Path::file_name).unwrap_or_default();
     // The length of a label is limited.
@@ -187,7 +188,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
 }
 
-/// True if a word has the form of the name of a slice or a GPU: `00:06.0-1`, `GPU-76aef7ff-...`.
+/// True if a word could be the name of a slice or a GPU: `00:06.0-1`, `GPU-76aef7ff-...`.
 fn is_device(word: &str) -> bool {
     DeviceName::parts(word).0.parse::<GpuId>().is_ok() || word.starts_with("GPU-")
 }
@@ -210,13 +211,13 @@ impl ProcessGroup {
         proc::status(self.0).is_ok_and(|command| command.catches(signal) || command.ignores(signal))
     }
 
-    /// Signals only the command itself, since its child processes may not handle the signal.
+    /// Sends a signal to the command itself and not to its child processes, which may not handle the signal.
     fn signal(self, signal: Signal) {
         let _ = kill_process(self.0, signal);
     }
 
-    /// Stops the command and this process, like job control, until this process is continued. SIGTSTP would do nothing: the
-    /// kernel ignores it in a process group without a shell.
+    /// Stops the command and this process, as a shell's job control does, until this process is continued. SIGTSTP
+    /// would do nothing: the kernel ignores it in a process group without a shell.
     fn suspend(self) {
         self.send(Signal::STOP);
         let _ = kill_process(getpid(), Signal::STOP);
@@ -226,7 +227,7 @@ impl ProcessGroup {
 
 type Release = Pin<Box<dyn Future<Output = ()>>>;
 
-/// Waits for the release of GPU work before a signal, and returns that signal.
+/// Waits until the GPU work that a signal would interrupt has ended, and returns that signal.
 async fn released(waiting: &mut Option<(Signal, Release)>) -> Signal {
     match waiting {
         Some((signal, release)) => {
@@ -273,8 +274,8 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     result
 }
 
-/// True if a process is `root`, or descends from it, or is in the session of `root`: an orphan has lost its ancestor, but stays
-/// in the session.
+/// True if a process is `root`, or a descendant of `root`, or is in the session of `root`. An orphan has lost its
+/// ancestor, but stays in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
     // Parents can't form a ring, but they are read one after the other and may change meanwhile.
     for _ in 0..1000 {
@@ -290,7 +291,7 @@ fn descends(mut pid: u32, root: u32) -> bool {
     false
 }
 
-/// The command's exit status, in the form that a shell uses.
+/// The exit status for this process by the status of the command, in the form that a shell uses.
 fn exit_status(status: ExitStatus) -> u8 {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(FAILED)

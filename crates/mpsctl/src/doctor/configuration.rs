@@ -58,7 +58,7 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// True if a file can be read only by root, which is no mistake.
+/// True if only root can read the file. That is no mistake in the configuration.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()
@@ -73,7 +73,7 @@ fn overridden(facts: &Facts) -> Outcome {
     })
 }
 
-/// The host agent reads the same files, and supports less.
+/// Finds mistakes of the configuration for the host agent, which reads the same files and supports less.
 fn agent(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.agent, |it| [of_problem(Severity::Warning, it.name, &it.problem)])
 }
@@ -112,7 +112,8 @@ fn loaded(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// The platform starts each program with a slice. Without the platform, users start their programs themselves.
+/// Says what a program gets that a user starts without a slice. The platform starts each program with a slice;
+/// without the platform, users start their programs themselves.
 fn programs(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let finds_by_itself = facts.directories()?.iter().any(|(pipe, _)| pipe == Path::new(WHERE_CUDA_LOOKS));

@@ -31,10 +31,11 @@ pub(super) const CHECKS: &[Check] = &[
     ("ageing by systemd-tmpfiles", ageing),
 ];
 
-/// A file system with fewer free bytes counts as full: the log of a control daemon grows by this much in an hour.
+/// The free bytes below which a file system counts as full: the log of a control daemon grows by this much in an
+/// hour.
 const ROOM: u64 = 1 << 20;
 
-/// The rules are those of the service itself.
+/// Finds directories that the service would refuse, by the service's own rules.
 fn refused(facts: &Facts) -> Outcome {
     each(facts.all_directories()?, |directory| match check(&directory) {
         Ok(false) if in_use(facts, &directory) => Some(error(
@@ -60,7 +61,8 @@ fn in_use(facts: &Facts, directory: &Path) -> bool {
     })
 }
 
-/// Clients of every user must be able to reach the directory through all its ancestors, and only root may write to it.
+/// Finds directories that clients of some user can't reach through all their ancestors, or that other users than root
+/// may write to.
 fn closed(facts: &Facts) -> Outcome {
     let mut findings = Vec::new();
     for (pipe, _) in facts.directories()? {
@@ -87,7 +89,8 @@ fn closed(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Through a control daemon's own directory root can command it, even from a container.
+/// Finds control daemons whose own sockets are not in a directory for root alone: with such a directory, root of a
+/// container can command the control daemon.
 fn private(facts: &Facts) -> Outcome {
     let planned = facts.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     each(&facts.published()?.control_daemons, |daemon| {
@@ -122,7 +125,8 @@ fn private(facts: &Facts) -> Outcome {
     })
 }
 
-/// A container that can write to a directory without the immutable flag can remove the link there, or make its own socket.
+/// Finds directories of slices without the immutable flag. A container that can write to such a directory can remove
+/// the link there, or make its own socket.
 fn changeable(facts: &Facts) -> Outcome {
     let daemons = if facts.own_processes() { facts.published()?.control_daemons.as_slice() } else { &[] };
     let serving = daemons.iter().filter(|daemon| daemon.state == ControlDaemonState::Ready);
@@ -182,7 +186,8 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
     Some(error("file-system-full", &directory, found, remedy))
 }
 
-/// If its socket is removed, a control daemon goes on running, but clients no longer find it.
+/// Finds control daemons whose socket was removed: such a control daemon goes on running, but clients no longer find
+/// it.
 fn sockets(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);
@@ -265,7 +270,7 @@ fn runtime_directory(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Clients and servers exchange data through it.
+/// Checks /dev/shm, through which clients and servers exchange data.
 fn shared_memory(facts: &Facts) -> Outcome {
     let directory = facts.file("/dev/shm");
     let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
@@ -284,7 +289,7 @@ fn shared_memory(facts: &Facts) -> Outcome {
     Ok(judge_file_system(Path::new("/dev/shm"), &system).into_iter().collect())
 }
 
-/// NVIDIA's runtime mounts the directory into every container with a GPU, whenever the directory exists.
+/// Finds the directory that NVIDIA's runtime mounts into every container with a GPU, whenever the directory exists.
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
@@ -351,8 +356,9 @@ fn ageing(facts: &Facts) -> Outcome {
     })
 }
 
-/// The line because of which systemd-tmpfiles removes the content of a directory: the nearest line for it or for an ancestor, if
-/// that line has an age and no line of type x excludes the directory. Lines with patterns are ignored: the remedy has none.
+/// The line of tmpfiles.d because of which systemd-tmpfiles removes the content of a directory: the nearest line for
+/// the directory or for an ancestor, if that line has an age and no line of type x excludes the directory. Lines with
+/// patterns are ignored: the remedy has none.
 fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -> Option<(&'l str, F)> {
     let mut nearest: Option<(usize, bool, &str, F)> = None;
     for (line, file) in lines {

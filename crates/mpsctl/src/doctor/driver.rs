@@ -26,7 +26,7 @@ pub(super) const CHECKS: &[Check] = &[
 
 const PROGRAMS: [&str; 2] = [CONTROL, "nvidia-cuda-mps-server"];
 
-/// The PATH that systemd gives a service that sets none.
+/// The PATH that systemd gives a service whose unit sets none.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 fn driver(facts: &Facts) -> Outcome {
@@ -36,7 +36,8 @@ fn driver(facts: &Facts) -> Outcome {
     })
 }
 
-/// The service knows newer drivers only from documentation.
+/// Finds a driver that is newer than those that this service was tried with: such a driver is known only from
+/// documentation.
 fn untried(facts: &Facts) -> Outcome {
     let version = facts.inventory.driver.as_ref().map_err(|_| "there is no driver")?;
     each((Series::parse(version) > NEWEST_TRIED).then_some(version), |version| {
@@ -90,7 +91,8 @@ fn service_path(facts: &Facts) -> Outcome {
     })
 }
 
-/// From driver 580 on, the control daemon's program prints its CUDA version.
+/// Compares the CUDA version of the control daemon's program with the driver's. The program prints its version from
+/// driver 580 on.
 fn version(facts: &Facts) -> Outcome {
     let driver = facts.inventory.driver.as_ref().map_err(|_| "there is no driver to compare with")?;
     let program = facts.program_cuda.ok_or("the control daemon's program does not say its version")?;
@@ -148,7 +150,8 @@ fn nodes(facts: &Facts) -> Outcome {
     })
 }
 
-/// The kernel counts instances for each user, and the service runs as root.
+/// Checks the number of free inotify instances. The kernel counts instances for each user, and the service runs as
+/// root.
 fn inotify(facts: &Facts) -> Outcome {
     if !facts.own_processes() {
         return Err("the processes of this machine are not the host's".into());

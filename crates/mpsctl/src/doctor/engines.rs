@@ -13,11 +13,11 @@ const OURS: &str = "yunion-mps-";
 
 struct Engine {
     name: &'static str,
-    /// Files, each of which shows that the engine is installed.
+    /// Paths of files, each of which shows that the engine is installed.
     traces: &'static [&'static str],
-    /// The files that may name a runtime, the usual file first.
+    /// The files that may name this service's runtime for the engine, the usual file first.
     files: &'static [&'static str],
-    /// The lines for the usual file.
+    /// The lines to write into the usual file.
     lines: &'static str,
 }
 
@@ -44,7 +44,8 @@ const ENGINES: [Engine; 3] = [
     },
 ];
 
-/// The files are not parsed: they only have to contain the name of the runtime.
+/// Finds engines that do not use this service's runtime. The files are not parsed: they only have to contain the name
+/// of the runtime.
 fn runtimes(facts: &Facts) -> Outcome {
     let place = |path: &&str| below(&facts.sources.sysroot, Path::new(path));
     let is_there = |engine: &&Engine| engine.traces.iter().any(|trace| place(trace).exists());

@@ -33,14 +33,14 @@ pub(super) const UNIT: &str = "yunion-mps-daemon.service";
 /// The program of a control daemon.
 pub(super) const CONTROL: &str = "nvidia-cuda-mps-control";
 
-/// The name of control daemons and servers in the kernel, which cuts it.
+/// The name of control daemons and servers in the kernel, which cuts the names of processes.
 const MPS_COMMAND: &str = "nvidia-cuda-mps";
 
 pub(super) struct Facts {
     pub(super) sources: Sources,
     pub(super) checked: Checked,
     pub(super) inventory: Inventory,
-    /// Facts that are not in the inventory, by the GPU's UUID.
+    /// Facts about the GPUs that are not in the inventory, by the GPU's UUID.
     pub(super) gpus: BTreeMap<String, GpuNow>,
     /// The driver's CUDA version, 13000 for 13.0.
     pub(super) cuda: Option<u32>,
@@ -65,16 +65,16 @@ pub(super) struct GpuNow {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct FoundDaemon {
     pub(super) pid: u32,
-    /// How it was found, for people.
+    /// The way in which the control daemon was found, in words.
     pub(super) trace: String,
-    /// The directory in which it listens, if that is known.
+    /// The directory in which the control daemon listens, if that is known.
     pub(super) pipe_directory: Option<PathBuf>,
-    /// True if it sees other file systems than doctor does, as in a container.
+    /// True if the control daemon sees other file systems than doctor does, as in a container.
     pub(super) elsewhere: bool,
 }
 
 impl FoundDaemon {
-    /// Reads the environment and the namespace of the process.
+    /// Reads the directory and the mount namespace of a control daemon from its process.
     fn new(pid: u32, trace: String) -> Self {
         let own = proc::mount_namespace(proc::OWN).ok();
         let elsewhere = proc::mount_namespace(pid).is_ok_and(|its| own != Some(its));
@@ -110,7 +110,7 @@ impl Facts {
         facts
     }
 
-    /// A file of the host, below the sysroot.
+    /// The path of a file of the host, below the sysroot.
     pub(super) fn file(&self, path: impl AsRef<Path>) -> PathBuf {
         config::below(&self.sources.sysroot, path.as_ref())
     }
@@ -120,12 +120,12 @@ impl Facts {
         self.sources.sysroot == Path::new("/")
     }
 
-    /// The settings. Like the following functions, it returns the reason why checks are not possible as an error.
+    /// The configuration, or the reason why checks of it are not possible.
     pub(super) fn loaded(&self) -> Result<&Loaded, Problem> {
         self.checked.loaded().ok_or_else(|| "the configuration can't be read".into())
     }
 
-    /// The settings, if MPS is switched on.
+    /// The settings, if MPS is switched on. The error is the reason why checks of them are not possible.
     pub(super) fn enabled(&self) -> Result<&Settings, Problem> {
         let settings = &self.loaded()?.settings;
         if settings.enabled { Ok(settings) } else { Err("MPS is not enabled".into()) }
@@ -138,7 +138,7 @@ impl Facts {
         }
     }
 
-    /// Everything that the daemon publishes.
+    /// Everything that the service publishes, or the reason why checks of it are not possible.
     pub(super) fn published(&self) -> Result<&Published, Problem> {
         self.bus.published().ok_or_else(|| "yunion-mps-daemon does not answer on the bus".into())
     }
@@ -153,7 +153,8 @@ impl Facts {
         self.inventory.gpus.iter().filter_map(|gpu| Some((gpu, gpu.facts()?)))
     }
 
-    /// Pipe and log directory of each planned control daemon. Without a plan, the directories of the settings.
+    /// The pipe directory and the log directory of each planned control daemon. Without a plan, the directories of
+    /// the settings.
     pub(super) fn directories(&self) -> Result<Vec<(PathBuf, PathBuf)>, Problem> {
         let settings = self.enabled()?;
         let planned = self.plan().map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
@@ -273,8 +274,9 @@ fn is_mps(pid: u32) -> bool {
     proc::name(pid).is_some_and(|name| name == MPS_COMMAND)
 }
 
-/// Servers have the same short name, so only the arguments distinguish a control daemon. The name is read first: the arguments
-/// are in the memory of the process, and reading them hangs if the process hangs.
+/// True if the process with this PID is a control daemon. Servers have the same short name, so only the arguments
+/// distinguish a control daemon. The name is read first: the arguments are in the memory of the process, and reading
+/// them hangs if the process hangs.
 fn is_control_daemon(pid: u32) -> bool {
     if !is_mps(pid) {
         return false;

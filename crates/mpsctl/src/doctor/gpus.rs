@@ -49,7 +49,8 @@ fn served(facts: &Facts, uuid: &str) -> bool {
     mode_while_served(facts, uuid).is_some()
 }
 
-/// The compute mode that a GPU must have. None if no running control daemon of the service has the GPU.
+/// The compute mode that a GPU must have by the service's configuration. None if no running control daemon of the
+/// service has the GPU.
 fn mode_while_served(facts: &Facts, uuid: &str) -> Option<ComputeMode> {
     let mut running = facts.own_control_daemons().iter().filter(|daemon| daemon.pid.is_some());
     let serving = running.find(|daemon| daemon.gpus.iter().any(|gpu| gpu == uuid))?;
@@ -139,7 +140,7 @@ fn warnings(facts: &Facts) -> Outcome {
     })
 }
 
-/// If slices take turns, each has all threads.
+/// Finds GPUs whose slices together have more threads than the GPU. Slices that take turns have all threads each.
 fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();

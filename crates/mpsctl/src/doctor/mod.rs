@@ -35,9 +35,9 @@ use common::text::printable;
 /// The longest time for looking at the host. A file system or a program may hang.
 const DEADLINE: Duration = Duration::from_secs(5);
 
-/// The exit status when the worst finding is a warning.
+/// The exit status of `doctor` when the worst finding is a warning.
 const WARNINGS: u8 = 4;
-/// The exit status when there are errors.
+/// The exit status of `doctor` when it has found errors.
 const ERRORS: u8 = 5;
 
 #[derive(Debug, Args)]
@@ -59,11 +59,11 @@ pub(super) struct Arguments {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum Severity {
-    /// Something is not served, or not as published.
+    /// A slice or a GPU is not served, or is not in the published state.
     Error,
     /// The host works now, but something will fail later or surprise its users.
     Warning,
-    /// Information.
+    /// The finding is only information.
     Info,
 }
 
@@ -77,15 +77,15 @@ impl Severity {
     }
 }
 
-/// Something that a check has found.
+/// A problem, or a piece of information, that a check has found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Finding {
-    /// The finding's name, which never changes.
+    /// The name of this kind of finding, which never changes.
     name: &'static str,
     severity: Severity,
     /// The file, the GPU or the process that the finding is about.
     subject: String,
-    /// The remedy is a command to type, or a line to write.
+    /// The problem and its remedy: a command to type, or a line to write.
     #[serde(flatten)]
     problem: Problem,
 }
@@ -124,7 +124,7 @@ fn edit_unit(setting: &str) -> String {
 /// The findings of a check, or the reason why the check was not possible.
 type Outcome = Result<Vec<Finding>, Problem>;
 
-/// A finding for each of these.
+/// Makes a finding from each element.
 #[expect(clippy::unnecessary_wraps, reason = "checks end with it")]
 fn each<T, F: IntoIterator<Item = Finding>>(
     of: impl IntoIterator<Item = T>,
@@ -133,13 +133,13 @@ fn each<T, F: IntoIterator<Item = Finding>>(
     Ok(of.into_iter().flat_map(judge).collect())
 }
 
-/// A check: its subject, for people, and its function.
+/// A check: the name of its subject, for people, and the function that makes the check.
 type Check = (&'static str, fn(&Facts) -> Outcome);
 
-/// A check that was not made.
+/// A check that could not be made, and the reason.
 #[derive(Debug, Serialize)]
 struct NotChecked {
-    /// The subject of the check, for people.
+    /// The name of the check's subject, for people.
     check: &'static str,
     reason: String,
 }
@@ -147,7 +147,7 @@ struct NotChecked {
 #[derive(Debug, Serialize)]
 struct DoctorReport {
     findings: Vec<Finding>,
-    /// The number of checks that were possible.
+    /// The number of checks that could be made.
     #[serde(rename = "checks_made")]
     made: usize,
     /// The checks that were not possible: without them, an empty list of findings would prove little.
@@ -171,7 +171,7 @@ impl DoctorReport {
     }
 }
 
-/// Returns the exit status.
+/// Runs the command `doctor`, and returns its exit status.
 pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));

@@ -9,10 +9,11 @@ use common::problem::Problem;
 pub(super) const CHECKS: &[Check] =
     &[("control daemons of others", foreign), ("the limit of open files", open_files)];
 
-/// The most open files that a server needs for a client: with the usual limit of 1024, fewer than 60 clients are possible.
+/// The most open files that a server needs for one client. With the usual limit of 1024, fewer than 60 clients are
+/// possible.
 const FILES_PER_CLIENT: u64 = 20;
 
-/// The open files of a server without clients. Measured: 42 with one GPU.
+/// The most open files of a server without clients. Measured: 42 with one GPU.
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
@@ -52,7 +53,7 @@ fn foreign(facts: &Facts) -> Outcome {
     })
 }
 
-/// A server inherits the limit of its control daemon.
+/// Finds control daemons with a low limit of open files. A server inherits the limit of its control daemon.
 fn open_files(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();

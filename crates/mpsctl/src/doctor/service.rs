@@ -193,7 +193,8 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// A file in /etc hides the file of the package. A link to /dev/null masks the unit, which the unit's state shows.
+/// Finds a file in /etc that hides the unit file of the package. A link to /dev/null masks the unit, which the unit's
+/// state shows.
 fn shadowed(facts: &Facts) -> Outcome {
     let hidden = Path::new("/etc/systemd/system").join(UNIT);
     let file = facts.file(&hidden);
@@ -213,7 +214,8 @@ fn shadowed(facts: &Facts) -> Outcome {
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 
-/// Two programs that set compute modes and start control daemons would undo each other's work.
+/// Finds the program that this service replaces: two programs that set compute modes and start control daemons would
+/// undo each other's work.
 fn upstream(facts: &Facts) -> Outcome {
     let installed = facts.file(UPSTREAM).exists().then(|| {
         let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";
@@ -303,8 +305,8 @@ mod tests {
         }
     }
 
-    /// A pipe directory that the unit names in `ReadWritePaths=` is a mount of its own, so it has no private directory next to
-    /// it.
+    /// The remedy for a pipe directory without a private directory next to it: a directory that the unit names in
+    /// `ReadWritePaths=` is a mount of its own.
     #[test]
     fn the_remedy_allows_the_parent() {
         let strict = unit(&json!({"ProtectSystem": "strict"}));

@@ -33,13 +33,13 @@ pub(super) const CHECKS: &[Check] = &[
     ("clients that wait for clients of other users", waiting),
 ];
 
-/// The subject of [`gpus`], which runs after all other checks.
+/// The name of the subject of [`gpus`], which runs after all other checks.
 pub(super) const GPUS: &str = "the health of the GPUs";
 
 /// The most files that a finding names.
 const RECORDS: usize = 4;
 
-/// The remedy if the service's reason says what to do.
+/// The remedy for a problem whose published reason already says what to do.
 const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
 
 /// The remedy for tenants who are root on the host.
@@ -93,7 +93,8 @@ fn control_daemons(facts: &Facts) -> Outcome {
     })
 }
 
-/// The severity of something that may prevent a GPU from being served.
+/// The severity of a problem that may prevent a GPU from being served: only a warning if the GPU is served all the
+/// same.
 pub(super) fn unless_served(is_served: bool) -> Severity {
     if is_served { Severity::Warning } else { Severity::Error }
 }
@@ -132,7 +133,7 @@ fn slices(facts: &Facts) -> Outcome {
     each(sick, |device| [error("slice-not-served", &device.addr, &device.reason, DO_WHAT_IT_SAYS)])
 }
 
-/// A problem that concerns no GPU and no control daemon, such as a refused new configuration.
+/// Finds a problem that concerns no GPU and no control daemon, such as a refused new configuration.
 fn service(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let state = &published.service.state;
@@ -153,8 +154,8 @@ fn service(facts: &Facts) -> Outcome {
     )])
 }
 
-/// The slices whose memory limit the kernel should enforce for a control group, and does not. It is no error, since the service
-/// watches the memory too.
+/// Finds slices whose memory limit the kernel should enforce for a control group, and does not. It is no error, since
+/// the service watches the memory too.
 fn kernel_limits(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default().iter();
     each(devices, |device| {
@@ -171,7 +172,8 @@ fn kernel_limits(facts: &Facts) -> Outcome {
     })
 }
 
-/// A control daemon enforces the limits of its largest slice.
+/// Compares the limits that servers have confirmed with the limits that the service has asked for: a control daemon
+/// enforces the limits of its largest slice.
 fn limits(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let mut findings = Vec::new();
@@ -254,7 +256,8 @@ fn devices(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// The clients of a container whose record is not used have no slice, or only claim one.
+/// Finds records of the host agent that the service does not use. The clients of such a container have no slice, or
+/// only claim one.
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
@@ -278,7 +281,7 @@ fn records(facts: &Facts) -> Outcome {
     )])
 }
 
-/// A full slice or GPU is no error: all its clients are served.
+/// Finds full slices and GPUs. That is no error: all their clients are served.
 fn full(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let is_full = |device: &&Listed<Device>| {
@@ -302,8 +305,8 @@ fn full(facts: &Facts) -> Outcome {
     })
 }
 
-/// Clients in containers that can harm other clients by commands to a control daemon. Root's processes on the host can do that
-/// anyway.
+/// Finds clients in containers that can harm other clients by commands to a control daemon. Root's processes on the
+/// host can do that anyway.
 fn commanders(facts: &Facts) -> Outcome {
     let clients = &facts.published()?.clients;
     // A client may be listed for several GPUs.
@@ -352,7 +355,7 @@ fn commanders(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// Slices that an administrator may have forgotten.
+/// Finds drained slices, which an administrator may have forgotten.
 fn drained(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default();
     let drained: Vec<&str> =
@@ -368,7 +371,7 @@ fn drained(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Slices whose clients together use more than the slice has.
+/// Finds slices whose clients together use more than the slice has.
 fn budgets(facts: &Facts) -> Outcome {
     each(facts.published()?.devices.iter().flatten(), |device| {
         let overuse = device.overuse.as_deref().filter(|overuse| !overuse.is_empty())?;
@@ -389,7 +392,7 @@ fn budgets(facts: &Facts) -> Outcome {
     })
 }
 
-/// Control daemons that run on other CPUs than those to which they should be bound.
+/// Finds control daemons that run on other CPUs than those to which they should be bound.
 fn cpus(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
@@ -406,7 +409,8 @@ fn cpus(facts: &Facts) -> Outcome {
     })
 }
 
-/// Without multi-user mode the users of a control daemon take turns, and a client that waits for its turn prints nothing.
+/// Finds users who wait for a control daemon without multi-user mode: its users take turns, and a client that waits
+/// for its turn prints nothing.
 fn waiting(facts: &Facts) -> Outcome {
     let clients = facts.published()?.clients.iter().flatten();
     each(clients.filter(|client| client.waiting), |client| {

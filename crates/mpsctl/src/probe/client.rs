@@ -31,10 +31,10 @@ const END_DEADLINE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(super) enum CudaRequest {
-    /// Count the multiprocessors, without a context.
+    /// Count the multiprocessors of the GPU without opening a context.
     Count,
-    /// Open a context and report its GPU. Then allocate until an allocation fails or this many MiB are allocated, and free
-    /// everything.
+    /// Open a context and report its GPU. Then allocate memory until an allocation fails or this many MiB are
+    /// allocated, and free all of it. With None, allocate nothing.
     Look { allocate: Option<u64> },
 }
 
@@ -44,7 +44,7 @@ pub(super) struct ContextFacts {
     pub(super) sms: u32,
     pub(super) memory_free: u64,
     pub(super) memory_total: u64,
-    /// The allocated memory. None if nothing was to be allocated.
+    /// The memory that the client could allocate, in MiB. None if the request was to allocate nothing.
     #[serde(rename = "memory_allocated")]
     pub(super) allocated: Option<u64>,
 }
@@ -58,13 +58,13 @@ impl Environment {
         Ok(Self(host_environment(&daemon.container_config(&[name.to_owned()]).await?)))
     }
 
-    /// The same without the slice's limits, so that only the control daemon's defaults apply.
+    /// The same environment without the slice's limits, so that only the control daemon's defaults apply.
     pub(super) fn without_limits(&self) -> Self {
         let kept = ["CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES"];
         Self(self.0.iter().filter(|(name, _)| kept.contains(&name.as_str())).cloned().collect())
     }
 
-    /// The same GPU without a control daemon.
+    /// The environment for the same GPU without a control daemon.
     pub(super) fn without_mps(&self) -> Self {
         let mut environment = self.without_limits();
         for (name, value) in &mut environment.0 {

@@ -12,7 +12,7 @@ use super::raw;
 
 const MIB: usize = 1 << 20;
 
-/// The sizes of allocations. Each size is tried until it fails, then the next smaller one.
+/// The sizes of allocations in MiB. Each size is tried until it fails, then the next smaller one.
 const STEPS_MIB: [usize; 5] = [256, 64, 16, 4, 1];
 
 #[derive(Debug, thiserror::Error)]
@@ -31,8 +31,8 @@ impl CudaError {
     }
 }
 
-/// Makes a missing library, or a missing function in it, end the process with a message. The binding panics then, so this must be
-/// called before any other function here.
+/// Makes the process end with a message if the library or a function in it is missing. The binding panics then, so
+/// this must be called before any other function here.
 pub(crate) fn exit_with_message_on_panic(say: fn(&mut dyn Write, &str)) {
     std::panic::set_hook(Box::new(move |panic| {
         let text = panic.payload().downcast_ref::<String>().map(String::as_str);
@@ -80,7 +80,7 @@ impl GpuContext {
         Ok(((free / MIB) as u64, (total / MIB) as u64))
     }
 
-    /// Allocates memory until an allocation fails or `most_mib` is reached, frees it, and returns the amount.
+    /// Allocates memory until an allocation fails or `most_mib` is reached, frees it, and returns the amount in MiB.
     pub(crate) fn allocate_up_to(&self, most_mib: u64) -> Result<u64, CudaError> {
         let failed = |error| CudaError::new("allocating memory", error);
         let most = usize::try_from(most_mib).unwrap_or(usize::MAX);

@@ -74,7 +74,8 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     Ok(if reports.iter().all(ProbeReport::matches) { 0 } else { FAILED })
 }
 
-/// The first slice of each size of each GPU that is not drained. If all of a size are drained, the first one.
+/// The first slice of each size on each GPU that is not drained. If all slices of a size are drained, the first of
+/// them.
 fn first_slices<'d>(devices: impl IntoIterator<Item = &'d Listed<Device>>) -> Vec<&'d Listed<Device>> {
     let mut first: Vec<&Listed<Device>> = Vec::new();
     for device in devices {
@@ -105,8 +106,8 @@ async fn named<'a>(
     device.ok_or_else(|| Error::Failed(format!("slice {slice} no longer exists")))
 }
 
-/// A control daemon without multi-user mode serves one user until the last client of that user has ended. A client of another
-/// user waits until then, which can take weeks.
+/// Refuses to probe a slice if the probe would have to wait. A control daemon without multi-user mode serves one user
+/// until the last client of that user has ended. A client of another user waits until then, which can take weeks.
 async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let daemons = daemon.control_daemons().await?;
     let serves = |daemon: &&Listed<ControlDaemon>| {
@@ -129,11 +130,11 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     )))
 }
 
-/// Limits, of a slice or of a control daemon.
+/// The limits of a slice or of a control daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ProbeLimits {
     thread_percentage: u32,
-    /// In MiB. None if the daemon could not read the GPU's memory.
+    /// The memory limit in MiB. None if the service could not read the GPU's memory.
     memory: Option<u64>,
 }
 
@@ -154,11 +155,12 @@ impl ProbeLimits {
 struct ProbeReport<'a> {
     device: &'a Device,
     slice: ProbeLimits,
-    /// A control daemon has the limits of its largest slice.
+    /// The limits of the control daemon, which are those of its largest slice.
     control_daemon: ProbeLimits,
     clients: usize,
     all_sms: Option<u32>,
-    /// A client with the limits of the slice, and a client without limits of its own.
+    /// The facts that two clients have seen: one with the limits of the slice, and one without limits of its own.
+    /// None if the measurement has failed.
     found: Option<[ContextFacts; 2]>,
     mismatches: Vec<String>,
     /// The reason why the result is incomplete.

@@ -7,9 +7,9 @@ use crate::{Error, Result};
 /// The largest number that is accepted as an answer, as for `--slices`.
 pub(super) const MOST: u32 = 999;
 
-/// Asks the questions.
+/// Asks an administrator the questions of setup.
 pub(super) struct Questions {
-    /// None: no question is asked, and every answer is the default.
+    /// The input with the answers. None: no question is asked, and every answer is the default.
     answers: Option<Box<dyn BufRead>>,
 }
 
@@ -27,19 +27,19 @@ impl Questions {
         Ok(Self { answers: Some(Box::new(io::stdin().lock())) })
     }
 
-    /// A number from 0 to [`MOST`].
+    /// Asks for a number from 0 to [`MOST`].
     pub(super) fn number(&mut self, question: &str, default: u32, out: &mut dyn Write) -> Result<u32> {
         let read = |answer: &str| answer.parse().ok().filter(|number| *number <= MOST);
         let help = format!("a whole number from 0 to {MOST}");
         self.answer(question, &default.to_string(), default, read, &help, out)
     }
 
-    /// A question with the default answer yes.
+    /// Asks a question with the default answer yes.
     pub(super) fn yes_or_no(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "Y/n", true, boolean, "y or n", out)
     }
 
-    /// A question with the default answer no.
+    /// Asks a question with the default answer no.
     pub(super) fn no_or_yes(&mut self, question: &str, out: &mut dyn Write) -> Result<bool> {
         self.answer(question, "y/N", false, boolean, "y or n", out)
     }

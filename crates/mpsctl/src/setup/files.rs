@@ -1,4 +1,4 @@
-//! The text of the files.
+//! The text of the configuration files that setup writes.
 
 use std::path::{Path, PathBuf};
 
@@ -12,23 +12,23 @@ const DEVICE_FILE: &str = "/etc/yunion/host_container_device.yml";
 
 /// The answers to all questions.
 pub(super) struct Answers {
-    /// True if the host belongs to the platform.
+    /// True if the host belongs to the platform, whose host agent reads the files too.
     pub(super) platform: bool,
-    /// True if CUDA programs should find the control daemon without any settings.
+    /// True if CUDA programs on the host should find the control daemon without any settings.
     by_itself: bool,
     /// True if each slice has its own control daemon.
     isolates_slices: bool,
-    /// The number of slices of every GPU, including GPUs that are added later, if all have the same number.
+    /// The number of slices of every GPU, including GPUs that are added later. None if GPUs differ in the number.
     of_every: Option<u32>,
     /// The GPUs that should have slices, and the number of slices of each.
     gpus: Vec<(Gpu, u32)>,
 }
 
 impl Answers {
-    /// `slices` has the answer for each group; 0 leaves it out.
+    /// Makes the answers. `slices` has the number of slices for each group of GPUs; 0 leaves the group out.
     ///
-    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next boot, and a new
-    /// GPU is served at once. But the platform knows only the GPUs in the device file.
+    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next
+    /// boot, and a new GPU is served at once. But the platform knows only the GPUs in the device file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus: Vec<(Gpu, u32)> = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
@@ -40,24 +40,24 @@ impl Answers {
         Self { platform, by_itself, isolates_slices: false, of_every, gpus }
     }
 
-    /// The same with this choice for `isolates_slices`.
+    /// The same answers with this choice for `isolates_slices`.
     pub(super) fn isolating_slices(self, isolates_slices: bool) -> Self {
         Self { isolates_slices, ..self }
     }
 }
 
-/// A file of the configuration.
+/// A file of the configuration that setup writes.
 pub(super) struct File {
     pub(super) path: PathBuf,
     /// The whole file.
     pub(super) text: String,
-    /// Its lines without comments.
+    /// The lines of the file without its comments.
     pub(super) lines: String,
-    /// The text in front of the name of a file that exists already: what to do with the lines.
+    /// The words in front of the file's name if the file exists already: they say what to do with the lines.
     pub(super) change: &'static str,
 }
 
-/// The files, in the order in which they have to be written. `loaded` is the present configuration.
+/// Makes the files, in the order in which they have to be written. `loaded` is the present configuration.
 pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     let settings = &loaded.settings;
     let (mut files, mut keys) = (Vec::new(), Vec::new());

@@ -7,10 +7,10 @@ use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
 use common::plan::{self, GpuPlan, Plan};
 
-/// The memory of a slice that is enough for most programs. Setup proposes the number of slices with about this much memory.
+/// The memory that is enough for most programs. Setup proposes the number of slices with about this much memory each.
 const PROPOSED_MIB: u64 = 8192;
 
-/// The fewest and the most slices that are proposed.
+/// The fewest and the most slices of a GPU that setup proposes.
 const PROPOSED_SLICES: (u64, u64) = (2, 10);
 
 /// The GPUs of this host.
@@ -18,7 +18,7 @@ pub(super) struct HostGpus {
     inventory: Inventory,
     /// The GPUs that can be served, by model.
     pub(super) groups: Vec<ModelGroup>,
-    /// The GPUs that can't be served in their present state, with the reason.
+    /// The GPUs that can't be served in their present state, each with the reason.
     left_out: Vec<(Gpu, String)>,
 }
 
@@ -87,14 +87,14 @@ impl HostGpus {
         lines
     }
 
-    /// The share of each of this many slices.
+    /// Describes the share of a GPU that each of this many slices has.
     pub(super) fn describe_share(&self, group: &ModelGroup, slices: u32) -> String {
         let (share, model) = (self.share(group, slices), group.describe_model());
         format!("With {slices} slices of the {model}, each has {share}.")
     }
 
-    /// The share of every program on the host, if programs find a slice without any settings and have its limits. None if a
-    /// program has the whole GPU.
+    /// Describes the share of every program on the host, if programs find a slice without any settings and have its
+    /// limits. None if a program has the whole GPU.
     pub(super) fn describe_program(&self, group: &ModelGroup, slices: u32) -> Option<String> {
         let plan = plan(&self.inventory, NonZeroU32::new(slices)?, Topology::Shared)?;
         if slices == 1 || !planned(&plan, group.gpus.first()?)?.limits_enforced {
@@ -122,7 +122,8 @@ impl HostGpus {
 }
 
 impl ModelGroup {
-    /// The number of slices that fits the memory. If the memory is not known, the default of `cuda_mps_replicas`.
+    /// The number of slices that setup proposes for the memory of the GPUs. If the memory is not known, the default
+    /// of `cuda_mps_replicas`.
     pub(super) fn proposed(&self) -> u32 {
         let (least, most) = PROPOSED_SLICES;
         let default = Settings::default().replicas.get();

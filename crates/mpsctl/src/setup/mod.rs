@@ -30,7 +30,7 @@ use common::text::printable;
 /// The exit status if setup would have to change files that exist already.
 const THERE_ALREADY: u8 = 4;
 
-/// The longest time that the service has to show that it runs.
+/// The longest time for which setup waits until the service runs.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -52,7 +52,7 @@ pub(super) struct Arguments {
     sysroot: PathBuf,
 }
 
-/// Returns the exit status.
+/// Runs the command `setup`, and returns its exit status.
 pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let root = Path::new("/");
     if arguments.sysroot == root && !arguments.dry_run && !rustix::process::geteuid().is_root() {
@@ -182,7 +182,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
     questions.no_or_yes(question, out)
 }
 
-/// Prints the lines for each file, since some files exist already.
+/// Prints the lines of each file instead of writing files, since some files exist already.
 fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8> {
     writeln!(
         out,

@@ -9,7 +9,7 @@ use super::files::File;
 use common::config::below;
 use common::whole_file;
 
-/// True if there is a file, even a link without a target.
+/// True if the path exists, even as a link without a target.
 pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
     // A file that can't be read must not be replaced either.
     below(sysroot, file)
@@ -17,7 +17,8 @@ pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
         .map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |_| true)
 }
 
-/// Writes the files in this order. If one of them can't be written, the others are removed. The error names the file.
+/// Writes the files in this order. If a file can't be written, the files before it are removed. The error names the
+/// file.
 pub(super) fn all(sysroot: &Path, files: &[File]) -> Result<(), String> {
     let mut placed: Vec<PathBuf> = Vec::new();
     for file in files {

@@ -56,7 +56,8 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     Ok(())
 }
 
-/// Not every state explains why there are no clients: a degraded service may serve most of its GPUs.
+/// Explains an empty list of clients. Not every state of the service explains it: a degraded service may serve most
+/// of its GPUs.
 fn why_none(service: &Service) -> String {
     match service.state.known() {
         Some(State::Ready) => "No clients: no process uses a GPU that is served.".to_owned(),

@@ -10,13 +10,13 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu};
 use common::text::printable;
 use mps_core::register::SHORT_ID;
 
-/// The digits of a container's id.
+/// The number of digits of a container's id.
 const ID: usize = 64;
 
-/// The characters between the brackets of a bar.
+/// The number of characters between the brackets of a bar.
 const BAR: i32 = 10;
 
-/// A column of rows.
+/// A column of a table with rows of the type `R`.
 pub(crate) struct Column<R> {
     pub(crate) head: Head,
     pub(crate) text: fn(&R) -> String,
@@ -58,7 +58,7 @@ impl<R> Column<R> {
     }
 }
 
-/// The table of these rows. `-o wide` adds columns.
+/// Makes the table of these rows. `-o wide` adds columns.
 pub(crate) fn table_of<'r, R: 'r>(
     columns: &[Column<R>],
     rows: impl IntoIterator<Item = &'r R>,
@@ -92,7 +92,7 @@ const COMMAND: Column<Client> =
 const MEMORY: Column<Client> = OfClient::new("MEMORY", |one| with_unit(one.memory_mib, "MiB"))
     .number()
     .order(|a, b| b.memory_mib.cmp(&a.memory_mib));
-/// The oldest client first, and clients of unknown age last.
+/// The column with the age of clients. The oldest client comes first, and clients of unknown age last.
 const AGE: Column<Client> =
     OfClient::new("AGE", |one| one.since.map(|since| time::age(time::from_seconds(since))).shown())
         .expendable(2)
@@ -104,7 +104,7 @@ const GUEST: Column<Client> = OfClient::new("GUEST", guest_and_container)
     .expendable(2)
     .order(|a, b| (&a.guest, &a.container).cmp(&(&b.guest, &b.container)));
 
-/// `list`
+/// The columns of `list`.
 pub(crate) const SLICES: &[Column<Device>] = &[
     SLICE,
     OfSlice::new("GPU", |one| one.model.shown()).expendable(2),
@@ -121,7 +121,7 @@ pub(crate) const SLICES: &[Column<Device>] = &[
     OfSlice::new("HEALTH", health).toned(|one| Some(Health::of_slice(one).tone())),
 ];
 
-/// `list --gpus`, and the GPUs of `status`
+/// The columns of `list --gpus`, and of the GPUs in `status`.
 pub(crate) const GPUS: &[Column<Gpu>] = &[
     OfGpu::new("GPU", |one| one.addr.shown()),
     OfGpu::new("MODEL", |one| one.model.shown()).expendable(2),
@@ -138,7 +138,7 @@ pub(crate) const GPUS: &[Column<Gpu>] = &[
         .toned(|one| Some(Health::of_gpu(one).tone())),
 ];
 
-/// `list --platform`. The headings are the platform's.
+/// The columns of `list --platform`. The headings are the platform's.
 pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
     OfSlice::new("Dev_type", |one| one.dev_type.shown()),
     OfSlice::new("Model", |one| one.model.shown()),
@@ -152,7 +152,7 @@ pub(crate) const PLATFORM_SLICES: &[Column<Device>] = &[
     OfSlice::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// `list --gpus --platform`
+/// The columns of `list --gpus --platform`.
 pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Dev_type", |one| one.dev_type.shown()),
     OfGpu::new("Sharing_mode", |one| one.sharing_mode.shown()),
@@ -166,7 +166,7 @@ pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// The control daemons of `status`. Their ids are replaced by names for people.
+/// The columns of the control daemons in `status`. Their ids are replaced by names for people.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
     OfDaemon::new("STATE", |one| one.state.shown()).toned(tone_of_daemon),
@@ -184,7 +184,7 @@ pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("SERVER", |one| one.servers.shown()).number(),
 ];
 
-/// `clients`. Their GPUs are replaced by the GPUs' addresses.
+/// The columns of `clients`. Their GPUs are replaced by the GPUs' addresses.
 pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
@@ -205,11 +205,11 @@ pub(crate) const CLIENTS: &[Column<Client>] = &[
     CONTAINER,
 ];
 
-/// The clients that `drain --wait` waits for.
+/// The columns of the clients that `drain --wait` waits for.
 pub(crate) const WAITED_FOR: &[Column<Client>] =
     &[PID, USER, OfClient::new("SLICE", slice_or_not_known), GUEST, CONTAINER, COMMAND];
 
-/// The slices of `top`. The last column has a longer text, and gets the remaining width.
+/// The columns of the slices in `top`. The last column has a longer text, and gets the remaining width.
 pub(crate) const TOP_SLICES: &[Column<Device>] = &[
     SLICE,
     OfSlice::new("GPU", gpu_of_slice).expendable(3).order(|a, b| a.nvidia_index.cmp(&b.nvidia_index)),
@@ -229,7 +229,7 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
 ];
 
-/// The clients of `top`.
+/// The columns of the clients in `top`.
 pub(crate) const TOP_CLIENTS: &[Column<Client>] = &[
     PID,
     USER,
@@ -265,7 +265,7 @@ fn of_limit<N: ToString>(number: Option<N>, limit: Option<N>, unit: &str) -> Str
     }
 }
 
-/// `2/12`
+/// The number of clients of a slice, and the most that it may have: `2/12`.
 fn clients_of_slice(slice: &Device) -> String {
     match slice.max_clients {
         Some(most) => format!("{}/{most}", slice.clients.shown()),
@@ -273,7 +273,7 @@ fn clients_of_slice(slice: &Device) -> String {
     }
 }
 
-/// `0 Tesla P40`
+/// The number and the model of a slice's GPU: `0 Tesla P40`.
 fn gpu_of_slice(slice: &Device) -> String {
     let index = slice.nvidia_index.map(|index| index.shown());
     index.into_iter().chain(slice.model.as_ref().map(Shown::shown)).collect::<Vec<_>>().join(" ")
@@ -299,7 +299,7 @@ fn bar(slice: &Device) -> String {
     format!("[{}]", bar.collect::<String>())
 }
 
-/// The number of slices, and the limits of each.
+/// Describes the slices of a GPU: their number, and the limits of each.
 fn each(gpu: &Gpu) -> String {
     let memory = gpu.mps_memory_limit.map(|mib| format!("{mib} MiB, ")).unwrap_or_default();
     let of = if gpu.equal_slices { "of" } else { "of up to" };
@@ -314,8 +314,8 @@ fn confirmed(gpu: &Gpu) -> String {
     if known.is_empty() { "-".to_owned() } else { known.join(", ") }
 }
 
-/// The CPUs on which a control daemon may run, and if they differ, the CPUs to which it should be bound. Empty if it is not
-/// bound, as usual: an empty column is not shown.
+/// The CPUs on which a control daemon may run, and if they differ, the CPUs to which it should be bound. Empty if the
+/// control daemon is not bound, as usual: an empty column is not shown.
 fn cpus(daemon: &ControlDaemon) -> String {
     match (daemon.cpus.as_deref(), daemon.wanted_cpus.as_deref()) {
         (None, _) | (Some("all"), None) => String::new(),
@@ -344,7 +344,7 @@ pub(crate) fn slice_or_not_known(client: &Client) -> String {
     client.device.as_ref().map_or_else(|| "slice not known".to_owned(), Shown::shown)
 }
 
-/// `train-1/main`
+/// The guest and the container of a client: `train-1/main`.
 fn guest_and_container(client: &Client) -> String {
     match (&client.guest, &client.container) {
         (Some(guest), Some(container)) => format!("{}/{}", guest.shown(), container.shown()),

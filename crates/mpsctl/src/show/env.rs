@@ -120,7 +120,7 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
     Ok(())
 }
 
-/// The environment and the mounts as options that `docker run` and `podman run` have in common.
+/// Writes the environment and the mounts as options that `docker run` and `podman run` have in common.
 fn write_options(answer: &ContainerAnswer, wanted: impl Fn(&str) -> bool, out: &mut dyn Write) -> Result<()> {
     for (name, value) in answer.environment.iter().filter(|(name, _)| wanted(name)) {
         writeln!(out, "--env={name}={value}")?;
@@ -136,7 +136,8 @@ fn nvidias_devices(answer: &ContainerAnswer) -> impl Iterator<Item = String> {
     answer.gpus.iter().map(|uuid| format!("nvidia.com/gpu={uuid}"))
 }
 
-/// The slice among the devices of an answer, if it is the only one. A CDI device is one slice with one set of limits.
+/// The only slice among the devices of an answer, or an error if there are several. A CDI device is one slice with
+/// one set of limits.
 fn only_slice(devices: &str) -> Result<&str, String> {
     if devices.contains(',') {
         let devices = devices.replace(',', " and ");
@@ -175,12 +176,14 @@ fn compose_file(answer: &ContainerAnswer) -> Result<String> {
     Ok(lines.join("\n") + "\n")
 }
 
-/// A text as YAML, quoted, since 00:06.0 would be read as a number. A dollar sign is doubled, since Compose expands variables.
+/// Writes a text as quoted YAML, since 00:06.0 would be read as a number. A dollar sign is doubled, since Compose
+/// expands variables.
 fn yaml(text: &str) -> Result<String> {
     Ok(escaped(&serde_json::to_string(&text.replace('$', "$$"))?))
 }
 
-/// Prints to standard error that several slices of one GPU count as one: a caller that names several expects more.
+/// Prints a warning to standard error that several slices of one GPU count as one: a caller that names several
+/// expects more.
 pub(crate) fn warn_of_several(answer: &ContainerAnswer) {
     for slices in slices_of_one_gpu::given_several(devices_in(&answer.environment)).values() {
         say(&format!("warning: {}", slices_of_one_gpu::describe(slices)));
@@ -199,8 +202,9 @@ fn document(answer: &ContainerAnswer) -> Value {
     json!({"environment": environment, "mounts": mounts, "gpus": answer.gpus})
 }
 
-/// The environment of a process on this host. It sees each directory under its path on the host. All GPUs are visible to it, so
-/// `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit applies.
+/// The environment for a process on this host. The process sees each directory under its path on the host. All GPUs
+/// are visible to it, so `CUDA_VISIBLE_DEVICES` has to make the right GPU its device 0, to which the memory limit
+/// applies.
 pub(crate) fn host_environment(answer: &ContainerAnswer) -> Vec<(String, String)> {
     let mut environment = answer.environment.clone();
     for (_, value) in &mut environment {

@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 
-/// The format of the text.
+/// The format in which metrics are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum ExpositionFormat {
     /// `OpenMetrics` 1.0, for Telegraf and collectors of its kind
@@ -14,20 +14,20 @@ pub(super) enum ExpositionFormat {
 /// The names and values of labels.
 pub(super) type Labels = Vec<(&'static str, String)>;
 
-/// The units in names of metrics.
+/// The units that a metric's name may end in.
 const UNITS: [&str; 3] = ["bytes", "ratio", "seconds"];
 
 /// A metric with all its samples.
 #[derive(Debug)]
 pub(super) struct Family {
-    /// The name, without the service's prefix. The name of a counter ends in `total`. All other metrics are gauges; if one has a
-    /// unit, its name ends in the unit.
+    /// The name of the metric, without the service's prefix. The name of a counter ends in `total`. All other metrics
+    /// are gauges; if one has a unit, its name ends in the unit.
     pub(super) name: &'static str,
     pub(super) help: &'static str,
     pub(super) samples: Vec<(Labels, f64)>,
 }
 
-/// The text of all metrics. A metric without a sample is left out.
+/// Writes all metrics. A metric without a sample is left out.
 pub(super) fn exposition(families: &[Family], format: ExpositionFormat) -> String {
     let mut text = String::new();
     for family in families.iter().filter(|family| !family.samples.is_empty()) {

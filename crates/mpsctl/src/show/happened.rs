@@ -11,17 +11,18 @@ const LINES: usize = 5;
 /// The width of the time of an event, with the blanks around it.
 const TIME: usize = "  2026-11-21 12:34:56  ".len();
 
-/// Events with the same text, apart from the processes that they name.
+/// Events whose texts differ only in the processes that they name.
 #[derive(Debug)]
 struct Happened<'e> {
     words: String,
-    /// The latest of them.
+    /// The latest of these events.
     last: &'e Event,
     times: usize,
 }
 
-/// A heading and the last events, in the order of time. If the last fault is older than these, it comes first: users look here
-/// for the reason of an error, and many events follow a fault. None if there are no events.
+/// Makes a heading and the lines of the last events, in the order of time. If the last fault is older than these
+/// events, it comes first: users look here for the reason of an error, and many events follow a fault. None if there
+/// are no events.
 pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Option<String> {
     let mut shown = folded(events);
     let surplus = shown.len().saturating_sub(LINES);
@@ -57,7 +58,7 @@ fn folded(events: &[Listed<Event>]) -> Vec<Happened<'_>> {
     all
 }
 
-/// The text without the numbers of processes, which differ each time.
+/// The text of an event without the numbers of processes, which differ each time.
 fn without_processes(text: &str) -> String {
     let mut words: Vec<&str> = Vec::new();
     for word in text.split(' ') {

@@ -13,7 +13,7 @@ pub(crate) enum Health {
     Served,
     /// A client that starts now is served, but the GPU does not enforce its limits.
     NotEnforced,
-    /// An administrator has drained it, so it takes no new clients.
+    /// An administrator has drained the slice or GPU, so that it takes no new clients.
     Drained,
     /// No client is served, for the published reason.
     NotServed,
@@ -24,7 +24,7 @@ impl Health {
         if device.drained { Self::Drained } else { Self::new(device.healthy, device.limits_enforced) }
     }
 
-    /// Drained slices do not count: the other slices of the GPU are served.
+    /// The health of a GPU. Drained slices do not count: the other slices of the GPU are served.
     pub(crate) fn of_gpu(gpu: &Gpu) -> Self {
         Self::new(gpu.healthy, gpu.limits_enforced)
     }
@@ -55,7 +55,7 @@ impl Health {
     }
 }
 
-/// The colour of a state. None for a state that this version does not know.
+/// The colour of a state of the service. None for a state that this version does not know.
 pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     match state.known()? {
         State::Ready => Some(Tone::Well),
@@ -65,7 +65,7 @@ pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     }
 }
 
-/// The colour of a state. None for a state that this version does not know.
+/// The colour of a control daemon's state. None for a state that this version does not know.
 pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     Some(match daemon.state.known()? {
         ControlDaemonState::Ready => Tone::Well,
@@ -77,12 +77,12 @@ pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     })
 }
 
-/// The word for a slice, and the reason or a note.
+/// The word for the health of a slice, and the reason or a note.
 pub(crate) fn describe(device: &Device) -> String {
     said(Health::of_slice(device).word(), &device.reason)
 }
 
-/// The words that the platform's tables use, with the reason or a note.
+/// The health in the words of the platform's tables, with the reason or a note.
 pub(crate) fn for_the_platform(healthy: bool, reason: &str) -> String {
     said(if healthy { "healthy" } else { "not healthy" }, reason)
 }

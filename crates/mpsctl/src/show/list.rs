@@ -105,14 +105,14 @@ fn print_rows<R>(
     Ok(false)
 }
 
-/// The address of the GPU with this UUID, which is also in the names of its slices. The UUID itself if the GPU does not exist
-/// now.
+/// The address of the GPU with this UUID, which is also in the names of its slices. The UUID itself if the host does
+/// not have the GPU now.
 pub(super) fn gpu_name(uuid: &String, gpus: &[Listed<Gpu>]) -> String {
     let gpu = gpus.iter().find(|gpu| gpu.device_path.as_ref() == Some(uuid));
     gpu.map_or(uuid, |gpu| &gpu.addr).shown()
 }
 
-/// The rows of an answer. Before the service knows its GPUs, the reason of its state.
+/// The rows of an answer. If the service does not know its GPUs yet, the error is the reason of its state.
 fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> Result<Vec<Listed<R>>> {
     match answer {
         Err(BusError::Refused(RequestError::NotReady(_))) => Err(Error::Failed(describe_state(service))),
@@ -120,8 +120,8 @@ fn known_now<R>(answer: Result<Vec<Listed<R>>, BusError>, service: &Service) -> 
     }
 }
 
-/// The clients of each GPU without a known slice; all clients of the GPU if they can't be assigned to slices. A single GPU is not
-/// named.
+/// Prints for each GPU the clients without a known slice, or all clients of the GPU if they can't be assigned to
+/// slices. A single GPU is not named.
 fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<Device>]) -> io::Result<()> {
     let number = |clients: u32| counted(usize::try_from(clients).unwrap_or(usize::MAX), "client");
     for gpu in gpus {
@@ -149,7 +149,8 @@ fn sliceless(gpu: &Gpu, devices: &[Listed<Device>]) -> Option<(u32, Option<i64>)
     Some((gpu.clients?.saturating_sub(of_slices), memory))
 }
 
-/// The reason of each GPU, once for all its slices. If the service has a problem of another kind, its reason too.
+/// Prints the reason of each GPU that is not served, once for all its slices, and the reason of the service's state
+/// if the service has a problem of another kind.
 pub(super) fn print_notes(out: &mut dyn Write, gpus: &[Listed<Gpu>], service: &Service) -> io::Result<()> {
     let mut notes = pairs();
     let with_reason = gpus.iter().filter(|gpu| !gpu.reason.is_empty());

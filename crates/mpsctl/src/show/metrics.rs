@@ -17,7 +17,7 @@ use common::bus::rows::{Client, ControlDaemon, Device, Gpu, Service};
 use common::text::printable;
 use common::whole_file;
 
-/// The most clients with their own series: 16 GPUs with 60 clients each have fewer.
+/// The most clients for which the metrics have series: 16 GPUs with 60 clients each have fewer.
 const MOST_CLIENTS: usize = 1024;
 
 /// The most characters in a label of a client. A container's id has 64.
@@ -71,7 +71,7 @@ pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     Ok(())
 }
 
-/// Writes the file, unless the path is something other than a regular file, for example a device.
+/// Replaces the file. Anything other than a regular file, for example a device, is not replaced.
 fn replace(file: &Path, text: &str) -> io::Result<()> {
     if fs::symlink_metadata(file).is_ok_and(|there| !there.is_file()) {
         return Err(io::Error::other("it is there, and is no regular file"));
@@ -79,8 +79,8 @@ fn replace(file: &Path, text: &str) -> io::Result<()> {
     whole_file::write(file, text.as_bytes())
 }
 
-/// If the service refuses to list the clients, that becomes the metric `yunion_mps_clients_known 0`. Any other failure ends the
-/// command.
+/// Asks the service for the published values. If the service refuses to list the clients, the metric
+/// `yunion_mps_clients_known` is 0. Any other failure ends the command.
 async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
     let service = daemon.service().await?;
     daemon.look_at_clients().await;
@@ -242,7 +242,7 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
     );
 }
 
-/// The slice of the client on its GPU.
+/// The slice that a client has on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
     // Two slices of one GPU can't be combined: a client that names both has the first.
@@ -252,7 +252,8 @@ fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d De
     device.map(|device| &**device)
 }
 
-/// The series of the clients' memory, and the number of clients without one because there are too many.
+/// The series of the clients' memory, and the number of clients that have no series because there are too many
+/// clients.
 fn series(
     clients: &[Listed<Client>],
     devices: &[Listed<Device>],
@@ -288,12 +289,12 @@ fn series(
     (most.into_iter().map(|(_, client)| sample(client)).collect(), left_out)
 }
 
-/// The text of a label that another program has chosen, shortened.
+/// The text of a label that another program has chosen, cut to a maximum length.
 fn bounded(known: Option<&String>) -> String {
     text(known).chars().take(LABEL).collect()
 }
 
-/// A row whose labels identify its metrics.
+/// A row with labels that identify its metrics.
 trait Labelled {
     fn labels(&self) -> Labels;
 }
@@ -341,7 +342,7 @@ fn bytes(mib: i32) -> f64 {
     f64::from(mib) * 1_048_576.0
 }
 
-/// A count, which is exact up to 2^53.
+/// A count as the value of a sample, which is exact up to 2^53.
 fn number(of: usize) -> f64 {
     of as f64
 }
@@ -350,7 +351,7 @@ fn flag(is: bool) -> f64 {
     f64::from(u8::from(is))
 }
 
-/// The metrics so far.
+/// The metrics that were made so far.
 #[derive(Debug, Default)]
 struct Families(Vec<Family>);
 
@@ -364,12 +365,12 @@ impl Families {
         self.0.push(Family { name, help, samples: samples.into_iter().collect() });
     }
 
-    /// A metric with one sample without labels.
+    /// Adds a metric with one sample without labels.
     fn one(&mut self, name: &'static str, help: &'static str, value: f64) {
         self.add(name, help, [(Vec::new(), value)]);
     }
 
-    /// A metric with a sample for each row; rows without the value are left out.
+    /// Adds a metric with a sample for each row. Rows without the value are left out.
     fn each<R: Labelled, V: Into<Option<f64>>>(
         &mut self,
         name: &'static str,
@@ -380,8 +381,8 @@ impl Families {
         self.add(name, help, rows.iter().filter_map(|row| Some((row.labels(), value(row).into()?))));
     }
 
-    /// Facts as the labels of a sample with the value 1. The type `info` is not used: the parser of `node_exporter` does not know
-    /// it, and rejects a file with an unknown type.
+    /// Adds facts as the labels of a sample with the value 1. The type `info` is not used: the parser of
+    /// `node_exporter` does not know it, and rejects a file with an unknown type.
     fn info(&mut self, name: &'static str, help: &'static str, samples: impl IntoIterator<Item = Labels>) {
         self.add(name, help, samples.into_iter().map(|labels| (labels, 1.0)));
     }

@@ -24,7 +24,8 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The number of attempts to get consistent answers, if the service changes between two answers.
+/// The number of attempts to get consistent answers. They are not consistent if the service changes between two
+/// answers.
 const ATTEMPTS: usize = 3;
 
 /// The longest time for the list of clients.
@@ -102,7 +103,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
     Ok(())
 }
 
-/// The answers from which the screen is made.
+/// The answers of the service from which the status is made.
 struct StatusAnswers {
     service: Listed<Service>,
     control_daemons: Vec<Listed<ControlDaemon>>,
@@ -124,7 +125,7 @@ impl StatusAnswers {
     }
 }
 
-/// The reasons of control daemons and GPUs that are not part of the service's own reason.
+/// The reasons of control daemons and GPUs that the service's own reason does not contain.
 fn reasons(
     service: &Service,
     control_daemons: &[Listed<ControlDaemon>],
@@ -152,7 +153,7 @@ fn reasons(
     any.then_some(notes)
 }
 
-/// If a control daemon waits: since when, and for how many clients.
+/// Says for a control daemon that waits since when it waits, and for how many clients. None if it does not wait.
 fn how_it_waits(
     daemon: &ControlDaemon,
     all: &[Listed<ControlDaemon>],
@@ -176,7 +177,7 @@ fn how_it_waits(
     Some(format!("{since}, and has {}", counted(left.len(), "client")))
 }
 
-/// `degraded: 1 of 2 GPUs is not served`
+/// The state of the service and its reason: `degraded: 1 of 2 GPUs is not served`.
 pub(crate) fn state_and_reason(service: &Service) -> String {
     match service.state_reason.shown() {
         reason if reason.is_empty() => service.state.shown(),

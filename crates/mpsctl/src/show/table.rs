@@ -11,16 +11,17 @@ use common::bus::rows::PcieInfo;
 use common::bus::word::Word;
 use common::text::printable;
 
-/// The borders of the platform's tables: `+---+`, and none between rows.
+/// The borders of the platform's tables: lines `+---+`, and no line between rows.
 const PLATFORM: &str = "||--+-++|    ++++++";
 
 /// The number of blanks between two columns without borders.
 const GAP: u16 = 2;
 
-/// The last column may have a long text, which is wrapped. If its width were less than this, other columns are left out first.
+/// The width for a long text in the last column, which is wrapped. Other columns are left out before the last column
+/// gets less.
 const PROSE: usize = 24;
 
-/// The smallest width of a column that is cut.
+/// The smallest width of a column whose texts are cut.
 const SHORTEST: usize = 12;
 
 /// The text for an unknown value.
@@ -51,19 +52,19 @@ enum TableStyle {
     Plain,
     /// Only the rows, for programs that split them at two blanks: every column is shown, and has a text in every row.
     Rows,
-    /// Names and their values, without headings.
+    /// Two columns without headings: names and their values.
     Pairs,
-    /// With borders. The columns are the same at every width, since programs read the table.
+    /// A table with borders. The columns are the same at every width, since programs read the table.
     Platform,
 }
 
-/// The heading of a column, and how its texts are shown.
+/// The head of a column: its heading, and how its texts are shown.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Head {
     pub(crate) name: &'static str,
-    /// True for numbers, which are aligned at the right.
+    /// True for a column of numbers, which are aligned at the right.
     pub(crate) is_number: bool,
-    /// True if the end of a text is more important than its beginning, as in a path.
+    /// True if the end of a text is more important than its beginning, as in a path. Then texts are cut in front.
     pub(crate) ends: bool,
     /// If not all columns fit, the column with the highest number is left out first. 0: it is never left out. Nor is the last
     /// column.
@@ -86,24 +87,24 @@ pub(crate) struct Table {
     look: TableStyle,
 }
 
-/// A table with columns of texts, followed by columns of numbers.
+/// Makes a table with columns of texts, followed by columns of numbers.
 pub(crate) fn table(texts: &[&'static str], numbers: &[&'static str]) -> Table {
     let texts = texts.iter().map(|name| Head { name, ..Head::default() });
     let numbers = numbers.iter().map(|name| Head { name, is_number: true, ..Head::default() });
     Table::new(texts.chain(numbers))
 }
 
-/// A table of two columns: names and their values.
+/// Makes a table of two columns: names and their values.
 pub(crate) fn pairs() -> Table {
     Table { look: TableStyle::Pairs, ..Table::new([]) }
 }
 
-/// A text, wrapped at the width of stdout.
+/// Wraps a text at the width of stdout.
 pub(crate) fn prose(text: &str) -> String {
     prose_in(text, width())
 }
 
-/// An item of a list: its further lines are indented by two blanks.
+/// Wraps an item of a list: its further lines are indented by two blanks.
 pub(crate) fn hanging(text: &str) -> String {
     hanging_in(text, width())
 }
@@ -140,8 +141,8 @@ impl Table {
         self
     }
 
-    /// The same table, in which the texts whose end is important are cut in front, so that no other column has to be left out. To
-    /// be called after all rows were added.
+    /// The same table, in which the texts whose end is important are cut in front, so that no other column has to be
+    /// left out. The caller adds all rows before.
     pub(crate) fn shorten(mut self, width: Option<usize>) -> Self {
         let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
             return self;
@@ -269,7 +270,7 @@ pub(crate) fn without_room(columns: &mut Vec<(Head, usize)>, room: usize, prose:
     left_out
 }
 
-/// The smallest width of these columns.
+/// The smallest width that a table with these columns needs.
 fn needed(columns: &[(Head, usize)], prose: usize) -> usize {
     let Some(((_, last), others)) = columns.split_last() else { return 0 };
     others.iter().map(|(_, width)| width + usize::from(GAP)).sum::<usize>() + (*last).min(prose)
@@ -285,7 +286,7 @@ fn is_unknown(text: &str) -> bool {
     text.is_empty() || text == UNKNOWN
 }
 
-/// The colours of the terminal's own theme, which its user has chosen.
+/// The terminal's colour for a tone. The colours are those of the terminal's own theme, which its user has chosen.
 fn colour_of(tone: Tone) -> Color {
     match tone {
         Tone::Well => Color::DarkGreen,
@@ -331,7 +332,7 @@ impl<T: Shown> Shown for Vec<T> {
     }
 }
 
-/// The text, or its beginning and a sign that it is cut.
+/// The text, or if it is too long its beginning and a sign that it is cut.
 pub(crate) fn cut(text: &str, room: usize) -> String {
     if text.unicode_truncate(room).0.len() == text.len() {
         return text.to_owned();

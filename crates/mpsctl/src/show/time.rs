@@ -5,18 +5,18 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-/// The moment this many seconds after 1970, the form of most moments on the bus.
+/// The moment this many seconds after 1970. Most moments on the bus have this form.
 pub(crate) fn from_seconds(seconds: i64) -> SystemTime {
     from_microseconds(seconds.saturating_mul(1_000_000))
 }
 
-/// The moment this many microseconds after 1970, the form of the times of events on the bus.
+/// The moment this many microseconds after 1970. The times of events on the bus have this form.
 pub(crate) fn from_microseconds(microseconds: i64) -> SystemTime {
     let microseconds = u64::try_from(microseconds).unwrap_or_default();
     UNIX_EPOCH.checked_add(Duration::from_micros(microseconds)).unwrap_or(UNIX_EPOCH)
 }
 
-/// `2026-11-21 12:34:56`, in the time zone of TZ or /etc/localtime.
+/// A moment in local time, by the time zone of TZ or /etc/localtime: `2026-11-21 12:34:56`.
 pub(crate) fn local(at: SystemTime) -> String {
     local_in(at, TimeZone::system())
 }
@@ -34,7 +34,7 @@ fn local_in(at: SystemTime, zone: TimeZone) -> String {
     }
 }
 
-/// A duration in one unit.
+/// A duration in words, with one unit.
 fn span(time: Duration) -> String {
     match time.as_secs() {
         seconds @ 0..60 => format!("{seconds} s"),

@@ -44,7 +44,7 @@ pub(crate) async fn events(arguments: &Arguments, out: &mut dyn Write) -> Result
     }
 }
 
-/// Returns when the reader of the output has closed the pipe.
+/// Prints new events as they come. Returns when the reader of the output has closed the pipe.
 async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
     let mut watched = ReconnectingProxy::default();
     let mut printed = PrintedEvents::default();
@@ -84,7 +84,7 @@ fn print(events: &[Listed<Event>], json: bool, out: &mut dyn Write) -> Result<()
     Ok(())
 }
 
-/// The last answer, whose events were printed.
+/// The last answer of the service. Its events were printed.
 #[derive(Debug, Default)]
 struct PrintedEvents(Vec<Listed<Event>>);
 
@@ -101,8 +101,8 @@ impl PrintedEvents {
         new
     }
 
-    /// True if events may have been missed between two answers, because they were removed again. Known faults do not prove the
-    /// opposite, since faults stay longer.
+    /// True if events may have been missed between two answers, because the service has dropped them again. Known
+    /// faults do not prove the opposite, since the service keeps faults longer.
     fn may_miss_some(&self, events: &[Listed<Event>]) -> bool {
         let is_known = |event: &&Listed<Event>| self.0.iter().any(|known| **known == ***event);
         let known = events.iter().filter(is_known).count();

@@ -42,7 +42,7 @@ pub(crate) async fn is_ready(arguments: &Arguments, out: &mut dyn Write) -> Resu
     }
 }
 
-/// The service when it is ready, or at the end of this time.
+/// Waits until the service is ready, at most for this time, and returns its last state.
 async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {
     let deadline = Instant::now() + at_most;
     loop {
@@ -55,7 +55,7 @@ async fn wait(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<List
     }
 }
 
-/// The time that the service has for an answer to the last question, even if the deadline of the waiting is nearer.
+/// The time that the service has for an answer to the last question, even if the command's own deadline is nearer.
 const LAST_LOOK: Duration = Duration::from_secs(1);
 
 async fn ask(watched: &mut ReconnectingProxy, at_most: Duration) -> Result<Listed<Service>, BusError> {

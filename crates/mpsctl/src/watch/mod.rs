@@ -16,20 +16,20 @@ pub(super) mod is_ready;
 pub(super) mod status;
 pub(super) mod top;
 
-/// The time between two looks if the service reports no change.
+/// The time between two looks at the service if it reports no change.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// The time between two looks while the service reports one change after the other.
 const SHORTEST: Duration = Duration::from_millis(250);
 
-/// The service, for repeated looks. The service and the bus may end and start again meanwhile.
+/// The connection to the service, for repeated looks. The service and the bus may end and start again meanwhile.
 #[derive(Debug, Default)]
 struct ReconnectingProxy {
     joined: Option<(DaemonProxy, ServiceChanges)>,
 }
 
 impl ReconnectingProxy {
-    /// The service to ask. Connects to the bus if there is no connection.
+    /// The proxy of the service. Connects to the bus if there is no connection.
     async fn daemon(&mut self) -> Result<DaemonProxy, BusError> {
         if let Some((daemon, _)) = &self.joined {
             return Ok(daemon.clone());
@@ -56,12 +56,12 @@ impl ReconnectingProxy {
     }
 }
 
-/// An answer for which the service needs no work, or the error that it does not come in time.
+/// Waits for an answer for which the service needs no work. Returns an error if the answer does not come in time.
 async fn in_time<T, E: From<BusError>>(answer: impl Future<Output = Result<T, E>>) -> Result<T, E> {
     timeout(SIGN_OF_LIFE, answer).await.unwrap_or_else(|_| Err(BusError::Silent.into()))
 }
 
-/// The reason why there is no answer now. The reader gets the next answer as soon as there is one.
+/// Says why the service does not answer now. The reader gets the next answer as soon as there is one.
 fn describe(error: &BusError) -> String {
     match error {
         BusError::NotRunning => "yunion-mps-daemon is not running; waiting for it".to_owned(),
@@ -69,7 +69,8 @@ fn describe(error: &BusError) -> String {
     }
 }
 
-/// True if the other end of a pipe was closed. Otherwise that would be noticed only at the next event.
+/// True if the reader of the output has closed the pipe. Otherwise the command would notice that only at the next
+/// event.
 fn reader_has_gone() -> bool {
     let stdout = rustix::stdio::stdout();
     let mut asked = [PollFd::new(&stdout, PollFlags::empty())];

@@ -51,14 +51,14 @@ pub(crate) fn text(error: u32) -> &'static str {
     }
 }
 
-/// The number of streaming multiprocessors at a percentage, in whole pairs.
+/// The number of streaming multiprocessors that a client with this percentage gets. GPUs give them in pairs.
 pub(super) fn sms(all: u32, percentage: f64) -> u32 {
     let fits = |sms: &u32| f64::from(*sms) * 100.0 <= f64::from(all) * percentage;
     (1..=all / 2).map(|pairs| pairs * 2).take_while(fits).last().unwrap_or(2)
 }
 
-/// The part of a client's memory that a context with this many multiprocessors takes: a straight line through the
-/// values that were measured with 12, 32, 66 and 132 multiprocessors.
+/// The part of a client's memory that a context with this many multiprocessors takes. The values are on a straight
+/// line through those that were measured with 12, 32, 66 and 132 multiprocessors.
 pub(super) fn context_mib(sms: u32) -> u64 {
     (28_000 + 3_683 * u64::from(sms)) / 1000
 }
@@ -75,10 +75,10 @@ pub(super) fn device(gpu: &Gpu, sms: u32, free_mib: u64) -> Device {
     }
 }
 
-/// A CUDA context.
+/// The CUDA context of the program.
 pub(crate) struct Context {
     server: Option<Server>,
-    /// Without a server: the GPU to which the program has added itself.
+    /// The GPU to which the program has added itself. None if the program is a client of a server.
     gpu: Option<Gpu>,
     devices: Vec<Device>,
 }
@@ -87,7 +87,7 @@ pub(crate) struct Context {
 /// program does meanwhile.
 struct Server {
     connection: Arc<OwnedFd>,
-    /// The events for the program itself.
+    /// The events for the program, which the separate thread passes on.
     events: Receiver<Event>,
 }
 
@@ -160,7 +160,7 @@ impl Context {
         Ok(Self { server: None, gpu: Some(gpu), devices })
     }
 
-    /// Sends a request to the server, if there is one.
+    /// Sends a request to the server, if the program is a client.
     fn request(&self, request: &Request) {
         if let Some(server) = &self.server {
             // If the server has gone, the thread that waits for its events notices it.
@@ -279,7 +279,7 @@ fn props(context: &Context, start: Instant) -> u8 {
     0
 }
 
-/// Allocates memory in steps up to this amount.
+/// Allocates memory in steps up to this number of MiB, and prints the result. Returns the exit status.
 fn alloc(context: &Context, mib: u64) -> u8 {
     let free = context.devices.first().map_or(0, |device| device.free_mib);
     let wanted = mib.div_ceil(STEP_MIB).saturating_mul(STEP_MIB);
@@ -323,7 +323,7 @@ fn hold(context: &Context, time: Duration, stay: bool) -> u8 {
     4
 }
 
-/// Runs short kernels, and makes another context whenever CUDA returns an error.
+/// Runs short kernels, and makes a new context each time that CUDA returns an error.
 fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     let end = Instant::now() + time;
     let mut context = Some(context);
@@ -342,7 +342,8 @@ fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
     4
 }
 
-/// Runs one kernel of this duration. If it ends without `terminate_client`, that is a fault for every client.
+/// Runs one kernel of this duration. If the program ends during the kernel without `terminate_client`, every client
+/// gets a fault.
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));

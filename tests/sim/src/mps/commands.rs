@@ -88,7 +88,7 @@ impl Daemon {
         }
     }
 
-    /// Carries a command about limits out. False if it is another one.
+    /// Carries out a command about limits. Returns false if `name` is another command.
     fn limit(&'static self, name: &str, rest: &[&str], answer: &mut String) -> bool {
         let word = |place: usize| rest.get(place).copied().unwrap_or_default();
         match name {
@@ -155,14 +155,14 @@ impl Daemon {
         true
     }
 
-    /// Adds a line to the answer.
+    /// Adds a line to the answer, and logs it.
     fn say(&'static self, answer: &mut String, line: &str) {
         self.log(line);
         *answer += line;
         *answer += "\n";
     }
 
-    /// The server with this PID. Without one, it adds the answer that there is none.
+    /// The server with this PID. If there is none, the answer says so, and the result is None.
     fn named(&'static self, pid: &str, answer: &mut String) -> Option<Arc<Server>> {
         let pid: u32 = pid.parse().unwrap_or_default();
         let found = self.server().filter(|server| server.pid == pid);
@@ -176,7 +176,8 @@ impl Daemon {
         self.named(pid, answer)?.ask(&Order::Query)
     }
 
-    /// The ordinal of a device. From 580 on a UUID is understood too. Before 580, a UUID is accepted in silence.
+    /// The ordinal of a device. From 580 on the control daemon understands a UUID too. Before 580, it accepts a UUID
+    /// without a message, and ignores it.
     fn ordinal(&'static self, device: &str) -> Option<usize> {
         if self.version >= 580 && device.starts_with("GPU-") {
             return self.gpus.iter().position(|gpu| gpu.uuid() == device);
@@ -213,7 +214,7 @@ impl Daemon {
         }
     }
 
-    /// The clients of a server.
+    /// Adds the clients of a server to the answer.
     fn client_list(&'static self, server: &str, answer: &mut String) {
         let Some(status) = self.status_of(server, answer) else { return };
         if status.fault && self.host.fault("faulted-lists-none").is_some() {
@@ -294,8 +295,8 @@ impl Daemon {
         threads
     }
 
-    /// Ends the control daemon, which first waits for its clients. With a time limit and a client that stays, it does
-    /// the same as 580: it announces force and then hangs for ever.
+    /// Ends the control daemon after its clients have ended. With a time limit and a client that stays, it does the
+    /// same as 580: it announces force and then hangs for ever.
     fn quit(&'static self, rest: &[&str]) {
         let limit = match rest {
             ["-t", seconds, ..] => seconds.parse().ok(),
@@ -322,7 +323,7 @@ impl Daemon {
     }
 }
 
-/// The address in the control daemon's spelling, `0000:00.06.00`.
+/// The address of a GPU in the control daemon's spelling, `0000:00.06.00`.
 fn dotted(gpu: &Gpu) -> String {
     let pci = gpu.pci();
     format!("{:04x}:{:02x}.{:02x}.{:02x}", pci.domain, pci.bus, pci.device, pci.function)

@@ -18,13 +18,13 @@ use super::wire::{self, ClientHello, Event, Hello, Order, Report, Status};
 use super::{front_end, log_directory, pipe_directory};
 use crate::state::{Gpu, Host, visible};
 
-/// Set in the process that `-d` leaves in the background.
+/// The variable that is set in the process which the option `-d` starts in the background.
 const BACKGROUND: &str = "YUNION_MPS_SIM_BACKGROUND";
 
-/// The line that this process writes to its stdout when it serves.
+/// The line that the process in the background writes to its stdout when it serves.
 const SERVING: &str = "serving\n";
 
-/// CUDA's `MPS client failed to connect to the MPS control daemon or the MPS server`.
+/// CUDA's error `MPS client failed to connect to the MPS control daemon or the MPS server`.
 const NO_SERVER: u32 = 805;
 
 const USAGE: &str = "CUDA MPS Control for Linux/Unix.
@@ -137,15 +137,15 @@ fn exit_code(child: &mut Child) -> u8 {
 /// The settings with which the next server starts.
 pub(super) struct Defaults {
     pub(super) percentage: f64,
-    /// The limits in bytes, by ordinal.
+    /// The memory limits in bytes, by the ordinals of the GPUs.
     pub(super) limits: Vec<(usize, u64)>,
 }
 
-/// The control daemon of this process.
+/// The control daemon that this process is.
 pub(super) struct Daemon {
     pub(super) host: Host,
     pub(super) version: u32,
-    /// The GPUs by ordinal.
+    /// The GPUs of the control daemon, by ordinal.
     pub(super) gpus: Vec<Gpu>,
     multiuser: bool,
     pipe: PathBuf,
@@ -154,18 +154,18 @@ pub(super) struct Daemon {
     defaults: Mutex<Defaults>,
     state: Mutex<State>,
     changed: Condvar,
-    /// Held while the control daemon waits for something and does nothing else.
+    /// The lock that the control daemon holds while it waits for something and answers nobody.
     busy: Mutex<()>,
 }
 
 struct State {
     server: Option<Arc<Server>>,
     quitting: bool,
-    /// The exit status of the last server. The control daemon ends with the same status.
+    /// The exit status of the last server. The control daemon itself ends with this status.
     exit_status: u8,
 }
 
-/// A server, from its control daemon's point of view.
+/// A server, as its control daemon knows it.
 pub(super) struct Server {
     pub(super) pid: u32,
     uid: u32,
@@ -185,12 +185,12 @@ impl Server {
         self.clients.load(Ordering::SeqCst) == 0
     }
 
-    /// Sends the server an order. If the server has gone, the order is lost.
+    /// Sends the server an order. If the server has ended, the order is lost.
     pub(super) fn order(&self, order: &Order) {
         _ = wire::send(&self.channel, order);
     }
 
-    /// Asks the server something. None if the server has gone.
+    /// Sends the server an order, and returns its answer. None if the server has ended.
     pub(super) fn ask(&self, order: &Order) -> Option<Status> {
         let answers = lock(&self.answers);
         wire::send(&self.channel, order).ok()?;
@@ -202,28 +202,28 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A front end, as the kernel and the socket tell of it.
+/// The process that runs a front end: its user, by the kernel, and the socket that it has found.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asker {
     pub(super) uid: u32,
-    /// True if it has found `control_privileged`.
+    /// True if the front end has connected to the socket `control_privileged`.
     privileged: bool,
 }
 
 impl Asker {
-    /// True if it may change what concerns one server or client.
+    /// True if the front end may change things that concern one server or one client.
     pub(super) fn may_change(self) -> bool {
         self.uid == rustix::process::geteuid().as_raw()
     }
 
-    /// True if it may change the defaults and end the control daemon.
+    /// True if the front end may change the defaults and end the control daemon.
     pub(super) fn may_command(self) -> bool {
         self.may_change() && self.privileged
     }
 }
 
 impl Daemon {
-    /// Serves until the `quit` command.
+    /// Runs the control daemon until the `quit` command.
     fn serve(host: Host, multiuser: bool, background: bool) -> io::Result<u8> {
         if host.fault("start-exits").is_some() {
             return Ok(1);
@@ -299,7 +299,7 @@ impl Daemon {
         lock(&self.defaults)
     }
 
-    /// The present server.
+    /// The server that runs, if there is one.
     pub(super) fn server(&self) -> Option<Arc<Server>> {
         lock(&self.state).server.clone()
     }
@@ -440,7 +440,7 @@ impl Daemon {
         Ok((command.spawn()?, ours))
     }
 
-    /// Handles the server's reports until the server ends.
+    /// Handles the reports of a server until the server ends.
     fn follow(&self, server: &Server, child: &mut Child, answers: &Sender<Status>) {
         while let Some(report) = wire::receive(&server.channel) {
             match report {
@@ -464,13 +464,13 @@ impl Daemon {
         });
     }
 
-    /// Changes something for which others may wait.
+    /// Changes the state, and wakes all threads that wait for a change.
     fn note(&self, change: impl FnOnce(&mut State)) {
         change(&mut lock(&self.state));
         self.changed.notify_all();
     }
 
-    /// Waits until the server is in the wanted state. False if the deadline comes first.
+    /// Waits until the server is in the wanted state. Returns false if the deadline comes first.
     pub(super) fn wait_until(
         &self,
         wanted: impl Fn(Option<&Server>) -> bool,
@@ -492,7 +492,7 @@ impl Daemon {
         self.note(|state| state.quitting = true);
     }
 
-    /// Ends the process after `quit`, and removes two of the files.
+    /// Ends the process after `quit`, and removes two of the control daemon's files.
     pub(super) fn exit(&self) -> ! {
         let status = lock(&self.state).exit_status;
         self.log(&format!("Exit with status {status}"));
@@ -514,8 +514,8 @@ fn make_directory(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Opens control.log, and server.log for the servers. In the foreground both write to this process's stdout. Where the FIFO
-/// can't be made, nothing is written anywhere.
+/// Opens control.log, and server.log for the servers. In the foreground both write to this process's stdout. If the
+/// FIFO can't be made, nothing is logged.
 fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
     if pipe.join(FIFO).is_dir() {
         return Ok((Log::to(io::sink()), Some(File::options().write(true).open("/dev/null")?)));
@@ -529,7 +529,7 @@ fn logs(pipe: &Path, background: bool) -> io::Result<(Log, Option<File>)> {
     Ok((Log::to(open("control.log")?), Some(open("server.log")?)))
 }
 
-/// Leaves the FIFO, and from 555 on the PID file, which everybody may write.
+/// Makes the FIFO, and from 555 on the PID file, which every user may write.
 fn leave_files(pipe: &Path, version: u32) -> io::Result<()> {
     let fifo = pipe.join(FIFO);
     _ = fs::remove_file(&fifo);

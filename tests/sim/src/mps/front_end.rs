@@ -5,7 +5,7 @@ use std::io::{self, BufRead, Write};
 use super::wire::{self, Hello};
 use crate::state::Host;
 
-/// Runs the front end and returns its exit status, which only says whether there was a control daemon.
+/// Runs the front end and returns its exit status, which only says whether a control daemon answered.
 pub(super) fn run(host: &Host) -> u8 {
     if host.fault("front-end-hangs").is_some() {
         loop {

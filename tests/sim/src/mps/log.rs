@@ -15,7 +15,7 @@ impl Log {
     }
 
     /// Writes a line in one piece, since several processes share the file. If the log can't be written, the process
-    /// carries on.
+    /// goes on.
     pub(super) fn line(&self, label: &str, pid: u32, text: &str) {
         let line = format!("[{} {label} {pid:>5}] {text}\n", time(now()));
         if let Ok(mut out) = self.out.lock() {
@@ -24,13 +24,13 @@ impl Log {
     }
 }
 
-/// Milliseconds since 1970.
+/// The present time, in milliseconds since 1970.
 fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_millis().try_into().unwrap_or_default()
 }
 
-/// The time in UTC.
+/// The text of a time in UTC.
 fn time(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;
     let (mut day, mut year) = (seconds / 86400, 1970);

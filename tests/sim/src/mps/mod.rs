@@ -33,8 +33,8 @@ fn log_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_LOG_DIRECTORY").map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from)
 }
 
-/// A memory limit in bytes, parsed as the control daemon does: digits, then `G` for GiB, or anything else for MiB. None
-/// without digits, or if they are all zeros.
+/// Parses a memory limit as the control daemon does, and returns bytes: digits, then `G` for GiB, or anything else
+/// for MiB. None without digits, or if they are all zeros.
 fn memory_limit(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at_checked(digits)?;
@@ -48,7 +48,7 @@ fn memory_text(bytes: u64) -> String {
     if mib >= 1024 { format!("{}G", mib / 1024) } else { format!("{mib}M") }
 }
 
-/// A percentage. None if it is not allowed.
+/// Parses a percentage. None if the control daemon does not allow the value.
 fn percentage(text: &str) -> Option<f64> {
     text.parse().ok().filter(|percentage| *percentage > 0.0 && *percentage <= 100.0)
 }

@@ -14,7 +14,7 @@ use super::{client, command_of, memory_limit, percentage};
 use crate::memory_limits;
 use crate::state::{Gpu, Host, Kind, visible};
 
-/// The memory that a server holds on each of its GPUs, and a client on its GPU, before it allocates any.
+/// The memory that a server holds on each of its GPUs, and a client on its GPU, before it allocates any, in MiB.
 const SERVER_MIB: u64 = 66;
 const CLIENT_MIB: u64 = 580;
 
@@ -22,29 +22,29 @@ const CLIENT_MIB: u64 = 580;
 /// moments passes few steps each time.
 const STEPS: u32 = 20;
 
-/// The interval at which the server checks in the meantime whether its control daemon has gone.
+/// The interval at which a server that waits checks if its control daemon has ended.
 const LOOK: Duration = Duration::from_millis(10);
 
 struct Server {
     host: Host,
-    /// The GPUs, by ordinal.
+    /// The GPUs of the server, by ordinal.
     gpus: Vec<Gpu>,
     channel: OwnedFd,
     log: Log,
     state: Mutex<State>,
-    /// Signalled when a client has taken part or has gone.
+    /// Notified when a client has taken part in a step, or has ended.
     taken_part: Condvar,
 }
 
 struct State {
     percentage: f64,
-    /// The limits in bytes, by ordinal.
+    /// The memory limits in bytes, by the ordinals of the GPUs.
     limits: Vec<(usize, u64)>,
     clients: Vec<Client>,
     last_id: u32,
     /// True if the server has a context on each of the GPUs.
     contexts: Vec<bool>,
-    /// The client in the log's next `Received new client request`, which names the client before.
+    /// The client that the next line `Received new client request` names: the log names the client before.
     last_request: String,
 }
 
@@ -120,7 +120,7 @@ fn start() -> Option<&'static Server> {
     Some(server)
 }
 
-/// Waits for this time. True if the control daemon went away meanwhile.
+/// Waits for this time. Returns true if the control daemon ended meanwhile.
 fn lost_within(channel: &OwnedFd, time: Duration) -> bool {
     let mut hang_up = [PollFd::new(channel, PollFlags::empty())];
     let timeout = Timespec::try_from(time).ok();
@@ -160,7 +160,7 @@ impl Server {
         self.log.line("Server", std::process::id(), text);
     }
 
-    /// Logs a limit. No such line was recorded below compute capability 7.0, where the limit has no effect.
+    /// Logs a memory limit. No such line was recorded below compute capability 7.0, where the limit has no effect.
     fn log_limit(&self, ordinal: usize, bytes: u64) {
         if self.gpus.get(ordinal).is_some_and(Gpu::enforces_limits) {
             self.log(&format!("Device pinned memory limit for device {ordinal} set to {bytes:#x} bytes"));
@@ -249,7 +249,7 @@ impl Server {
         }));
     }
 
-    /// Takes a client, and serves it until it has gone.
+    /// Takes a client, and serves it until the client has ended.
     fn serve(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) {
         match self.welcome(connection, pid, hello) {
             Ok(id) => {
@@ -263,7 +263,8 @@ impl Server {
         self.report(&Report::Gone);
     }
 
-    /// Accepts a client and returns its number, or returns the CUDA error with which the client is refused.
+    /// Accepts a client and returns its number on this server, or returns the CUDA error with which the client is
+    /// refused.
     fn welcome(&self, connection: &Arc<OwnedFd>, pid: u32, hello: &ClientHello) -> Result<u32, u32> {
         let mut state = self.state();
         if state.clients.iter().any(|client| client.faulted) {
@@ -309,8 +310,8 @@ impl Server {
         Ok(id)
     }
 
-    /// The ordinals of the GPUs that a client sees, in its order. The client's environment decides the order. Without
-    /// it the order is by address, whatever the control daemon's order is.
+    /// The server's ordinals of the GPUs that a client sees, in the client's order. The client's environment decides
+    /// the order. Without it the order is by address, whatever the control daemon's order is.
     fn seen(&self, hello: &ClientHello) -> Vec<usize> {
         let mut in_order = self.gpus.clone();
         in_order.sort_unstable_by_key(|gpu| gpu.index);
@@ -318,8 +319,8 @@ impl Server {
         seen.filter_map(|gpu| self.gpus.iter().position(|own| *own == gpu)).collect()
     }
 
-    /// A GPU as a client sees it. The memory limit belongs to the client's ordinal (`place`), not to the server's, as
-    /// measured.
+    /// The properties of a GPU as a client sees it. The memory limit belongs to the client's ordinal (`place`), not
+    /// to the server's, as measured.
     fn device(
         &self,
         state: &State,
@@ -384,8 +385,8 @@ impl Server {
         }
     }
 
-    /// Ends a client's work with the client's help. If the client is stopped, frozen or held, the server waits for it,
-    /// and the control daemon waits for the server.
+    /// Ends a client's work with the client's help. If the client is stopped, frozen or held by a debugger, the
+    /// server waits for it, and the control daemon waits for the server.
     fn terminate(&self, pid: u32) -> bool {
         let mut state = self.state();
         for _ in 0..STEPS {
@@ -404,7 +405,7 @@ impl Server {
         true
     }
 
-    /// A fault on a GPU hits every client there.
+    /// Handles a fault on a GPU, which hits every client on this GPU.
     fn fault(&self, state: &mut State, ordinal: usize) {
         let hit: Vec<&mut Client> =
             state.clients.iter_mut().filter(|client| client.ordinal == ordinal).collect();
@@ -438,8 +439,8 @@ impl Server {
         }
     }
 
-    /// Removes a client that has gone. If its kernel still ran, that is a fault. When the last client that a fault hit
-    /// has gone, the fault is over.
+    /// Removes a client that has ended. If its kernel still ran, that is a fault. When the last client that a fault
+    /// has hit is removed, the fault is over.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
@@ -473,7 +474,8 @@ impl Server {
     }
 }
 
-/// The limit in bytes that a client sets for itself, for one of its devices: `0=2G,1=3G` or `GPU-...=4G`.
+/// The memory limit in bytes that a client sets itself in its environment for one of its devices: `0=2G,1=3G` or
+/// `GPU-...=4G`.
 fn own_limit(hello: &ClientHello, place: usize, uuid: &str) -> Option<u64> {
     let limits = hello.memory_limits.as_deref()?.split(',').filter_map(|limit| limit.trim().split_once('='));
     let mut own = limits.filter(|(device, _)| *device == uuid || device.parse() == Ok(place));

@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 /// The first packet to a control daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Hello {
-    /// Commands follow, one per packet. Each command is answered by one packet of text.
+    /// A front end. Its commands follow, one per packet. Each command is answered by one packet of text.
     FrontEnd,
-    /// A CUDA program.
+    /// A CUDA program that wants to be a client.
     Client(ClientHello),
 }
 
-/// The settings in a CUDA program's environment.
+/// The settings in the environment of a CUDA program.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct ClientHello {
     pub(super) visible_devices: Option<String>,
@@ -36,20 +36,20 @@ pub(super) enum Order {
         percentage: f64,
         limits: Vec<(usize, u64)>,
     },
-    /// A client. Its connection is attached to the packet.
+    /// Take a client. The client's connection is attached to the packet.
     Client {
         pid: u32,
         hello: ClientHello,
     },
     SetPercentage(f64),
     SetLimit(usize, Option<u64>),
-    /// A [`Report::Status`] answers each of the next four orders.
+    /// Report the status. A [`Report::Status`] answers this order and the next three.
     Query,
     DeviceQuery,
     Terminate(u32),
-    /// Ends the server if it has no client.
+    /// End the server if it has no client.
     Shutdown,
-    /// Ends the server even if it has clients.
+    /// End the server even if it has clients.
     ForceShutdown,
 }
 
@@ -57,19 +57,19 @@ pub(super) enum Order {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Report {
     Ready,
-    /// A client has ended or was refused.
+    /// A client has ended, or the server has refused it.
     Gone,
     Status(Status),
 }
 
-/// The status of a server.
+/// The status that a server reports.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Status {
     pub(super) fault: bool,
     pub(super) percentage: f64,
     pub(super) limits: Vec<(usize, u64)>,
     pub(super) clients: Vec<ClientStatus>,
-    /// True if there was a client to terminate.
+    /// True if the server had the client to terminate.
     pub(super) done: bool,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct ClientStatus {
     pub(super) pid: u32,
     /// The client's number on its server.
     pub(super) id: u32,
-    /// Its device: the server's ordinal, the UUID and the name.
+    /// The client's device: the server's ordinal, the UUID and the name.
     pub(super) ordinal: usize,
     pub(super) uuid: String,
     pub(super) name: String,
@@ -90,7 +90,7 @@ pub(super) struct ClientStatus {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Event {
     Welcome(Vec<Device>),
-    /// A step of ending the client's work. The client has to take part, with the answer [`Request::TakePart`].
+    /// A step of ending the client's work. The client has to answer with [`Request::TakePart`].
     TakePart,
     /// A CUDA error, after which the client can do nothing more.
     Error(u32),
@@ -99,13 +99,13 @@ pub(super) enum Event {
 /// A message from a client to its server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// The client allocated this amount.
+    /// The client has allocated this amount of memory.
     Allocate { mib: u64 },
-    /// The client freed this amount.
+    /// The client has freed this amount of memory.
     Free { mib: u64 },
-    /// A long kernel starts or ends.
+    /// A long kernel starts (true) or ends (false).
     LongKernel(bool),
-    /// The kernel wrote to a forbidden address.
+    /// The client's kernel has written to a forbidden address.
     Fault,
     /// The answer to [`Event::TakePart`].
     TakePart,
@@ -115,7 +115,7 @@ pub(super) enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Device {
     pub(super) name: String,
-    /// The bus and the device, `00:06`.
+    /// The device's bus and device number, `00:06`.
     pub(super) pci: String,
     pub(super) capability: String,
     pub(super) sms: u32,
@@ -135,7 +135,7 @@ pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Listens at this path, in place of a dead control daemon's socket.
+/// Listens at this path. The socket of a dead control daemon at this path is replaced.
 pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket()?;
     match std::fs::remove_file(path) {
@@ -147,7 +147,7 @@ pub(super) fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Makes the two ends of a channel.
+/// Makes the two ends of a channel between two processes.
 pub(super) fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
     Ok(rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None)?)
@@ -157,7 +157,7 @@ pub(super) fn send(socket: impl AsFd, message: &impl Serialize) -> io::Result<()
     send_with(socket, message, None)
 }
 
-/// Sends a packet and, attached to it, a connection.
+/// Sends a packet, with a connection attached to it if there is one.
 pub(super) fn send_with(
     socket: impl AsFd,
     message: &impl Serialize,
@@ -197,7 +197,7 @@ pub(super) fn receive_with<T: DeserializeOwned>(socket: impl AsFd) -> Option<(T,
     Some((message, attached))
 }
 
-/// Sends no more, and waits until the other end has closed too.
+/// Sends no more packets, and waits until the other end has closed too.
 pub(super) fn part(socket: impl AsFd) {
     if rustix::net::shutdown(&socket, rustix::net::Shutdown::Write).is_ok() {
         while receive::<serde_json::Value>(&socket).is_some() {}

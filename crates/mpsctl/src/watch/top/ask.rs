@@ -10,7 +10,7 @@ use crate::watch::{ReconnectingProxy, in_time};
 use common::bus::answers::known;
 use common::bus::proxy::{BusError, DaemonProxy};
 
-/// Asks repeatedly until the tasks are dropped.
+/// Starts tasks that ask the service repeatedly until they are dropped.
 pub(super) fn start(events: &UnboundedSender<TopEvent>) -> JoinSet<()> {
     let mut tasks = JoinSet::new();
     tasks.spawn(ask_published(events.clone()));
@@ -36,7 +36,7 @@ async fn published(watched: &mut ReconnectingProxy) -> Result<TopAnswers, BusErr
     Ok(TopAnswers { service, devices, events: daemon.events().await? })
 }
 
-/// A control daemon may hang, and then the service waits for its answer.
+/// Asks for the clients repeatedly. A control daemon may hang, and then the service waits for its answer.
 async fn ask_clients(events: UnboundedSender<TopEvent>) {
     let mut watched = ReconnectingProxy::default();
     loop {
@@ -48,7 +48,7 @@ async fn ask_clients(events: UnboundedSender<TopEvent>) {
     }
 }
 
-/// Ends the GPU work of a process.
+/// Starts a task that asks the service to end the GPU work of a process.
 pub(super) fn end(pid: u32, events: &UnboundedSender<TopEvent>, tasks: &mut JoinSet<()>) {
     let events = events.clone();
     tasks.spawn(async move {

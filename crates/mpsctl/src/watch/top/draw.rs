@@ -21,7 +21,7 @@ use common::bus::proxy::Listed;
 use common::bus::rows::Service;
 use common::counted::counted;
 
-/// The smallest width of the last column.
+/// The smallest width of the last column of a table.
 const PROSE: usize = 14;
 
 /// The width of the clock, with two blanks in front of it.
@@ -46,10 +46,10 @@ const HELP: [&str; 11] = [
     "  any key       leave this page",
 ];
 
-/// On a smaller terminal only a message is shown.
+/// The smallest terminal, in columns and rows. On a smaller one only a message is shown.
 const LEAST: (u16, u16) = (50, 12);
 
-/// Draws with or without colours.
+/// Draws the whole screen, with or without colours.
 pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: bool) {
     let (area, width) = (frame.area(), usize::from(frame.area().width));
     if area.width < LEAST.0 || area.height < LEAST.1 {
@@ -85,7 +85,7 @@ fn length(cells: usize) -> Constraint {
     Constraint::Length(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
-/// The state of the service, and the reason of the service or of the selected slice.
+/// The lines with the state of the service, and the reason of the service or of the selected slice.
 fn header(width: usize, model: &Model, state: &TopState) -> Vec<Line<'static>> {
     let mut lines = facts(width, service_facts(model));
     let selected = model.devices.iter().find(|slice| state.slice.as_ref() == Some(&slice.addr));
@@ -128,7 +128,7 @@ fn service_facts(model: &Model) -> Vec<Span<'static>> {
     facts
 }
 
-/// The facts, on as many lines as needed. The first line leaves space for the clock at its end.
+/// Puts the facts on as many lines as needed. The first line leaves space for the clock at its end.
 fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     let mut lines = vec![Line::default()];
     for fact in facts {
@@ -142,13 +142,13 @@ fn facts(width: usize, facts: Vec<Span<'static>>) -> Vec<Line<'static>> {
     lines
 }
 
-/// `12:34:56`
+/// The time of day: `12:34:56`.
 fn time_of_day(at: SystemTime) -> String {
     let local = time::local(at);
     local.split_once(' ').map_or(local.clone(), |(_, time)| time.to_owned())
 }
 
-/// An unknown state is shown neither as good nor as bad.
+/// The tone of the service's state. An unknown state is shown neither as good nor as bad.
 fn tone(service: &Service) -> Tone {
     tone_of_service(&service.state).unwrap_or(Tone::Between)
 }
@@ -170,7 +170,7 @@ fn bottom(width: usize, state: &TopState) -> Line<'static> {
     }
 }
 
-/// The three tables, with as many rows as fit.
+/// Draws the three tables, each with as many rows as fit.
 fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
     let (slices, clients) = (state.slices(model), state.clients(model));
     let room = usize::from(area.height).saturating_sub(5);
@@ -220,14 +220,14 @@ fn events(width: usize, rows: usize, model: &Model) -> Text<'static> {
     text
 }
 
-/// The time of day; for an event that is older than a day, the date.
+/// The time of day of an event, or the date if the event is older than a day.
 fn at_or_date(at: SystemTime) -> String {
     let is_old = at.elapsed().is_ok_and(|age| age.as_secs() >= 86400);
     if is_old { time::local(at) } else { time_of_day(at) }
 }
 
-/// The numbers of rows for slices, clients and events. Clients and slices share what the smallest number of events leaves, and
-/// neither gets more rows than it needs.
+/// Divides the rows of the screen between slices, clients and events. Clients and slices share what the smallest
+/// number of events leaves, and neither gets more rows than it needs.
 fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, usize, usize) {
     let left = room.saturating_sub(events.min(EVENTS));
     let clients = clients.max(1);
@@ -236,19 +236,19 @@ fn shares(room: usize, slices: usize, clients: usize, events: usize) -> (usize, 
     (slices, clients, room - slices - clients)
 }
 
-/// A table with its title.
+/// A table of `top`, with its title.
 struct TopTable<'t, R> {
     name: String,
     columns: &'t [Column<R>],
     rows: &'t [&'t Listed<R>],
-    /// A row before all others.
+    /// The text of a row before all others. None: there is no such row.
     front: Option<&'static str>,
     sort: Sort,
     /// True if keys apply to this table.
     is_focused: bool,
-    /// The position of the selected row. The row before all others counts.
+    /// The index of the selected row. The row before all others counts.
     selected: Option<usize>,
-    /// The time of the rows, if they are outdated.
+    /// The time of the rows, if they are outdated. None: the rows are current.
     of: Option<SystemTime>,
 }
 
@@ -282,7 +282,7 @@ impl<R> TopTable<'_, R> {
         frame.render_stateful_widget(widget, table, &mut place);
     }
 
-    /// The columns that fit, with their widths, and the headings of the others.
+    /// The columns that fit, with their widths, and the headings of the columns that do not fit.
     fn fit(&self, room: usize) -> (Vec<(&Column<R>, usize)>, Vec<&'static str>) {
         let natural = |column: &Column<R>| {
             let texts = self.rows.iter().map(|row| width(&(column.text)(row)));
@@ -299,7 +299,7 @@ impl<R> TopTable<'_, R> {
         (columns, left_out)
     }
 
-    /// `Slices 1-8 of 768 by MEMORY; no room for GPU`
+    /// The title of the table: `Slices 1-8 of 768 by MEMORY; no room for GPU`.
     fn title(&self, shown: Range<usize>, left_out: &[&str]) -> String {
         let (name, all) = (&self.name, self.rows.len());
         let mut title = if shown.is_empty() || shown.len() == all {
@@ -343,7 +343,7 @@ fn width(text: &str) -> usize {
     Span::raw(text).width()
 }
 
-/// The text, or its end and a sign that it is cut.
+/// The text, or if it is too long its end and a sign that it is cut.
 fn cut_in_front(text: &str, room: usize) -> String {
     if width(text) <= room {
         return text.to_owned();
@@ -361,7 +361,7 @@ mod tests {
     use crate::watch::top::tests::{model, press, with_slices};
     use common::bus::proxy::BusError;
 
-    /// The screen at this size, after these keys.
+    /// The lines of the screen at this size, after these keys were pressed.
     fn shown(width: u16, height: u16, model: &Model, keys: &str) -> Vec<String> {
         let mut state = TopState::default();
         press(&mut state, model, keys);

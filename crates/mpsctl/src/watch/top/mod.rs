@@ -28,17 +28,17 @@ mod model;
 mod state;
 mod terminal;
 
-/// The time after which the ages and the clock are drawn again.
+/// The interval at which the ages and the clock are drawn again.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Something that may change the screen.
+/// An event that may change the screen.
 #[derive(Debug)]
 enum TopEvent {
     Published(Result<TopAnswers, BusError>),
     Clients(Result<Vec<Listed<Client>>, BusError>),
-    /// The answer to a request to end the GPU work of a process.
+    /// The result of a request to end the GPU work of the process with this PID.
     Ended(u32, Result<(), BusError>),
-    /// A key, or an error after which no more keys come.
+    /// An event of the keyboard, or an error after which no more keys come.
     Typed(std::io::Result<Event>),
 }
 

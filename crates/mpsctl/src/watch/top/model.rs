@@ -6,14 +6,14 @@ use crate::watch::describe;
 use common::bus::proxy::{BusError, Listed};
 use common::bus::rows::{Client, Device, Event, Service};
 
-/// After this time without a new one, an answer is shown as outdated.
+/// The age at which an answer is shown as outdated.
 const OLD: Duration = Duration::from_secs(4);
 
-/// The answers for which the service needs no work.
+/// The answers of the service for which it needs no work.
 #[derive(Debug)]
 pub(super) struct TopAnswers {
     pub(super) service: Listed<Service>,
-    /// None before the service knows its GPUs.
+    /// The slices. None until the service knows its GPUs.
     pub(super) devices: Option<Vec<Listed<Device>>>,
     pub(super) events: Vec<Listed<Event>>,
 }
@@ -25,9 +25,9 @@ pub(super) struct Model {
     pub(super) devices: Vec<Listed<Device>>,
     pub(super) events: Vec<Listed<Event>>,
     pub(super) clients: Vec<Listed<Client>>,
-    /// Why the service does not answer now.
+    /// The reason why the service does not answer now. None: it answers.
     pub(super) silent: Option<String>,
-    /// Why the clients are not known now.
+    /// The reason why the clients are not known now. None: they are known.
     pub(super) unlisted: Option<String>,
     published: Option<Instant>,
     listed: Option<Instant>,
@@ -58,7 +58,7 @@ impl Model {
         }
     }
 
-    /// True if there ever was an answer about clients.
+    /// True if the service has ever answered a question for the clients.
     pub(super) fn has_clients(&self) -> bool {
         self.listed.is_some()
     }

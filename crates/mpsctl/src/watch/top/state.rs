@@ -17,7 +17,7 @@ pub(super) enum Focus {
     Clients,
 }
 
-/// A row of the clients: a process has one row for each GPU.
+/// Identifies a row of the clients: a process has one row for each of its GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ClientId {
     pid: u32,
@@ -30,10 +30,10 @@ impl ClientId {
     }
 }
 
-/// The order of a table.
+/// The order of the rows of a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Sort {
-    /// The position of the column.
+    /// The index of the column by which the rows are sorted.
     pub(super) column: usize,
     pub(super) reversed: bool,
 }
@@ -55,7 +55,7 @@ impl Sort {
     }
 }
 
-/// The reaction of the program to a key.
+/// The action of the program for a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Action {
     Draw,
@@ -63,21 +63,22 @@ pub(super) enum Action {
     Quit,
     /// Suspend the program, as for Ctrl-Z.
     Stop,
-    /// End the GPU work of this process.
+    /// End the GPU work of the process with this PID.
     End(u32),
 }
 
 #[derive(Debug, Default)]
 pub(super) struct TopState {
     pub(super) focus: Focus,
-    /// The selected slice. None: all slices.
+    /// The selected slice. None: the row for all slices is selected.
     pub(super) slice: Option<String>,
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
     pub(super) sort_clients: Sort,
-    /// The client whose work would be ended, and the question on the screen.
+    /// The client whose work the question on the screen is about, and the text of the question. None: there is no
+    /// question.
     pub(super) question: Option<(ClientId, String)>,
-    /// The process that is being ended.
+    /// The process whose GPU work the service is ending. None: there is none.
     pub(super) ending: Option<u32>,
     pub(super) message: Option<String>,
     pub(super) help: bool,
@@ -88,7 +89,7 @@ impl TopState {
         self.sort_slices.sorted(SLICES, model.devices.iter())
     }
 
-    /// The clients of the selected slice, or of all slices.
+    /// The clients of the selected slice, or all clients if no slice is selected.
     pub(super) fn clients<'m>(&self, model: &'m Model) -> Vec<&'m Listed<Client>> {
         let is_shown = |client: &&Listed<Client>| {
             self.slice.as_ref().is_none_or(|slice| given(client).any(|one| one == slice))
@@ -96,19 +97,19 @@ impl TopState {
         self.sort_clients.sorted(CLIENTS, model.clients.iter().filter(is_shown))
     }
 
-    /// The position of the selected row among the slices. Position 0 is the row for all.
+    /// The index of the selected row among the slices. Index 0 is the row for all slices.
     pub(super) fn slice_place(&self, slices: &[&Listed<Device>]) -> usize {
         let place = self.slice.as_ref().and_then(|name| slices.iter().position(|slice| slice.addr == *name));
         place.map_or(0, |place| place + 1)
     }
 
-    /// The position of the selected row among the clients.
+    /// The index of the selected row among the clients.
     pub(super) fn client_place(&self, clients: &[&Listed<Client>]) -> Option<usize> {
         let selected = self.client.as_ref()?;
         clients.iter().position(|client| ClientId::new(client) == *selected)
     }
 
-    /// To be called after a new answer: a selected row may not exist any more.
+    /// Corrects the selection after a new answer: a selected row may not exist any more.
     pub(super) fn settle(&mut self, model: &Model) {
         if let Some(slice) = &self.slice
             && !model.devices.iter().any(|device| device.addr == *slice)
@@ -191,7 +192,7 @@ impl TopState {
         Action::End(pid)
     }
 
-    /// Changes the order of the table to which keys apply. `change` gets the number of its columns.
+    /// Changes the order of the table to which keys apply. `change` gets the present order and the number of columns.
     fn sort(&mut self, change: impl FnOnce(&mut Sort, usize)) {
         match self.focus {
             Focus::Slices => change(&mut self.sort_slices, SLICES.len()),
@@ -199,7 +200,8 @@ impl TopState {
         }
     }
 
-    /// Selects another row of the table to which keys apply. `to` gets the position and the number of rows.
+    /// Selects another row of the table to which keys apply. `to` gets the index of the selected row and the number
+    /// of rows.
     fn select(&mut self, model: &Model, to: impl Fn(usize, usize) -> usize) {
         match self.focus {
             Focus::Slices => {
@@ -218,7 +220,7 @@ impl TopState {
         }
     }
 
-    /// Asks if the work of the selected client should be ended.
+    /// Puts the question on the screen if the work of the selected client should be ended.
     fn ask(&mut self, model: &Model) {
         if let Some(pid) = self.ending {
             self.message = Some(format!("The GPU work of process {pid} is still being ended."));

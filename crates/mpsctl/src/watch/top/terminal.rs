@@ -11,10 +11,11 @@ use crossterm::terminal::{
     enable_raw_mode,
 };
 
-/// True while the terminal is changed.
+/// True while the terminal is in the state for `top`.
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-/// The terminal is restored when this value is dropped. A panic restores it first, so that its message can be read.
+/// The terminal in the state for `top`. When this value is dropped, the terminal is restored. A panic restores it
+/// first, so that its message can be read.
 #[derive(Debug)]
 pub(super) struct Entered(());
 
@@ -29,7 +30,7 @@ impl Entered {
         Ok(Self(()))
     }
 
-    /// Restores the terminal while `stopped` runs.
+    /// Restores the terminal while `stopped` runs, and changes it again afterwards.
     pub(super) fn interrupt(stopped: impl FnOnce()) -> io::Result<()> {
         leave();
         stopped();
@@ -58,7 +59,7 @@ fn leave() {
     }
 }
 
-/// Without the lock of the standard output, which another thread may have.
+/// Opens the standard output, without its lock, which another thread may have.
 fn stdout() -> io::Result<File> {
     Ok(rustix::stdio::stdout().try_clone_to_owned()?.into())
 }
