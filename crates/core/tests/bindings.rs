@@ -13,14 +13,14 @@ use mps_core::bindings::{
 };
 use proptest::prelude::*;
 
-/// The control groups of two tenants, with one inside the first, and one whose name has the same beginning; a pod with two
-/// containers.
+/// The paths of the control groups: two tenants, one control group inside the first tenant's, one whose name has the
+/// same beginning, and a pod with two containers.
 const PATHS: [&str; 6] =
     ["/a", "/a/b", "/ab", "/kubepods/burstable/p1", "/kubepods/burstable/p1/x", "/kubepods/burstable/p1/y"];
 
 #[derive(Debug, Clone)]
 enum Event {
-    /// A control group is made, or removed with all below it.
+    /// A control group is made, or is removed with all control groups below it.
     Make(&'static str),
     Remove(&'static str),
     /// A process enters a control group, or leaves it.
@@ -65,7 +65,7 @@ struct Host {
     inodes: u64,
     now: u64,
     bindings: Bindings<u8>,
-    /// The slices that a binding has shared on purpose. A binding of one of them need not have it alone.
+    /// The slices that a binding has shared on purpose: several control groups may have such a slice.
     shared: BTreeSet<u8>,
 }
 
@@ -146,7 +146,7 @@ impl Host {
         }
     }
 
-    /// Before it binds, the service checks which bindings have ended.
+    /// The service binds a control group. Before that, it ends the bindings whose control groups have ended.
     fn bind(&mut self, path: &'static str, by: BoundBy, slices: &BTreeSet<u8>, shares: bool) {
         let Some((inode, _)) = self.groups.get(path).copied() else { return };
         self.drop_ended();
@@ -267,7 +267,7 @@ fn bindings_are_bounded() {
     bindings.bind(binding(5000), false, |_| 1).unwrap();
 }
 
-/// This number is in the documentation of Bind.
+/// The documentation of Bind has this number: 24 MiB.
 #[test]
 fn all_bindings_together_have_24_mib() {
     assert_eq!(MOST_BYTES, 24 * 1024 * 1024);

@@ -40,7 +40,8 @@ const SEEDS: &[(&str, &str)] = &[
     ("a request believes the list of clients after a fatal GPU error", "6200"),
 ];
 
-/// The number of histories without an active defect. This is the present core, which `histories.rs` tests.
+/// The number of histories for the copy without an active defect. It is the same as the present core, which
+/// `histories.rs` tests.
 const HISTORIES_WITHOUT: &str = "1000";
 
 /// A defect: its name, its file, the present text, the text that brings the defect back if it is active, and the promise that is
@@ -733,7 +734,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// Decides in the copy if a defect is active.
+/// The code in the copy that says if the defect with this name is active.
 const CHOICE: &str = r#"
 extern crate std;
 
@@ -767,7 +768,7 @@ name = "core_world"
 yunion-mps-core = { path = ".." }
 "#;
 
-/// A copy of the core with all defects, and of its world.
+/// Makes a copy of the core with all defects, and of its world.
 fn copy(to: &Path) {
     let own = Path::new(env!("CARGO_MANIFEST_DIR"));
     copy_folder(&own.join("src"), &to.join("src"));
@@ -789,7 +790,7 @@ fn copy(to: &Path) {
     fs::write(&path, fs::read_to_string(&path).unwrap() + CHOICE).unwrap();
 }
 
-/// Builds the histories of the copy. Returns their program.
+/// Builds the histories of the copy. Returns the path of their program.
 fn build(copy: &Path) -> PathBuf {
     let built = Command::new(env!("CARGO"))
         .args(["test", "--offline", "--no-run", "--message-format=json", "--test", "histories"])
@@ -802,8 +803,8 @@ fn build(copy: &Path) -> PathBuf {
     program.unwrap_or_else(|| panic!("{}", String::from_utf8_lossy(&built.stderr))).into()
 }
 
-/// Returns true if all promises hold with this defect, and the output of the histories. If `shortest` is not 0, a failing history
-/// is shortened, which takes much longer than finding it.
+/// Runs the histories with this defect. Returns true if all promises hold, and the output of the histories. If
+/// `shortest` is not 0, a failing history is shortened, which takes much longer than finding it.
 fn try_histories(program: &Path, defect: &str, shortest: &str) -> (bool, String) {
     let mut command = Command::new(program);
     command
@@ -826,7 +827,7 @@ fn histories() -> String {
     std::env::var("HISTORIES").unwrap_or_else(|_| HISTORIES.to_owned())
 }
 
-/// Why the histories do not find a defect, if they do not.
+/// The reason why the histories do not find a defect. None: they find it.
 fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
     let is_found =
         |(holds, output): &(bool, String)| !holds && output.contains("MODEL_SEED=") && output.contains(truth);
@@ -839,7 +840,7 @@ fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
     (!is_found(&tried)).then(|| format!("{name}: {}", output.lines().take(12).collect::<Vec<_>>().join("\n")))
 }
 
-/// The defects to try: all, or each with the text of `ONLY` in its name.
+/// The defects to try: all, or those with the text of `ONLY` in their names.
 fn chosen() -> impl Iterator<Item = Defect> {
     let only = std::env::var("ONLY").unwrap_or_default();
     DEFECTS.iter().copied().filter(move |defect| defect.0.contains(&only))

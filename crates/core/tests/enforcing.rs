@@ -11,7 +11,7 @@ use core_world::story::SERVER;
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{Enforced, VictimState};
 
-/// A further look after this time.
+/// Lets this time pass, and has the service look at the clients again.
 fn later(story: &mut Overuse, seconds: u64) {
     story.pass(Duration::from_secs(seconds));
     story.list_members();

@@ -7,7 +7,7 @@ use mps_core::mps::ServerStatus;
 use mps_core::serve::fault::{AfterGrace, HealStep, after_grace, is_over, next_look, next_step};
 use mps_core::{Cause, Permit};
 
-/// All sets of up to four clients.
+/// All sets of up to four clients, by their PIDs.
 fn sets() -> impl Iterator<Item = BTreeSet<u32>> {
     (0..16).map(|bits: u32| (0..4).filter(|client| bits >> client & 1 == 1).collect())
 }

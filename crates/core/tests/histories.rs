@@ -25,10 +25,10 @@ use std::time::{Duration, Instant};
 use core_world::scripted::{DEEDS, SCRIPTS, Script};
 use core_world::{Mood, World, mixed};
 
-/// The histories of `make test`.
+/// The number of histories in `make test`.
 const HISTORIES: u64 = 50_000;
 
-/// The first seed, if none is given.
+/// The first seed, if `MODEL_SEED` gives none.
 const SEED: u64 = 1;
 
 fn number(name: &str) -> Option<u64> {
@@ -36,13 +36,14 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// 100 to 500 steps.
+/// The steps of the history with this seed: 100 to 500.
 fn history(seed: u64) -> Vec<u64> {
     let length = 100 + mixed(seed) % 401;
     (1..=length).map(|step| mixed(seed.wrapping_mul(0x0100_0000_01b3).wrapping_add(step))).collect()
 }
 
-/// Nearly half of the histories are about faults above all, some about orders alone, and some about requests of tenants.
+/// The mood of the history with this seed. Nearly half of the histories are about faults above all, some about orders
+/// alone, and some about requests of tenants.
 fn mood(seed: u64) -> Mood {
     match seed % 16 {
         2 | 6 | 14 => Mood::Tenants,
@@ -52,7 +53,7 @@ fn mood(seed: u64) -> Mood {
     }
 }
 
-/// Plays a history, and returns what does not hold.
+/// Plays a history. The error has the promise that does not hold, and the history as a story.
 fn play(steps: &[u64], mood: Mood, tells: bool) -> Result<(), (String, String)> {
     let mut world = World::new(mood, tells);
     let played = panic::catch_unwind(AssertUnwindSafe(|| {
@@ -65,14 +66,14 @@ fn play(steps: &[u64], mood: Mood, tells: bool) -> Result<(), (String, String)> 
     played.map_err(|why| (words(&*why), world.story().to_owned()))
 }
 
-/// The words of a panic.
+/// The text of a panic.
 fn words(why: &(dyn Any + Send)) -> String {
     let text = why.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| why.downcast_ref::<String>().cloned());
     text.unwrap_or_else(|| "a panic without words".to_owned())
 }
 
-/// The shortest history that still fails: steps are left out as long as it fails.
+/// The shortest history that still fails: steps are left out as long as the history fails.
 fn shortest(mut steps: Vec<u64>, mood: Mood) -> Vec<u64> {
     let mut width = steps.len() / 2;
     while width > 0 {

@@ -11,7 +11,7 @@ use mps_core::kernel_limits::{
     CHECK, KernelLimits, LimitGoal, LimitOutcome, LimitedGroup, SOON, limited_to, limits, limits_around,
 };
 
-/// A GPU and an ordinal.
+/// A slice: the name of its GPU, and its ordinal.
 type Slice = (&'static str, u32);
 
 fn group(path: &str) -> ControlGroup {
@@ -30,7 +30,8 @@ fn bindings(of_groups: &[(&str, &[Slice])]) -> Bindings<Slice> {
     of_groups.iter().map(binding).collect()
 }
 
-/// Slices of A have 10 MiB and one for each ordinal, slices of B a thousand. No other GPU is served.
+/// The GPU of a slice, and the slice's memory in MiB. Slices of A have 10 MiB and one for each ordinal, slices of B a
+/// thousand. No other GPU is served.
 fn memory_of((gpu, ordinal): &Slice) -> Option<(&'static str, u64)> {
     match *gpu {
         "A" => Some(("A", 10 + u64::from(*ordinal))),
@@ -39,7 +40,7 @@ fn memory_of((gpu, ordinal): &Slice) -> Option<(&'static str, u64)> {
     }
 }
 
-/// The limits, each by its path and its GPU.
+/// The limits in MiB that follow from these bindings. The key is the path of the control group with the GPU.
 fn mib(of_groups: &[(&str, &[Slice])]) -> BTreeMap<String, u64> {
     let limits = limits(&bindings(of_groups), memory_of);
     limits.iter().map(|(place, limit)| (format!("{} {}", place.group.path, place.gpu), limit.mib)).collect()
@@ -85,7 +86,8 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     }
 }
 
-/// Otherwise each new binding would cause an attempt for all limits, and a host may have thousands.
+/// If a refused limit was tried again, each new binding would cause an attempt for all limits, and a host may have
+/// thousands.
 #[test]
 fn a_refused_limit_is_not_tried_again_for_a_new_one_beside_it() {
     let place = |path: &str| LimitedGroup { gpu: "A", group: group(path) };

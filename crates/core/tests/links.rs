@@ -11,30 +11,30 @@ use mps_core::links::{
 
 type Path = &'static str;
 
-/// The socket of the control daemon, and that of another one.
+/// The socket of the control daemon, and the socket of another control daemon.
 const OURS: SocketId = (1, 7);
 const ANOTHERS: SocketId = (1, 8);
 const WAITING: SocketId = (1, 9);
 
-/// Directories, each with the socket to which its link points.
+/// The directories of slices in memory, each with the socket to which its link points.
 struct Disk {
     socket: Result<Option<SocketId>, Bad>,
-    /// The socket that was last found.
+    /// The socket that the service has last found in the control daemon's directory.
     found: Option<SocketId>,
     pipes: BTreeMap<Path, SocketId>,
     slices: BTreeMap<(Path, String), SocketId>,
-    /// Why the directory with the slices' directories can't be used.
+    /// The reason why the directory that contains the directories of slices can't be used. None: it can be used.
     bad: Option<Bad>,
-    /// It is there, or was made.
+    /// True if the directory that contains the directories of slices exists.
     is_there: bool,
     opened: Option<Path>,
-    /// The links that can't be changed.
+    /// The names of the links that can't be changed.
     stuck: BTreeSet<String>,
-    /// The number of times that another user will remove a link right after it was made.
+    /// The number of times that another user will still remove a link right after the service has made it.
     removals: usize,
-    /// The attempts to make a link of a slice.
+    /// The number of attempts to make a link of a slice.
     attempts: usize,
-    /// The directories that other users can't change.
+    /// The names of the directories that the service protects from other users.
     kept: BTreeSet<String>,
 }
 
@@ -55,14 +55,14 @@ impl Disk {
         }
     }
 
-    /// The directories whose links point to the control daemon.
+    /// The names of the directories whose links point to the control daemon.
     fn leading_to_ours(&self) -> Vec<&str> {
         let pipes = self.pipes.iter().map(|(path, socket)| (*path, socket));
         let slices = self.slices.iter().map(|((_, name), socket)| (name.as_str(), socket));
         pipes.chain(slices).filter(|(_, socket)| **socket == OURS).map(|(name, _)| name).collect()
     }
 
-    /// Another user makes a directory of a slice with a link to this socket.
+    /// Another user makes the directory of a slice, with a link to this socket.
     fn others_lead(&mut self, name: &str, socket: SocketId) {
         self.is_there = true;
         self.slices.insert(("slices", name.to_owned()), socket);
@@ -156,7 +156,7 @@ impl Directories<Path> for Disk {
     }
 }
 
-/// The drained slices.
+/// The slices that an administrator has drained.
 #[derive(Default)]
 struct Drained {
     names: BTreeSet<&'static str>,
@@ -195,7 +195,7 @@ fn linked() -> Linked<Path> {
     Linked { pipe: "pipe", has_link: true, slices_in: Some("slices"), gpus }
 }
 
-/// The links to a control daemon that was told its limits.
+/// The links to a control daemon that has its limits.
 fn leading(disk: &mut Disk) -> Links<Path> {
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());

@@ -10,12 +10,12 @@ use core_world::story::{SERVER, SimOwner, SliceKnownBy, Story, slice_of};
 use mps_core::tenants::{EnclosingContainer, Target, TerminationError};
 use mps_core::terms::SliceId;
 
-/// A client of the only control daemon, on GPU A.
+/// A client of the story's only control daemon, on GPU A.
 #[derive(Clone, Default)]
 struct Process {
     slice: Option<(SliceId, SliceKnownBy)>,
     users: Vec<u32>,
-    /// The ids of the containers, each with true if the host's own runtime has made it.
+    /// The ids of the containers around the client, each with true if the host's own runtime has made the container.
     containers: Vec<(&'static str, bool)>,
 }
 
@@ -26,7 +26,7 @@ fn ask(story: &Story, target: Target) -> Answer {
     (had_work.iter().map(ToString::to_string).collect(), answer)
 }
 
-/// A host with a server for these GPUs, and these clients of it.
+/// A story with a server for these GPUs, and with these clients of the server.
 fn host_of(gpus: &[&str], processes: &[(u32, Process)]) -> Story {
     let story = Story::with_gpus(gpus);
     let mut host = story.host();
@@ -135,7 +135,7 @@ fn users_may_end_their_own_work() {
     assert_eq!(ask(&host(&[(1, theirs)]), target), (vec!["PID 1".to_owned()], Ok(())));
 }
 
-/// Its server handles a fatal GPU error until this number of milliseconds after the beginning.
+/// The story's server handles a fatal GPU error until this number of milliseconds after the beginning.
 fn faults(there: &Story, until: u64) {
     there.host().server_faults(SERVER);
     there.host().at(until, |host| host.server_recovers(SERVER));

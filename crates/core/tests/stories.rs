@@ -43,7 +43,7 @@ fn done(id: &str, written: Option<RunningDaemon>, outcome: ActOutcome) -> CoreEv
     CoreEvent::Done { id: id.into(), written, watched, outcome }
 }
 
-/// The acts about control daemons, and the interruptions.
+/// The acts about control daemons, in words, and the interruptions of acts.
 fn told(acts: &[Act<()>]) -> Vec<String> {
     let words = acts.iter().map(|act| match act {
         Act::Daemon { id, act: DaemonAct::End(permit), .. } => format!("{id}: End({:?})", permit.cause()),
@@ -167,8 +167,8 @@ fn while_programs_keep_the_server_out_it_is_tried_each_second() {
     }
 }
 
-/// Something that starts at the same time will be ready soon: the start is tried again every few seconds, and the control daemon
-/// is not ended for that.
+/// Something that starts at the same time as the service will be ready soon: the start is tried again every few
+/// seconds, and the control daemon is not ended for that.
 #[test]
 fn what_is_not_ready_yet_is_waited_for_in_short_pauses() {
     let mut core = serving("A", &["A"]);
@@ -283,7 +283,8 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
     );
 }
 
-/// A control daemon that can't be taken over, with the goal from an event, watched or not.
+/// The acts after a control daemon could not be taken over. `event` gives its goal, and `is_watched` is true if a
+/// supervisor watches its process.
 fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
@@ -373,7 +374,7 @@ fn a_start_waits_until_the_mode_of_its_gpu_is_put_back() {
     assert_eq!(told(&core.on(back, NOW)), ["A: Start"]);
 }
 
-/// The acts about a control daemon that should have ended, and still lives.
+/// The acts about a control daemon that should have ended after `event`, and still lives.
 fn lives_on(event: CoreEvent<()>) -> Vec<String> {
     let mut core = serving("A", &["A"]);
     core.on(event, NOW);

@@ -11,7 +11,7 @@ use crate::offers::{Offered, Unusable, refusal};
 use crate::preference::gpu;
 use crate::slice::NodeSlice;
 
-/// The reason, with the device and what to do about it.
+/// The reason why the kubelet's request for a container is refused, with the device and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RefusedAllocation {
     #[error("the kubelet asked for a container without a device; ask for 1 of {resource}")]
@@ -79,8 +79,9 @@ pub(crate) fn by_cdi(slice: &NodeSlice) -> Result<ContainerSettings, RefusedAllo
     Ok(ContainerSettings { cdi_devices, ..ContainerSettings::default() })
 }
 
-/// The same for slices of several GPUs. The service's devices for slices would overwrite each other's limits. So the settings are
-/// made for all slices together, and each slice adds only the device that has nothing but the hook.
+/// The settings with CDI devices for slices of several GPUs. The service's devices for slices would overwrite each
+/// other's limits. So the environment and the mounts are made for all slices together, and each slice adds only the
+/// device that has nothing but the hook.
 pub(crate) fn by_cdi_of_gpus(
     slices: &[NodeSlice],
     config: ContainerAnswer,
@@ -93,7 +94,7 @@ pub(crate) fn by_cdi_of_gpus(
     Ok(ContainerSettings { cdi_devices, ..settings })
 }
 
-/// Environment, mounts and device nodes, for an engine with NVIDIA's runtime.
+/// The settings without CDI devices, for an engine with NVIDIA's runtime: environment, mounts and device nodes.
 pub(crate) fn without_cdi(slices: &[NodeSlice], config: ContainerAnswer) -> ContainerSettings {
     let mut device_nodes = vec![node("/dev/nvidiactl".to_owned()), node("/dev/nvidia-uvm".to_owned())];
     let minors: BTreeSet<u32> = slices.iter().filter_map(|slice| slice.minor).collect();
@@ -122,7 +123,8 @@ fn settings(config: ContainerAnswer) -> ContainerSettings {
     }
 }
 
-/// When systemd reads its units again, it removes a container's access to device nodes that the engine has not reported to it.
+/// A device node that a container gets. The engine has to report it to systemd: when systemd reads its units again,
+/// it removes a container's access to device nodes that it does not know of.
 fn node(path: String) -> ContainerDeviceNode {
     ContainerDeviceNode { in_container: path.clone(), on_host: path, permissions: "rw".to_owned() }
 }

@@ -29,7 +29,7 @@ pub(crate) struct PluginOptions {
 pub(crate) struct RegisterRequest {
     #[prost(string, tag = "1")]
     pub(crate) version: String,
-    /// The name of the plugin's socket, in the same directory as the kubelet's.
+    /// The file name of the plugin's socket, in the directory of the kubelet's socket.
     #[prost(string, tag = "2")]
     pub(crate) endpoint: String,
     #[prost(string, tag = "3")]
@@ -112,7 +112,7 @@ pub(crate) struct AllocateAnswer {
     pub(crate) containers: Vec<ContainerSettings>,
 }
 
-/// The settings of a container.
+/// The settings that the kubelet gives the engine for a container.
 #[derive(Clone, PartialEq, prost::Message)]
 pub(crate) struct ContainerSettings {
     #[prost(map = "string, string", tag = "1")]

@@ -7,7 +7,7 @@ use prost::Message;
 use tonic::Status;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 
-/// Writes `W` and reads `R`.
+/// The codec of one call: it encodes messages of the type `W`, and decodes messages of the type `R`.
 pub(crate) struct Protobuf<W, R>(PhantomData<fn() -> (W, R)>);
 
 impl<W, R> Default for Protobuf<W, R> {

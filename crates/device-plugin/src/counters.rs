@@ -13,10 +13,10 @@ struct Counts {
     refused_allocations: u64,
 }
 
-/// Reads one of the counters.
+/// Reads one counter of a resource.
 type Count = fn(&Counts) -> u64;
 
-/// All clones count together.
+/// The counters of each resource, by its name. All clones share the counters.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Counters(Arc<Mutex<BTreeMap<String, Counts>>>);
 
@@ -25,7 +25,7 @@ impl Counters {
         self.count(resource, |counts| counts.registrations += 1);
     }
 
-    /// A container has got its devices.
+    /// Counts a container that has got its devices.
     pub(crate) fn allocated(&self, resource: &str) {
         self.count(resource, |counts| counts.allocations += 1);
     }
@@ -39,8 +39,8 @@ impl Counters {
         add(all.entry(resource.to_owned()).or_default());
     }
 
-    /// The counters and the devices of these resources. A resource that does not exist any more is forgotten: otherwise each
-    /// reload could add others.
+    /// The metrics of the resources in `offers`: their counters, and the numbers of their devices. The counters of a
+    /// resource that does not exist any more are dropped: otherwise each reload could add others.
     pub(crate) fn text(&self, offers: &Offers) -> String {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|resource, _| offers.contains_key(resource));

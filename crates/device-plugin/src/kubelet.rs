@@ -42,7 +42,7 @@ pub(crate) fn is_alive(path: &Path) -> bool {
 }
 
 impl SocketFile {
-    /// None if there is no socket.
+    /// Identifies the socket at this path now. None if there is no socket.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = path.symlink_metadata().ok().filter(|found| found.file_type().is_socket())?;
         let changed = (found.ctime(), found.ctime_nsec());
@@ -60,7 +60,7 @@ impl Kubelet {
         Self { directory }
     }
 
-    /// The directory with the sockets of device plugins.
+    /// The directory in which device plugins make their sockets.
     pub(crate) fn plugins(&self) -> PathBuf {
         self.directory.join("device-plugins")
     }
@@ -74,7 +74,8 @@ impl Kubelet {
         SocketFile::at(&self.own_socket())
     }
 
-    /// Registers a resource that is served on this socket, which is in the same directory as the kubelet's.
+    /// Registers a resource with the kubelet. `endpoint` is the file name of the resource's socket, in the directory
+    /// of the kubelet's socket.
     pub(crate) async fn register(&self, resource: &str, endpoint: String) -> Result<(), String> {
         let request = RegisterRequest {
             version: api::VERSION.to_owned(),
@@ -87,7 +88,7 @@ impl Kubelet {
     }
 }
 
-/// The optional calls that the kubelet should make.
+/// The optional calls that the kubelet should make to this plugin.
 pub(crate) fn options() -> PluginOptions {
     PluginOptions { pre_start_required: false, get_preferred_allocation_available: true }
 }
@@ -124,8 +125,8 @@ fn unreachable(error: &tonic::transport::Error) -> Status {
     Status::unavailable(cause.unwrap_or_else(|| error.to_string()))
 }
 
-/// Reports when a socket is made or removed in the directory of device plugins. Without this, the plugin notices it a few seconds
-/// later.
+/// Reports when a socket is made or removed in the directory of device plugins. None if the directory is not watched:
+/// then the plugin notices a change a few seconds later.
 #[derive(Debug, Default)]
 pub(crate) struct DirectoryChanges(Option<Readable>);
 
@@ -154,7 +155,7 @@ impl DirectoryChanges {
     }
 }
 
-/// Reads all events. False: the directory was removed.
+/// Reads all events of the watch. Returns false if the directory was removed.
 fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
     let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
     let mut reader = inotify::Reader::new(queue, &mut buffer);

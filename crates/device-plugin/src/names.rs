@@ -12,7 +12,7 @@ use crate::slice::Share;
 /// The most characters of a name, without its domain, that Kubernetes accepts.
 const LONGEST: usize = 63;
 
-/// A name that the administrator has given to a size: `small=20GiB`, `fast=20GiB:50`.
+/// A name that the administrator has given to a size of slices: `small=20GiB`, `fast=20GiB:50`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NamedSize {
     name: String,
@@ -22,9 +22,9 @@ pub(crate) struct NamedSize {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NamedMemory {
-    /// In GiB, rounded down.
+    /// The memory in GiB, rounded down.
     Gib(u32),
-    /// In MiB, exactly.
+    /// The exact memory in MiB.
     Mib(u32),
 }
 
@@ -97,7 +97,7 @@ pub(crate) fn domain(text: &str) -> Result<String, String> {
     Err(format!("{text:?} is no domain for resources; write one such as yunion.io, and not kubernetes.io"))
 }
 
-/// The rules that give sizes their names.
+/// The rules by which sizes of slices get their names.
 #[derive(Debug, Clone)]
 pub(crate) struct Naming {
     pub(crate) domain: String,
@@ -105,7 +105,7 @@ pub(crate) struct Naming {
 }
 
 impl Naming {
-    /// The full name of the resource of a size.
+    /// The full name, with the domain, of the resource for slices of a size.
     pub(crate) fn name(&self, share: Share) -> String {
         let name = self.given(share).map_or_else(|| by_rule(share), |given| given.name.clone());
         format!("{}/{name}", self.domain)
@@ -115,7 +115,8 @@ impl Naming {
         self.named.iter().find(|named| named.means(share))
     }
 
-    /// A text about slices that differ in their percentage of threads and still have the same name.
+    /// A warning about sizes that differ in their percentage of threads and still have the same name. None if there
+    /// are no such sizes.
     pub(crate) fn joined(&self, shares: impl IntoIterator<Item = Share>) -> Option<String> {
         let mut percentages: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
         for share in shares.into_iter().filter(|share| self.given(*share).is_none()) {

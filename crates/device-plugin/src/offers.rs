@@ -40,7 +40,7 @@ impl fmt::Display for Unusable {
     }
 }
 
-/// A device of a resource.
+/// A device of a resource: a slice, as the kubelet knows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Offered {
     pub(crate) name: String,
@@ -51,12 +51,12 @@ pub(crate) struct Offered {
 /// The devices of each resource, by its full name.
 pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 
-/// The facts that are remembered between two looks.
+/// The facts about slices that are remembered between two looks at the service.
 #[derive(Debug, Default)]
 pub(crate) struct Remembered {
-    /// The resource of each slice. It is remembered, since a GPU that the driver has lost has no known memory, but its resource
-    /// must stay. And a pod has its slice under the name of the resource: under another name the kubelet would take the slice for
-    /// free.
+    /// The name of the resource of each slice. It is remembered, since a GPU that the driver has lost has no known
+    /// memory, but its resource must stay. And a pod has its slice under the name of the resource: under another name
+    /// the kubelet would take the slice for free.
     resources: BTreeMap<String, String>,
 }
 
@@ -91,7 +91,7 @@ impl Remembered {
     }
 }
 
-/// The reason why a slice is not healthy for the kubelet.
+/// The reason why a slice is not healthy for the kubelet. None: the slice is healthy.
 fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<Unusable> {
     if slice.has_pod && slice.served {
         None
@@ -102,7 +102,7 @@ fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<Unusable> {
     }
 }
 
-/// The reason why no container gets a slice from now on.
+/// The reason why a slice must not be given to a container now. None: it may be given.
 pub(crate) fn refusal(slice: &NodeSlice) -> Option<Unusable> {
     if !slice.healthy {
         Some(Unusable::Unhealthy(slice.reason.clone()))
@@ -134,7 +134,7 @@ mod tests {
         NodeSlice { healthy: false, reason: "drained".to_owned(), ..slice }
     }
 
-    /// The only device, and why it is not usable.
+    /// The reason why the only device in the offers is not usable. None: it is usable.
     fn only(offers: &Offers) -> Option<Unusable> {
         let [offered] = &offers["yunion.io/mps-20gib"][..] else { panic!("{offers:?}") };
         offered.unusable.clone()

@@ -31,7 +31,7 @@ const LATER: Duration = Duration::from_secs(10);
 /// The time in which a kubelet that has accepted a registration should ask for the list of devices.
 const LISTENS: Duration = Duration::from_secs(15);
 
-/// The options of the administrator.
+/// The options that the administrator has chosen.
 #[derive(Debug)]
 pub(crate) struct Choices {
     pub(crate) kubelet_directory: PathBuf,
@@ -42,34 +42,34 @@ pub(crate) struct Choices {
     pub(crate) without_cdi: bool,
 }
 
-/// The result of a registration.
+/// The result of a registration with the kubelet.
 struct Registered {
     resource: String,
-    /// The socket of the resource, and that of the kubelet.
+    /// The socket of the resource, and the kubelet's socket.
     own: SocketFile,
     kubelet: SocketFile,
     answer: Result<(), String>,
 }
 
-/// The state of the program.
+/// The state of the main loop.
 struct Plugin {
     choices: Choices,
     manner: Manner,
     kubelet: Kubelet,
-    /// Registrations without an answer yet. The loop does not wait for an answer: the kubelet answers only after it has reached
-    /// the plugin's socket, and the loop may have to make that socket again.
+    /// Registrations that the kubelet has not answered yet. The loop does not wait for an answer: the kubelet answers
+    /// only after it has reached the plugin's socket, and the loop may have to make that socket again.
     registrations: JoinSet<Registered>,
     remembered: Remembered,
     resources: BTreeMap<String, Resource>,
-    /// The metrics that were last written.
+    /// The metrics, as they were last written to the file.
     written: String,
-    /// The status line that systemd has for the unit.
+    /// The status line that was last sent to systemd for the unit.
     status: Option<String>,
-    /// The last message of each kind. A message that has not changed is not repeated.
+    /// The last logged message of each kind. A message that has not changed is not repeated.
     said: BTreeMap<&'static str, String>,
 }
 
-/// Runs until a signal ends the program.
+/// Runs the device plugin until a signal ends it.
 pub(crate) async fn run(choices: Choices) -> io::Result<()> {
     let mut terminate: Signal = signal(SignalKind::terminate())?;
     let mut interrupt: Signal = signal(SignalKind::interrupt())?;
@@ -146,7 +146,7 @@ impl Plugin {
         Ok(if waits_for_service || registered < offers.len() { SOON } else { LATER })
     }
 
-    /// Serves exactly these resources.
+    /// Serves exactly the resources in `offers`: makes and removes sockets.
     ///
     /// # Errors
     /// This process can never write to the directory again.
@@ -281,7 +281,7 @@ impl Plugin {
         self.say("metrics", complaint);
     }
 
-    /// The first message tells systemd that the program has started.
+    /// Sends systemd the status line. The first message tells systemd that the program has started.
     fn tell_systemd(&mut self, service: &ServiceView) {
         let is_listened_to = |resource: &&Resource| matches!(resource.registration, Registration::Listens(_));
         let registered = self.resources.values().filter(is_listened_to).count();
@@ -312,8 +312,8 @@ impl Plugin {
     }
 }
 
-/// Returns true if the directory of sockets was replaced, and this process can't reach the new one: in a sandbox the old
-/// directory stays mounted, and the new one is not writable.
+/// Returns true if the error means that the directory of sockets was replaced, and this process can't reach the new
+/// one: in a sandbox the old directory stays mounted, and the new one is not writable.
 fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => true,
@@ -323,7 +323,7 @@ fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     }
 }
 
-/// The devices of a resource, for the log.
+/// Describes the devices of a resource, for the log.
 fn devices_in_words(offers: &Offers, name: &str) -> String {
     let devices = offers.get(name).map(Vec::as_slice).unwrap_or_default();
     let unusable = devices.iter().filter_map(|device| {
@@ -334,7 +334,7 @@ fn devices_in_words(offers: &Offers, name: &str) -> String {
     words.join(", ")
 }
 
-/// The name of the socket of a resource. It does not need the domain, which is the same for all resources.
+/// The file name of the socket of a resource. It does not have the domain, which is the same for all resources.
 fn socket_name(resource: &str) -> String {
     let name = resource.rsplit('/').next().unwrap_or(resource);
     format!("yunion-{name}.sock")

@@ -15,8 +15,8 @@ pub(crate) enum Placement {
     Spread,
 }
 
-/// The names of `number` slices, including all in `must`; fewer if there are not enough. A slice's name without the last "-" and
-/// the ordinal is the name of its GPU.
+/// The names of the `number` best slices, including all in `must`; fewer if there are not enough. A slice's name
+/// without the last "-" and the ordinal is the name of its GPU.
 pub(crate) fn preferred(
     available: &[String],
     must: &[String],
@@ -49,7 +49,7 @@ pub(crate) fn preferred(
     chosen
 }
 
-/// The GPU of a slice.
+/// The name of the GPU of a slice.
 pub(crate) fn gpu(slice: &str) -> &str {
     slice.rsplit_once('-').map_or(slice, |(gpu, _)| gpu)
 }

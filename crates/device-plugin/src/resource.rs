@@ -38,13 +38,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The pause between two attempts to reach the service, and after a connection that could not be accepted.
 const RETRY: Duration = Duration::from_millis(200);
 
-/// The most calls of the kubelet that are answered at once.
+/// The most calls of the kubelet that are answered at the same time.
 const AT_ONCE: usize = 16;
 
 /// The most bytes of the path of a Unix socket.
 const LONGEST_PATH: usize = 107;
 
-/// How containers get their slices: the same for all resources.
+/// The manner in which containers get their slices. It is the same for all resources.
 #[derive(Debug, Clone)]
 pub(crate) struct Manner {
     pub(crate) placement: Placement,
@@ -53,7 +53,7 @@ pub(crate) struct Manner {
     pub(crate) service: watch::Receiver<ServiceView>,
 }
 
-/// The known state of a resource at the kubelet. Each kubelet is identified by its socket.
+/// The state of a resource's registration. Each kubelet is identified by its socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Registration {
     Missing,
@@ -66,7 +66,7 @@ pub(crate) enum Registration {
     Listens(SocketFile),
 }
 
-/// Answers the kubelet for one resource.
+/// The part of a resource that answers the kubelet.
 struct ResourceAnswers {
     name: String,
     manner: Manner,
@@ -84,7 +84,7 @@ fn with_pauses<T>(connections: impl Stream<Item = io::Result<T>>) -> impl Stream
     })
 }
 
-/// A resource that is served. Dropping it removes the socket.
+/// A resource that is served on its socket. Dropping this value removes the socket.
 #[derive(Debug)]
 pub(crate) struct Resource {
     path: PathBuf,
@@ -94,7 +94,7 @@ pub(crate) struct Resource {
 }
 
 impl Resource {
-    /// Serves the resource on this socket.
+    /// Makes the socket at `path`, and serves the resource on it.
     pub(crate) fn serve(name: &str, path: &Path, offered: Vec<Offered>, manner: Manner) -> io::Result<Self> {
         let bytes = path.as_os_str().len();
         if bytes > LONGEST_PATH {
@@ -136,7 +136,7 @@ impl Resource {
         Ok(Self { path: path.to_owned(), file, offered: sender, registration: Registration::Missing })
     }
 
-    /// The socket that was made.
+    /// The identity of the socket that this resource has made.
     pub(crate) fn file(&self) -> SocketFile {
         self.file
     }
@@ -152,7 +152,7 @@ impl Resource {
         self.offered.receiver_count() > 2
     }
 
-    /// Sends the devices to the kubelet if they have changed.
+    /// Sends the devices to the kubelet if they have changed. Returns true if they have.
     pub(crate) fn offer(&self, offered: Vec<Offered>) -> bool {
         self.offered.send_if_modified(|known| {
             let changed = *known != offered;
@@ -247,7 +247,7 @@ async fn allocate(answers: &ResourceAnswers, request: AllocateRequest) -> Result
     Ok(AllocateAnswer { containers })
 }
 
-/// The settings of one container, from the service's present answers.
+/// Asks the service for the settings of one container.
 async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<ContainerSettings, Status> {
     let (service, now) = ask_service(names).await?;
     let offered = answers.offered.borrow().clone();
@@ -265,7 +265,7 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     }
 }
 
-/// The service and all of its slices. Waits for a service that is just restarted.
+/// Connects to the service, and asks for all of its slices. Waits for a service that is just restarting.
 async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), Status> {
     let until = Instant::now() + PATIENCE;
     let mut last = NoAnswer::from(BusError::Silent);

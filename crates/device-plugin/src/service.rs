@@ -13,10 +13,10 @@ use crate::slice::NodeSlice;
 /// The pause before the next question to a service that does not answer.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// The time after which the service is asked again, even without a signal of it.
+/// The time after which the service is asked again, even if it has sent no signal.
 const REFRESH: Duration = Duration::from_secs(30);
 
-/// The longest time that the service has to list its slices.
+/// The longest time that the plugin waits for the service's list of slices.
 const ANSWER: Duration = Duration::from_secs(10);
 
 /// The reason why the service does not list its slices.
@@ -32,14 +32,14 @@ pub(crate) enum NoAnswer {
 pub(crate) struct ServiceView {
     /// The slices by its last answer. None before the first answer.
     pub(crate) slices: Option<Vec<NodeSlice>>,
-    /// None while the service answers.
+    /// The absence of the service. None while the service answers.
     pub(crate) absence: Option<Absence>,
 }
 
 #[derive(Debug, Clone)]
 pub(crate) struct Absence {
     pub(crate) since: Instant,
-    /// The reason; empty before the first question.
+    /// The reason why the service does not answer; empty before the first question.
     why: String,
 }
 
@@ -50,7 +50,7 @@ impl Absence {
 }
 
 impl ServiceView {
-    /// The view before the first answer.
+    /// The view before the service has given its first answer.
     pub(crate) fn unknown() -> Self {
         Self { slices: None, absence: Some(Absence::begins()) }
     }
@@ -70,7 +70,7 @@ impl ServiceView {
     }
 }
 
-/// Follows the service, even when the service or the bus restarts, until the view has no reader.
+/// Keeps the view up to date, even when the service or the bus restarts, until the view has no reader.
 pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     while !view.is_closed() {
         if let Err(error) = follow_bus(&view).await {
@@ -80,7 +80,7 @@ pub(crate) async fn follow(view: watch::Sender<ServiceView>) {
     }
 }
 
-/// The same until the connection to the bus ends.
+/// Keeps the view up to date until the connection to the bus ends.
 async fn follow_bus(view: &watch::Sender<ServiceView>) -> Result<(), NoAnswer> {
     let service = DaemonProxy::connect().await?;
     let mut changes = service.changes().await?;
@@ -124,8 +124,8 @@ fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
     });
 }
 
-/// All slices at this moment. An error while the service starts: until it has looked at each control daemon that it finds, it
-/// reports the slices as unhealthy, although nothing has happened to their clients.
+/// Asks the service for all slices. An error while the service starts: until it has looked at each control daemon
+/// that it finds, it reports the slices as unhealthy, although nothing has happened to their clients.
 pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
     let asked = async {
         // The state is asked first, so that the list is at least as new as the state.

@@ -3,7 +3,7 @@
 use common::bindings::pod_of;
 use common::bus::rows::Device;
 
-/// The size of a slice.
+/// The size of a slice: its memory and its threads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Share {
     pub(crate) memory_mib: u32,
@@ -12,25 +12,26 @@ pub(crate) struct Share {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NodeSlice {
-    /// The name, `00:06.0-1`, which the kubelet uses too.
+    /// The name of the slice, `00:06.0-1`, which the kubelet uses too.
     pub(crate) name: String,
-    /// The address of its GPU.
+    /// The PCI address of the slice's GPU.
     pub(crate) gpu: String,
-    /// The UUID of its GPU. None while the driver can't report it.
+    /// The UUID of the slice's GPU. None while the driver can't report it.
     pub(crate) uuid: Option<String>,
-    /// The number N of the GPU's `/dev/nvidiaN`.
+    /// The number N of `/dev/nvidiaN`, the device node of the slice's GPU.
     pub(crate) minor: Option<u32>,
     pub(crate) numa_node: Option<i64>,
-    /// None while the memory of the GPU is not known.
+    /// The size of the slice. None while the memory of the GPU is not known.
     pub(crate) share: Option<Share>,
     pub(crate) healthy: bool,
     /// True if the slice's clients are served. Unlike `healthy`, it stays true while the slice is drained.
     pub(crate) served: bool,
-    /// Why the slice is not healthy.
+    /// The reason why the slice is not healthy; empty if it is healthy.
     pub(crate) reason: String,
-    /// The labels or the paths of the control groups that are bound to it, for people; empty if it is free.
+    /// The labels or the paths of the control groups that are bound to the slice, for people; empty if the slice is
+    /// free.
     pub(crate) bound_to: String,
-    /// True if a container of Kubernetes is bound to it.
+    /// True if a container of Kubernetes is bound to the slice.
     pub(crate) has_pod: bool,
 }
 

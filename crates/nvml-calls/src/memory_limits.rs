@@ -13,13 +13,13 @@ use nvml_wrapper::error::{NvmlError, nvml_try};
 
 use crate::function;
 
-/// The value for a control group without a limit.
+/// The limit that NVML reports for a control group without a limit.
 pub const NO_LIMIT: u64 = u64::MAX;
 
 /// The limit of a control group on a GPU, and its use, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// The most memory that the control group can have.
+    /// The most memory that the control group may use.
     pub limit: u64,
     /// The memory that is reserved for the control group.
     pub reserved: u64,
@@ -27,7 +27,7 @@ pub struct MemoryLimit {
     pub used: u64,
 }
 
-/// `nvmlSetMemoryLimits_v1_t`.
+/// The struct `nvmlSetMemoryLimits_v1_t` of `nvml.h`.
 #[repr(C)]
 struct Wanted {
     group: *const c_char,
@@ -35,7 +35,7 @@ struct Wanted {
     hard: c_ulonglong,
 }
 
-/// `nvmlGetMemoryLimits_v1_t`.
+/// The struct `nvmlGetMemoryLimits_v1_t` of `nvml.h`.
 #[repr(C)]
 struct Found {
     group: *const c_char,
@@ -69,7 +69,7 @@ fn directory(group: &Path) -> Result<CString, NvmlError> {
     CString::new(group.as_os_str().as_bytes()).map_err(|_| NvmlError::InvalidArg)
 }
 
-/// Calls a function that takes a GPU and a struct of the type `T`.
+/// Calls a function of NVML that takes a GPU and a struct of the type `T`.
 fn call<T>(device: &Device<'_>, name: &CStr, argument: &mut T) -> Result<(), NvmlError> {
     type Function<T> = unsafe extern "C" fn(*mut c_void, *mut T) -> c_uint;
     // SAFETY: this is the type of both functions in nvml.h, each with the struct that is passed here. A `nvmlDevice_t` is a

@@ -12,20 +12,20 @@ use crate::function;
 /// The length of a record in `nvml.h`: the PID, four bytes of padding, the memory, and two ids of MIG.
 pub const RECORD: usize = 24;
 
-/// The length of a record with some drivers: eight more bytes at its end.
+/// The length of a record that some drivers write: eight more bytes at its end.
 pub const LONG_RECORD: usize = 32;
 
-/// The number of records that may be added between the question for their number and the list itself.
+/// The number of processes that may start on the GPU between the question for their number and the list itself.
 const NEWCOMERS: usize = 16;
 
-/// The value for memory that NVML does not know.
+/// The value that NVML writes for memory that it does not know.
 const NOT_KNOWN: u64 = u64::MAX;
 
 /// Limits for a valid record: the largest PID of Linux, and more memory than any GPU has.
 const LAST_PID: u32 = 1 << 22;
 const TOO_MUCH: u64 = 1 << 50;
 
-/// A list of processes.
+/// A list of processes that NVML has for each GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProcessList {
     /// All processes with a context on the GPU.
@@ -51,7 +51,7 @@ pub struct ListedProcess {
     pub memory: Option<u64>,
 }
 
-/// Why there is no list.
+/// The reason why NVML has returned no usable list.
 #[derive(Debug)]
 pub enum NotListed {
     /// NVML has returned an error.
@@ -95,7 +95,7 @@ pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec
     explained.ok_or(NotListed::Unreadable)
 }
 
-/// The processes in records of this length. None if they are not valid, or if bytes follow that are not zero.
+/// The processes in records of this length. None if the records are not valid, or if bytes other than zero follow.
 fn explained(bytes: &[u8], count: usize, record: usize) -> Option<Vec<ListedProcess>> {
     let (records, rest) = bytes.split_at_checked(count.checked_mul(record)?)?;
     let process = |bytes: &[u8]| {

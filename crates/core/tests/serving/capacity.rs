@@ -7,7 +7,7 @@ use super::{SERVER, Story};
 
 const REFUSED: Meaning = Meaning::ClientRefused { server: SERVER, capacity: 48 };
 
-/// Clients come at this time, as the log reports.
+/// Clients come to a GPU at this time, and the log reports them.
 fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     story.host().at(at, move |host| {
         for pid in pids {
@@ -17,7 +17,7 @@ fn come(story: &Story, at: u64, gpu: &'static str, pids: &'static [u32]) {
     });
 }
 
-/// A client has left, as the log reports.
+/// A client leaves at this time, and the log reports that.
 fn leaves(story: &Story, at: u64, pid: u32) {
     story.host().at(at, move |host| host.client_leaves(pid));
 }

@@ -9,7 +9,7 @@ fn silent() -> Option<Failure> {
     Some(Failure::Silent("no answer".to_owned()))
 }
 
-/// A control daemon that has served for a while. Earlier calls and messages are forgotten.
+/// A story with a control daemon that has served for a while. Earlier calls and messages are forgotten.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);

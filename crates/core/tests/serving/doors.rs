@@ -5,7 +5,7 @@ use mps_core::serve::{Ended, Requested};
 
 use super::{SERVER, Story};
 
-/// A control daemon that has to restart for its order.
+/// A story with a control daemon that has to restart for its order.
 fn misfit() -> Story {
     let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
@@ -15,7 +15,7 @@ fn misfit() -> Story {
     story
 }
 
-/// The positions of these calls, each the first with its name.
+/// The positions of these calls in the record of the story. Each is the first call with its name.
 fn order(story: &Story, calls: &[&str]) -> Vec<u128> {
     calls.iter().map(|call| *story.times(call).first().unwrap()).collect()
 }
@@ -33,7 +33,7 @@ fn the_clients_are_counted_behind_the_closed_door() {
     assert!(!story.has_done("lead again") && !story.has_done("let go"), "the next one lets them go");
 }
 
-/// A program that got a slice of it would wait, and then start without MPS.
+/// A program that got a slice of such a control daemon would wait, and then start without MPS.
 #[test]
 fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();

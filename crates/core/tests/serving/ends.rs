@@ -6,7 +6,7 @@ use mps_core::{Cause, Permit};
 
 use super::{SERVER, Story};
 
-/// A control daemon that has served for a while, with these clients.
+/// A story with a control daemon that has served for a while, with these clients.
 fn with_clients(clients: &[u32]) -> Story {
     let mut story = Story::with_gpus(&["A"]);
     story.served(1000);
@@ -29,7 +29,7 @@ fn unused() -> Permit {
     Permit::unused(Some(0)).unwrap()
 }
 
-/// Asks for something, and returns how serving ended, and the answer.
+/// An administrator makes a request. Returns the end of serving, if it has ended, and the answers.
 fn asked(story: &mut Story, request: Requested) -> (Option<Ended>, Vec<Result<(), String>>) {
     story.host().asks(request);
     let ended = story.serve(20_000).map(Result::unwrap);

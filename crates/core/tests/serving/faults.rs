@@ -5,8 +5,8 @@ use mps_core::serve::Failure;
 
 use super::{SERVER, Story};
 
-/// A control daemon with these clients, each on its GPU. At 10 s its server meets a fatal GPU error on the first GPU, and the log
-/// names some of the clients.
+/// A story with a control daemon and these clients, each on its GPU. At 10 s the server meets a fatal GPU error on
+/// the first GPU, and the log names the clients in `named`.
 fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let mut story = Story::with_gpus(&["A", "B"]);
     story.served(1000);
@@ -24,7 +24,7 @@ fn faulted(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> St
     story
 }
 
-/// The server has recovered, and these clients are left.
+/// The server has recovered at this time, and the clients in `left` have stayed.
 fn recovers(story: &Story, at: u64, left: &'static [u32]) {
     story.host().at(at, |host| {
         host.only_stay(left);
@@ -287,7 +287,7 @@ fn another_control_daemon_does_not_say_that_a_server_has_ended() {
     assert!(!story.shown().starts_with("Ready"), "{}", story.shown());
 }
 
-/// The control daemon of driver 535 can't say how its server is.
+/// The same story with the control daemon of driver 535, which can't report the status of its server.
 fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u32]) -> Story {
     let story = faulted(clients, named);
     story.host().is_old = true;

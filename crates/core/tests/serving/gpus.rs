@@ -11,7 +11,7 @@ fn left_out(story: &Story, gpu: &str) -> String {
     story.host().reader.left_out.get(gpu).cloned().unwrap_or_default()
 }
 
-/// A control daemon that has served for a while.
+/// A story with a control daemon for these GPUs that has served for a while.
 fn served(gpus: &[&str]) -> Story {
     let mut story = Story::with_gpus(gpus);
     story.served(1000);
@@ -19,7 +19,7 @@ fn served(gpus: &[&str]) -> Story {
     story
 }
 
-/// A program without MPS, on this GPU.
+/// A program without MPS starts on this GPU.
 fn program(story: &Story, at: u64, gpu: &'static str, pid: u32) {
     story.host().at(at, move |host| {
         host.process(gpu, GpuProcess { pid, memory_mib: None, via_mps: false });
@@ -168,7 +168,7 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 
-/// If NVML does not return a list, that is not an empty list.
+/// An error of NVML is not an empty list of processes.
 #[test]
 fn programs_without_mps_stay_known_while_nvml_lists_nobody() {
     let mut story = served(&["A"]);

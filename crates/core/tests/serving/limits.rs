@@ -7,7 +7,7 @@ use mps_core::serve::{Ended, Failure};
 
 use super::{SERVER, Setting, Story};
 
-/// A control daemon with a server from before.
+/// The story's control daemon has a server that an earlier service has started.
 fn with_server(story: &Story) {
     let mut host = story.host();
     host.defaults = Setting { percentage: 50, mib: [1024, 0, 0] };
@@ -18,7 +18,7 @@ fn percentage(story: &Story, server: u32) -> u8 {
     story.host().servers[&server].setting.percentage
 }
 
-/// The percentages of servers that are started later, and of the server that the service has started.
+/// The thread percentages of servers that are started later, and of the server that the service has started.
 fn percentages(story: &Story) -> (u8, u8) {
     let host = story.host();
     (host.defaults.percentage, host.servers[&SERVER].setting.percentage)

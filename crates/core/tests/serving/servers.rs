@@ -111,7 +111,7 @@ fn a_server_of_another_user_counts_as_one() {
     assert!(story.has_done("watch 300"));
 }
 
-/// The pauses between the starts of servers that end as soon as they are there, in milliseconds.
+/// The pauses in milliseconds between the starts of servers that each end `lives_for` milliseconds after their start.
 fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
     let mut story = Story::with_gpus(&["A"]);
     for server in 0..100 {

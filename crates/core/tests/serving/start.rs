@@ -8,7 +8,7 @@ use mps_core::{CoreTime, GpuUuid, Permit};
 
 use super::{Setting, SimShell, Story};
 
-/// A start on a host.
+/// A host on which the service starts a control daemon, and the record of the steps.
 struct HostStart {
     shell: SimShell,
     own: Option<Stranger>,
@@ -16,7 +16,7 @@ struct HostStart {
     has_pipe: bool,
     stays: bool,
     has_no_program: bool,
-    /// The results of the processes that are started, one after the other.
+    /// The result of each attempt to start the process, one after the other.
     come_up: Vec<Result<(), Failure>>,
     spawned: Vec<(Vec<GpuUuid>, bool)>,
     forgotten: usize,
