@@ -24,7 +24,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("a_reboot_with_a_client_running_comes_up_again", reboot),
 ];
 
-/// A client that runs, and what it runs under.
+/// The PIDs of a running client and of its control daemon.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Running {
     control_daemon: String,
@@ -32,7 +32,8 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Starts from a fresh host. `lines` go into the unit's [Service].
+    /// Starts the service on a new simulated host, and a client. `lines` go into the section Service of the service's
+    /// unit.
     pub(crate) fn start(machine: &Machine, lines: &str) -> Self {
         machine.run(&["systemctl", "stop", CLIENT]);
         machine.run(&["systemctl", "reset-failed", CLIENT]);
@@ -53,7 +54,7 @@ impl Running {
         Self { control_daemon: control_daemons[0].clone(), client: machine.property(CLIENT, "MainPID") }
     }
 
-    /// It still runs under the same control daemon, and the service has another main process.
+    /// Fails unless the client runs under the same control daemon, and the service has another main process.
     pub(crate) fn unharmed(&self, machine: &Machine, old_main: &str, cursor: &str) {
         wait_for("another main process, ready", || {
             let main = machine.property(SERVICE, "MainPID");
@@ -69,7 +70,7 @@ impl Running {
     }
 }
 
-/// The service's list of its clients.
+/// The clients that the service lists.
 fn clients(machine: &Machine) -> String {
     let call = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
     let call: Vec<&str> = call.into_iter().chain(["io.yunion.Mps1.Manager", "ListClients"]).collect();
@@ -116,7 +117,7 @@ fn sigkill(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "1");
 }
 
-/// A `kill` does not ask for the end of the clients; `systemctl stop` does.
+/// SIGTERM by `kill` leaves the clients, and `systemctl stop` ends them.
 fn sigterm(machine: &mut Machine) {
     let running = Running::start(machine, "RestartSec=100ms");
     let cursor = machine.cursor();
@@ -127,7 +128,8 @@ fn sigterm(machine: &mut Machine) {
     running.unharmed(machine, &main, &cursor);
 }
 
-/// The flood makes the service larger than it may be here, so the kernel ends it, and systemd starts it again.
+/// A flood of requests makes the service larger than its memory limit here. The kernel ends the service, and systemd
+/// starts it again.
 fn flood(machine: &mut Machine) {
     const SCRIPT: &str = "/srv/attack.py";
     machine.write(SCRIPT, include_str!("../it/attack.py"));
@@ -159,7 +161,8 @@ fn watchdog(machine: &mut Machine) {
     assert!(messages.iter().any(|message| message.contains("Watchdog timeout")), "{messages:#?}");
 }
 
-/// As Linux before 5.3, which distributions with a systemd and a C library that will do still have.
+/// The service runs as on Linux before 5.3, which some distributions with a new enough systemd and C library still
+/// have.
 fn old_kernel(machine: &mut Machine) {
     let pidfds = |machine: &Machine| {
         let main = machine.property(SERVICE, "MainPID");

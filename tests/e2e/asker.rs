@@ -1,7 +1,9 @@
-//! A service for the tests of `common::host::systemd`: it asks systemd what the daemon asks, and says what it hears.
+//! A small service for the tests of `common::host::systemd`. It asks systemd the questions that yunion-mps-daemon
+//! asks, and prints the answers.
 //!
-//! /run/asker names the scope to ask for, if it should ask for one. The process to be moved is a shell that can say when
-//! it is ended. Its answers go to standard output, which is the journal, and to /var/order.
+//! The file /run/asker names the scope that it asks systemd for. If there is no such file, it asks for none. The
+//! process to be moved into the scope is a shell that prints a line when it ends. The answers go to standard output,
+//! which is the journal, and to /var/order.
 
 use std::io::Write;
 use std::process::{Command, ExitCode, Stdio};
@@ -13,7 +15,7 @@ use tokio::signal::unix::{SignalKind, signal};
 /// The first argument that makes this program the service.
 pub(crate) const ARGUMENT: &str = "asker";
 
-/// Ends by SIGTERM alone, and says so.
+/// A shell script that ends only by SIGTERM, and then writes a line to /var/order.
 const HELD: &str = "trap 'echo held >>/var/order; exit' TERM; while :; do sleep 0.05; done";
 
 pub(crate) fn run() -> ExitCode {
@@ -22,7 +24,7 @@ pub(crate) fn run() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// The scope, or the reason in words.
+/// Asks systemd for a scope with this process. Returns the scope, or the reason in words.
 async fn scope(id: &str, pid: u32) -> Result<String, String> {
     move_to_scope(id, pid).await.map_err(|error| error.to_string())
 }

@@ -1,6 +1,6 @@
-//! Containers on the booted system, made by the engines themselves with the commands of docs/containers.md: each is a
+//! Containers on the booted system, made by the engines with the commands of docs/containers.md: each container is a
 //! client of exactly its slice. A simulated GPU takes the place of the real one, so a CDI spec and a runtime of a few
-//! lines take the place of NVIDIA's. Every command of that page is run here or stands in [`ELSEWHERE`].
+//! lines take the place of NVIDIA's. Every command of that page is run here or is listed in [`ELSEWHERE`].
 
 use std::fs;
 use std::path::Path;
@@ -29,7 +29,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("docker_with_cdi_binds_each_container_to_its_slice", docker_binds),
 ];
 
-/// The properties that could differ.
+/// The checks that could have another result with the legacy hierarchy of control groups.
 pub(crate) const CHECKS_LEGACY: &[Check] =
     &[("podman_binds_each_container_to_its_slice", podman_binds_legacy)];
 
@@ -50,7 +50,7 @@ const DOCKER_BIND: &str =
 const COMPOSE_FILE: &str = "yunion-mpsctl env 00:06.0-1 --format compose >mps-slice.yaml";
 const COMPOSE_UP: &str = "docker compose up";
 
-/// The commands that are run here.
+/// The commands of the page that these tests run.
 const RUN: [&str; 11] = [
     PODMAN,
     PODMAN_CDI,
@@ -65,7 +65,7 @@ const RUN: [&str; 11] = [
     COMPOSE_UP,
 ];
 
-/// The lines of the page that are not run here, and the reason.
+/// The lines of the page that these tests do not run, each with the reason.
 const ELSEWHERE: [(&str, &str); 5] = [
     ("nvidia-ctk runtime configure --runtime=docker && systemctl restart docker", "needs NVIDIA's toolkit"),
     ("yunion-mpsctl env 00:06.0-1 --format cdi", "its output is in tests/golden"),
@@ -83,20 +83,20 @@ const ELSEWHERE: [(&str, &str); 5] = [
     ),
 ];
 
-/// The line of docs/stops.md.
+/// The line of docs/stops.md that this test takes from the page.
 const DOCKER_RUNTIMES: &str =
     r#"{"runtimes": {"yunion-mps": {"path": "/usr/bin/yunion-mps-runc"}}, "default-runtime": "yunion-mps"}"#;
 const DOCKER_FEATURES: &str = "{\"features\": {\"cdi\": true}}";
 
 const IMAGE: &str = "cuda-image";
-/// A Docker that knows CDI, which the distribution of the machine may not have.
+/// The directory of a Docker that knows CDI. The distribution of the machine may not have one.
 const DOCKER_WITH_CDI: &str = "/opt/docker";
 const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
-/// A script for one container: all that the page promises, in its own words.
+/// A script that runs in a container and prints all that the page promises.
 const SHOW: &str =
     "env | sort; grep yunion /proc/self/mountinfo; touch $CUDA_MPS_PIPE_DIRECTORY/new; cuda-client props";
 
-/// The service, and a Docker that knows CDI.
+/// The files for a machine with the service, and with a Docker that knows CDI.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     for program in ["dockerd", "docker", "containerd", "containerd-shim-runc-v2"] {
@@ -105,7 +105,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// runc makes control groups in every hierarchy, and a machine may write in that of systemd alone.
+/// Installs the package, and lets runc make control groups in every hierarchy: otherwise a machine may write only in
+/// systemd's.
 pub(crate) fn installed_legacy(machine: &Machine) {
     package::installed(machine);
     machine.sh("for hierarchy in $(awk '$3 == \"cgroup\" { print $2 }' /proc/mounts); do
@@ -117,7 +118,7 @@ fn page_text() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/containers.md")).unwrap()
 }
 
-/// The lines of the Compose file on the page.
+/// The lines of the page's Compose file.
 fn compose_file(page: &str) -> String {
     let from = page.lines().skip_while(|line| *line != "    services:");
     let lines = from.take_while(|line| !line.is_empty());
@@ -141,13 +142,14 @@ fn page(_: &mut Machine) {
     }
 }
 
-/// A command of the page with this image, and a program that a shell reads.
+/// A command of the page, with the image of this test and with a program for the image's shell.
 fn typed(command: &str, program: &str) -> String {
     let command = command.replace("GPU-76aef7ff-...", UUID).replace("docker compose", "docker-compose");
     command.replace("IMAGE", IMAGE).replace("PROGRAM", program)
 }
 
-/// The host serves and keeps a spec, and each engine that is there has the image.
+/// Makes the host serve its GPUs and write a CDI spec, and gives the engine the image. Returns false if the engine is
+/// missing.
 fn prepared(machine: &Machine, engine: &str) -> bool {
     if !machine.run(&["sh", "-c", &format!("command -v {engine}")]).status.success() {
         skip(engine, "the distribution in E2E_ROOT does not have it");
@@ -171,7 +173,7 @@ fn prepared(machine: &Machine, engine: &str) -> bool {
     true
 }
 
-/// Podman, and NVIDIA's spec as the engines see it.
+/// Prepares Podman, with a CDI spec in the place of NVIDIA's. Returns false if Podman is missing.
 fn with_podman(machine: &Machine) -> bool {
     if !prepared(machine, "podman") {
         return false;
@@ -208,7 +210,8 @@ fn with_podman(machine: &Machine) -> bool {
     true
 }
 
-/// Docker, and a runtime that adds the GPU like NVIDIA's, if the environment names one. The service's runtime wraps it.
+/// Prepares Docker, with a runtime that adds the GPU like NVIDIA's, wrapped by the service's runtime. Returns false
+/// if Docker is missing.
 fn with_docker(machine: &Machine) -> bool {
     if !prepared(machine, "dockerd") {
         return false;
@@ -226,7 +229,7 @@ fn with_docker(machine: &Machine) -> bool {
     true
 }
 
-/// The machine forbids keyrings, and runc would make one.
+/// A runtime that runs runc without keyrings, since the machine forbids them.
 const RUNTIME: &str = r#"#!/usr/bin/python3
 import json, os, sys
 words = sys.argv[1:]
@@ -246,7 +249,7 @@ if "create" in words:
 os.execv("/usr/sbin/runc", ["runc", *words])
 "#;
 
-/// The output of [`SHOW`] in a container with slice 1, mounted at this place.
+/// Fails unless the output of [`SHOW`] is that of a container with slice 1, whose directory is mounted at `place`.
 #[track_caller]
 fn is_a_client_of_slice_1(printed: &str, place: &str) {
     for line in [
@@ -268,7 +271,7 @@ fn is_a_client_of_slice_1(printed: &str, place: &str) {
     assert!(printed.contains(" sms 32 ") && printed.contains(" free 35797 "), "{printed}");
 }
 
-/// The clients, once there are so many.
+/// Waits until the service lists this number of clients, and returns them.
 fn clients(machine: &Machine, number: usize) -> Vec<Value> {
     wait_for("the clients", || {
         let printed = machine.printed(&["yunion-mpsctl", "clients", "--json"]);
@@ -340,7 +343,7 @@ fn podman_refuses(machine: &mut Machine) {
     machine.sh(&run);
 }
 
-/// The name of each slice that is bound, and of its binding.
+/// The bound slices: the name of each slice, and the name of its binding.
 fn bound(machine: &Machine) -> Vec<(String, String)> {
     let printed = machine.printed(&["yunion-mpsctl", "list", "--json"]);
     let devices: Vec<Value> = serde_json::from_str(&printed).unwrap();
@@ -349,8 +352,8 @@ fn bound(machine: &Machine) -> Vec<(String, String)> {
     names.filter(|(_, to)| !to.is_empty()).collect()
 }
 
-/// The hook of the spec gives a container its slice before its program runs, and the slice is released without a further call.
-/// `run` starts a container with slice 1.
+/// The hook of the CDI spec binds a container to its slice before the container's program runs, and the binding ends
+/// without a further call. `run` is a command that starts a container with slice 1.
 fn binds(machine: &Machine, engine: &str, run: &str) {
     let nothing_is_bound = || wait_for("no binding", || bound(machine).is_empty().then_some(()));
     nothing_is_bound();
@@ -393,11 +396,11 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh("yunion-mpsctl is-ready --wait 60");
 }
 
-/// The losses after which a container has to come back.
+/// The number of losses of its client after which a container has to come back.
 const LOSSES: u32 = 4;
 
-/// `ROUNDS` is the number of containers that have to be restarted, one after the other. Docker waits longer each time before it
-/// restarts a container, and so does the service before it starts a control daemon.
+/// Several containers come back after losses, one after the other; the variable `ROUNDS` says how many. Docker waits
+/// longer each time before it restarts a container, and so does the service before it starts a control daemon.
 fn comes_back(machine: &Machine, engine: &str, run: &str) {
     let rounds = std::env::var("ROUNDS").map_or(1, |number| number.parse().unwrap());
     for round in 0..rounds {
@@ -407,8 +410,9 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
     }
 }
 
-/// A container with a restart policy, whose client is lost with its control daemon or to a neighbour's fault. Its engine starts it
-/// again at once, and tries once: the hook waits until the slice is served again. `run` starts a container with slice 1.
+/// A container with a restart policy comes back after its client was lost, with its control daemon or by a
+/// neighbour's fault. The engine starts the container again at once, and tries only once: the hook waits until the
+/// slice is served again. `run` is a command that starts a container with slice 1.
 fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
     // As long as a real server takes.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));
@@ -450,7 +454,7 @@ fn podman_binds_legacy(machine: &mut Machine) {
     machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
 }
 
-/// The same with Docker, which starts containers with containerd and its shim.
+/// The hook binds containers of Docker, which starts containers with containerd and its shim.
 fn docker_binds(machine: &mut Machine) {
     if !with_podman(machine) {
         return;
@@ -489,7 +493,7 @@ fn docker_binds(machine: &mut Machine) {
     machine.sh("systemctl stop docker-cdi");
 }
 
-/// Who is not root binds nothing: the container starts, and is known by its environment.
+/// A container of a user who is not root is not bound: it starts, and the service knows its slice by its environment.
 fn rootless(machine: &mut Machine) {
     if !with_podman(machine) {
         return;
@@ -512,7 +516,7 @@ fn rootless(machine: &mut Machine) {
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
 }
 
-/// The lines of docs/stops.md from this one on, up to the next without an indentation.
+/// The lines of docs/stops.md from the line `first` on, up to the next line without an indentation.
 fn stops_page(first: &str) -> String {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/stops.md")).unwrap();
     let lines = page.lines().skip_while(|line| line.trim() != first);
@@ -520,14 +524,15 @@ fn stops_page(first: &str) -> String {
     lines.map(|line| format!("{line}\n")).collect()
 }
 
-/// The rounds of stops, of three containers each.
+/// The number of rounds of stops. Three containers are stopped in each.
 const STOPS: usize = 17;
 
-/// The first process of a container passes SIGTERM on to its program, as the small inits of containers do.
+/// The first process of a container: it passes SIGTERM on to its program, as the small inits of containers do.
 const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client long 600 & wait; wait'";
 
-/// A neighbour computes through fifty stops in the middle of kernels, by TERM, by KILL and by a removal; the next one, behind the
-/// plain runtime, takes it along. `run` starts a container with slice 1.
+/// A bystander survives fifty stops of containers in the middle of kernels, by TERM, by KILL and by a removal. The
+/// next stop, with the plain runtime, ends the bystander's work. `run` is a command that starts a container with
+/// slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
     // podman's is a stop otherwise, which gives the container ten seconds.
@@ -587,7 +592,8 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {neighbour}; yunion-mpsctl is-ready --wait 60"));
 }
 
-/// The runtime of the page, in front of podman's, and a stop by hand without it.
+/// Podman stops containers with the runtime of the page, and without that runtime an administrator ends the GPU work
+/// by hand.
 fn podman_stops(machine: &mut Machine) {
     if !with_podman(machine) {
         return;

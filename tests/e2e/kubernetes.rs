@@ -1,4 +1,5 @@
-//! The device plugin's unit: in its sandbox, with the policy of the bus, and with a kubelet of another make.
+//! The device plugin's unit on a booted system: in its sandbox, with the policy of the bus, and with a kubelet that a
+//! Python program plays.
 
 use std::path::Path;
 
@@ -17,14 +18,14 @@ pub(crate) const CHECKS: &[Check] = &[
 const UNIT: &str = "yunion-mps-device-plugin";
 const DEB: &str = "/var/tmp/yunion-mps-device-plugin.deb";
 
-/// The kubelet writes here what happens to it, and reads its calls there.
+/// The file to which the kubelet writes its events.
 const SAID: &str = "/var/tmp/kubelet.said";
 const CALLS: &str = "/var/tmp/kubelet.calls";
 
-/// The slices of the simulated host.
+/// The name of the resource for the slices of the simulated host.
 const RESOURCE: &str = "yunion.io/mps-35gib";
 
-/// The machine with both packages to be installed, and the kubelet.
+/// The files for a machine: both packages, and the kubelet.
 pub(crate) fn stage() -> Stage {
     let stage = package::stage();
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -83,7 +84,7 @@ fn in_its_sandbox(machine: &mut Machine) {
     wait_for("the slice", || (said(machine, r#""yunion.io/mps=00:06.0-2""#) == 1).then_some(()));
 }
 
-/// As kubeadm does for a node that joins a cluster again.
+/// The kubelet's directory is removed and made again, as kubeadm does for a node that joins a cluster again.
 fn directory_made_anew(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
     // The plugin makes its socket again each time that it is removed, until the directory is removed.

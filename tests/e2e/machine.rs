@@ -1,5 +1,5 @@
-//! A booted systemd for tests: a container over an overlay of this host's files, so that it needs no image, no network
-//! and half a second to boot. Nothing of it reaches the host, and nothing is left of it.
+//! A booted systemd for tests: a container over an overlay of this host's files. So it needs no image, no network and
+//! half a second to boot. The container changes nothing on the host, and leaves nothing behind.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -14,17 +14,17 @@ use tempfile::TempDir;
 
 use crate::wait::{DEADLINE, PAUSE};
 
-/// The kind of control groups that systemd has.
+/// The kind of control groups on a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hierarchy {
-    /// As on every present distribution.
+    /// Control groups of version 2, as on every present distribution.
     Unified,
-    /// As on RHEL 8 and its like.
+    /// Control groups of version 1, as on RHEL 8.
     Legacy,
 }
 
 impl Hierarchy {
-    /// True if this host can give it to a container, and the systemd in there knows it.
+    /// True if this host can give a container this kind of control groups, and the container's systemd supports it.
     pub(crate) fn available(self) -> bool {
         match self {
             Self::Unified => true,
@@ -38,23 +38,23 @@ impl Hierarchy {
     }
 }
 
-/// Returns whether the machines have this file. `scripts/machine-root.sh` has installed all that machines of this host's files
-/// need; those of another distribution may lack it.
+/// Returns whether the machines have this file of the host. `scripts/machine-root.sh` has installed all files that
+/// machines need; another distribution may lack some.
 pub(crate) fn has(path: &str) -> bool {
     let base = std::env::var_os("E2E_ROOT");
     base.is_none_or(|base| Path::new(&base).join(path.trim_start_matches('/')).exists())
 }
 
-/// The first release of systemd that knows no legacy hierarchy.
+/// The first release of systemd that does not support the legacy hierarchy.
 const WITHOUT_LEGACY: u32 = 258;
 
-/// The number in what `systemctl --version` prints.
+/// The number of the release in the output of `systemctl --version`.
 fn release(version: &str) -> u32 {
     let number = version.split_ascii_whitespace().nth(1).and_then(|word| word.parse().ok());
     number.unwrap_or_else(|| panic!("no version in: {version}"))
 }
 
-/// Files to be laid over the host's in the machines that are booted from it.
+/// Files that a machine has in addition to, or instead of, the host's files.
 pub(crate) struct Stage(TempDir);
 
 impl Stage {
@@ -72,12 +72,12 @@ impl Stage {
         fs::write(self.place(path), text).unwrap();
     }
 
-    /// A file as it is.
+    /// Adds a file unchanged.
     pub(crate) fn put(&self, from: &Path, path: &str) {
         fs::copy(from, self.place(path)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
 
-    /// A program or a library that cargo has built, without the symbols, which are most of it.
+    /// Adds a program or a library that cargo has built. Its symbols are removed, since they are most of it.
     pub(crate) fn install(&self, built: &Path, path: &str) {
         assert!(built.exists(), "{} is not built: cargo build --workspace", built.display());
         let strip =
@@ -87,17 +87,17 @@ impl Stage {
     }
 }
 
-/// A running machine. It ends with this value.
+/// A running machine. It is shut down when this value is dropped.
 pub(crate) struct Machine {
     script: Child,
-    /// The machine's PID 1, as this host numbers it.
+    /// The PID on this host of the machine's PID 1.
     leader: u32,
     name: String,
     directory: TempDir,
 }
 
 impl Machine {
-    /// Boots it and waits until it is up.
+    /// Boots a machine with these files, and waits until it has booted.
     pub(crate) fn boot(stage: &Stage, hierarchy: Hierarchy) -> Self {
         // Named after the directory, which is unique.
         let directory = tempfile::Builder::new().prefix("mps-e2e-").rand_bytes(8).tempdir().unwrap();
@@ -122,7 +122,7 @@ impl Machine {
         machine
     }
 
-    /// Waits for another PID 1 than `before`, and until it has booted.
+    /// Waits until the machine has another PID 1 than `before`, and has booted.
     fn wait_until_up(&mut self, before: u32) {
         let deadline = Instant::now() + DEADLINE;
         loop {
@@ -142,19 +142,19 @@ impl Machine {
         }
     }
 
-    /// The PID of the machine's systemd. It is a child of systemd-nspawn, and systemd-nspawn is a child of the script. At first
-    /// systemd-nspawn has other children.
+    /// The PID on this host of the machine's systemd. It is a child of systemd-nspawn, and systemd-nspawn is a child
+    /// of the script. At first systemd-nspawn has other children.
     fn find_leader(&self) -> Option<u32> {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }
 
-    /// The machine's console.
+    /// The text on the machine's console.
     pub(crate) fn console(&self) -> String {
         let console = fs::read(self.directory.path().join("console")).unwrap_or_default();
         text(&console)
     }
 
-    /// A command that runs inside, as root, with a plain environment.
+    /// A command that runs in the machine, as root, with a plain environment.
     pub(crate) fn command<S: AsRef<OsStr>>(&self, words: &[S]) -> Command {
         let mut command = Command::new("nsenter");
         command.arg(format!("--target={}", self.leader)).args(["--all", "--wd", "--", "/usr/bin/env", "-i"]);
@@ -163,13 +163,13 @@ impl Machine {
         command
     }
 
-    /// Runs a command inside to its end.
+    /// Runs a command in the machine to its end, and returns its output.
     pub(crate) fn run<S: AsRef<OsStr>>(&self, words: &[S]) -> Output {
         let mut command = self.command(words);
         command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"))
     }
 
-    /// The output of a command that succeeds.
+    /// The text on stdout of a command in the machine, which must succeed.
     #[track_caller]
     pub(crate) fn printed<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -178,7 +178,7 @@ impl Machine {
         out
     }
 
-    /// The complaint of a command that fails.
+    /// The text on stderr of a command in the machine, which must fail.
     #[track_caller]
     pub(crate) fn complained<S: AsRef<OsStr> + std::fmt::Debug>(&self, words: &[S]) -> String {
         let output = self.run(words);
@@ -186,13 +186,13 @@ impl Machine {
         text(&output.stderr)
     }
 
-    /// The output of a shell script that succeeds.
+    /// The text on stdout of a shell script in the machine, which must succeed.
     #[track_caller]
     pub(crate) fn sh(&self, script: &str) -> String {
         self.printed(&["sh", "-euc", script])
     }
 
-    /// Writes a file, and the directories above it.
+    /// Writes a file in the machine, and makes the directories above it.
     pub(crate) fn write(&self, path: &str, contents: &str) {
         let script = "mkdir -p \"$(dirname \"$1\")\"; cat >\"$1\"";
         let mut writer =
@@ -201,19 +201,19 @@ impl Machine {
         assert!(writer.wait().unwrap().success(), "{path} can't be written");
     }
 
-    /// One property of a unit, as `systemctl show` has it.
+    /// A property of a unit, as `systemctl show` prints it.
     #[track_caller]
     pub(crate) fn property(&self, unit: &str, name: &str) -> String {
         let property = format!("--property={name}");
         self.printed(&["systemctl", "show", "--value", &property, unit]).trim_end().to_owned()
     }
 
-    /// The release of systemd that runs it.
+    /// The release of the machine's systemd.
     pub(crate) fn systemd_version(&self) -> u32 {
         release(&self.printed(&["systemctl", "--version"]))
     }
 
-    /// A place in the journal: what is logged from now on is behind it.
+    /// The present end of the machine's journal, as a cursor.
     pub(crate) fn cursor(&self) -> String {
         self.printed(&["journalctl", "--sync"]);
         let shown = self.printed(&["journalctl", "--lines=1", "--show-cursor", "--quiet"]);
@@ -221,7 +221,7 @@ impl Machine {
         cursor.unwrap_or_else(|| panic!("no cursor in: {shown}")).to_owned()
     }
 
-    /// The journal of all users after a cursor.
+    /// The entries of the journal of all users after a cursor.
     pub(crate) fn journal(&self, cursor: &str) -> Vec<Value> {
         let after = format!("--after-cursor={cursor}");
         self.printed(&["journalctl", "--sync"]);
@@ -229,7 +229,7 @@ impl Machine {
         lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
-    /// The messages of the journal behind a cursor.
+    /// The messages of the journal after a cursor.
     pub(crate) fn messages(&self, cursor: &str) -> Vec<String> {
         self.journal(cursor)
             .iter()
@@ -237,14 +237,14 @@ impl Machine {
             .collect()
     }
 
-    /// Restarts the machine and waits until it is up again.
+    /// Restarts the machine, and waits until it has booted.
     pub(crate) fn reboot(&mut self) {
         let before = self.leader;
         self.run(&["systemctl", "reboot"]);
         self.wait_until_up(before);
     }
 
-    /// Shuts the machine down; false: it had to be killed.
+    /// Shuts the machine down. Returns false if it had to be killed.
     fn power_off(&mut self) -> bool {
         let asked = self.leader != 0 && self.run(&["systemctl", "poweroff"]).status.success();
         let deadline = Instant::now() + if asked { DEADLINE } else { Duration::ZERO };
@@ -282,7 +282,7 @@ impl Drop for Machine {
     }
 }
 
-/// The first child of a process that has this name.
+/// The first child process with this name of the process `of`.
 fn child(of: u32, name: &str) -> Option<u32> {
     let children = fs::read_to_string(format!("/proc/{of}/task/{of}/children")).ok()?;
     children.split_ascii_whitespace().filter_map(|pid| pid.parse().ok()).find(|pid: &u32| {
@@ -290,7 +290,7 @@ fn child(of: u32, name: &str) -> Option<u32> {
     })
 }
 
-/// Removes a control group with those below it. One that isn't there is no error.
+/// Removes a control group and all control groups below it. It is no error if the control group does not exist.
 fn remove_groups(group: &Path) -> std::io::Result<()> {
     let entries = match fs::read_dir(group) {
         Ok(entries) => entries,
@@ -306,7 +306,7 @@ fn remove_groups(group: &Path) -> std::io::Result<()> {
     fs::remove_dir(group)
 }
 
-/// Output as text.
+/// The text of a program's output.
 pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

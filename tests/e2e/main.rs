@@ -1,6 +1,7 @@
-//! Tests of the whole on a booted systemd. As root; each check is named in the output.
+//! Tests of the installed service on a booted systemd, as root. The output names each check.
 //!
-//! These tests do not use the harness of libtest: with it, tests can't share a machine that is removed after the last test.
+//! These tests do not use the harness of libtest: with it, tests can't share a machine that is removed after the last
+//! test.
 
 // All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
 #![allow(
@@ -47,18 +48,18 @@ use std::time::Instant;
 
 use machine::{Hierarchy, Machine, Stage};
 
-/// The machines at a time. Each waits most of its time.
+/// The number of machines that run at the same time. Each waits most of its time.
 const MACHINES: usize = 2;
 
-/// A named check on a machine that other checks have used before.
+/// A check with its name. It runs on a machine that other checks have used before.
 type Check = (&'static str, fn(&mut Machine));
 
-/// Checks that share one machine.
+/// A group of checks that share one machine.
 struct Group {
     name: &'static str,
     hierarchy: Hierarchy,
     stage: fn() -> Stage,
-    /// The preparation of the machine before the first check.
+    /// Prepares the machine before the first check.
     prepare: fn(&Machine),
     checks: &'static [Check],
 }
@@ -223,7 +224,7 @@ fn main() -> ExitCode {
     if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Returns whether this host has what the machine of a group needs; otherwise the group is left out.
+/// Returns whether this host has all that the machine of a group needs. Otherwise the group is skipped.
 fn can_run(group: &Group) -> bool {
     let missing = if !group.hierarchy.available() {
         Some("no legacy control group hierarchy on this host, or a systemd that knows none")
@@ -238,7 +239,7 @@ fn can_run(group: &Group) -> bool {
     missing.is_none()
 }
 
-/// Runs checks on one machine; returns how many held and the names of the others.
+/// Runs checks on one machine. Returns the number of checks that passed, and the names of the checks that failed.
 fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
     let begun = Instant::now();
     let booted = catch_unwind(|| {

@@ -1,4 +1,5 @@
-//! The package as it was built: what installing, upgrading, removing and purging it do to a host and to its clients.
+//! The built packages: the effects of an installation, an upgrade, a removal and a purge on a host and on its
+//! clients.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -38,8 +39,8 @@ pub(crate) const RPM_CHECKS: &[Check] = &[
     ("an_rpm_upgrade_from_the_platforms_package_leaves_its_client_running", rpm_take_over),
 ];
 
-/// Where the packages to be tried are, where their programs are, and the command that makes both: of `make deb rpm` where
-/// `RELEASE` is set, otherwise the packages for tests.
+/// The directory of the packages under test, the directory of their programs, and the command that makes both: of
+/// `make deb rpm` if `RELEASE` is set, otherwise of the packages for tests.
 fn packages() -> (&'static str, &'static str, &'static str) {
     if std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty()) {
         ("dist", "target/packaged", "make deb rpm")
@@ -48,12 +49,12 @@ fn packages() -> (&'static str, &'static str, &'static str) {
     }
 }
 
-/// The one package of the service with this ending, which was made of these very sources.
+/// The only package of the service with this ending. It must have been made from the present sources.
 fn built(ending: &str) -> PathBuf {
     built_package("yunion-mps-daemon", ending)
 }
 
-/// The same of a package with this name.
+/// The only package with this name and this ending. It must have been made from the present sources.
 pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (directory, _, command) = packages();
@@ -77,7 +78,7 @@ pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     package.clone()
 }
 
-/// A file there that was changed after this time.
+/// A file in this directory that was changed after the time `than`. None if there is none.
 fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
     if path.is_dir() {
         return fs::read_dir(path).unwrap().find_map(|entry| newer(&entry.unwrap().path(), than));
@@ -86,17 +87,17 @@ fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
 }
 
 pub(crate) const DEB: &str = "/var/tmp/yunion-mps-daemon.deb";
-/// The file that the timer of the metrics writes.
+/// The file to which the timer of the metrics writes.
 const METRICS: &str = "/var/lib/prometheus/node-exporter/yunion-mps.prom";
 const PREVIOUS_DEB: &str = "/var/tmp/previous.deb";
 const PLATFORM_DEB: &str = "/var/tmp/platform.deb";
 const RPM: &str = "/var/tmp/yunion-mps-daemon.rpm";
 const PREVIOUS_RPM: &str = "/var/tmp/previous.rpm";
 const PLATFORM_RPM: &str = "/var/tmp/platform.rpm";
-/// The messages of a first installation, when nothing is configured.
+/// The messages of a first installation on a host without configuration.
 const NEXT_STEP: &str =
     "yunion-mps-daemon: run 'yunion-mpsctl setup', then 'systemctl enable --now yunion-mps-daemon'.";
-/// rpm with a list of packages of its own: that of the machine is dpkg's.
+/// The command rpm with its own list of packages: the machine's list is dpkg's.
 const RPMS: &str = "rpm --dbpath /var/tmp/rpmdb --nodeps";
 
 fn run(command: &mut Command) -> String {
@@ -105,14 +106,15 @@ fn run(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// A machine with the simulated host's programs and the package to be installed.
+/// The files for a machine: the programs of the simulated host, and the package to install.
 pub(crate) fn stage() -> Stage {
     let stage = simulated();
     stage.put(&built(".deb"), DEB);
     stage
 }
 
-/// The same, and what was there before: the version before this one, and the platform's own package.
+/// The files for a machine with upgrades: those of [`stage`], the version before the present one, and the platform's
+/// own package.
 pub(crate) fn stage_upgrades() -> Stage {
     let stage = stage();
     let work = tempfile::tempdir().unwrap();
@@ -142,9 +144,9 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
     stage.put(&package, path);
 }
 
-/// The platform's own package, as far as it matters here: its version counts by date; it stops and disables
-/// its service at an upgrade too; its control daemon detaches, and stays when its main process is killed, since a `quit`
-/// does not return while there are clients.
+/// The parts of the platform's own package that matter here. Its version is a date; it stops and disables its service
+/// even at an upgrade; its control daemon detaches, and stays when its main process is killed, since a `quit` does
+/// not return while there are clients.
 const PLATFORM: &[(&str, &str, &str)] = &[
     (
         "DEBIAN/control",
@@ -173,13 +175,13 @@ const PLATFORM: &[(&str, &str, &str)] = &[
     ),
 ];
 
-/// For the checks of other groups: the package, installed.
+/// Installs the package, for checks of other groups.
 pub(crate) fn installed(machine: &Machine) {
     machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB}"));
     on_the_simulated_host(machine);
 }
 
-/// Removes everything of the package, in any state that the check before has left.
+/// Removes all files of the package, in any state that the check before has left.
 fn absent(machine: &Machine) {
     machine.sh(&format!(
         "rm -rf /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload; \
@@ -191,7 +193,7 @@ fn is(machine: &Machine, what: &str) -> String {
     text(&machine.run(&["systemctl", what, SERVICE]).stdout).trim_end().to_owned()
 }
 
-/// True if the timer of the metrics runs.
+/// The state of the metrics' timer, as `systemctl is-active` prints it.
 fn active_timer(machine: &Machine) -> String {
     let timer = ["systemctl", "is-active", "yunion-mps-metrics.timer"];
     text(&machine.run(&timer).stdout).trim_end().to_owned()
@@ -226,7 +228,7 @@ fn install(machine: &mut Machine) {
     machine.printed(&["yunion-mpsctl", "--version"]);
 }
 
-/// On the machine's own root, where /etc/host.conf is the C library's.
+/// An installation on the machine's own root, where /etc/host.conf is the C library's file.
 fn unconfigured(machine: &mut Machine) {
     machine
         .sh(&format!("test -e /etc/host.conf || echo multi on >/etc/host.conf; systemctl start {SERVICE}"));
@@ -357,7 +359,8 @@ fn remove_with_a_client(machine: &mut Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// No script stops the platform's daemon, and so a job goes on; but the program that could end the job is removed.
+/// The package is removed after its service has failed: no script stops the control daemon, so a client goes on,
+/// although the program that could end its work is removed.
 fn remove_failed(machine: &mut Machine) {
     installed(machine);
     Running::start(machine, "");
@@ -407,7 +410,8 @@ fn take_over(machine: &mut Machine) {
     taken_over(machine, &theirs);
 }
 
-/// The platform's own package, with its service up and a client at work; its control daemon's PID.
+/// Installs the platform's own package, with its service and a client that works. Returns the PID of its control
+/// daemon.
 fn platforms(machine: &Machine, install: &str) -> String {
     new_host(machine);
     machine.sh(install);
@@ -435,7 +439,8 @@ fn platforms(machine: &Machine, install: &str) -> String {
     })
 }
 
-/// Our service leaves that control daemon alone while it has a client, says which it is, and replaces it then.
+/// The service leaves the platform's control daemon alone while it has a client, and names it in its status. After
+/// the client has ended, the service replaces the control daemon.
 fn taken_over(machine: &Machine, theirs: &str) {
     machine.sh("test ! -e /opt/yunion/bin/mps-daemon");
     wait_for("its PID in the reason", || {
@@ -459,7 +464,7 @@ fn rpm_take_over(machine: &mut Machine) {
     taken_over(machine, &theirs);
 }
 
-/// The rpm, the same as a version before it, the platform's own, and the deb to compare with.
+/// The files for a machine: the rpm, an earlier version of it, the platform's own rpm, and the deb to compare with.
 pub(crate) fn stage_rpm() -> Stage {
     let stage = simulated();
     stage.put(&built(".rpm"), RPM);
@@ -490,14 +495,15 @@ pub(crate) fn stage_rpm() -> Stage {
     stage
 }
 
-/// The one rpm of the service that this rpmbuild makes.
+/// The only rpm of the service that this run of rpmbuild makes.
 fn packed(rpmbuild: &mut Command, work: &Path, spec: &str) -> PathBuf {
     run(rpmbuild.arg("--define").arg(format!("_topdir {}", work.display())).arg(spec));
     let made = run(Command::new("find").arg(work.join("RPMS")).args(["-name", "yunion-mps-daemon-*.rpm"]));
     PathBuf::from(made.trim_end())
 }
 
-/// As [`PLATFORM`]; its rpm stops and disables the service in %preun even on an upgrade.
+/// The spec of the platform's own rpm, as [`PLATFORM`]. The rpm stops and disables the service in %preun even on an
+/// upgrade.
 const PLATFORM_SPEC: &str = "
 Name: yunion-mps-daemon
 Version: 20230911.0
@@ -519,7 +525,8 @@ systemctl stop yunion-mps-daemon.service
 systemctl daemon-reload
 ";
 
-/// The files in a package's listing, without the directories and without what the two kinds of package put elsewhere.
+/// The files in a package's list of files, without the directories and without the files that debs and rpms have at
+/// different paths.
 fn listed(names: &str) -> Vec<String> {
     let mut names: Vec<String> = names
         .lines()

@@ -1,5 +1,5 @@
-//! The first week of people on the booted system: a program with a /tmp of its own, many short jobs after a fault, and the files
-//! of a guide with the slips of its readers.
+//! Situations of a user's first week, on a booted system: a program with a private /tmp, many short jobs after a
+//! fault, and files of a guide with mistakes of its readers.
 
 use std::process::Output;
 
@@ -20,14 +20,15 @@ fn is_ready(machine: &Machine) {
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
 }
 
-/// A command on the simulated host, in a unit of its own with this property.
+/// Runs a command on the simulated host, in a new unit with this property.
 fn in_unit(machine: &Machine, property: &str, command: &str) -> Output {
     let property = format!("--property={property}");
     let words = ["systemd-run", "--quiet", "--wait", "--pipe", &property, "sh", "-c"];
     machine.run(&[&words[..], &[&format!("{ON_HOST} {command}")]].concat())
 }
 
-/// CUDA does not find the slice's directory there, and would begin on the whole GPU.
+/// A program with a private /tmp: CUDA does not find the slice's directory there, and the program would start on the
+/// whole GPU.
 fn private_tmp(machine: &mut Machine) {
     let run = "yunion-mpsctl run 00:06.0-1 -- cuda-client props";
     let is_served = |output: &Output| {
@@ -84,7 +85,8 @@ fn short_jobs(machine: &mut Machine) {
 const RIGHT: &str =
     "devices:\n- path: \"/dev/dri/renderD128\"\n  type: \"NVIDIA_MPS\"\n  virtual_number: 4\n";
 
-/// Device files with slips, each with the line that is named, and the words about it.
+/// Device files with mistakes. Each has the number of the line that the service names, and the service's words about
+/// it.
 const SLIPS: [(&str, u32, &str); 6] = [
     // As the guide is printed.
     (
@@ -119,13 +121,13 @@ const SLIPS: [(&str, u32, &str); 6] = [
     ),
 ];
 
-/// The output of a command of yunion-mpsctl, on one line.
+/// The output of yunion-mpsctl with these arguments, on one line.
 fn said(machine: &Machine, arguments: &str) -> String {
     let output = machine.run(&["sh", "-c", &format!("{ON_HOST} yunion-mpsctl {arguments} 2>&1")]);
     text(&output.stdout).split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The reader corrects the file.
+/// The administrator corrects the device file.
 fn corrected(machine: &Machine) {
     machine.write(DEVICE_FILE, RIGHT);
     machine.sh(&format!("systemctl reset-failed {SERVICE}; systemctl restart {SERVICE}"));

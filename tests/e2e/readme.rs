@@ -1,6 +1,6 @@
-//! The words of the README and of docs/operations.md, taken from them and typed on a fresh system without
-//! configuration: the commands of the README alone make GPUs served, and after all commands GPUs are served again. A
-//! command that is not run here stands in [`ELSEWHERE`].
+//! The commands of the README and of docs/operations.md, typed on a new system without configuration: the commands of
+//! the README alone make the service serve GPUs, and after all commands GPUs are served again. A command that is not
+//! typed here is listed in [`ELSEWHERE`].
 
 use std::fs;
 use std::path::Path;
@@ -10,14 +10,14 @@ use crate::machine::{Machine, text};
 use crate::package::DEB;
 use crate::service::{HOST, ON_HOST, SERVICE, compute_mode, control_daemons, new_host, state};
 
-/// The README and the page for operations, in each language. Each language has all commands.
+/// The README and docs/operations.md in each language. The guide in each language has all commands.
 const GUIDES: [[&str; 2]; 2] =
     [["README.md", "docs/operations.md"], ["README.zh-CN.md", "docs/operations.zh-CN.md"]];
 
-/// The command that shows that GPUs are served. It stands in the README itself.
+/// The command of the README that shows that GPUs are served.
 const FIRST_PROGRAM: &str = "yunion-mpsctl run --free -- ./a-cuda-program";
 
-/// The commands that are not run here: where they are, or why they can't be.
+/// The commands that are not typed here, each with the place of its test or the reason why it can't be tested.
 const ELSEWHERE: [(&str, &str); 11] = [
     ("yunion-mpsctl top", "needs a terminal and somebody at the keys; tests/it/top.rs"),
     ("yunion-mpsctl events --follow", "ends when somebody presses Ctrl-C; tests/it/watch.rs"),
@@ -43,11 +43,11 @@ const ELSEWHERE: [(&str, &str); 11] = [
 
 pub(crate) const CHECKS: &[Check] = &[("its_words_alone_make_a_fresh_system_serve", words)];
 
-/// Where the commands are typed: the package is there, and a CUDA program.
+/// The directory in which the commands are typed. It has the package and a CUDA program.
 const DIRECTORY: &str = "/root/readme";
 
-/// The simulated GPUs on the system itself: no option and no setting leads there. A container's /sys can't be written, but
-/// another directory can take its place, with all else in it that was there.
+/// Makes the simulated GPUs the GPUs of the system itself, without an option or a setting. A container's /sys can't
+/// be written, but another directory with the same contents can be mounted over it.
 pub(crate) fn on_simulated_hardware(machine: &Machine) {
     new_host(machine);
     machine.sh(&format!(
@@ -80,8 +80,8 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
     ));
 }
 
-/// The lines of the indented blocks, without the comments behind them. The fenced blocks are recorded screens, which
-/// `tests/it/screens.rs` compares.
+/// The commands in the indented blocks of a guide, without the comments behind them. The fenced blocks are recorded
+/// screens, which `tests/it/screens.rs` compares.
 pub(crate) fn lines(readme: &str) -> Vec<&str> {
     let outside = readme.split("```").step_by(2).flat_map(str::lines);
     let indented = outside.filter_map(|line| line.strip_prefix("    "));
@@ -131,7 +131,7 @@ fn words(machine: &mut Machine) {
     }
 }
 
-/// A freshly installed system, without the leftovers of the guide before.
+/// Makes the system a newly installed one, without the files that the guide before has left.
 fn fresh(machine: &Machine) {
     machine
         .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon
@@ -139,7 +139,7 @@ fn fresh(machine: &Machine) {
     assert_eq!(control_daemons(machine), Vec::<String>::new());
 }
 
-/// A command of a guide, as a person types it who sees the simulated driver. Returns its output, with all complaints.
+/// Types a command of a guide on a system with the simulated driver. Returns the texts on stdout and stderr.
 #[track_caller]
 fn typed(machine: &Machine, command: &str) -> String {
     let script = format!("{ON_HOST} export HOME=/root; cd {DIRECTORY}; {command}");

@@ -1,4 +1,4 @@
-//! The questions of the service to a real systemd: scopes, and the reason of a SIGTERM.
+//! The questions that the service asks a real systemd: for scopes, and for the reason of a SIGTERM.
 
 use crate::machine::{Machine, Stage};
 use crate::service::no_left_overs;
@@ -19,8 +19,8 @@ pub(crate) const CHECKS: &[Check] = &[
     ("at_shutdown_we_stop_first", shutdown),
 ];
 
-/// The properties that could differ. In a container with this hierarchy systemd does not notice when a scope is empty, so the
-/// other properties have no effect.
+/// The checks that could have another result with the legacy hierarchy of control groups. In a container with this
+/// hierarchy systemd does not notice when a scope is empty, so the other checks would have no subject.
 pub(crate) const CHECKS_LEGACY: &[Check] = &[
     ("a_process_moves_to_a_scope_that_outlives_us", outlives),
     ("stop_restart_and_kill_are_told_apart", reasons),
@@ -42,7 +42,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Starts again, with nothing left of the check before; the service asks for a scope for that.
+/// Starts the small service again, after the files of the check before are removed. It asks systemd for the scope of
+/// this id.
 fn start(machine: &Machine, id: &str) {
     machine.sh(&format!(
         "systemctl stop {SERVICE}; systemctl stop 'yunion-mps-control-*.scope'; rm -f /var/order; \
@@ -50,13 +51,13 @@ fn start(machine: &Machine, id: &str) {
     ));
 }
 
-/// The service's messages since then.
+/// The messages of the small service after a cursor.
 fn said(machine: &Machine, cursor: &str) -> Vec<String> {
     let ours = machine.journal(cursor).into_iter().filter(|entry| entry["_SYSTEMD_UNIT"] == SERVICE);
     ours.map(|entry| entry["MESSAGE"].as_str().unwrap().to_owned()).collect()
 }
 
-/// The processes of a unit.
+/// The PIDs of the processes of a unit.
 fn processes(machine: &Machine, unit: &str) -> Vec<String> {
     let group = machine.property(unit, "ControlGroup");
     let script = format!(

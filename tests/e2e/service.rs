@@ -1,4 +1,4 @@
-//! The service as installed, on a simulated host, under the real unit and on the real system bus.
+//! The installed service on a simulated host, with the real unit and on the real system bus.
 
 use std::path::{Path, PathBuf};
 
@@ -10,12 +10,13 @@ use crate::wait::wait_for;
 
 pub(crate) const SERVICE: &str = "yunion-mps-daemon.service";
 
-/// The board that the host has.
+/// The name of the simulator's board for the host.
 const BOARD: &str = "h200";
 pub(crate) const UUID: &str = "GPU-168acfc9-c926-5401-354d-2910ddcd391b";
 pub(crate) const DEVICES: [&str; 4] = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
 
-/// Where the simulated host is, and what an administrator's shell needs to be on it.
+/// The directory of the simulated host, two of its files, and the command by which an administrator's shell uses the
+/// host.
 pub(crate) const HOST: &str = "/srv/host";
 pub(crate) const HOST_CONF: &str = "/srv/host/sysroot/etc/yunion/host.conf";
 pub(crate) const DEVICE_FILE: &str = "/srv/host/sysroot/etc/yunion/host_container_device.yml";
@@ -46,12 +47,12 @@ pub(crate) const CHECKS: &[Check] = &[
     ("an_enabled_unit_comes_up_at_boot", boot),
 ];
 
-/// The binaries that cargo has built, beside this program's directory.
+/// A program that cargo has built. It is beside the directory of this program.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
 }
 
-/// The programs of a simulated host, and nothing of the service.
+/// The files for a machine: the programs of a simulated host, and no file of the service.
 pub(crate) fn simulated() -> Stage {
     let stage = Stage::new();
     for program in
@@ -66,8 +67,8 @@ pub(crate) fn simulated() -> Stage {
     stage
 }
 
-/// The settings for the service on the simulated host: a container's /sys can't be written, so the host's files are
-/// elsewhere.
+/// Gives the unit the settings for the service on the simulated host: a container's /sys can't be written, so the
+/// host's files are elsewhere.
 pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
@@ -80,7 +81,7 @@ pub(crate) fn on_the_simulated_host(machine: &Machine) {
     machine.sh("systemctl daemon-reload");
 }
 
-/// A host as the simulator makes it, with nothing on it that runs.
+/// Makes a new simulated host, on which nothing runs.
 pub(crate) fn new_host(machine: &Machine) {
     machine.sh(&format!(
         "systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE} || :"
@@ -95,20 +96,20 @@ pub(crate) fn new_host(machine: &Machine) {
     ));
 }
 
-/// A new host, the unit as it is shipped, and the service up.
+/// Makes a new simulated host, removes all changes of the unit, and starts the service.
 pub(crate) fn serving(machine: &Machine) {
     new_host(machine);
     machine.sh(&format!("systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
 }
 
-/// Adds to the unit, as `systemctl edit` does, until the next [`serving`].
+/// Adds lines to the unit, as `systemctl edit` does. The next [`serving`] removes them.
 pub(crate) fn drop_in(machine: &Machine, lines: &str) {
     machine.write(&format!("/etc/systemd/system/{SERVICE}.d/test.conf"), &format!("[Service]\n{lines}\n"));
     machine.sh("systemctl daemon-reload");
 }
 
-/// The state on the bus; empty while the service is not there.
+/// The state that the service publishes on the bus; empty while it is not on the bus.
 pub(crate) fn state(machine: &Machine) -> String {
     let property = [
         "busctl",
@@ -123,7 +124,7 @@ pub(crate) fn state(machine: &Machine) -> String {
     answer["data"].as_str().unwrap_or_default().to_owned()
 }
 
-/// A call of the Manager's object.
+/// The beginning of a busctl command that calls a method of the Manager's object.
 const CALL: [&str; 5] = ["busctl", "call", "--json=short", "io.yunion.Mps1", "/io/yunion/Mps1/Manager"];
 
 pub(crate) fn devices(machine: &Machine) -> Vec<String> {
@@ -131,7 +132,7 @@ pub(crate) fn devices(machine: &Machine) -> Vec<String> {
     names(&machine.printed(&call))
 }
 
-/// The addresses in the answer of `ListDevices`.
+/// The names of the slices in the answer of `ListDevices`.
 fn names(answer: &str) -> Vec<String> {
     let answer: Value = serde_json::from_str(answer).unwrap();
     let address = |device: &Value| device["addr"]["data"].as_str().unwrap().to_owned();
@@ -143,7 +144,7 @@ pub(crate) fn compute_mode(machine: &Machine) -> String {
     machine.sh(&format!("{ON_HOST} {query}")).trim_end().to_owned()
 }
 
-/// The PIDs of the control daemons that run; front ends have no argument.
+/// The PIDs of the control daemons that run. A front end is recognized by its missing argument.
 pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     let processes = machine.printed(&["ps", "-e", "--no-headers", "--format=pid,args"]);
     let control = processes.lines().filter_map(|line| {
@@ -156,7 +157,7 @@ pub(crate) fn control_daemons(machine: &Machine) -> Vec<String> {
     control.collect()
 }
 
-/// The messages of our unit behind a cursor.
+/// The entries of the service's unit in the journal after a cursor.
 fn ours(machine: &Machine, cursor: &str) -> Vec<Value> {
     machine.journal(cursor).into_iter().filter(|entry| entry["_SYSTEMD_UNIT"] == SERVICE).collect()
 }
@@ -165,13 +166,14 @@ fn message(entry: &Value) -> &str {
     entry["MESSAGE"].as_str().unwrap_or_else(|| panic!("not a text: {entry}"))
 }
 
-/// A command as the user nobody.
+/// A command that the user nobody runs.
 fn nobody<'a>(command: &[&'a str]) -> Vec<&'a str> {
     let switch = ["setpriv", "--reuid=65534", "--regid=65534", "--init-groups"];
     switch.into_iter().chain(command.iter().copied()).collect()
 }
 
-/// As docs/metrics.md says: Debian's directory, the unit in its sandbox, and Debian's `node_exporter`.
+/// Sets metrics up as docs/metrics.md says: Debian's directory, the unit in its sandbox, and Debian's
+/// `node_exporter`.
 fn textfile(machine: &mut Machine) {
     const DIRECTORY: &str = "/var/lib/prometheus/node-exporter";
     const UNIT: &str = "/etc/systemd/system/yunion-mps-metrics";
@@ -357,7 +359,8 @@ fn bus_member(machine: &mut Machine) {
     machine.sh("gpasswd --delete nobody yunion-mps; systemctl reload dbus");
 }
 
-/// As far as the kernel goes: root with the host's PIDs, and mounts of its own without /run/dbus.
+/// A pod that uses the bus, as far as the kernel sees a pod: root with the host's PIDs, in a mount namespace without
+/// /run/dbus.
 fn bus_from_a_pod(machine: &mut Machine) {
     serving(machine);
     let pod = "unshare --mount sh -euc 'mount -t tmpfs tmpfs /run; [ ! -e /var/run/dbus ]; exec \"$@\"' sh";
@@ -370,7 +373,8 @@ fn bus_from_a_pod(machine: &mut Machine) {
     machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Control ReleaseContainer s {id}"));
 }
 
-/// The drop-in of docs/host-agent.md, for a host agent that looks at the compute mode when it starts.
+/// The drop-in of docs/host-agent.md makes the service ready before a host agent starts that looks at the compute
+/// mode.
 fn before_a_kubelet(machine: &mut Machine) {
     let page = include_str!("../../docs/host-agent.md");
     let order = page.lines().map(str::trim).find(|line| line.starts_with("Before=")).unwrap();
@@ -436,7 +440,8 @@ fn explained(machine: &mut Machine) {
     machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
 }
 
-/// In a session `run` makes a scope for that, and in a unit the unit is bound. A unit with other processes is left alone.
+/// In a session, `yunion-mpsctl run` makes a scope and binds it, and in a unit it binds the unit. A unit with other
+/// processes is not bound.
 fn root_binds(machine: &mut Machine) {
     serving(machine);
     let clients = |number: usize| {
@@ -582,7 +587,8 @@ fn outside_the_sandbox(machine: &mut Machine) {
     machine.sh(&format!("systemctl stop {SERVICE}; rm -r /opt/pipe"));
 }
 
-/// A node without a driver behind it can't be opened for that reason alone, unless the sandbox forbids it first.
+/// A device node without a driver behind it can't be opened for that reason alone, unless the sandbox forbids it
+/// first.
 fn sandboxed_devices(machine: &mut Machine) {
     serving(machine);
     machine.sh("cd /srv; mknod nvidia0 c 195 0; mknod other c 60 0; chmod 666 nvidia0 other");
@@ -641,7 +647,7 @@ fn boot(machine: &mut Machine) {
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }
 
-/// systemd has found no foreign process in the service's control group.
+/// Fails if systemd has found processes in the service's control group that it did not expect.
 pub(crate) fn no_left_overs(machine: &Machine, cursor: &str) {
     for message in machine.messages(cursor) {
         for complaint in ["left-over process", "remains running after unit stopped"] {

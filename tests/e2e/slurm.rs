@@ -1,4 +1,5 @@
-//! Slurm places jobs onto slices: the guide's words, its cancelled jobs, and the neighbours of these jobs.
+//! Slurm places jobs onto slices: the commands of the guide docs/slurm.md, cancelled jobs, and the neighbours of
+//! these jobs.
 
 use std::fs;
 use std::path::Path;
@@ -21,14 +22,14 @@ pub(crate) const CHECKS: &[Check] = &[
     ("the_cluster_stops", stop),
 ];
 
-/// Slurm's time limits are whole minutes.
+/// The checks of the group soak: Slurm's time limits are whole minutes.
 pub(crate) const SOAK_CHECKS: &[Check] = &[
     ("the_cluster_starts", guide),
     ("a_job_beyond_its_time_limit_leaves_the_neighbour_alive", beyond_time_limit),
     ("the_cluster_stops", stop),
 ];
 
-/// The lines of the guide that are not for this test.
+/// The lines of the guide that this test does not use, each with the reason.
 const ELSEWHERE: [(&str, &str); 2] = [
     ("scontrol update NodeName=node1 State=DRAIN Reason=\"new driver\"", "the node has another name"),
     ("yunion-mpsctl drain --all --wait", "readme::CHECKS run it"),
@@ -37,7 +38,7 @@ const ELSEWHERE: [(&str, &str); 2] = [
 const JOBS: &str = "/srv/jobs";
 const TYPE: &str = "h200_sxm_141gb.35gb";
 
-/// The guide's indented lines, from a line that begins with `from` to a line that ends with `to`.
+/// The indented lines of the guide, from a line that begins with `from` to a line that ends with `to`.
 fn lines(from: &str, to: &str) -> String {
     let guide = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/slurm.md")).unwrap();
     let indented = guide.lines().filter_map(|line| line.strip_prefix("    ")).map(str::trim);
@@ -47,12 +48,12 @@ fn lines(from: &str, to: &str) -> String {
     lines[..=end].join("\n") + "\n"
 }
 
-/// One line of the guide.
+/// The line of the guide that begins with `words`.
 fn line(words: &str) -> String {
     lines(words, words)
 }
 
-/// A machine with the service, and with the parts of a cluster that are no part of the guide.
+/// Prepares a machine with the service, and with the parts of a Slurm cluster that the guide takes for granted.
 pub(crate) fn prepared(machine: &Machine) {
     package::installed(machine);
     new_host(machine);
@@ -149,7 +150,7 @@ fn guide(machine: &mut Machine) {
     }
 }
 
-/// As Slurm from 24.11 on runs it: in the control group of the job's extern step.
+/// The Prolog as Slurm runs it from 24.11 on: in the control group of the job's extern step.
 fn prolog(machine: &mut Machine) {
     let script = lines("#!/bin/sh", "yunion-mpsctl bind --slurm");
     machine.write("/etc/slurm/prolog.sh", &script);
@@ -260,13 +261,14 @@ fn beyond_time_limit(machine: &mut Machine) {
     assert_eq!(state(machine), "ready");
 }
 
-/// The machine waits for processes of jobs before it powers off.
+/// The cluster stops before the machine is shut down: the machine would wait for processes of jobs before it powers
+/// off.
 fn stop(machine: &mut Machine) {
     wait_for("the end of every job", || machine.sh("squeue --noheader").is_empty().then_some(()));
     machine.sh("systemctl stop slurmd; systemctl stop slurmctld");
 }
 
-/// The guide's batch script.
+/// The batch script of the guide.
 fn script() -> String {
     lines("#!/bin/sh", "python3 train.py")
 }
@@ -275,7 +277,7 @@ fn with_srun(command: &str) -> String {
     script().replace("python3 train.py", command)
 }
 
-/// Runs a command as a user of the cluster, and returns its output.
+/// Runs a command as a user of the cluster, and returns the text on stdout.
 #[track_caller]
 fn alice(machine: &Machine, command: &str) -> String {
     machine.printed(&["su", "alice", "-c", &format!("cd {JOBS}; {command}")])
@@ -292,7 +294,7 @@ fn clients(machine: &Machine) -> Vec<Value> {
     serde_json::from_slice(&listed.stdout).unwrap_or_default()
 }
 
-/// Waits until there are so many clients, and returns their slices in order.
+/// Waits until the service lists this number of clients, and returns the names of their slices in order.
 #[track_caller]
 fn at_work(machine: &Machine, number: usize) -> Vec<String> {
     let mut slices = wait_for(&format!("{number} clients"), || {
@@ -303,14 +305,14 @@ fn at_work(machine: &Machine, number: usize) -> Vec<String> {
     slices.iter().map(|client| client["device"].as_str().unwrap_or_default().to_owned()).collect()
 }
 
-/// Slurm's record of the last job with this name.
+/// The record that Slurm has of the last job with this name.
 fn jobs(machine: &Machine, name: &str) -> String {
     let shown = text(&machine.run(&["scontrol", "--oneliner", "show", "job"]).stdout);
     let job = shown.lines().rfind(|line| line.contains(&format!("JobName={name} ")));
     job.unwrap_or_default().to_owned()
 }
 
-/// Waits until the last job of this name has ended in this way.
+/// Waits until the last job with this name has ended in the state `how`.
 #[track_caller]
 fn ended(machine: &Machine, name: &str, how: &str) {
     wait_for(&format!("job {name} to be {how}"), || {

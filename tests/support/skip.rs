@@ -1,25 +1,24 @@
-//! The one way for a test to leave something out. It is said, and counted: `make test` prints all of it at the end, and
-//! `.ci/run` lets nothing be left out but what is named here.
+//! The only way for a test to skip a part. Each skipped part is printed and counted: `make test` prints all of them
+//! at the end, and `.ci/run` allows only the reasons that are named here.
 
 use std::fs::File;
 use std::io::{self, Write};
 
-/// Names a file that gets a line for all that is left out.
+/// The environment variable with the path of a file that gets a line for each skipped part.
 const LIST: &str = "YUNION_MPS_SKIPPED";
 
-/// Set where nothing may be left out.
+/// The environment variable that forbids to skip anything.
 const NOTHING: &str = "YUNION_MPS_SKIP_NOTHING";
 
-/// Reasons that hold even there, each with why that can't be helped.
+/// The reasons that are allowed even if [`NOTHING`] is set, each with an explanation.
 const EVEN_THERE: &[(&str, &str)] = &[(
     "this machine can't lower an oom_score_adj",
     "it is a container without CAP_SYS_RESOURCE, which nobody in it can get",
 )];
 
-/// Leaves out a test, or the part of one that is named.
+/// Skips a test, or the part of a test that `what` names.
 ///
-/// # Panics
-/// No test may be left out, and the reason is not one of the excused reasons.
+/// # Panics [`NOTHING`] is set, and the reason is not one of the allowed reasons.
 pub(crate) fn skip(what: &str, reason: &str) {
     let excused = EVEN_THERE.iter().find(|(known, _)| *known == reason);
     if std::env::var_os(NOTHING).is_some() {
@@ -35,7 +34,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
 }
 
-/// True if what only root can do can be tried; otherwise it is left out.
+/// True if the test runs as root, so that things which only root can do can be tried. Otherwise the test is skipped.
 pub(crate) fn root_or_skip(what: &str) -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

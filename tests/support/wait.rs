@@ -1,15 +1,16 @@
-//! Waiting for a condition, in every test.
+//! Waits for conditions, in all tests.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The time that any step gets on a busy machine. It is reached only if something is broken.
+/// The longest time that a test waits for any step on a busy machine. It is reached only if something is broken.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The pause between two looks.
+/// The pause between two looks at a condition.
 pub(crate) const PAUSE: Duration = Duration::from_millis(20);
 
-/// Waits until a look finds something, and returns it.
+/// Looks until `look` finds something, and returns it. The test fails at the deadline. `what` names the condition in
+/// the message of the failure.
 #[track_caller]
 pub(crate) fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + DEADLINE;

@@ -1,4 +1,5 @@
-//! A private bus that behaves like the system bus, with the shipped policy, and the independent clients that call it.
+//! A private message bus that behaves like the system bus, with the shipped policy, and programs that call the
+//! service through it.
 
 use super::host::mpsctl;
 use std::fs;
@@ -12,34 +13,34 @@ use tokio::process::Command;
 use super::host::without_foreign_variables;
 use super::wait::DEADLINE;
 
-/// The rules of the system bus. `scripts/bus-conf.sh` has them from the same file.
+/// The rules of the system bus. `scripts/bus-conf.sh` reads them from the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
-/// The group that stands for yunion-mps in the policy of a test bus: no user is in it. A dbus-daemon reads the groups of a user
-/// from the host's files.
+/// The group that stands for the group yunion-mps in the policy of a test's bus. No user is in it: a dbus-daemon
+/// reads the groups of a user from the host's files.
 const MEMBERS: u32 = 65_534;
 
-/// setpriv's arguments for the user who stands for a member of the group yunion-mps.
+/// The arguments of setpriv for a user who stands for a member of the group yunion-mps.
 pub(crate) const AS_MEMBER: [&str; 3] = ["--reuid=65534", "--regid=65534", "--clear-groups"];
 
-/// setpriv's arguments for a user to whom the service is closed.
+/// The arguments of setpriv for a user whom the bus policy does not allow to call the service.
 pub(crate) const AS_STRANGER: [&str; 3] = ["--reuid=1", "--regid=1", "--clear-groups"];
 
-/// yunion-mpsctl with these arguments, on this bus.
+/// The program yunion-mpsctl with these arguments, with this bus as its system bus.
 pub(crate) fn ctl(bus: &PrivateBus, arguments: &[&str]) -> Command {
     let mut command = bus.command(mpsctl());
     command.args(arguments);
     command
 }
 
-/// The exit status, and the texts on stdout and stderr.
+/// Runs a command to its end. Returns its exit status, and its texts on stdout and stderr.
 pub(crate) async fn ended(command: &mut Command) -> (Option<i32>, String, String) {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// A dbus-daemon of our own; it ends with this value.
+/// A dbus-daemon that the test has started. It ends when this value is dropped.
 pub(crate) struct PrivateBus {
     daemon: Child,
     directory: TempDir,
@@ -50,7 +51,7 @@ impl PrivateBus {
         Self::with_policy(|shipped| shipped)
     }
 
-    /// A bus where something was changed in the policy that is shipped.
+    /// Starts a bus with the shipped policy after a change of it.
     pub(crate) fn with_policy(change: impl FnOnce(String) -> String) -> Self {
         // TMPDIR is ignored: other users have to reach the socket, and the length of a socket's path is limited.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
@@ -87,7 +88,7 @@ impl PrivateBus {
         format!("unix:path={}", self.directory.path().join("socket").display())
     }
 
-    /// A program for which this is the system bus.
+    /// A program for which this bus is the system bus.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         without_foreign_variables(command.as_std_mut());
@@ -95,21 +96,21 @@ impl PrivateBus {
         command
     }
 
-    /// The same as a user to whom the service is closed; only root can.
+    /// The program as a user whom the bus policy does not allow to call the service. Only root can start it.
     pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_STRANGER).arg(program);
         command
     }
 
-    /// The same as a member of the group yunion-mps; only root can.
+    /// The program as a member of the group yunion-mps. Only root can start it.
     pub(crate) fn command_as_member(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);
         command
     }
 
-    /// Takes the bus away.
+    /// Stops the bus.
     pub(crate) fn stop(&mut self) {
         let _ = self.daemon.kill();
         let _ = self.daemon.wait();
@@ -122,7 +123,7 @@ impl Drop for PrivateBus {
     }
 }
 
-/// Runs a command to its end.
+/// Runs a command to its end, and returns its output.
 pub(crate) async fn output(command: &mut Command) -> Output {
     let program = command.as_std().get_program().to_string_lossy().into_owned();
     match tokio::time::timeout(DEADLINE, command.output()).await {
@@ -132,7 +133,7 @@ pub(crate) async fn output(command: &mut Command) -> Output {
     }
 }
 
-/// The output of a command that succeeds.
+/// The text on stdout of a command, which must succeed.
 pub(crate) async fn printed(command: &mut Command) -> String {
     let output = output(command).await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -140,14 +141,14 @@ pub(crate) async fn printed(command: &mut Command) -> String {
     text(&output.stdout)
 }
 
-/// The complaint of a command that fails.
+/// The text on stderr of a command, which must fail.
 pub(crate) async fn complained(command: &mut Command) -> String {
     let output = output(command).await;
     assert!(!output.status.success(), "{command:?} succeeded: {}", String::from_utf8_lossy(&output.stdout));
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// The Debian package that has a program which these tests need.
+/// The name of the Debian package with a program that these tests need.
 fn package(program: &str) -> &'static str {
     match program {
         "dbus-daemon" => "the Debian package dbus-daemon",

@@ -1,4 +1,4 @@
-//! A client beside all that a test does to its host.
+//! A client that runs while a test does something to its host, and that must survive.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -7,16 +7,16 @@ use super::client::Client;
 use super::host::{Host, alive};
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// A client that must not notice anything.
+/// A client of a test's host that must not notice anything of the test.
 pub(crate) struct Bystander {
     child: Client,
-    /// The same under another control daemon of the GPU.
+    /// A client of another control daemon on the same GPU, if there is one.
     another: Option<Client>,
     ends: Instant,
 }
 
 impl Bystander {
-    /// Starts one that computes for so long, and waits until it is served.
+    /// Starts a client that computes for this time, and waits until it is served.
     pub(crate) fn start(host: &Host, pipe: &Path, time: Duration) -> Self {
         let work = ["hold", &time.as_secs_f64().to_string()];
         let mut child = host.program(&work);
@@ -33,7 +33,7 @@ impl Bystander {
         Self { child, another, ends: Instant::now() + time }
     }
 
-    /// True if its time is over. Anything else that ended it is a failure.
+    /// Returns true if the client has computed for its time. The test fails if the client has ended in any other way.
     pub(crate) fn done(&mut self) -> bool {
         let mut both = std::iter::once(&mut self.child).chain(&mut self.another);
         both.all(|client| {
@@ -43,7 +43,7 @@ impl Bystander {
         })
     }
 
-    /// It must still compute.
+    /// Fails unless the client still computes.
     pub(crate) fn check(&self) {
         for client in std::iter::once(&self.child).chain(&self.another) {
             assert!(alive(client.id()), "client {} was lost", client.id());

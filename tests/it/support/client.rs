@@ -1,4 +1,4 @@
-//! Clients: the simulator's CUDA program `cuda-client`, started in one way.
+//! Clients: the simulator's CUDA program `cuda-client`.
 
 use std::ops::{Deref, DerefMut};
 use std::process::{Child, Command, Stdio};
@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::host::{Host, process_state, text};
 use super::wait::wait_for;
 
-/// A program that runs. It is ended with this value.
+/// A CUDA program that runs. It is killed when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Client(Child);
 
@@ -18,7 +18,7 @@ impl Client {
         Self(command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }
 
-    /// Kills it, and waits until it has ended.
+    /// Kills the program, and waits until it has ended.
     pub(crate) fn end(self) {
         drop(self);
     }
@@ -45,14 +45,15 @@ impl Drop for Client {
     }
 }
 
-/// Holds the process that its argument names.
+/// A Python program that holds the process with the PID in its argument, as a debugger does.
 const DEBUGGER: &str = "import ctypes, sys, time\n\
     libc = ctypes.CDLL(None, use_errno=True)\n\
     assert libc.ptrace(16, int(sys.argv[1]), None, None) == 0\n\
     print('held', flush=True)\n\
     time.sleep(600)\n";
 
-/// Clients as the service names them, each given by its PID, its user and the words behind the user.
+/// Describes clients as the service's messages do. Each client is given by its PID, its user, and the words that
+/// follow the user.
 pub(crate) fn describe(clients: &[(u32, &str, &str)]) -> String {
     let mut clients = clients.to_vec();
     clients.sort_unstable();
@@ -69,21 +70,22 @@ pub(crate) fn own_user() -> String {
 }
 
 impl Host {
-    /// `cuda-client`, as a client of the control daemon in the pipe directory of host.conf.
+    /// The program `cuda-client`, as a client of the control daemon in the pipe directory of host.conf.
     pub(crate) fn program(&self, arguments: &[&str]) -> Command {
         let mut command = self.command("cuda-client");
         command.args(arguments).env("CUDA_MPS_PIPE_DIRECTORY", self.pipe()).stdout(Stdio::null());
         command
     }
 
-    /// `cuda-client`, given a slice as a container would be.
+    /// The program `cuda-client` with the environment of a container that has a slice.
     pub(crate) fn program_of(&self, device: &str, arguments: &[&str]) -> Command {
         let mut command = self.program(arguments);
         command.envs(self.environment_of(device));
         command
     }
 
-    /// The variables of a container that is given a slice, which sees a mounted directory at the place that it has here.
+    /// The environment variables of a container that has a slice. A directory that a container would have as a mount
+    /// is named by its path on this host.
     pub(crate) fn environment_of(&self, device: &str) -> Vec<(String, String)> {
         let answer = self.container_of(device);
         let mounts = answer["mounts"].as_array().unwrap();
@@ -95,26 +97,26 @@ impl Host {
         variables.map(|(name, value)| (name.clone(), here(value))).collect()
     }
 
-    /// Everything that a container is given for a slice. The slice may be bound to the container already.
+    /// The settings that the service gives a container for a slice. The slice may be bound to the container already.
     pub(crate) fn container_of(&self, device: &str) -> Value {
         let answer = self.mpsctl(&["env", device, "--share", "--format", "json"]);
         assert!(answer.status.success(), "{}", text(&answer));
         serde_json::from_slice(&answer.stdout).unwrap()
     }
 
-    /// A client that computes until it is ended, once it is served.
+    /// Starts a client that computes until it is killed, and waits until it is served.
     pub(crate) fn client(&self) -> Client {
         self.served(&mut self.program(&["hold", "600"]))
     }
 
-    /// A client of a slice that computes until it is ended, once the service lists it.
+    /// Starts a client of a slice that computes until it is killed, and waits until the service lists it.
     pub(crate) fn client_of(&self, device: &str) -> Client {
         let client = Client::start(&mut self.program_of(device, &["hold", "600"]));
         self.wait_until_listed(client.id());
         client
     }
 
-    /// Waits until the service lists a client.
+    /// Waits until the service lists the client with this PID.
     pub(crate) fn wait_until_listed(&self, pid: u32) {
         wait_for("the client", || {
             let clients = self.json(&["clients"])?;
@@ -122,18 +124,18 @@ impl Host {
         });
     }
 
-    /// Every client, as `yunion-mpsctl clients` has it.
+    /// All clients, as `yunion-mpsctl clients` lists them.
     pub(crate) fn clients(&self) -> Vec<Value> {
         self.json(&["clients"]).unwrap().as_array().unwrap().clone()
     }
 
-    /// The client with this PID.
+    /// The client with this PID, as `yunion-mpsctl clients` lists it. None if it is not listed.
     pub(crate) fn listed(&self, pid: u32) -> Option<Value> {
         self.clients().into_iter().find(|client| client["pid"] == pid)
     }
 
-    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. The service
-    /// may have ended it by then.
+    /// Starts a client of the control daemon in the pipe directory of host.conf, and waits until it is served. The
+    /// service may have ended the client's work by then.
     pub(crate) fn served(&self, command: &mut Command) -> Client {
         let mut client = Client::start(command);
         let (pipe, pid) = (self.pipe(), client.id().to_string());
@@ -145,7 +147,8 @@ impl Host {
         client
     }
 
-    /// The same, once a service with `log_level: debug` knows whose client it is. It can name the client after its end then.
+    /// Starts a client, and waits until a service with `log_level: debug` knows the client's tenant. The service can
+    /// then name the client even after its end.
     pub(crate) fn known(&self, command: &mut Command) -> Client {
         let client = self.served(command);
         let words = format!(" client PID {} of ", client.id());
@@ -153,15 +156,15 @@ impl Host {
         client
     }
 
-    /// Starts a client that computes until it is ended, and waits until the driver lists its memory: the driver does so a moment
-    /// after the control daemon has admitted the client. There must be no other client.
+    /// Starts a client that computes until it is killed, and waits until the driver lists its memory: the driver does
+    /// so a moment after the control daemon has admitted the client. The host must have no other client.
     pub(crate) fn only_client(&self) -> Client {
         let client = Client::start(&mut self.program(&["hold", "600"]));
         self.wait_for_only_client();
         client
     }
 
-    /// A debugger that holds a process, once it does.
+    /// Starts a debugger, and waits until it holds the process with this PID.
     pub(crate) fn debugger(&self, pid: u32) -> Client {
         let mut python = self.command("/usr/bin/python3");
         let debugger = Client::start(python.args(["-c", DEBUGGER, &pid.to_string()]));
@@ -169,7 +172,7 @@ impl Host {
         debugger
     }
 
-    /// A client meets a fatal GPU error, which hits the others as well.
+    /// A client causes a fatal GPU error, which hits all other clients of the GPU.
     pub(crate) fn fault(&self) {
         let culprit = self.program(&["fault"]).output().unwrap();
         assert_eq!(culprit.status.code(), Some(4), "{}", text(&culprit));

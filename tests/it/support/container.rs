@@ -1,4 +1,4 @@
-//! Containers, without a runtime: their control groups, and the mounts of a slice.
+//! Containers without a container runtime: their control groups, and the mounts of a slice.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::host::Host;
 
-/// Why there is none.
+/// The reason for a skipped test if this process may not make control groups.
 pub(crate) const NO_CONTAINER_GROUP: &str = "no control group can be made here";
 
-/// The beginning of the name of a control group in which a test has a kubelet's.
+/// The beginning of the name of the control group in which a test makes the control groups of a kubelet.
 pub(crate) const OF_TEST: &str = "yunion-test-";
 
 /// The control group of a container, as its runtime would make it.
@@ -20,17 +20,18 @@ pub(crate) struct ContainerGroup {
 }
 
 impl ContainerGroup {
-    /// None where this process may make no control group.
+    /// Makes the control group of a container. None if this process may not make control groups.
     pub(crate) fn new() -> Option<Self> {
         Self::named(|id| format!("docker-{id}.scope"))
     }
 
-    /// As the platform's host agent has it made.
+    /// Makes the control group of a container as the platform's host agent does.
     pub(crate) fn of_a_guest() -> Option<Self> {
         Self::named(|id| format!("cloudpods/{id}"))
     }
 
-    /// As a kubelet has it made, in a control group of a pod. The kubelet's own control group is in one of this test.
+    /// Makes the control group of a container as a kubelet does, in the control group of a pod. The kubelet's own
+    /// control group is inside a control group of this test.
     pub(crate) fn of_a_pod() -> Option<Self> {
         Self::named(|id| format!("{OF_TEST}{}/kubepods/pod/{id}", &id[..12]))
     }
@@ -52,17 +53,18 @@ impl ContainerGroup {
         })
     }
 
-    /// Puts a process into the group, or into one below it.
+    /// Puts a process into the container's control group, or into one below it.
     pub(crate) fn take(&self, pid: u32, below: &str) {
         fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// Puts a process where it is in no container, but in the same pod.
+    /// Moves a process out of the container's control group into that of its pod.
     pub(crate) fn let_go(&self, pid: u32) {
         fs::write(self.directory.with_file_name("cgroup.procs"), pid.to_string()).unwrap();
     }
 
-    /// Takes the group away after its processes, as a runtime does. The group of the pod stays.
+    /// Removes the container's control group after its processes have ended, as a runtime does. The control group of
+    /// the pod stays.
     pub(crate) fn remove(&self) {
         for below in ["init/deeper", "init", ""] {
             let _ = fs::remove_dir(self.directory.join(below));
@@ -79,8 +81,8 @@ impl Drop for ContainerGroup {
     }
 }
 
-/// A shell's first words in a mount namespace of its own: they mount the slice's directory, its first argument, at the place
-/// that it has in a container.
+/// The first lines of a shell script in a new mount namespace: they mount the slice's directory, which is the first
+/// argument, at the path that it has in a container.
 pub(crate) const MOUNT_SLICE: &str = "set -e\n\
     mount --make-rprivate /\n\
     mount --bind \"$0\" /mnt\n\
@@ -89,8 +91,8 @@ pub(crate) const MOUNT_SLICE: &str = "set -e\n\
     mount --bind /mnt /run/yunion-mps\n\
     umount /mnt\n";
 
-/// A shell script in a mount namespace that sees a slice's directory read-only at its place in a container, and no pipe
-/// directory.
+/// A shell script in a new mount namespace. It sees the slice's directory read-only at its path in a container, and
+/// no pipe directory.
 pub(crate) fn contained(host: &Host, slice_directory: &Path, script: &str) -> Command {
     let read_only = "mount -o remount,bind,ro /run/yunion-mps\nmount -t tmpfs tmpfs \"$1\"\n";
     let mut command = host.command("unshare");

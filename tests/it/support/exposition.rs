@@ -1,4 +1,4 @@
-//! Metrics, as an independent parser has them.
+//! Metrics, parsed by a parser of another project.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 
 use super::host::text;
 
-/// The samples of an exposition: the value by name and labels.
+/// The samples in a text of metrics: their values, by name and labels.
 pub(crate) fn samples_of(exposition: &str) -> BTreeMap<String, f64> {
     let program = r#"
 import json, sys

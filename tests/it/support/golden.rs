@@ -1,8 +1,9 @@
-//! The files of tests/golden: recorded outputs, held byte for byte. An output without its file is an error, and so is a
-//! file that is no output. With `UPDATE_GOLDEN=1` the files are written, and those that are no output removed.
+//! The files of tests/golden, which have recorded outputs. A test compares its outputs with them byte by byte. An
+//! output without its file is an error, and so is a file without an output. With `UPDATE_GOLDEN=1` the files are
+//! written, and files without an output are removed.
 //!
-//! The outputs of two boards are all recorded, for 80 columns and, where that is another text, for 120. Of another board it
-//! is what `RECORDED` lists, for 80 columns; its other outputs are only run.
+//! All outputs of two boards are recorded, for 80 columns and, if the text differs, for 120. Of another board the
+//! outputs in `RECORDED` are recorded, for 80 columns; its other commands are only run.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -10,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The directories, and the files there; None for all outputs.
+/// The directories of tests/golden, and the recorded outputs in each. None: all outputs are recorded.
 const RECORDED: [(&str, Option<&[&str]>); 15] = [
     ("help", None),
     ("h200x8", None),
@@ -73,7 +74,7 @@ pub(crate) fn directory(below: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below)
 }
 
-/// The directories that no output goes to, which a test of one of the others would not see.
+/// The directories in tests/golden that [`RECORDED`] does not have. A test of a single directory would not see them.
 pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     let is_known = |path: &Path| RECORDED.iter().any(|(below, _)| directory(below).starts_with(path));
     let (mut left, mut unknown) = (vec![directory("")], Vec::new());
@@ -86,10 +87,10 @@ pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     unknown
 }
 
-/// The outputs that belong to one directory, and what is wrong with them.
+/// The outputs that are compared with one directory, and the differences that were found.
 pub(crate) struct Golden {
     below: String,
-    /// None for all outputs.
+    /// The outputs of this directory that are recorded. None: all outputs.
     listed: Option<&'static [&'static str]>,
     files: BTreeSet<String>,
     complaints: String,
@@ -102,7 +103,7 @@ impl Golden {
         Self { below: below.to_owned(), listed, files: BTreeSet::new(), complaints: String::new() }
     }
 
-    /// Returns whether every output is recorded, at both widths.
+    /// Returns whether every output is recorded, for both widths.
     pub(crate) fn is_whole(&self) -> bool {
         self.listed.is_none()
     }
@@ -125,7 +126,7 @@ impl Golden {
         }
     }
 
-    /// A text at 80 and at 120 columns.
+    /// Compares an output for 80 columns and for 120 columns.
     pub(crate) fn hold_both(&mut self, name: &str, command: &[&str], narrow: &str, wide: &str) {
         self.hold(&format!("{name}.txt"), command, narrow);
         if narrow != wide {
@@ -133,7 +134,7 @@ impl Golden {
         }
     }
 
-    /// Returns all that is wrong, with the files that are no output.
+    /// Returns all differences, and the files without an output.
     pub(crate) fn finish(mut self) -> String {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);

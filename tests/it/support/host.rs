@@ -1,4 +1,4 @@
-//! A simulated host with the real daemon on it, on a bus of its own.
+//! A simulated host on which the real service runs, with a message bus of its own.
 
 use std::fs;
 use std::io::Write;
@@ -16,7 +16,7 @@ use super::bus::{AS_MEMBER, PrivateBus};
 use super::processes::processes_with;
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
-/// The directory of the binaries under test, the simulator's among them.
+/// The directory of the programs under test and of the simulator's programs.
 pub(crate) fn binaries() -> PathBuf {
     let daemon = Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
     let directory = daemon.parent().unwrap().to_owned();
@@ -27,7 +27,7 @@ pub(crate) fn binaries() -> PathBuf {
     directory
 }
 
-/// The programs of the simulated host, one of them replaced by this script.
+/// Makes a directory with the programs of the simulated host, in which a script replaces the program `name`.
 pub(crate) fn programs_with(out: &Path, name: &str, script: &str) -> PathBuf {
     let programs = out.join("programs");
     fs::create_dir(&programs).unwrap();
@@ -49,23 +49,23 @@ pub(crate) fn mpsctl() -> &'static str {
     &PROGRAM
 }
 
-/// A host made from one of the simulator's boards.
+/// A simulated host made from one of the simulator's boards.
 pub(crate) struct Host {
     directory: tempfile::TempDir,
-    /// The first slice, if each slice has a control daemon of its own.
+    /// The name of the first slice, if each slice has its own control daemon.
     pub(super) first_slice: Option<String>,
     bus: PrivateBus,
-    /// The bus that took the place of a stopped one.
+    /// The dbus-daemon that has replaced the first one, after [`Host::restart_bus`].
     second_bus: Option<Child>,
     environment: Vec<(String, String)>,
     daemon: Option<Child>,
 }
 
-/// Options of setpriv that take the capability for the immutable flag away.
+/// Options of setpriv that remove the capability to set the immutable flag.
 const WITHOUT_THE_FLAG: [&str; 4] = ["--bounding-set", "-linux_immutable", "--inh-caps", "-linux_immutable"];
 
 impl Host {
-    /// Makes the host. Nothing runs on it yet but the bus.
+    /// Makes the host. Only its bus runs.
     pub(crate) fn new(board: &str) -> Self {
         // Short: the path of a socket below it must fit in 107 bytes.
         let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
@@ -94,7 +94,7 @@ impl Host {
         Self { directory, first_slice: None, bus, second_bus: None, environment, daemon: None }
     }
 
-    /// Makes the host, starts the daemon and waits until every GPU is served.
+    /// Makes the host, starts the service, and waits until every GPU is served.
     pub(crate) fn serving(board: &str) -> Self {
         let mut host = Self::new(board);
         host.start();
@@ -102,22 +102,22 @@ impl Host {
         host
     }
 
-    /// A path of the simulated host's own.
+    /// The path of a file in the directory of the simulated host.
     pub(crate) fn path(&self, below: &str) -> PathBuf {
         self.directory.path().join("h").join(below)
     }
 
-    /// A file that the daemon sees at this absolute path.
+    /// The path of the file that the service sees at this absolute path.
     pub(crate) fn file(&self, path: &str) -> PathBuf {
         self.path("sysroot").join(path.trim_start_matches('/'))
     }
 
-    /// Where the bus is.
+    /// The address of the host's bus.
     pub(crate) fn bus_address(&self) -> String {
         self.bus.address()
     }
 
-    /// Takes the bus away.
+    /// Stops the host's bus.
     pub(crate) fn stop_bus(&mut self) {
         self.bus.stop();
         if let Some(mut bus) = self.second_bus.take() {
@@ -126,7 +126,7 @@ impl Host {
         }
     }
 
-    /// Starts the stopped bus again, at the address that it had.
+    /// Starts the stopped bus again, at its former address.
     pub(crate) fn restart_bus(&mut self) {
         let address = self.bus.address();
         let socket = Path::new(address.strip_prefix("unix:path=").unwrap());
@@ -140,7 +140,7 @@ impl Host {
         self.second_bus = Some(bus);
     }
 
-    /// The files of the package that a look at the host finds.
+    /// Installs the files of the package for which the service looks on the host.
     pub(crate) fn install(&self) {
         let source = Path::new(env!("CARGO_MANIFEST_DIR"));
         for (from, to) in [
@@ -154,7 +154,7 @@ impl Host {
         }
     }
 
-    /// Adds lines to host.conf; a key that stands there already is replaced.
+    /// Adds lines to host.conf. A line replaces a line with the same key.
     pub(crate) fn configure(&self, lines: &str) {
         let file = self.file("/etc/yunion/host.conf");
         let keys: Vec<&str> = lines.lines().filter_map(|line| Some(line.split_once(':')?.0)).collect();
@@ -164,14 +164,14 @@ impl Host {
         replace(&file, &(new.join("\n") + "\n"));
     }
 
-    /// Replaces the device file's entries, each given as the text of a YAML flow mapping.
+    /// Replaces the entries of the platform's device file. Each is given as the text of a YAML flow mapping.
     pub(crate) fn devices(&self, entries: &[&str]) {
         let lines: Vec<String> = entries.iter().map(|entry| format!("- {{{entry}}}\n")).collect();
         let text = format!("devices:\n{}", lines.concat());
         replace(&self.file("/etc/yunion/host_container_device.yml"), &text);
     }
 
-    /// Plants a fault, or any state file of the simulator's.
+    /// Writes a state file of the simulator, for example to inject a fault.
     pub(crate) fn plant(&self, file: &str, text: &str) {
         let path = self.path(file);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -180,7 +180,7 @@ impl Host {
         fs::rename(&new, &path).unwrap();
     }
 
-    /// A critical error happens on a GPU, and NVML reports it to the daemon within a moment.
+    /// A critical error (Xid) happens on a GPU. NVML reports it to the service within a moment.
     pub(crate) fn meets_xid(&self, gpu: u32, number: u32) {
         let directory = self.path(&format!("gpus/{gpu}"));
         let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
@@ -195,23 +195,23 @@ impl Host {
         writeln!(file, "{number}").unwrap();
     }
 
-    /// Takes a fault back.
+    /// Removes a state file of the simulator, for example to end a fault.
     pub(crate) fn clear(&self, file: &str) {
         fs::remove_file(self.path(file)).unwrap();
     }
 
-    /// Puts a directory in front of PATH.
+    /// Puts a directory in front of the PATH of all programs that are started from now on.
     pub(crate) fn prefer(&mut self, directory: &Path) {
         self.change("PATH", |path| format!("{}:{path}", directory.display()));
     }
 
-    /// Changes a variable of everything that is started from now on.
+    /// Changes an environment variable of all programs that are started from now on.
     pub(crate) fn change(&mut self, name: &str, change: impl FnOnce(&str) -> String) {
         let variable = self.environment.iter_mut().find(|(known, _)| known == name).unwrap();
         variable.1 = change(&variable.1);
     }
 
-    /// Sets a variable for everything that is started from now on.
+    /// Sets an environment variable of all programs that are started from now on.
     pub(crate) fn set(&mut self, name: &str, value: &str) {
         self.environment.retain(|(known, _)| known != name);
         self.environment.push((name.to_owned(), value.to_owned()));
@@ -225,7 +225,8 @@ impl Host {
         command
     }
 
-    /// The same as another user, a member of the group yunion-mps; only root can.
+    /// A command in this host's environment as another user, who is a member of the group yunion-mps. Only root can
+    /// start it.
     pub(crate) fn command_as_member(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);
@@ -238,18 +239,18 @@ impl Host {
         command
     }
 
-    /// `yunion-mps-daemon --check`.
+    /// Runs `yunion-mps-daemon --check`.
     pub(crate) fn check(&self) -> Output {
         self.daemon_command().arg("--check").output().unwrap()
     }
 
-    /// Starts the daemon; its messages go to a file.
+    /// Starts the service. Its messages go to a file.
     pub(crate) fn start(&mut self) {
         let daemon = self.daemon_command();
         self.spawn(daemon);
     }
 
-    /// Starts the daemon in a mount namespace of its own, as its unit does.
+    /// Starts the service in a new mount namespace, as its unit does.
     pub(crate) fn start_in_its_own_namespace(&mut self) {
         let daemon = self.daemon_command();
         let mut command = self.command("unshare");
@@ -259,7 +260,8 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A program in a user namespace in which no inotify instance is left. Other programs of this machine are not affected.
+    /// A program in a user namespace that has no inotify instance left. Programs outside of the namespace are not
+    /// affected.
     pub(crate) fn without_inotify(&self, program: &Command) -> Command {
         let mut command = self.command("unshare");
         command.args(["--user", "--map-root-user", "sh", "-c"]);
@@ -268,19 +270,19 @@ impl Host {
         command
     }
 
-    /// Starts the daemon there.
+    /// Starts the service in a user namespace that has no inotify instance left.
     pub(crate) fn start_without_inotify(&mut self) {
         let daemon = self.without_inotify(&self.daemon_command());
         self.spawn(daemon);
     }
 
-    /// Takes the immutable flag from this directory and all below, if it has one.
+    /// Removes the immutable flag from a directory and from all directories below it.
     pub(crate) fn let_change(&self, below: &str) {
         let mut chattr = Command::new("chattr");
         let _ = chattr.args(["-R", "-f", "-i"]).arg(self.path(below)).stderr(Stdio::null()).status();
     }
 
-    /// Starts the daemon without the capability to set the immutable flag.
+    /// Starts the service without the capability to set the immutable flag.
     pub(crate) fn start_without_the_flag(&mut self) {
         let daemon = self.daemon_command();
         let mut command = self.command("setpriv");
@@ -288,7 +290,7 @@ impl Host {
         self.spawn(command);
     }
 
-    /// A program on this host without that capability, as root of a container has it.
+    /// A program on this host without the capability to set the immutable flag, like root of a container.
     pub(crate) fn without_the_flag(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(WITHOUT_THE_FLAG).arg(program);
@@ -301,22 +303,22 @@ impl Host {
         self.daemon = Some(child);
     }
 
-    /// The daemon's log.
+    /// The log of the service.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
     }
 
-    /// The daemon's PID.
+    /// The PID of the service.
     pub(crate) fn pid(&self) -> u32 {
         self.daemon.as_ref().unwrap().id()
     }
 
-    /// Sends the daemon a signal.
+    /// Sends a signal to the service.
     pub(crate) fn signal(&self, signal: Signal) {
         signal_pid(self.pid(), signal);
     }
 
-    /// Waits for the daemon's end.
+    /// Waits until the service has ended, and returns its exit status.
     pub(crate) fn ended(&mut self) -> ExitStatus {
         let mut daemon = self.daemon.take().unwrap();
         let deadline = Instant::now() + DEADLINE;
@@ -333,36 +335,37 @@ impl Host {
         }
     }
 
-    /// Stops it as systemd does, and waits.
+    /// Stops the service as systemd does, and waits for its end.
     pub(crate) fn stop(&mut self) -> ExitStatus {
         self.signal(Signal::TERM);
         self.ended()
     }
 
-    /// Runs yunion-mpsctl.
+    /// Runs yunion-mpsctl with these arguments.
     pub(crate) fn mpsctl(&self, arguments: &[&str]) -> Output {
         self.command(binaries().join("yunion-mpsctl")).args(arguments).output().unwrap()
     }
 
-    /// The JSON that yunion-mpsctl prints; None if it fails.
+    /// The JSON that yunion-mpsctl prints with these arguments. None if it fails.
     pub(crate) fn json(&self, arguments: &[&str]) -> Option<Value> {
         let output =
             self.command(binaries().join("yunion-mpsctl")).args(arguments).arg("--json").output().unwrap();
         output.status.success().then(|| serde_json::from_slice(&output.stdout).unwrap())
     }
 
-    /// Every slice, as `yunion-mpsctl list` has it.
+    /// All slices, as `yunion-mpsctl list` lists them.
     pub(crate) fn list(&self) -> Vec<Value> {
         let listed = self.json(&["list"]).unwrap_or_else(|| panic!("no list of devices\n{}", self.log()));
         listed.as_array().unwrap().clone()
     }
 
-    /// The status once the service is in this state.
+    /// Waits until the service is in this state, and returns the status.
     pub(crate) fn wait_for_state(&self, state: &str) -> Value {
         self.wait_for_status(state, |status| status["service"]["state"] == state)
     }
 
-    /// The status once it satisfies `check`.
+    /// Waits until the status satisfies `check`, and returns the status. `what` names the condition in the message of
+    /// a failure.
     pub(crate) fn wait_for_status(&self, what: &str, check: impl Fn(&Value) -> bool) -> Value {
         let mut last = Value::Null;
         let deadline = Instant::now() + DEADLINE;
@@ -378,8 +381,8 @@ impl Host {
         }
     }
 
-    /// The status once no GPU is served for a reason with this in it. The state is failed, or degraded where clients of another
-    /// control daemon are waited for, as planned.
+    /// Waits until no GPU is served, for a reason with this text, and returns the status. The service's state is then
+    /// failed, or degraded if it waits as planned for clients of another control daemon.
     pub(crate) fn wait_for_failure(&self, reason: &str) -> Value {
         self.wait_for_status(reason, |status| {
             let service = &status["service"];
@@ -390,7 +393,7 @@ impl Host {
         })
     }
 
-    /// Calls a method of the Manager's object with gdbus, which names the error of a call that fails.
+    /// Calls a method of the Manager's object with gdbus. If the call fails, gdbus prints the name of the error.
     pub(crate) fn call(&self, method: &str) -> Output {
         self.command("gdbus")
             .args(["call", "--system", "--dest", "io.yunion.Mps1", "--object-path"])
@@ -399,20 +402,20 @@ impl Host {
             .unwrap()
     }
 
-    /// Has the daemon read its configuration and look at everything now.
+    /// Makes the service read its configuration and look at the host now.
     #[track_caller]
     pub(crate) fn reload(&self) {
         succeeded(&self.call("Control.Reload"));
     }
 
-    /// The texts of all events.
+    /// The texts of all events that the service publishes.
     pub(crate) fn events(&self) -> Vec<String> {
         let status = self.json(&["status"]).unwrap();
         let events = status["events"].as_array().unwrap().iter();
         events.map(|event| event["text"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// The answer of a Manager's method to busctl, without the types.
+    /// The answer of a method of the Manager, as busctl prints it, without the types.
     pub(crate) fn busctl(&self, method: &str) -> Value {
         let output = self
             .command("busctl")
@@ -437,7 +440,7 @@ impl Host {
         })
     }
 
-    /// The compute mode of a GPU by its number, in nvidia-smi's words.
+    /// The compute mode of the GPU with this index, in nvidia-smi's words.
     pub(crate) fn compute_mode(&self, gpu: usize) -> String {
         let output = self
             .command(self.path("bin/nvidia-smi"))
@@ -447,7 +450,7 @@ impl Host {
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
-    /// One command to the control daemon's front end.
+    /// Sends one command to a control daemon's front end, and returns the answer.
     pub(crate) fn front_end(&self, pipe_directory: &Path, command: &str) -> String {
         let mut front_end = self
             .command("nvidia-cuda-mps-control")
@@ -463,12 +466,14 @@ impl Host {
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
     }
 
-    /// Nothing of the service is left. A front end that was interrupted during a question may be the last to end.
+    /// Waits until no process of the service is left. A front end that was interrupted during a question may be the
+    /// last to end.
     pub(crate) fn nothing_runs(&self) {
         wait_for("no process", || self.processes().is_empty().then_some(()));
     }
 
-    /// The PIDs of all processes of this host, by the variable that they inherit; the daemon included.
+    /// The PIDs of all processes of this host, the service included. They are found by an environment variable that
+    /// they inherit.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
         processes_with(&mark)
@@ -493,7 +498,7 @@ impl Drop for Host {
     }
 }
 
-/// True if the flag can be set here, so that the service sets it too: on this file system, with our capabilities.
+/// True if this process can set the immutable flag on this file system, so that the service can set it too.
 pub(crate) fn flag_can_be_set() -> bool {
     static CAN: LazyLock<bool> = LazyLock::new(|| {
         let directory = tempfile::tempdir_in("/tmp").unwrap();
@@ -504,7 +509,8 @@ pub(crate) fn flag_can_be_set() -> bool {
     *CAN
 }
 
-/// Lets nothing of a caller in that is a container for CUDA, or a service.
+/// Removes the variables from a command's environment by which a container for CUDA, or a service, could affect the
+/// test.
 pub(crate) fn without_foreign_variables(command: &mut Command) {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -517,32 +523,32 @@ pub(crate) fn without_foreign_variables(command: &mut Command) {
     }
 }
 
-/// Writes a configuration file as an editor does: who reads it meanwhile finds the old one or the new one.
+/// Replaces a configuration file as an editor does: a reader finds either the old file or the new one.
 fn replace(file: &Path, text: &str) {
     let new = file.with_extension("new");
     fs::write(&new, text).unwrap();
     fs::rename(&new, file).unwrap();
 }
 
-/// Sends a signal. No error for a process that has ended.
+/// Sends a signal to a process. It is no error if the process has ended.
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);
 }
 
-/// The text of a command's output.
+/// The text of a command's output, stdout and stderr.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// The stdout of a command that succeeded.
+/// The text on stdout of a command, which must have succeeded.
 #[track_caller]
 pub(crate) fn succeeded(output: &Output) -> String {
     assert!(output.status.success(), "{}", text(output));
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// busctl's `{"type": "s", "data": "x"}` as `"x"`.
+/// Removes the types from busctl's JSON: `{"type": "s", "data": "x"}` becomes `"x"`.
 fn untyped(value: &Value) -> Value {
     match value {
         Value::Object(fields) if fields.len() == 2 && fields.contains_key("type") => untyped(&fields["data"]),
@@ -552,14 +558,14 @@ fn untyped(value: &Value) -> Value {
     }
 }
 
-/// Holds the values of `golden` against those in `found`, which may have more.
+/// Fails unless `found` has all values of `golden`. `found` may have more values.
 pub(crate) fn assert_has(found: &Value, golden: &Value) {
     for (key, value) in golden.as_object().unwrap() {
         assert_eq!(&found[key], value, "{key} of {found:#}");
     }
 }
 
-/// The only control daemon in a status, or that of the first slice; null before there is one.
+/// The only control daemon in a status, or the control daemon of the first slice; null if there is none.
 pub(crate) fn control_daemon(status: &Value) -> &Value {
     let control_daemons = status["control_daemons"].as_array().unwrap();
     let is_slice = |daemon: &Value| daemon["id"].as_str().unwrap().ends_with("-0");
@@ -567,14 +573,14 @@ pub(crate) fn control_daemon(status: &Value) -> &Value {
     control_daemons.first().unwrap_or(&Value::Null)
 }
 
-/// The PID of the only control daemon in a status, or of that of the first slice.
+/// The PID of the only control daemon in a status, or of the control daemon of the first slice.
 pub(crate) fn control_pid(status: &Value) -> u32 {
     let pid = &control_daemon(status)["pid"];
     u32::try_from(pid.as_u64().unwrap_or_else(|| panic!("no PID in {status:#}"))).unwrap()
 }
 
-/// The fields of /proc/PID/stat after the process's name: its state, its parent and so on. The name may be no valid text. None if
-/// there is no such process.
+/// The fields of /proc/PID/stat after the name of the process: its state, its parent and so on. The name may be no
+/// valid text. None if there is no such process.
 pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
     let name_ends = stat.iter().rposition(|byte| *byte == b')')?;
@@ -582,17 +588,17 @@ pub(crate) fn stat_fields(pid: u32) -> Option<Vec<String>> {
     Some(fields.split_whitespace().map(str::to_owned).collect())
 }
 
-/// The letter of a process's state.
+/// The letter of a process's state. None if there is no such process.
 pub(crate) fn process_state(pid: u32) -> Option<char> {
     stat_fields(pid)?[0].chars().next()
 }
 
-/// When a process started, in ticks since boot, as the simulated GPUs have it.
+/// The start time of a process in ticks since boot, as the files of the simulated GPUs have it.
 pub(crate) fn start_time(pid: u32) -> String {
     stat_fields(pid).unwrap()[19].clone()
 }
 
-/// True if that process exists and has not ended.
+/// True if the process with this PID exists and has not ended.
 pub(crate) fn alive(pid: u32) -> bool {
     process_state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }

@@ -7,14 +7,14 @@ use super::client::Client;
 use super::host::Host;
 use super::wait::wait_for;
 
-/// A gdbus that prints every signal of the service. It ends with this value.
+/// A gdbus that prints every signal of the service. It ends when this value is dropped.
 pub(crate) struct Listener {
     _gdbus: Client,
     file: PathBuf,
 }
 
 impl Listener {
-    /// Starts it, and waits until it listens.
+    /// Starts gdbus, and waits until it receives signals.
     pub(crate) fn start(host: &Host) -> Self {
         let file = host.path("heard");
         let mut gdbus = host.command("gdbus");
@@ -25,17 +25,18 @@ impl Listener {
         listener
     }
 
-    /// Everything that it has printed, a line for each signal.
+    /// The text that gdbus has printed, a line for each signal.
     pub(crate) fn heard(&self) -> String {
         fs::read_to_string(&self.file).unwrap()
     }
 
-    /// Waits for a line with this text.
+    /// Waits until gdbus prints a line with this text.
     pub(crate) fn wait_for(&self, text: &str) {
         wait_for(text, || self.heard().contains(text).then_some(()));
     }
 
-    /// The `ClientFault` signals with these PIDs: one, or several where the server was slow to name them all.
+    /// Waits for the `ClientFault` signals with these PIDs: one signal, or several if the server was slow to name all
+    /// clients.
     pub(crate) fn wait_for_fault(&self, pids: &[u32]) -> String {
         let words = pids.iter().map(ToString::to_string).collect::<Vec<_>>();
         wait_for("ClientFault", || {

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use super::host::text;
 
-/// A small file system of its own at a path.
+/// A small file system that is mounted at this path.
 pub(crate) struct Mount(PathBuf);
 
 impl Mount {
@@ -20,7 +20,7 @@ impl Mount {
         Self(path)
     }
 
-    /// Leaves no room.
+    /// Fills the file system until it has no free space.
     pub(crate) fn fill(&self) {
         let mut file = File::create(self.0.join("fill")).unwrap();
         while file.write_all(&[0; 4096]).is_ok() {}

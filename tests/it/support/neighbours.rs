@@ -8,17 +8,17 @@ use super::client::Client;
 use super::host::{Host, binaries, process_state};
 use super::wait::wait_for;
 
-/// The words of a client that the control daemon has ended.
+/// The text that a client prints when the control daemon has ended its work.
 pub(crate) const TERMINATED: &str = "the MPS client has been terminated by the server (810)";
 
-/// A host that serves, with a client that must survive everything.
+/// A host that serves GPUs, with a client that must survive the whole test.
 pub(crate) struct Neighbours {
     pub(crate) host: Host,
     pub(crate) pipe_directory: PathBuf,
     pub(crate) bystander: Client,
 }
 
-/// A client of slice 0.
+/// Starts a client of slice 0.
 pub(crate) fn bystander(host: &Host) -> Client {
     Client::start(host.program_of("00:06.0-0", &["hold", "600"]).stdout(Stdio::piped()))
 }
@@ -35,20 +35,20 @@ impl Neighbours {
         neighbours
     }
 
-    /// The PIDs that the control daemon lists.
+    /// The PIDs of the clients that the control daemon lists.
     pub(crate) fn listed(&self) -> Vec<u32> {
         let table = self.host.front_end(&self.pipe_directory, "ps");
         table.lines().filter_map(|line| line.split_whitespace().next()?.parse().ok()).collect()
     }
 
-    /// Waits until a client is in its kernel. It sleeps as soon as it has started that.
+    /// Waits until a client has started its kernel. After that the client sleeps.
     pub(crate) fn computes(&self, pid: u32) {
         wait_for("the client computes", || {
             (self.listed().contains(&pid) && process_state(pid) == Some('S')).then_some(())
         });
     }
 
-    /// Waits for a client beside the bystander to be in its kernel.
+    /// Waits until another client than the bystander is in a kernel, and returns its PID.
     pub(crate) fn another_computes(&self) -> u32 {
         let bystander = self.bystander.id();
         let pid = wait_for("another client", || self.listed().into_iter().find(|pid| *pid != bystander));
@@ -56,7 +56,7 @@ impl Neighbours {
         pid
     }
 
-    /// A client of slice 1 in a long kernel.
+    /// Starts a client of slice 1 that is in a long kernel.
     pub(crate) fn victim(&self) -> Child {
         let victim =
             self.host.program_of("00:06.0-1", &["long", "600"]).stdout(Stdio::piped()).spawn().unwrap();
@@ -64,7 +64,7 @@ impl Neighbours {
         victim
     }
 
-    /// The same of another user's.
+    /// Starts a client of slice 1 of another user that is in a long kernel.
     pub(crate) fn user_victim(&self) -> Child {
         let mut command = self.host.command_as_member(self.host.path("bin/cuda-client"));
         command.envs(self.host.environment_of("00:06.0-1")).args(["long", "600"]).stdout(Stdio::piped());
@@ -73,8 +73,8 @@ impl Neighbours {
         victim
     }
 
-    /// True if the bystander has survived the end of all others. A fault reaches it before the client that causes the fault
-    /// leaves the list.
+    /// Waits until all other clients have ended, and returns true if the bystander has survived. A fault reaches the
+    /// bystander before the control daemon removes the client that caused the fault from its list.
     pub(crate) fn bystander_survives(&mut self) -> bool {
         let bystander = self.bystander.id();
         wait_for("the others are gone", || self.listed().iter().all(|pid| *pid == bystander).then_some(()));
@@ -92,14 +92,14 @@ impl Neighbours {
         command
     }
 
-    /// `yunion-mpsctl run` as a client of slice 1.
+    /// Starts `yunion-mpsctl run` with a command, as a client of slice 1.
     pub(crate) fn run(&self, command: &[&str]) -> Child {
         let mut run = self.ctl(&["run", "00:06.0-1", "--"]);
         run.args(command).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 }
 
-/// The exit status of a child and what it has said.
+/// Waits for the end of a child process, and returns its exit status and its output.
 pub(crate) fn ended(mut child: Child) -> (Option<i32>, String) {
     let status = wait_for("the process ends", || child.try_wait().unwrap());
     let mut said = String::new();
@@ -110,7 +110,7 @@ pub(crate) fn ended(mut child: Child) -> (Option<i32>, String) {
     (status.code(), said)
 }
 
-/// A client that has said why its GPU work ended.
+/// Fails unless the client has ended with the message that its GPU work was ended.
 pub(crate) fn assert_terminated(victim: Child) {
     let (status, said) = ended(victim);
     assert!(said.contains(TERMINATED), "{said}");

@@ -18,13 +18,14 @@ use super::wait::{DEADLINE, wait_for};
 
 pub(crate) const SOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/kubernetes");
 
-/// The size of the four slices of the board `h200`.
+/// The name of the resource for the four slices of a GPU on the board `h200`.
 pub(crate) const QUARTER: &str = "yunion.io/mps-35gib";
 
-/// The Python that protoc makes of Kubernetes' own descriptions, and Kubernetes' types of objects.
+/// The directory of the Python code that protoc makes from Kubernetes' descriptions of the kubelet's messages, with
+/// Kubernetes' types of objects.
 const MESSAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/.cache/kubernetes-api");
 
-/// The folder of the messages.
+/// The directory [`MESSAGES`], which must exist.
 pub(crate) fn messages() -> &'static Path {
     let messages = Path::new(MESSAGES);
     let is_there = messages.join("kubernetes").is_dir();
@@ -32,17 +33,17 @@ pub(crate) fn messages() -> &'static Path {
     messages
 }
 
-/// A kubelet, with all that has happened to it.
+/// A kubelet, which a Python program plays, and the events that it has reported.
 pub(crate) struct FakeKubelet {
     pub(crate) process: Client,
     lines: Receiver<Value>,
-    /// The lines that are still of interest to a test, and all lines.
+    /// The events that no test has waited for yet, and all events.
     pub(crate) events: Vec<Value>,
     pub(crate) heard: Vec<Value>,
 }
 
 impl FakeKubelet {
-    /// Starts it, as after a boot or after an end of another one.
+    /// Starts the kubelet, as after a boot or after the end of another kubelet.
     pub(crate) fn start(host: &Host) -> Self {
         Self::start_with(host, &[])
     }
@@ -70,7 +71,7 @@ impl FakeKubelet {
         kubelet
     }
 
-    /// Waits for a line that says this, or finds it among earlier lines, and returns it.
+    /// Waits for an event that satisfies `says`, or finds it among earlier events, and returns it.
     #[track_caller]
     pub(crate) fn wait(&mut self, what: &str, says: impl Fn(&Value) -> bool) -> Value {
         if let Some(found) = self.events.iter().rev().find(|event| says(event)) {
@@ -88,7 +89,7 @@ impl FakeKubelet {
         }
     }
 
-    /// Waits until the last list of a resource has this many devices, of which these are unhealthy.
+    /// Waits until the plugin's last list of a resource has this many devices, with these unhealthy ones.
     #[track_caller]
     pub(crate) fn wait_for_devices(
         &mut self,
@@ -107,7 +108,7 @@ impl FakeKubelet {
         }
     }
 
-    /// Waits for a registration that comes after this call.
+    /// Waits until the plugin registers a resource after this call.
     #[track_caller]
     pub(crate) fn wait_for_registration(&mut self, resource: &str) -> Value {
         let registered = |event: &Value| event["event"] == "registered" && event["resource"] == resource;
@@ -116,7 +117,7 @@ impl FakeKubelet {
         found
     }
 
-    /// The answer to a call, or the error.
+    /// Makes the kubelet call the plugin, and returns the answer or the error.
     #[track_caller]
     pub(crate) fn call(&mut self, call: &Value) -> Value {
         let is_answer = |event: &Value| event.get("answer").is_some() || event.get("error").is_some();
@@ -130,7 +131,7 @@ impl FakeKubelet {
         self.call(&json!({"call": "allocate", "resource": resource, "containers": [names]}))
     }
 
-    /// The settings of a container.
+    /// Makes the kubelet ask for the settings of a container, which must succeed.
     #[track_caller]
     pub(crate) fn allocated(&mut self, resource: &str, names: &[&str]) -> Value {
         let answer = self.allocate(resource, names);
@@ -138,7 +139,8 @@ impl FakeKubelet {
         answer["answer"][0].clone()
     }
 
-    /// Code and text of a refusal.
+    /// Makes the kubelet ask for the settings of a container, which must be refused. Returns the code and the text of
+    /// the refusal.
     #[track_caller]
     pub(crate) fn refused(&mut self, resource: &str, names: &[&str]) -> (String, String) {
         let answer = self.allocate(resource, names);
@@ -146,8 +148,8 @@ impl FakeKubelet {
         (error["code"].as_str().unwrap().to_owned(), error["text"].as_str().unwrap().to_owned())
     }
 
-    /// Admits a pod of these containers, as the kubelet does with each pod that the scheduler has placed on its node. Returns
-    /// the answer for each container, or code and text of the refusal.
+    /// Admits a pod with these containers, as the kubelet does with each pod that the scheduler has placed on its
+    /// node. Returns the answer for each container, or the code and the text of the refusal.
     pub(crate) fn admit(&mut self, pod: &str, containers: &Value) -> Result<Value, (String, String)> {
         let answer = self.call(&json!({"call": "admit", "pod": pod, "containers": containers}));
         let text = |key: &str| answer["error"][key].as_str().map(str::to_owned);
@@ -157,7 +159,8 @@ impl FakeKubelet {
         }
     }
 
-    /// The devices that the kubelet has chosen for a new pod with one container, and the settings of the container.
+    /// Admits a pod with one container that asks for `number` slices. Returns the devices that the kubelet has
+    /// chosen, and the settings of the container.
     #[track_caller]
     pub(crate) fn admitted(&mut self, pod: &str, number: u32) -> (Vec<String>, Value) {
         let admitted =
@@ -166,17 +169,18 @@ impl FakeKubelet {
         (names(&main["devices"]), main["settings"].clone())
     }
 
-    /// A kubelet admits each of its pods again after its start. These containers of theirs run. Returns why pods are rejected.
+    /// Admits all pods again, as a kubelet does after its start. `running` are the containers of these pods that run.
+    /// Returns the reasons why pods are rejected.
     pub(crate) fn admit_again(&mut self, running: &Value) -> Value {
         self.call(&json!({"call": "admit again", "running": running}))["answer"].clone()
     }
 
-    /// A pod is no longer active: its containers have ended, or it was deleted by force.
+    /// Makes a pod inactive for the kubelet: its containers have ended, or it was deleted by force.
     pub(crate) fn ended(&mut self, pod: &str) {
         self.call(&json!({"call": "ended", "pod": pod}));
     }
 
-    /// The containers that have each device of `QUARTER`, as pod/container.
+    /// The containers that have each device of [`QUARTER`], as pod/container.
     pub(crate) fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.call(&json!({"call": "given"}))["answer"][QUARTER].clone();
         let given = given.as_object().cloned().unwrap_or_default();
@@ -184,22 +188,22 @@ impl FakeKubelet {
     }
 }
 
-/// A container that asks for so many slices of `QUARTER`.
+/// A container that asks for this number of slices of [`QUARTER`].
 pub(crate) fn main_with(number: u32) -> Value {
     json!({"name": "main", "init": false, "resource": QUARTER, "number": number})
 }
 
-/// The same of a container that ends before others of its pod begin.
+/// An init container that asks for a slice: it ends before other containers of its pod begin.
 pub(crate) fn init_container() -> Value {
     json!({"name": "download", "init": true, "resource": QUARTER, "number": 1})
 }
 
-/// The texts in a list.
+/// The texts in a JSON list.
 fn names(list: &Value) -> Vec<String> {
     list.as_array().unwrap().iter().map(|name| name.as_str().unwrap().to_owned()).collect()
 }
 
-/// The program, with its log.
+/// The device plugin as a process, with its log.
 pub(crate) struct Plugin {
     pub(crate) process: Client,
     log: PathBuf,
@@ -216,7 +220,7 @@ impl Plugin {
         command
     }
 
-    /// A command that starts the program, with a log of this name.
+    /// Starts the plugin by a command, with a log of this name.
     pub(crate) fn started_by(host: &Host, mut command: Command, log: &str) -> Self {
         let log = host.path(log);
         let file = File::options().create(true).append(true).open(&log).unwrap();
@@ -241,7 +245,7 @@ impl Drop for Plugin {
     }
 }
 
-/// A host that serves, with CDI.
+/// A host that serves its GPUs and writes a CDI spec.
 pub(crate) fn serving(board: &str) -> Host {
     let mut host = Host::new(board);
     host.configure(&format!("cuda_mps_cdi_directory: {}", host.path("run/cdi").display()));
@@ -250,7 +254,7 @@ pub(crate) fn serving(board: &str) -> Host {
     host
 }
 
-/// The same with a kubelet and the plugin.
+/// A host that serves its GPUs, with a kubelet and the device plugin. `more` are further arguments of the plugin.
 pub(crate) fn node(board: &str, more: &[&str]) -> (Host, FakeKubelet, Plugin) {
     let host = serving(board);
     let kubelet = FakeKubelet::start(&host);

@@ -1,4 +1,4 @@
-//! The processes of a host that are part of its control daemons.
+//! The processes of a simulated host that belong to its control daemons.
 
 use std::fs;
 
@@ -19,7 +19,7 @@ pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
     found
 }
 
-/// The PIDs of the processes that wait to become control daemons.
+/// The PIDs of the service's child processes that wait to become control daemons.
 pub(crate) fn launchers(host: &Host) -> Vec<u32> {
     with_arguments(host, |arguments| arguments.get(1).is_some_and(|argument| argument == "launch-control"))
 }
@@ -32,7 +32,7 @@ fn with_arguments(host: &Host, wanted: impl Fn(&[String]) -> bool) -> Vec<u32> {
     host.processes().into_iter().filter(|pid| wanted(&arguments(*pid))).collect()
 }
 
-/// The PIDs of all processes that have this variable, `NAME=VALUE`, from their start on.
+/// The PIDs of all processes that were started with this variable, `NAME=VALUE`, in their environment.
 pub(crate) fn processes_with(variable: &str) -> Vec<u32> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());

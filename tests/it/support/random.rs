@@ -1,18 +1,19 @@
-//! Random numbers for tests with random acts, which a seed repeats.
+//! Random numbers for tests with random acts. A seed repeats them.
 
 use std::io::Write;
 use std::time::Duration;
 
-/// Random numbers that a seed gives again (splitmix64).
+/// Random numbers from a seed (splitmix64).
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// The seed comes from the variable `FAULT_SEED`, or differs in each run. It is printed if the test fails.
+    /// Random numbers with the seed in the variable `FAULT_SEED`, or with a new seed. The seed is printed if the test
+    /// fails.
     pub(crate) fn seeded(test: &str) -> (Self, Seed) {
         Self::seeded_by("FAULT_SEED", test)
     }
 
-    /// The same with a variable of the test's own.
+    /// Random numbers with the seed in a variable that the test names, or with a new seed.
     pub(crate) fn seeded_by(variable: &'static str, test: &str) -> (Self, Seed) {
         let seed = std::env::var(variable).ok();
         let seed = seed.map(|seed| seed.parse().unwrap_or_else(|e| panic!("{variable}={seed}: {e}")));
@@ -31,7 +32,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// From 0 to one less than `bound`.
+    /// A random number from 0 to one less than `bound`.
     pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
@@ -41,7 +42,7 @@ impl Random {
     }
 }
 
-/// Says with which seed a test failed.
+/// Prints the seed of a test if the test fails.
 pub(crate) struct Seed {
     test: String,
     variable: &'static str,

@@ -1,4 +1,4 @@
-//! The schemas in docs/schemas, held against the JSON that the commands print.
+//! Checks that the JSON which the commands print has the form of the schemas in docs/schemas.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -10,21 +10,22 @@ use serde_json::Value;
 
 use super::host::text;
 
-/// Keys as paths: `[].pcie_info.version`. The keys of a map are `*`.
+/// The keys of JSON objects as paths: `[].pcie_info.version`. `*` stands for the keys of a map.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Keys {
-    /// The keys that the schema has.
+    /// The keys that the schema describes.
     pub(crate) documented: BTreeSet<String>,
-    /// The keys that the documents have.
+    /// The keys that the checked documents have.
     pub(crate) present: BTreeSet<String>,
 }
 
-/// Where the schemas are.
+/// The directory of the schemas.
 pub(crate) fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas")
 }
 
-/// Holds documents against the schema with this name. A key that the schema lacks is an error, as it is for no consumer.
+/// Checks documents with the schema of this name. Here a key that the schema does not describe is an error, although
+/// it is no error for a program that reads the documents.
 #[track_caller]
 pub(crate) fn strict(schema: &str, documents: &[Value]) -> Keys {
     let mut checker = Command::new("/usr/bin/python3")

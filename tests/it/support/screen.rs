@@ -1,4 +1,4 @@
-//! A terminal with a program on it, and its screen as a person would see it.
+//! A terminal on which a program runs, and its screen as a person sees it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -13,7 +13,7 @@ use rustix::termios::{LocalModes, Winsize, tcgetattr, tcsetwinsize};
 use super::client::Client;
 use super::wait::wait_for;
 
-/// The program is ended with this value.
+/// A program on a terminal. The program is killed when this value is dropped.
 pub(crate) struct Screen {
     terminal: File,
     program: Client,
@@ -69,7 +69,7 @@ impl Screen {
         self.program.id()
     }
 
-    /// Types something.
+    /// Types keys on the terminal.
     pub(crate) fn keys(&mut self, keys: &str) {
         self.terminal.write_all(keys.as_bytes()).unwrap();
     }
@@ -79,17 +79,18 @@ impl Screen {
         tcsetwinsize(&self.terminal, size(rows, columns)).unwrap();
     }
 
-    /// The text of the screen, a line for each row.
+    /// The text of the screen, with a line for each row.
     pub(crate) fn text(&self) -> String {
         self.shown.lock().unwrap().parser.screen().contents()
     }
 
-    /// Everything that the program has written.
+    /// All bytes that the program has written to the terminal, as text.
     pub(crate) fn written(&self) -> String {
         String::from_utf8_lossy(&self.shown.lock().unwrap().bytes).into_owned()
     }
 
-    /// The screen once it satisfies `check`.
+    /// Waits until the screen satisfies `check`, and returns its text. `what` names the condition in the message of a
+    /// failure.
     #[track_caller]
     pub(crate) fn wait_until(&self, what: &str, check: impl Fn(&str) -> bool) -> String {
         let mut last = String::new();
@@ -102,19 +103,19 @@ impl Screen {
         found.unwrap_or_else(|_| panic!("never {what}:\n{}", self.text()))
     }
 
-    /// The screen once it has this text.
+    /// Waits until the screen has this text, and returns the text of the screen.
     #[track_caller]
     pub(crate) fn wait_for(&self, text: &str) -> String {
         self.wait_until(text, |screen| screen.contains(text))
     }
 
-    /// The exit status, 128 and more after a signal.
+    /// Waits for the end of the program, and returns its exit status: 128 and more after a signal.
     pub(crate) fn ended(&mut self) -> i32 {
         let status = wait_for("the program's end", || self.program.try_wait().unwrap());
         status.code().unwrap_or_else(|| 128 + status.signal().unwrap())
     }
 
-    /// Waits until the terminal is as a shell wants it, after the last of the output.
+    /// Waits until the program has restored the terminal for a shell, after its last output.
     #[track_caller]
     pub(crate) fn wait_until_restored(&self) {
         wait_for("a restored terminal", || self.is_restored().then_some(()));

@@ -1,4 +1,4 @@
-//! The D-Bus side of the daemon, in the test's own process, on a private bus.
+//! The D-Bus part of the service, without the rest of it. It runs in the test's own process, on a private bus.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use yunion_mps::{BusConnection, Request};
 
 use crate::support::bus::PrivateBus;
 
-/// A bus and the service on it.
+/// A private bus, and the D-Bus part of the service on it.
 pub(crate) struct Service {
     pub(crate) bus: PrivateBus,
     pub(crate) served: BusConnection,
@@ -39,7 +39,7 @@ impl Service {
         Self { bus, served, requests, snapshot }
     }
 
-    /// Publishes a new snapshot, as the daemon's loop does.
+    /// Publishes a new Snapshot, as the service's main loop does.
     pub(crate) async fn publish(&mut self, new: Snapshot) {
         let new = Arc::new(new);
         self.snapshot.send_replace(Arc::clone(&new));

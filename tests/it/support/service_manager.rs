@@ -1,4 +1,4 @@
-//! A service manager, as far as the daemon notifies one.
+//! The part of a service manager that receives the service's notifications.
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -11,7 +11,7 @@ use super::wait::DEADLINE;
 /// The service manager's end of the notification socket.
 pub(crate) struct ServiceManager {
     socket: UnixDatagram,
-    /// Messages of a datagram that are still to be looked at.
+    /// The notifications that were received and that the test has not looked at yet.
     waiting: VecDeque<String>,
 }
 
@@ -37,12 +37,12 @@ impl ServiceManager {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// The next thing that the daemon says, pings of the watchdog apart.
+    /// The next notification of the service. Signs of life for the watchdog are skipped.
     pub(crate) fn next(&mut self) -> String {
         self.until(|message| message != "WATCHDOG=1").pop().unwrap()
     }
 
-    /// Everything up to the first that is wanted.
+    /// The notifications up to the first one that satisfies `wanted`.
     pub(crate) fn until(&mut self, wanted: impl Fn(&str) -> bool) -> Vec<String> {
         let deadline = Instant::now() + DEADLINE;
         let mut heard = Vec::new();

@@ -1,4 +1,4 @@
-//! The directories of slices, which containers are given.
+//! The directories of slices, which containers get as mounts.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -16,12 +16,13 @@ pub(crate) fn directory_of(host: &Host, slice: &str) -> PathBuf {
     mounts[0]["host"].as_str().unwrap().into()
 }
 
-/// The number of a file; None where there is none.
+/// The inode number of a file. None if there is no file.
 pub(crate) fn inode(path: &Path) -> Option<u64> {
     fs::symlink_metadata(path).map(|found| found.ino()).ok()
 }
 
-/// True if the slice's directory leads to the control daemon with its sockets in this directory, and has nothing else.
+/// True if the link in the slice's directory points to the control daemon with its sockets in `control_directory`,
+/// and the slice's directory has no other file.
 pub(crate) fn leads_to(directory: &Path, control_directory: &Path) -> bool {
     files(directory) == ["control"]
         && inode(&directory.join("control")) == inode(&control_directory.join("control"))

@@ -1,4 +1,4 @@
-//! Snapshots as the daemon would publish them.
+//! Snapshots as the service would publish them.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use mps_core::terms::DaemonId;
 
 pub(crate) const P40: &str = "GPU-76aef7ff-372d-2432-b4b4-beca4d8d3400";
 
-/// A Tesla P40 at `address`, cut into four.
+/// A Tesla P40 at `address` with four slices.
 pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
     let mut gpu = samples::gpu(address, uuid);
     gpu.confirmed_thread_percentage = Some(25);
@@ -28,7 +28,7 @@ pub(crate) fn tesla_p40(address: &str, uuid: &str) -> GpuView {
     gpu
 }
 
-/// A host that serves these GPUs.
+/// The Snapshot of a host on which these GPUs are served.
 pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
     let since = SystemTime::UNIX_EPOCH + Duration::from_secs(1_700_000_000);
     Snapshot {
@@ -59,17 +59,17 @@ pub(crate) fn serving(gpus: Vec<GpuView>) -> Snapshot {
     }
 }
 
-/// The first GPU of a snapshot, to be changed.
+/// The first GPU of a Snapshot, for a change of it.
 pub(crate) fn first_gpu(snapshot: &mut Snapshot) -> &mut GpuView {
     Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0])
 }
 
-/// The board of the platform's own documentation: one Tesla P40 at 0000:00:06.0, four slices.
+/// The Snapshot of the board in the platform's own documentation: one Tesla P40 at 0000:00:06.0, four slices.
 pub(crate) fn p40_board() -> Snapshot {
     serving(vec![tesla_p40("0000:00:06.0", P40)])
 }
 
-/// The same host with a socket where its clients connect, in a directory that goes with the second value.
+/// The same Snapshot with a socket for clients, in a directory that is removed with the second value.
 pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("control"), "").unwrap();
@@ -79,7 +79,7 @@ pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
     (snapshot, directory)
 }
 
-/// Before the first plan.
+/// The Snapshot of a service that has no plan yet.
 pub(crate) fn starting() -> Snapshot {
     Snapshot {
         generation: 0,

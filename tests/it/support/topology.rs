@@ -1,5 +1,5 @@
-//! The same test on a host with one control daemon for all GPUs, and on a host with one for each slice. It is then about the
-//! control daemon of the first slice.
+//! Tests that run twice: on a host with one control daemon for all GPUs, and on a host with one for each slice. On
+//! the second host, a test is about the control daemon of the first slice.
 
 use std::fs;
 use std::path::PathBuf;
@@ -15,8 +15,8 @@ pub(crate) enum Topology {
     PerSlice,
 }
 
-/// Each of these functions as a test in both topologies. Those behind `soak` are tried with one control daemon for each slice
-/// by `make soak` alone: tenure and directories are not their subject.
+/// Makes a test in both topologies of each of these functions. The functions behind `soak` run with one control
+/// daemon for each slice only in `make soak`: tenure and directories are not their subject.
 macro_rules! in_both_topologies {
     ($($test:ident),* $(,)? $(; soak: $($in_soak:ident),* $(,)?)?) => {
         mod shared {
@@ -37,7 +37,7 @@ macro_rules! in_both_topologies {
 pub(crate) use in_both_topologies;
 
 impl Topology {
-    /// The board with the oldest GPU that can be served so.
+    /// The board with the oldest GPU that can be served in this topology.
     pub(crate) fn oldest_board(self) -> &'static str {
         match self {
             Self::Shared => "tesla-p40",
@@ -46,9 +46,9 @@ impl Topology {
     }
 }
 
-/// The control daemon that a test is about.
+/// The control daemon that a test is about: the only one, or the one of the first slice.
 impl Host {
-    /// Makes a host with this topology. Nothing runs on it yet but the bus.
+    /// Makes a host with this topology. Only its bus runs.
     pub(crate) fn with_topology(topology: Topology, board: &str) -> Self {
         let mut host = Self::new(board);
         if topology == Topology::PerSlice {
@@ -59,7 +59,7 @@ impl Host {
         host
     }
 
-    /// Makes it, starts the daemon and waits until every GPU is served.
+    /// Makes a host with this topology, starts the service, and waits until every GPU is served.
     pub(crate) fn serving_as(topology: Topology, board: &str) -> Self {
         let mut host = Self::with_topology(topology, board);
         host.start();
@@ -67,22 +67,22 @@ impl Host {
         host
     }
 
-    /// Its id.
+    /// The id of the control daemon that the test is about.
     pub(crate) fn control_daemon_id(&self) -> String {
         self.first_slice.clone().unwrap_or_else(|| "shared".to_owned())
     }
 
-    /// The directory in which its clients connect.
+    /// The pipe directory of the control daemon, in which its clients connect.
     pub(crate) fn pipe(&self) -> PathBuf {
         self.its_own_below("mps/pipe")
     }
 
-    /// The directory of its own, where it takes every command.
+    /// The private directory of the control daemon, in which it accepts every command.
     pub(crate) fn private(&self) -> PathBuf {
         self.its_own_below("mps/pipe.private")
     }
 
-    /// Its log.
+    /// The log of the control daemon.
     pub(crate) fn control_log(&self) -> PathBuf {
         self.its_own_below("mps/log").join("control.log")
     }
@@ -93,14 +93,14 @@ impl Host {
         below.unwrap_or(directory)
     }
 
-    /// Its slices, as `yunion-mpsctl list` has them.
+    /// The slices of the control daemon, as `yunion-mpsctl list` lists them.
     pub(crate) fn its_slices(&self) -> Vec<Value> {
         let is_its =
             |slice: &Value| self.first_slice.as_ref().is_none_or(|first| slice["addr"] == first.as_str());
         self.list().into_iter().filter(is_its).collect()
     }
 
-    /// The status once it serves no client for a reason with this text.
+    /// Waits until the control daemon serves no client, for a reason with this text, and returns the status.
     pub(crate) fn wait_until_it_fails(&self, reason: &str) -> Value {
         if self.first_slice.is_none() {
             return self.wait_for_failure(reason);
@@ -113,12 +113,13 @@ impl Host {
         })
     }
 
-    /// The compute mode of a GPU that is served.
+    /// The compute mode that a GPU has while it is served.
     pub(crate) fn compute_mode_while_served(&self) -> &'static str {
         if self.first_slice.is_none() { "Exclusive_Process" } else { "Default" }
     }
 
-    /// A client on the same GPU that is in another slice with a control daemon of its own, if there is one.
+    /// A client on the same GPU, in another slice that has its own control daemon. None if there is only one control
+    /// daemon.
     pub(crate) fn program_of_another(&self, arguments: &[&str]) -> Option<Command> {
         let first = self.first_slice.as_ref()?;
         Some(self.program_of(&first.replace("-0", "-1"), arguments))
