@@ -146,7 +146,7 @@ pub(crate) struct GpuStatus {
     /// The number of clients on the GPU, from the control daemon. None if NVML lists the clients, or the control
     /// daemon was not asked.
     pub unlisted_clients: Option<u32>,
-    /// The thread percentage that a client of this GPU gets now. None if it is not known.
+    /// The thread percentage that the control daemon has in force for its clients. None if it is not known.
     pub thread_percentage: Option<u8>,
     /// The memory limit in MiB that a running server has in force.
     pub memory_limit_mib: Option<u64>,

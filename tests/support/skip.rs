@@ -18,7 +18,8 @@ const EVEN_THERE: &[(&str, &str)] = &[(
 
 /// Skips a test, or the part of a test that `what` names.
 ///
-/// # Panics [`NOTHING`] is set, and the reason is not one of the allowed reasons.
+/// # Panics
+/// [`NOTHING`] is set, and the reason is not one of the allowed reasons.
 pub(crate) fn skip(what: &str, reason: &str) {
     let excused = EVEN_THERE.iter().find(|(known, _)| *known == reason);
     if std::env::var_os(NOTHING).is_some() {

@@ -41,7 +41,7 @@ impl World {
         self.tell_of_nvml();
     }
 
-    /// One GPU falls off the bus and comes back, or each GPU in `gpus` does.
+    /// One GPU in `gpus`, or each of them, falls off the bus. A GPU that has fallen off before comes back.
     pub(crate) fn gpus_fall_off(&mut self, gpus: &[String], dice: &mut Dice) {
         let gpus = dice.pick(gpus).filter(|_| dice.one_in(2)).map_or(gpus, std::slice::from_ref);
         for gpu in gpus {
