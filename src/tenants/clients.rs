@@ -91,7 +91,7 @@ async fn look(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass
         }
         for status in statuses {
             let own = state_file.control_daemon(&status.view.id).map(|running| running.gpus.clone());
-            // Without a control daemon of ours, a foreign one may serve them.
+            // If no control daemon of the service runs, a foreign control daemon may serve the GPUs.
             if status.view.pid.is_some() {
                 searched.extend(status.gpus.keys().cloned().chain(own.unwrap_or_default()));
             }
@@ -101,7 +101,7 @@ async fn look(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass
     let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), true).await.into_iter();
     let processes: ProcessesByGpu =
         looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();
-    // After NVML: a client is the control daemon's before it is the GPU's.
+    // The register is asked after NVML: a client belongs to the control daemon before it is on the GPU.
     let clients: BTreeSet<u32> = tools.clients.served().iter().map(|(_, process, _)| process.pid).collect();
     let is_told = |uuid: &str, pid: u32| {
         told(statuses).any(|bypass| bypass.gpu_uuid == uuid && bypass.process.pid == pid)

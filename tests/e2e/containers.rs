@@ -292,7 +292,7 @@ fn podman(machine: &mut Machine) {
     for command in [PODMAN_CDI, PODMAN_NAMES] {
         let printed = shown(machine, command);
         is_a_client_of_slice_1(&printed, "/run/yunion-mps-00_06.0-1");
-        // So NVIDIA's hook does not add the GPU a second time.
+        // With this value NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
     // The service knows the slice by the control group, no matter what the container claims, and a user who is not root of the
@@ -414,7 +414,7 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
 /// neighbour's fault. The engine starts the container again at once, and tries only once: the hook waits until the
 /// slice is served again. `run` is a command that starts a container with slice 1.
 fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
-    // As long as a real server takes.
+    // The start of a server takes as long as on a real GPU.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));
     let id = machine.sh(&run.replace("--rm", "--restart=always --detach")).trim().to_owned();
     let mut before = clients(machine, 1)[0]["pid"].clone();
@@ -468,7 +468,7 @@ fn docker_binds(machine: &mut Machine) {
     machine.write(&format!("{DOCKER_WITH_CDI}/runc"), &RUNTIME.replace("HOST", HOST));
     let runtimes = stops_page(DOCKER_RUNTIMES).trim().strip_prefix('{').unwrap().to_owned();
     machine.write(file, &format!("{}, {runtimes}", DOCKER_FEATURES.strip_suffix('}').unwrap()));
-    // It would take a containerd that runs, which finds the machine's own runc first.
+    // Otherwise Docker would take a containerd that runs, which finds the machine's own runc first.
     machine.sh(&format!(
         "systemctl stop docker.socket docker containerd 2>/dev/null || :
         chmod 755 /usr/local/bin/docker-cdi {DOCKER_WITH_CDI}/*
@@ -645,7 +645,7 @@ fn compose(machine: &mut Machine) {
     let file = compose_file(&page_text());
     assert!(file.contains("image: IMAGE") && file.contains("command: PROGRAM"), "{file}");
     machine.write("/root/compose/show.sh", SHOW);
-    // No network is left to join.
+    // The machine has no network that a container could join.
     let lines = "sh /show.sh\n    network_mode: none\n    volumes: ['./show.sh:/show.sh:ro']";
     let file = file.replace("IMAGE", IMAGE).replace("PROGRAM", lines);
     machine.write("/root/compose/compose.yaml", &file);

@@ -263,7 +263,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // One that has never been up has been reported.
+        // A machine that has never booted was reported already.
         if !self.power_off() && self.leader != 0 {
             eprintln!("the machine did not power off and was killed:\n{}", self.console());
         }

@@ -96,7 +96,7 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: scope::CHECKS_LEGACY,
     },
-    // The same of an rpm.
+    // An rpm from its installation to its removal.
     Group {
         name: "rpm",
         hierarchy: Hierarchy::Unified,

@@ -241,7 +241,7 @@ fn unconfigured(machine: &mut Machine) {
 fn enable(machine: &mut Machine) {
     new_host(machine);
     on_the_simulated_host(machine);
-    // As the guide has them; the directories are those of the simulated host.
+    // The files are those of the guide; the directories are those of the simulated host.
     machine.write(
         HOST_CONF,
         &format!(
@@ -300,7 +300,7 @@ fn looked_for(machine: &mut Machine) {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }
-    // As bash asks for it: in pieces, and the answer takes the place of the last one.
+    // The completion as bash asks for it: in pieces, and the answer replaces the last piece.
     let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl drain 00 : 06.0-) COMP_CWORD=4 && \
                  COMP_LINE=\"yunion-mpsctl drain 00:06.0-\" COMP_POINT=28 && _yunion_mpsctl && \
                  test \"${COMPREPLY[*]}\" = \"06.0-0 06.0-1 06.0-2 06.0-3\"";
@@ -581,7 +581,7 @@ fn rpm_upgrade(machine: &mut Machine) {
 }
 
 fn rpm_erase(machine: &mut Machine) {
-    // One that is masked has to be stopped all the same.
+    // A service that is masked has to be stopped all the same.
     machine.sh(&format!("systemctl disable {SERVICE}; systemctl mask {SERVICE}"));
     machine.sh("systemctl enable --now yunion-mps-metrics.timer");
     machine.write(METRICS, "yunion_mps_up 1\n");

@@ -88,7 +88,7 @@ const RIGHT: &str =
 /// Device files with mistakes. Each has the number of the line that the service names, and the service's words about
 /// it.
 const SLIPS: [(&str, u32, &str); 6] = [
-    // As the guide is printed.
+    // The file as the guide prints it.
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,

@@ -231,7 +231,7 @@ fn textfile(machine: &mut Machine) {
     assert_eq!(runs.map(message).collect::<Vec<_>>(), [""; 0]);
     machine.sh("systemctl disable --now yunion-mps-metrics.timer");
 
-    // Another directory, as the page has it.
+    // The metrics go to another directory by the lines of the page.
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
     let lines = page.lines().filter_map(|line| line.strip_prefix("    "));
     let lines: Vec<&str> = lines.skip_while(|line| *line != "[Service]").take(3).collect();
@@ -298,7 +298,7 @@ fn limits_spare(machine: &mut Machine) {
 fn verified(machine: &mut Machine) {
     let unit = format!("/usr/lib/systemd/system/{SERVICE}");
     let output = machine.run(&["systemd-analyze", "verify", &unit]);
-    // It also checks units that the service's unit names, which belong to the host.
+    // systemd-analyze also checks units that the service's unit names, which belong to the host.
     let complaints = text(&output.stderr);
     let about_ours: Vec<&str> = complaints.lines().filter(|line| line.contains(SERVICE)).collect();
     assert_eq!(about_ours, Vec::<&str>::new());
@@ -368,7 +368,7 @@ fn bus_from_a_pod(machine: &mut Machine) {
     let bus = "unix:path=/proc/1/root/run/dbus/system_bus_socket";
     let answer = machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Manager ListDevices"));
     assert_eq!(names(&answer), DEVICES);
-    // It is root for the bus. There is no such container, and that is no error.
+    // The caller is root for the bus. The container does not exist, and that is no error.
     let id = "4f1c2d3e5a6b";
     machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Control ReleaseContainer s {id}"));
 }
@@ -386,7 +386,7 @@ fn before_a_kubelet(machine: &mut Machine) {
         "/etc/systemd/system/kubelet.service",
         &format!("[Service]\nType=oneshot\nExecStart=/bin/sh -euc '{ON_HOST} {look}'\n"),
     );
-    // As at boot: one transaction has them both.
+    // Both units start in one transaction, as at boot.
     machine.write("/etc/systemd/system/both.target", &format!("[Unit]\nWants=kubelet.service {SERVICE}\n"));
     new_host(machine);
     assert_eq!(compute_mode(machine), "Default");
@@ -495,7 +495,7 @@ fn reload(machine: &mut Machine) {
     machine.sh(&format!(
         "sed -i 's/virtual_number: 4/virtual_number: 2/' {DEVICE_FILE}; systemctl reload {SERVICE}"
     ));
-    // It returns when the new configuration is in force.
+    // The command returns when the new configuration is in force.
     assert_eq!(devices(machine), DEVICES[..2]);
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
     assert_eq!(machine.property(SERVICE, "MainPID"), main);
@@ -577,7 +577,7 @@ fn outside_the_sandbox(machine: &mut Machine) {
     wait_for("the reason", || reason().contains("/opt/pipe: can't be made: the file system").then_some(()));
     assert!(reason().contains("ReadWritePaths=/opt (systemctl edit yunion-mps-daemon)"), "{}", reason());
     assert_eq!(control_daemons(machine), Vec::<String>::new());
-    // One that is there already is not used without a look either.
+    // A directory that exists already is not used without a check either.
     machine.sh(&format!("mkdir /opt/pipe; systemctl restart {SERVICE}"));
     wait_for("the reason", || reason().contains("/opt/pipe: can't be written").then_some(()));
     // The remedy is one.

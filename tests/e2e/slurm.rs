@@ -170,7 +170,7 @@ fn prolog(machine: &mut Machine) {
     assert!(elsewhere.contains("which is no job's: PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
-    // Its tasks: each has one of the job's slices, and no slice of another job.
+    // Each task of the job has one of the job's slices, and no slice of another job.
     for (number, has) in [("1", DEVICES[1]), ("0", &*format!("{},{}", DEVICES[1], DEVICES[2]))] {
         let claim = DEVICES[number.parse::<usize>().unwrap()];
         machine.sh(&format!(

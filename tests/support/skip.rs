@@ -27,7 +27,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
     let why = excused.map(|(_, why)| format!(" ({why})")).unwrap_or_default();
     let line = format!("SKIP {what}: {reason}{why}\n");
-    // Not with eprint, which libtest keeps to itself where the test passes.
+    // Not eprint, whose text libtest keeps to itself if the test passes.
     let _ = io::stderr().write_all(line.as_bytes());
     if let Some(list) = std::env::var_os(LIST) {
         let list = File::options().create(true).append(true).open(list);

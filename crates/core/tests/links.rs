@@ -293,7 +293,7 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // It may have got its limits with an order to retire: they are the same.
+    // The control daemon may have got its limits with an order to retire: the limits are the same.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
@@ -405,7 +405,7 @@ fn directories_of_slices_that_cannot_be_used_are_named() {
     links.apply(&mut disk, &drained(["s-0"])).unwrap();
     assert_eq!(links.missing(), &missing(None, &[("s-1", "slices is a file")]));
     assert_eq!(links.stuck(), &texts(["slices is a file"]), "nobody knows where s-0 leads");
-    // It is not needed where nothing is drained and nothing is to lead.
+    // The directory is not needed if no slice is drained and no link has to be made.
     links.pursue(retiring());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!((links.missing(), links.stuck()), (&missing(None, &[]), &BTreeSet::new()));
@@ -430,7 +430,7 @@ fn a_socket_that_is_not_there_leads_nobody() {
     assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
-    // And they are still removed.
+    // The links are still removed.
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
     assert_eq!(disk.leading_to_ours(), [""; 0]);
     // A socket that is not made yet is no error.
@@ -529,7 +529,7 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
     let mut links = leading(&mut disk);
     links.end(&mut disk);
     links.apply(&mut disk, &nobody()).unwrap();
-    // It runs, and should be ended because of its failure.
+    // A control daemon runs, and should be ended because of its failure.
     links.keep_waiting();
     links.apply(&mut disk, &nobody()).unwrap();
     links.reopen_ways();

@@ -114,7 +114,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         there.host().now >= Duration::from_secs(1),
         "one that is just ending has no environment any more"
     );
-    // It may be a client on another GPU.
+    // The process may be a client on another GPU.
     assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("0b:00.0", 2)])), (Vec::new(), Ok(())));
 }
 

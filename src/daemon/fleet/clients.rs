@@ -90,7 +90,7 @@ impl Fleet {
         let registered: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
         let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();
         pids.extend(there.into_values().flatten().flatten().filter(|pid| !registered.contains(pid)));
-        // Otherwise it is named as it was known before.
+        // If a look takes too long, its client is described as it was known before.
         let _ = timeout(PATIENCE, clients.look_up_anew(pids.iter().copied())).await;
         let known = pids.into_iter().map(|pid| clients.last_with(pid));
         known.filter(|client| identity::runs(client.process)).collect()

@@ -76,7 +76,7 @@ impl PrivateBus {
             .stderr(fs::File::create(directory.path().join("complaints")).unwrap())
             .spawn()
             .unwrap_or_else(|e| panic!("dbus-daemon: {e}; install {}", package("dbus-daemon")));
-        // It prints its address once it listens, and ends where it can't.
+        // The dbus-daemon prints its address once it listens, and ends if it can't listen.
         let mut address = String::new();
         BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut address).unwrap();
         let complaints = fs::read_to_string(directory.path().join("complaints")).unwrap();

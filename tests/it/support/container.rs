@@ -39,7 +39,7 @@ impl ContainerGroup {
     fn named(name: impl Fn(&str) -> String) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // No two of them begin with the same 12 digits.
+        // No two ids begin with the same 12 digits.
         let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));

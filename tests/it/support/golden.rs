@@ -139,7 +139,7 @@ impl Golden {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);
         }
-        // The others are unknown directories.
+        // `unknown_directories` reports a directory that is not known here.
         let known = self.is_whole() || !self.files.is_empty();
         for entry in known.then(|| fs::read_dir(directory(&self.below)).unwrap()).into_iter().flatten() {
             let path = entry.unwrap().path();

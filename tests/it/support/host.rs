@@ -460,7 +460,7 @@ impl Host {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // One that finds no control daemon may end before it reads.
+        // A front end that finds no control daemon may end before it reads.
         let _ = writeln!(front_end.stdin.take().unwrap(), "{command}");
         let output = front_end.wait_with_output().unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)

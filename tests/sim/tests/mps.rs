@@ -700,7 +700,7 @@ fn control_daemons_side_by_side_are_fault_domains() {
     });
     assert_eq!((hosts[1].cuda(&["hold", "0"], &[]).1, hosts[2].cuda(&["hold", "0"], &[]).1), (3, 0));
     drop(full);
-    // One that is killed takes its own clients with it.
+    // A control daemon that is killed takes its own clients with it.
     controls.remove(1);
     let (text, status) = second.end();
     assert!(text.contains("(806)") && status == 4, "{text}");

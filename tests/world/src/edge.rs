@@ -432,7 +432,7 @@ impl Shell for SimShell {
         self.lock().note(format_args!("clients on GPUs"));
         self.turn().await;
         let mut mps = self.lock();
-        // One call for one GPU fails.
+        // The question to NVML about one GPU fails.
         let gpus = mps.gpus.clone();
         let failing = if mps.goes_wrong(30) { mps.dice.pick(&gpus).cloned() } else { None };
         let on = |ordinal: usize| {

@@ -118,7 +118,7 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
         memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
-        // It is not known to which of several control daemons a client belongs.
+        // If several control daemons take turns on a GPU, NVML does not say to which of them a client belongs.
         clients_listed: uuid != OLD_GPU && task.order.id.tenure() == Tenure::Alone,
     };
     Wanted {
@@ -230,7 +230,7 @@ impl World {
             return Some(ActOutcome::Done);
         };
         if self.goes_wrong(dice) {
-            // No file descriptor is left.
+            // The service has no file descriptor left.
             return Some(ActOutcome::Failed(WhyFailed::Ill));
         }
         self.watch(id, pid, false);

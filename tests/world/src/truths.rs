@@ -169,7 +169,7 @@ impl World {
         let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
-            // No client is ended.
+            // This cause ends no client.
             Cause::Unused => true,
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {

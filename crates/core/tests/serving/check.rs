@@ -218,7 +218,7 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     let shown = story.shown();
     let why = "its clients are not known (other words; NVML hangs), and `yunion-mpsctl apply --force` ends it with them";
     assert!(shown.ends_with(why), "{shown}");
-    // It is no misfit any more.
+    // The control daemon is no misfit any more.
     story.host().stage.misfit = None;
     story.served(95_000);
     assert_eq!(story.shown(), "Ready, serving");

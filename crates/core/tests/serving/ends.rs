@@ -206,7 +206,7 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let mut story = misfit(&[1, 2]);
     assert_eq!(asked(&mut story, Requested::Apply { force: true }), (Some(Ended::Stopped), vec![Ok(())]));
     assert_eq!(story.calls("quit (Forced)"), 1);
-    // It is not known if there are clients.
+    // The service does not know if the control daemon has clients.
     let mut story = misfit(&[]);
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));

@@ -194,7 +194,7 @@ fn a_client_that_came_between_two_errors_is_well() {
 
 #[test]
 fn a_server_is_left_to_its_clients_while_nobody_knows_which_gpu_it_was() {
-    // Even if all of them are on one GPU: the error may have been on the other.
+    // This holds even if all clients are on one GPU: the error may have been on the other.
     for mut story in [faulted(&[(1, "A"), (2, "B")], &[]), faulted(&[(1, "A"), (2, "A")], &[])] {
         story.served(60_000);
         assert!(story.shown().contains("on which of its GPUs is not known"), "{}", story.shown());
@@ -258,7 +258,7 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(10_300);
     recovers(&story, 11_000, &[]);
-    // Right after the server has reported that it has recovered.
+    // The log reports another error right after the server has reported that it has recovered.
     story.host().at(11_000, |host| {
         host.during("read on", |host| {
             host.is_status(SERVER, ServerStatus::Fault);

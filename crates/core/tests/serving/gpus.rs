@@ -70,7 +70,7 @@ fn a_mode_that_others_have_changed_is_set_again() {
     assert_eq!(story.times("take the mode of"), [30_150]);
     let told = "warning: compute mode of GPU 0b:00.0 was changed by others; set to EXCLUSIVE_PROCESS again";
     assert_eq!(story.host().reader.words, [told]);
-    // It can't be set.
+    // The compute mode can't be set.
     {
         let mut host = story.host();
         host.with_our_mode.remove("A");
@@ -110,7 +110,7 @@ fn a_program_without_mps_is_shown_when_it_was_seen_twice() {
     assert_eq!(bypasses(&story, "A"), (vec![7], true), "the server is not on the GPU");
     let looks = story.times("client PIDs");
     assert_eq!(looks[looks.len() - 1] - looks[looks.len() - 2], CONFIRM_AFTER.as_millis());
-    // It ends.
+    // The program without MPS ends.
     story.host().stage.processes.clear();
     story.served(61_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
@@ -123,7 +123,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     program(&story, 20_000, "A", 7);
     story.served(32_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
-    // Nor is a server where everybody may use the GPU.
+    // A program keeps no server out on a GPU that every program may use.
     let mut story = served(&["A"]);
     story.break_off(|wanted| wanted.sets_modes = false);
     story.host().with_our_mode.remove("A");
@@ -239,7 +239,7 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
     story.host().at(20_000, |host| {
         host.process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     });
-    // It faults between the look at its status and the look at its clients.
+    // The server meets a fault between the look at its status and the look at its clients.
     story.host().during("client PIDs", |host| {
         host.is_status(SERVER, ServerStatus::Fault);
     });

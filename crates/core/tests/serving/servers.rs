@@ -196,7 +196,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
         story.forget();
         story.host().at(10_000, |host| {
             host.server_ends(SERVER, 0);
-            // It has a client, otherwise it would end.
+            // The server has a client, otherwise it would end.
             host.client(1, 300, "A");
         });
         story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));

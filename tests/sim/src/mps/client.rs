@@ -138,7 +138,7 @@ impl Context {
             }
             Some(Event::Error(error)) => Err(error),
             Some(Event::TakePart) => Err(SERVER_GONE),
-            // As recorded: without an answer it goes on without MPS.
+            // As recorded: without an answer the program goes on without MPS.
             None => Self::alone(host, visible_devices.as_deref()),
         }
     }

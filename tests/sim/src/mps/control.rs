@@ -336,7 +336,7 @@ impl Daemon {
     fn user_interface(&'static self, connection: &OwnedFd, asker: Asker) {
         self.log("NEW UI");
         while let Some(line) = wire::receive::<String>(connection) {
-            // As recorded: after `quit` with a client it takes no command any more.
+            // As recorded: after `quit` with a client the control daemon takes no command any more.
             let is_quitting = lock(&self.state).quitting;
             let answer = (!is_quitting).then(|| self.command(&line, asker));
             if wire::send(connection, &answer).is_err() {

@@ -14,7 +14,7 @@ pub(super) fn run(host: &Host) -> u8 {
     }
     let directory = super::pipe_directory();
     let connected = ["control_privileged", "control"].map(|socket| directory.join(socket));
-    // Without `control` it looks no further.
+    // Without the socket `control` the front end does not look for the other one.
     let connected = if directory.join("control").exists() { &connected[..] } else { &[] };
     let connected = connected.iter().find_map(|socket| wire::connect(socket).ok());
     let hello = connected
