@@ -12,7 +12,7 @@ pub struct Board {
     pub mps: u32,
     /// The cards, in PCI order.
     pub cards: Vec<Card>,
-    /// Entries of host_container_device.yml, the device file of the platform, for PCI addresses at which the board
+    /// Entries of `host_container_device.yml`, the device file of the platform, for PCI addresses at which the board
     /// has no card.
     #[serde(default)]
     pub entries: Vec<Entry>,

@@ -61,7 +61,7 @@ use ways::{SimAdmission, SimDrained, Ways};
 /// The GPUs of the simulated host.
 const GPUS: [&str; 3] = ["0a:00.0", "0b:00.0", "0c:00.0"];
 
-/// A pseudo-random number from a seed, by the method SplitMix64.
+/// A pseudo-random number from a seed, by the method `SplitMix64`.
 pub fn mixed(seed: u64) -> u64 {
     let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
