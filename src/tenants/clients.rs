@@ -1,7 +1,7 @@
 //! The processes that use the GPUs at this moment: the register's clients, and the processes that NVML lists besides them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use mps_core::register::KnownClient;
 use mps_core::serve::CONFIRM_AFTER;
@@ -49,11 +49,12 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
     let pids = clients.iter().map(|(client, _)| client.pid).chain(waiting.iter().map(|one| one.pid));
     let pids = pids.chain(bypasses.iter().map(|bypass| bypass.process.pid));
     let known = tools.clients.look_up_anew(pids).await;
-    let slices = tools.clients.slices();
+    let (slices, booted) = (tools.clients.slices(), proc::booted());
     let view = |process: ProcessId, gpu_uuid: String, memory_mib: Option<u64>| {
         let client = known.get(&process.pid).cloned().unwrap_or_else(|| KnownClient::only(process));
         let its = client.slices.clone().and_then(|all| slices.on(&gpu_uuid, all));
-        let (command, since) = (proc::program(process.pid), started(process.pid));
+        let since = booted.and_then(|booted| booted.checked_add(proc::started(process.pid)?));
+        let command = proc::program(process.pid);
         let client = KnownClient { slices: its, ..client };
         ClientView { client, bypass: false, waiting: false, command, gpu_uuid, memory_mib, since }
     };
@@ -156,8 +157,4 @@ fn clients_on(
         clients.extend(gpus.into_iter().map(|uuid| (process, uuid)));
     }
     clients
-}
-
-fn started(pid: u32) -> Option<SystemTime> {
-    proc::booted()?.checked_add(proc::started(pid)?)
 }

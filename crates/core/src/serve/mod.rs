@@ -220,7 +220,7 @@ impl<'s, S: Shell> Serving<'s, S> {
     /// The control daemon can't be made to serve, or does not serve any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
         let served = self.serve_its_order().await;
-        // From now on the failure decides which state is shown.
+        // Until the control daemon is configured again, the failure and no blocker decides which state is shown.
         self.run.configured &= served.is_ok();
         served
     }
