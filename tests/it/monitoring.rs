@@ -158,7 +158,7 @@ fn every_alert_has_both_cases_and_a_command() {
         let severities = ["critical", "warning", "info"].map(|severity| format!("severity: {severity}\n"));
         assert!(severities.iter().any(|severity| rule.contains(severity)), "{rule}");
         let description = rule.split_once("description: ").unwrap().1;
-        let commands = ["yunion-mpsctl ", "journalctl ", "systemctl "];
+        let commands = ["yunion-mpsctl ", "journalctl ", "systemctl ", "busctl "];
         assert!(commands.iter().any(|command| description.contains(command)), "{rule}");
     }
 }
