@@ -32,7 +32,7 @@ const HISTORIES: &str = "10000";
 const SEEDS: &[(&str, &str)] = &[
     ("a container that has ended keeps its slice from its successor", "27900"),
     ("clients of one GPU are ended for a fault that may have been on another", "238200"),
-    ("a faulted server is ended though a way to it is open", "114700"),
+    ("clients that nobody can list after a fatal GPU error are nobody", "14400"),
     ("another control daemon says that a server is well", "10400"),
     ("the GPUs of the newest order count as the GPUs that the start under way was told", "9800"),
     ("a server is ended after the grace though others on it are well", "7000"),
@@ -443,13 +443,6 @@ const DEFECTS: &[Defect] = &[
         "AfterGrace::End(may_end, stay) => match self.close_door().await {",
         "AfterGrace::End(may_end, stay) => match if PUT_BACK { Ok(()) } else { self.close_door().await } {",
         "all-is-served-in-the-end",
-    ),
-    (
-        "a faulted server is ended though a way to it is open",
-        "serve/heal.rs",
-        "if self.shell.keep_waiting().is_err() {",
-        "if !PUT_BACK && self.shell.keep_waiting().is_err() {",
-        "work-is-safe",
     ),
     (
         "whoever answers when it is served is taken for ours",
