@@ -501,6 +501,7 @@ impl Shell for SimShell {
         let mut mps = self.lock();
         mps.note(format_args!("keep waiting"));
         let kept = self.admission.keep_waiting(&mut mps);
+        let kept = kept.and(mps.stage.bad_links.clone().map_or(Ok(()), Err));
         mps.door_is_stuck = kept.is_err();
         kept
     }

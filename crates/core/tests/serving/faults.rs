@@ -122,6 +122,19 @@ fn a_server_is_ended_behind_the_closed_door() {
 }
 
 #[test]
+fn a_server_is_not_ended_while_a_link_leads_to_it() {
+    let mut story = faulted(&[(1, "A")], &[1]);
+    let unreachable = Failure::Unreachable("the pipe directory is gone".to_owned());
+    story.host().at(30_000, |host| host.stage.answers = Some(unreachable));
+    // The link can't be changed. That does no harm while programs can't reach the control daemon.
+    story.host().stage.bad_links = Some("the link can't be changed".to_owned());
+    // The control daemon answers again before the look after the grace, and the next health check has not noticed it yet.
+    story.host().at(42_000, |host| host.stage.answers = None);
+    story.served(45_000);
+    assert_eq!((story.calls("keep waiting"), story.calls("shut down")), (2, 0));
+}
+
+#[test]
 fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
