@@ -26,18 +26,18 @@ type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 /// before its line in the log is read is a client too. If a look at a process hangs, the process keeps the slice that
 /// it had before.
 pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> {
-    let (mut processes, mut bypasses) = look(statuses, tools).await;
+    let (mut processes, mut bypasses) = find_processes(statuses, tools).await;
     let is_told = |bypass: &Bypass| told(statuses).any(|known| known.is(bypass));
     if !bypasses.iter().all(is_told) {
         sleep(CONFIRM_AFTER).await;
         let first = std::mem::take(&mut bypasses);
-        (processes, bypasses) = look(statuses, tools).await;
+        (processes, bypasses) = find_processes(statuses, tools).await;
         bypasses.retain(|bypass| first.iter().any(|before| before.is(bypass)));
     }
     let mut clients = clients_on(&processes, &bypasses, tools);
     if clients.iter().any(|(_, uuid)| uuid.is_empty()) {
         sleep(OPENS_AFTER).await;
-        processes = look(statuses, tools).await.0;
+        processes = find_processes(statuses, tools).await.0;
         clients = clients_on(&processes, &bypasses, tools);
     }
     let waiting = statuses.iter().flat_map(|status| &status.waiting).copied();
@@ -81,7 +81,7 @@ fn told(statuses: &[Status]) -> impl Iterator<Item = &Bypass> {
 
 /// Asks NVML for the processes on the GPUs of the control daemons and of their plans, and finds the bypasses among
 /// these processes.
-async fn look(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass>) {
+async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass>) {
     let (mut searched, mut gpus) = (BTreeSet::new(), BTreeSet::new());
     let mut daemons = BTreeSet::new();
     {
@@ -115,7 +115,7 @@ async fn look(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, Vec<Bypass
         strangers.retain(|one| !proc::stat(one.pid).is_ok_and(|stat| daemons.contains(&stat.parent)));
         bypasses.extend(bypass::find(uuid, &strangers, &[], &clients));
     }
-    // Of a GPU without a list, the last one counts.
+    // If NVML does not list the processes of a GPU, the bypasses of the last health check stay in the list.
     for bypass in told(statuses) {
         let is_listed = searched.contains(&bypass.gpu_uuid) && processes.contains_key(&bypass.gpu_uuid);
         if !is_listed && !bypasses.iter().any(|known: &Bypass| known.is(bypass)) {

@@ -129,15 +129,16 @@ impl Fleet {
 
 /// Asks a control daemon that was not taken over for its clients, and records the clients in the register.
 async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clients) {
-    if control.daemon_pid() != Some(pid) {
-        return;
-    }
-    match timeout(PATIENCE, control.client_pids(&[])).await {
+    let why = match timeout(PATIENCE, control.client_pids(&[])).await {
+        _ if control.daemon_pid() != Some(pid) => {
+            "it does not listen in its pipe directory any more".to_owned()
+        }
         Ok(Ok(listed)) => {
             let pids = listed.into_values().flatten();
-            clients.are(&id, pids.map(|pid| (pid, BTreeSet::new())).collect());
+            return clients.are(&id, pids.map(|pid| (pid, BTreeSet::new())).collect());
         }
-        Ok(Err(error)) => tracing::warn!("the clients of control daemon {id} are not known: {error}"),
-        Err(_) => tracing::warn!("control daemon {id} does not answer which clients it has"),
-    }
+        Ok(Err(error)) => error.to_string(),
+        Err(_) => format!("it has not answered for {} s", PATIENCE.as_secs()),
+    };
+    tracing::warn!("control daemon {id} ends with its clients, which can't be named: {why}");
 }
