@@ -17,8 +17,21 @@ const SHARED: &str = "shared";
 
 const DIGITS: usize = 3;
 
+/// Implements [`fmt::Debug`] by the name, so that logs and histories show the names that users know.
+macro_rules! debug_is_the_name {
+    ($($name:ty),*) => {
+        $(impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "{self}")
+            }
+        })*
+    };
+}
+
+debug_is_the_name!(PciAddress, GpuId, SliceId, DeviceName, DaemonId);
+
 /// A GPU as the service publishes it. Its name is the short form of its PCI address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId(pub PciAddress);
 
 impl GpuId {
@@ -48,7 +61,7 @@ impl FromStr for GpuId {
 }
 
 /// A slice as the service publishes it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SliceId {
     pub gpu: GpuId,
     /// The slice's number on the GPU, from 0 on.
@@ -88,7 +101,7 @@ impl fmt::Display for SliceId {
 }
 
 /// The name of a device: a whole GPU, or a slice.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize), serde(into = "String"))]
 pub enum DeviceName {
     /// The name means a whole GPU.
@@ -157,7 +170,7 @@ impl From<DeviceName> for String {
 }
 
 /// The id of a control daemon. It says which GPUs and slices the control daemon serves, and with which tenure.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(
     feature = "serde",
     derive(serde::Serialize, serde::Deserialize),
@@ -236,6 +249,7 @@ impl From<DaemonId> for String {
 
 #[cfg(test)]
 mod tests {
+    use alloc::format;
     use alloc::vec::Vec;
 
     use super::*;
@@ -298,6 +312,7 @@ mod tests {
         ] {
             assert_eq!(DaemonId::from(text), id, "{text}");
             assert_eq!((id.to_string().as_str(), id.tenure()), (text, tenure));
+            assert_eq!(format!("{id:?}"), text);
             assert_eq!(id.directory_name().as_deref(), directory);
         }
         for other in ["", "00:06.0", "Shared", "00:06.0-01"] {

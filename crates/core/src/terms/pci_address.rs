@@ -9,7 +9,7 @@ use core::ops::RangeInclusive;
 use core::str::FromStr;
 
 /// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PciAddress {
     /// The domain. It is above 0xffff behind some host bridges.
     pub domain: u32,
