@@ -344,12 +344,16 @@ fn metrics_are_what_the_bus_says() {
         listed_client(&host, "00:06.0-1"),
         listed_client(&host, "00:06.0"),
     ];
-    // Many who ask within a second cause one look.
+    // Callers within a second share a look, and the slices and the GPUs are two answers: a look may end between them.
     let exposition = wait_for("a look", || {
         let exposition = succeeded(&host.mpsctl(&["metrics"]));
-        let counted =
-            |(key, value): (&String, &f64)| key.starts_with("yunion_mps_gpu_clients{") && *value == 3.0;
-        samples_of(&exposition).iter().any(counted).then_some(exposition)
+        let samples = samples_of(&exposition);
+        let counted = |name: &str, count: f64| {
+            samples.iter().any(|(key, value)| key.starts_with(name) && *value == count)
+        };
+        (counted("yunion_mps_gpu_clients{", 3.0)
+            && counted("yunion_mps_device_clients{device=00:06.0-1,", 2.0))
+        .then_some(exposition)
     });
     assert!(exposition.ends_with("\n# EOF\n"), "{exposition}");
     let samples = samples_of(&exposition);
