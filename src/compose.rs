@@ -125,7 +125,7 @@ fn listed(gpu: &GpuView) -> GpuView {
     gpu.in_use = None;
     gpu.uses = if known { gpu.uses.iter().map(overuse).collect() } else { Vec::new() };
     if let Ok(facts) = gpu.plan.gpu.nvml.as_mut() {
-        // The plan has the state at the time of planning. The view has the present compute mode.
+        // The compute mode of the plan is that of the time of planning, so it does not count. The view has the present mode.
         facts.state = GpuState::default();
     }
     gpu
@@ -200,7 +200,7 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
             };
             let unserved: BTreeMap<u32, String> = (0..plan.slices()).filter_map(why).collect();
             let is_served = (0..plan.slices()).any(|ordinal| !unserved.contains_key(&ordinal));
-            // The reasons are those of the slices.
+            // The GPU itself has an empty reason: each slice has its own reason in `unserved`.
             ((!is_served).then(String::new), unserved)
         }
     }
@@ -232,7 +232,7 @@ fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<
 
 /// Facts about a served GPU that an administrator should know.
 fn worth_knowing(plan: &GpuPlan, serving: &[(&Status, &GpuStatus)]) -> String {
-    // All control daemons of a GPU report the same processes.
+    // Several control daemons of one GPU report the same bypasses, so the first report is enough.
     let bypassed = serving.iter().find(|(_, gpu)| !gpu.bypasses.is_empty());
     let bypassed = bypassed.map(|(_, gpu)| used_without_us(gpu));
     // A full GPU is not unhealthy, since all its clients are served.
@@ -341,7 +341,7 @@ fn said_by(status: &Status) -> String {
         "" => String::new(),
         reason => format!(": {reason}"),
     };
-    // The names of the other states are adjectives.
+    // "is backoff" is no English, so the text says "is in backoff". The other states are adjectives, such as "is ready".
     let within = if view.state == ControlDaemonState::Backoff { "in " } else { "" };
     format!("control daemon {} is {within}{}{reason}", view.id, view.state)
 }
@@ -415,7 +415,8 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
             (problem, _) => (State::Degraded, problem.to_owned()),
         };
     }
-    // A server that can't open one of its GPUs serves none of them, so this GPU is the reason for all.
+    // A server that can't open one of its GPUs serves none of them. So the reason of such a GPU is also the reason why the
+    // others are not served.
     let keeps_server_out =
         |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).any(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);

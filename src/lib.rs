@@ -50,7 +50,7 @@ mod skip;
 mod supervisor;
 mod tenants;
 
-// The library exports only what is used outside of it, so that the compiler finds unused code. The program:
+// The library exports only what the program and the tests use, so that the compiler finds unused code. The program uses:
 pub use daemon::program::main as run_daemon;
-// For the tests of the bus:
+// The tests of the bus use:
 pub use dbus::{BusConnection, Reply, Request, WantedBinding};

@@ -141,7 +141,7 @@ impl Message {
 
     /// Logs a message of this kind.
     pub(crate) fn log(self, about: Subject<'_>, text: impl Display) {
-        // A macro, since the level of a tracing macro must be a constant.
+        // `tracing::event!` needs a constant level, so a macro repeats the call for each level.
         macro_rules! event {
             ($level:ident) => {
                 tracing::event!(

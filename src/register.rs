@@ -215,7 +215,7 @@ impl Clients {
             let looks = looks.borrow();
             looks.begun + u64::from(looks.is_wanted)
         };
-        // The sender lives as long as this value.
+        // `wait_for` fails only after its sender was dropped, and `self` has the sender.
         let _ = looks.wait_for(|looks| looks.have_ended(last)).await;
         let known = self.known();
         let its = |process: &ProcessId| {
@@ -267,7 +267,8 @@ impl Clients {
             let clients = self.clone();
             let first = kernel.ask(PATIENCE, move || clients.look(&slices, questions)).await;
             let clients = self.clone();
-            // No other caller has to wait for memory that is not asked for.
+            // The memory of processes is read in a separate task, since that can take long. Callers that do not need it go
+            // on, and the next look can begin.
             tokio::spawn(async move {
                 clients.look_at_memory(first.unwrap_or_default()).await;
                 clients.0.looks.send_modify(|looks| _ = looks.under_way.remove(&number));
@@ -311,13 +312,15 @@ impl Clients {
 
     async fn look_at_memory(&self, open: Vec<(Question, KnownClient, ProcessSight)>) {
         let mut asked = JoinSet::new();
-        // One question for each: a process that holds up its question hides no other one.
+        // Each process is looked at by a task of its own: a process whose memory can't be read for a while delays no other
+        // one.
         for (mut question, client, sight) in open {
             let kernel = self.0.memory.clone();
             asked.spawn(async move {
                 let look = move || {
                     let slices = sight.slices(question.process.pid);
-                    // If the process has ended, its PID may have been another's while it was looked at.
+                    // If the process has ended meanwhile, another process may have had its PID during the look. Then the
+                    // result is dropped.
                     let runs = identity::read(question.process.pid).ok() == Some(question.process);
                     if let Ok(slices) = slices
                         && runs
@@ -333,7 +336,7 @@ impl Clients {
 
     fn make_room(&self) {
         if self.known().register.is_full() {
-            // The kernel is not asked while others wait for the register.
+            // The register is not locked while the kernel is asked which processes still run, so that no other caller waits.
             let ended = self.known().register.processes().into_iter().filter(|one| !identity::runs(*one));
             let ended: BTreeSet<ProcessId> = ended.collect();
             self.known().register.make_room(|process| !ended.contains(&process));
@@ -370,7 +373,7 @@ mod tests {
         assert_eq!(clients.at_work(&daemon), [own.pid]);
         clients.observe(&daemon, &Meaning::ClientLeft(own.pid));
         assert_eq!((clients.at_work(&daemon), clients.describe(own.pid)), (Vec::new(), words));
-        // A process that had this PID before is another client, and nothing is known of it.
+        // An older process with the same PID is another client, and the register knows nothing about it.
         let before = ProcessId { start_time: own.start_time - 1, ..own };
         assert_eq!(clients.get(before), KnownClient::only(before));
         assert_eq!(clients.describe(u32::MAX), "PID 4294967295 of an unknown user");
@@ -391,7 +394,7 @@ mod tests {
         }
         let begun = clients.0.looks.borrow().begun;
         assert!(begun <= 8, "{begun} looks");
-        // Nothing is looked at again without need.
+        // Processes that are known already cause no new look.
         let own = identity::read(own).unwrap();
         clients.look_up(&[own]).await;
         assert_eq!(clients.0.looks.borrow().begun, begun);

@@ -42,8 +42,8 @@ impl Daemon {
         let (ended, slices) = {
             let snapshot = self.snapshot.borrow();
             let named: Vec<DeviceName> = match &wanted.slices {
-                // If the slices are shared, no binding excludes this one. A shared slice may have thousands of bindings, and
-                // checking if one has ended reads files of the kernel.
+                // A shared slice excludes no control group, so no old binding has to end first. Looking for ended bindings
+                // would also be slow: a shared slice may have thousands, and the service reads files of the kernel for each.
                 _ if wanted.shares => Vec::new(),
                 WantedSlices::All(names) => {
                     names.iter().filter_map(|name| Some(snapshot.find(name)?.id())).collect()
@@ -88,9 +88,10 @@ impl Daemon {
         let slice = {
             let snapshot = self.snapshot.borrow();
             match snapshot.find(&device.to_string()) {
-                // The control group has the slice already. It does not matter if the slice is drained.
+                // The host agent's records name this slice, so the control group gets it even if the slice is drained: its
+                // container has the slice already.
                 Some(Named::Slice(gpu, ordinal)) => gpu.plan.slice(ordinal),
-                // Any free slice of the GPU.
+                // The records name a GPU, so the control group gets any free slice of it.
                 _ => {
                     let asker =
                         Asker { control_group: Some(&group.path), by: BoundBy::Platform, shares: false };
@@ -135,7 +136,8 @@ impl Daemon {
             return;
         }
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
-            // The next service that reads the file removes these bindings again: their control groups have no process.
+            // A service that starts later reads the old bindings from the file, and ends them again, since their control
+            // groups have no process.
             tracing::warn!("the end of bindings can't be saved: {error}");
             return;
         }
@@ -159,7 +161,7 @@ impl Daemon {
         self.next_look_at_groups.get_or_insert_with(|| Instant::now() + LOOK_PERIOD);
         if let Ok(plan) = self.plan.clone() {
             self.keep_kernel_limits_since(&before, &plan);
-            // A client may be older than the binding.
+            // A client that was there before the binding may now belong to another slice, so the budgets are computed again.
             self.keep_budgets(&plan);
         }
         tracing::debug!("{change}");

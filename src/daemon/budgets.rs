@@ -16,7 +16,8 @@ impl Daemon {
 
     /// Watches the budgets of the slices in this plan.
     pub(super) fn keep_budgets(&mut self, plan: &Plan) {
-        // A client may belong to another slice now.
+        // With a new plan or binding, a client may belong to another slice than before, so the register of clients gets the
+        // new slices first.
         self.fleet.clients().pursue(self.fleet.slices());
         let on_overuse = self.settings.on_overuse;
         self.budgets.pursue(plan.gpus.iter().filter_map(|gpu| GpuBudget::from_plan(gpu, on_overuse)));
@@ -43,7 +44,7 @@ impl Daemon {
                 self.tell_of_slice(Message::OverBudget, &slice, text);
                 // The new state is published before the signal, so that its receivers find it.
                 self.settle();
-                // Half of the queue is reserved for faults.
+                // At most half of the queue is for overuse, so that signals about faults always have room.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
                     tracing::debug!("the bus gets no signal of the overuse of {slice}");
                 }

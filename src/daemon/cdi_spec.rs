@@ -47,8 +47,9 @@ impl CdiSpec {
         directory: Option<&Path>,
         ending: Option<Ending>,
     ) -> Result<(), Problem> {
-        // The spec stays while no service runs: an engine that starts a container before the next service finds the slice, and
-        // its hook waits. Here the plan is not known yet, or the service is stopping.
+        // The spec is not removed while the service stops or does not know its plan yet. An engine that starts a container
+        // before the next service is ready still finds the slice in the spec, and the spec's hook makes the container wait
+        // for the service.
         if ending.is_some() || (snapshot.enabled && snapshot.gpus.is_none()) {
             return Ok(());
         }

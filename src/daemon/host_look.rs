@@ -176,7 +176,8 @@ impl HostLook {
             none => none.insert({
                 let (sysroot, driver) = (self.sysroot.clone(), self.in_force.get().cloned());
                 let nvml = self.nvml.take().or_else(|| driver.map(GpuQuestions::new));
-                // Not on the loop's thread: a GPU that is falling off the bus can block a question.
+                // NVML is asked on a thread of its own: if a GPU is falling off the bus, a call of NVML can block for ever,
+                // and the loop must go on.
                 let answer = tokio::task::spawn_blocking(move || look(&sysroot, nvml));
                 LookUnderWay { begun: Instant::now(), answer }
             }),

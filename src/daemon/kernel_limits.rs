@@ -17,7 +17,7 @@ impl Daemon {
     /// Has the kernel enforce the limits that follow from this plan and the bindings.
     pub(super) fn keep_kernel_limits(&self, plan: &Plan) {
         let wanted = match self.ending {
-            // The service removes its changes to the host.
+            // A service that stops for good removes all limits that it has set in the kernel.
             Some(Ending::ForGood) => GroupLimits::new(),
             _ => group_limits(plan, self.state_file.lock().bindings()),
         };
@@ -42,7 +42,8 @@ impl Daemon {
         let goals = wanted.into_iter().map(|(place, limit)| (place, limit.mib));
         match self.settings.memory_limit {
             MemoryLimit::Auto => goals.map(|(place, mib)| (place, LimitGoal::Hold(mib))).collect(),
-            // An earlier service may have set limits.
+            // With `watch`, the service sets no limits. The first call removes limits that an earlier service with `auto` may
+            // have set.
             MemoryLimit::Watch if self.limit_keeper.is_new() => {
                 goals.map(|(place, mib)| (place, LimitGoal::Lift([mib].into()))).collect()
             }

@@ -23,7 +23,7 @@ pub(crate) struct Level(reload::Handle<LevelFilter, Registry>);
 impl Level {
     /// Sets the log level: messages below this level are dropped.
     pub(crate) fn set(&self, level: LogLevel) {
-        // This call fails only after the subscriber was dropped, at the end of the program.
+        // Reloading the filter fails only after the subscriber was dropped, at the end of the program.
         let _ = self.0.reload(filter(level));
     }
 }

@@ -93,7 +93,8 @@ pub(crate) enum Exit {
 
 /// Runs the service until it is asked to stop.
 pub(crate) async fn run(options: Options, level: Level) -> Exit {
-    // This comes first: a service that has the runtime directory may be serving, and this one must not touch anything then.
+    // The runtime directory is locked first: if another service has it, that service may be serving, and this one must not
+    // touch anything.
     let directory = match RuntimeDirectory::take_soon(&options.runtime_directory).await {
         Ok(directory) => directory,
         Err(error) => return Exit::Failed(error.to_string()),
@@ -243,7 +244,7 @@ impl Daemon {
             tokio::select! {
                 wish = signals.next() => match wish {
                     Wish::Stop => self.stop().await,
-                    // If the reload is refused, the sender of the signal finds the reason in the journal.
+                    // The sender of the signal gets no answer. A reload that is refused is reported in the journal.
                     Wish::Reload => drop(self.reload().await),
                 },
                 Some(request) = requests.recv() => self.answer(request).await,
@@ -271,7 +272,7 @@ impl Daemon {
         if !self.settings.enabled {
             tracing::info!("no GPU is served: {}", self.settings.why_not_enabled());
             if self.fleet.has_leftovers() {
-                // This opens the driver, which restores compute modes.
+                // Reading the host opens the driver, which the service needs to restore compute modes.
                 self.look.read().await;
                 self.fleet.pursue_nothing(&self.settings);
             }
@@ -319,7 +320,8 @@ impl Daemon {
             return;
         }
         if !self.settings.enabled {
-            // Compute modes that an earlier service has changed can be restored now.
+            // The driver is needed even with MPS disabled: the service restores the compute modes that an earlier service has
+            // changed.
             return drop(self.look.read().await);
         }
         let inventory = self.look_for_gpus().await;
@@ -368,7 +370,8 @@ impl Daemon {
                 tracing::info!("restarting: control daemons and their clients keep running");
                 Ending::ForRestart
             }
-            // A control daemon can still be stopped later, but a job that was ended is lost.
+            // If the reason for the stop is unknown, control daemons keep running: an administrator can still stop a control
+            // daemon later, but a GPU job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
                     "ending, and not known to be for good ({reason}): control daemons and their clients keep running"
@@ -385,7 +388,8 @@ impl Daemon {
         }
         match ending {
             Ending::ForGood => {
-                // A GPU can be reset only while the service is stopped, since NVML has the GPUs open.
+                // An administrator can reset a GPU only while the service is stopped, since the service has the GPUs open
+                // through NVML. So after a stop no GPU counts as in need of a reset.
                 self.forget_resets();
                 self.lift_kernel_limits().await;
                 self.fleet.stop(&self.settings);
@@ -406,7 +410,7 @@ impl Daemon {
         let snapshot = self.compose(&moment);
         self.keep_cdi_spec(&snapshot);
         self.plan_next_scan(&snapshot);
-        // If nothing has changed, the same Snapshot stays: answers are made once for each Snapshot.
+        // The old Snapshot stays if nothing has changed, since the bus prepares its answers once for each Snapshot.
         self.snapshot.send_if_modified(|current| {
             let modified = **current != snapshot;
             if modified {
@@ -417,8 +421,9 @@ impl Daemon {
         self.tell_service_manager(settled);
         let newest = |reloads: &mut u64| std::mem::replace(reloads, self.reloads) != self.reloads;
         if settled && self.in_force.send_if_modified(newest) {
-            // A reload usually follows a change, and not only of files, so an administrator should not have to wait for the
-            // regular look. The new limits do not wait for this look.
+            // An administrator usually reloads the service after a change of the configuration or of the host. So the health
+            // check of all control daemons runs now, and not only at its regular time. The new limits do not wait for this
+            // check.
             self.fleet.check_all();
         }
     }
@@ -434,7 +439,8 @@ impl Daemon {
             || !self.cdi_spec.problem.is_empty();
         let period = match &self.plan {
             _ if ended => None,
-            // The answer comes as an event. Until then this only repeats the message about the delay.
+            // The late answer of the host arrives as an event. Until then, the period only repeats the message about the
+            // delay.
             _ if self.look.unanswered().is_some() => Some(host_look::TIMEOUT),
             Err(_) => Some(SCAN_WITHOUT_PLAN),
             Ok(_) => trouble.then_some(self.scan_pause),
@@ -442,7 +448,7 @@ impl Daemon {
         let regular = period.map(|period| Instant::now() + period);
         let newcomers = self.look.newcomers_until.filter(|_| !ended);
         let latest = [regular, newcomers].into_iter().flatten().min();
-        // A look that is due is not postponed: otherwise frequent news could postpone it for ever.
+        // A scan of the host that is already planned is not postponed: otherwise frequent events could postpone it for ever.
         self.next_scan = latest.map(|latest| self.next_scan.map_or(latest, |due| due.min(latest)));
     }
 

@@ -39,9 +39,10 @@ pub fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(&format!("the runtime can't be started: {error}")),
     };
-    // As a task of the runtime, the loop takes turns with other tasks, so that news is published before its consequences begin.
+    // The loop runs as a task of the runtime, so that it takes turns with the other tasks. A new state is then published
+    // before other tasks act on it.
     let exit = runtime.block_on(runtime.spawn(super::run(Options { sources, runtime_directory }, level)));
-    // A question to NVML may hang for ever, and must not delay the end.
+    // A call of NVML may hang for ever on its thread. The end of the program does not wait for that thread.
     runtime.shutdown_background();
     match exit.unwrap_or_else(|error| Exit::Failed(error.to_string())) {
         Exit::Stopped => ExitCode::SUCCESS,

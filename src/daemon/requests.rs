@@ -115,7 +115,8 @@ impl Daemon {
                     let doomed = self.fleet.ended_by_force();
                     self.name_clients("apply --force", &doomed).await;
                 }
-                // The answer may take so long that the caller's request has failed meanwhile.
+                // Naming the clients may take so long that the caller has given up meanwhile. Then nothing must be ended for
+                // it.
                 if reply.is_closed() {
                     return;
                 }
@@ -146,7 +147,7 @@ impl Daemon {
     pub(super) fn finished(&mut self, finished: Finished) {
         let Finished { event, answer, reply } = finished;
         if let Some(event) = event {
-            // The journal has it already.
+            // The task has already written the event to the journal, so it is only added to the list of events.
             self.events.push(event);
         }
         self.settle();

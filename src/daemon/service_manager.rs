@@ -113,7 +113,8 @@ impl ServiceManager {
             return;
         }
         match state {
-            // While something is tried again, the reason of the same state can change several times a second.
+            // While the service tries something again and again, the reason can change several times a second without a
+            // change of the state. Such lines are logged for debugging only.
             _ if self.state == Some(state) => tracing::debug!("{line}"),
             State::Failed => Message::ServiceFailed.log(Subject::default(), line),
             State::Degraded => Message::ServiceDegraded.log(Subject::default(), line),
@@ -146,7 +147,7 @@ async fn notify(mut unit_state: watch::Receiver<UnitState>) {
             }
             new
         });
-        // Without an answer, the runtime is ending.
+        // The blocking task fails only when the runtime shuts down.
         let Ok(new) = sent.await else { return };
         notified = new;
     }
@@ -180,7 +181,7 @@ mod tests {
         assert_eq!(since(&reloading, &notified), ["RELOADING=1"]);
         let done = unit_state(1, true, "degraded");
         assert_eq!(since(&done, &reloading), ["STATUS=degraded", "READY=1"]);
-        // Sending was blocked in between.
+        // If sending is blocked for a while, one message carries all changes of that time.
         assert_eq!(since(&done, &notified), ["RELOADING=1", "STATUS=degraded", "READY=1"]);
         let last = UnitState { stopping: true, beats: 3, ..unit_state(1, true, "stopping") };
         assert_eq!(since(&last, &done), ["STOPPING=1", "STATUS=stopping", "WATCHDOG=1"]);

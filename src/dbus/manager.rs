@@ -189,10 +189,11 @@ impl Manager {
         #[zbus(connection)] bus: &Connection,
         #[zbus(header)] call: Header<'_>,
     ) -> Result<()> {
-        // The control daemon waits for the client, and all callers wait for the control daemon: a program that does not
-        // disconnect blocks it for all GPUs. Measured on an H200, with signal handlers that sleep and with four processes that
-        // stop the client again and again: the control daemon was blocked as long as that went on, although the service continued
-        // the client. So the configuration decides if users may do this.
+        // The control daemon waits until the client disconnects, and all other callers wait for the control daemon. So a
+        // program that does not disconnect blocks the control daemon for all GPUs. Measured on an H200, with clients whose
+        // signal handlers sleep, and with four processes that stop the client again and again: the control daemon was blocked
+        // for as long as they did so, although the service continued the client. So the configuration decides if users other
+        // than root may call this method.
         let user = self.callers.user_behind(bus, &call).await?;
         let _place = self.place_for(user)?;
         ask(&self.requests, |reply| Request::Terminate(pid, user, reply)).await

@@ -46,7 +46,8 @@ pub(crate) async fn stay_on_the_bus(
                     tokio::select! {
                         () = bus.closed() => break,
                         Some(signal) = signals.recv() => {
-                            // The new state is published before the signal, so that its receivers find it.
+                            // The new state is published before the signal, so that a receiver of the signal reads the new
+                            // state.
                             let new = Arc::clone(&snapshot.borrow_and_update());
                             bus.publish(new).await;
                             match signal {

@@ -54,7 +54,7 @@ impl SliceDesk {
         call: &Header<'_>,
     ) -> Result<(Vec<String>, ContainerConfig)> {
         let clients = self.clients_for(wish).await?;
-        // A slice that is bound to the caller's own control group is not excluded for it.
+        // A slice that is bound to the caller's own control group can be given to the caller.
         let is_anything_bound = self.snapshot.borrow().bindings.iter().next().is_some();
         let group = if is_anything_bound { self.callers.control_group_of(bus, call).await } else { None };
         let asker = Asker { control_group: group.as_deref(), by: BoundBy::Platform, shares: wish.share };
@@ -75,7 +75,7 @@ impl SliceDesk {
         clients: &[ClientView],
         asker: Asker<'_>,
     ) -> Result<Vec<ChosenSlice<'s>>> {
-        // Locked until the choice is recorded, so that the next caller gets another slice.
+        // The lock is held until the choice is recorded, so that a concurrent caller gets another slice.
         let mut given = self.lock();
         let candidates = free::candidates(snapshot, &wish.names, clients, &recent(&given))?;
         let chosen = free::choose(snapshot, &candidates, &snapshot.bindings, asker)?;

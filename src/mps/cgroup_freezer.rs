@@ -66,7 +66,8 @@ impl FrozenGroup {
     /// The kernel refuses: for example, the hierarchy is mounted read-only.
     pub(super) fn thaw(self, thawed: &mut Vec<Thawed>) -> io::Result<()> {
         self.kind.set(&self.group, false)?;
-        // Another program may freeze the group repeatedly. One entry is enough.
+        // Another program may freeze the control group repeatedly, and then it is thawed several times. One entry is enough
+        // to freeze it again.
         if !thawed.iter().any(|known| known.0 == self) {
             thawed.push(Thawed(self));
         }

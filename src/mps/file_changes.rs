@@ -122,7 +122,7 @@ impl Drop for FileWatch {
             if wakes.is_empty()
                 && let Some(queue) = queue
             {
-                // This call fails for a file that was removed: the kernel has already removed the watch.
+                // Removing a watch fails if the file was removed: the kernel has then removed the watch itself.
                 let _ = inotify::remove_watch(&**queue, *watch);
             }
             !wakes.is_empty()
@@ -146,7 +146,7 @@ async fn pass_on(changes: FileChanges, queue: Arc<Readable>) {
                 wake(&mut changes.lock(), &read);
             }
             Err(error) => {
-                // Only a runtime that is shutting down returns an error here.
+                // Only a runtime that is shutting down returns an error here, so there is nothing left to wait for.
                 tracing::debug!("changes can't be read: {error}");
                 return;
             }
@@ -163,7 +163,7 @@ fn read(queue: BorrowedFd<'_>) -> io::Result<Read> {
             Ok(event) => {
                 read.watches.insert(event.wd());
                 read.lost_some |= event.events().contains(ReadFlags::QUEUE_OVERFLOW);
-                // Changes that are still in the queue are read next time.
+                // If the buffer is full, the rest of the changes stays in the kernel's queue until the next read.
                 if reader.is_buffer_empty() {
                     return Ok(read);
                 }

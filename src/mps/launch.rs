@@ -101,10 +101,11 @@ pub(crate) fn become_program(mut arguments: impl Iterator<Item = OsString>) -> i
     if io::stdin().read(&mut word)? == 0 {
         return Ok(());
     }
-    // This fails if the service does not run as root. The control daemon serves nevertheless.
+    // Lowering the control daemon's OOM score fails if the service does not run as root. The control daemon serves
+    // nevertheless.
     let _ = oom::adjust(oom::OF_CONTROL_DAEMONS);
-    // The binding comes last: this process may have been moved to another control group, with other CPUs. If this fails, the
-    // control daemon uses all CPUs, and the service shows that.
+    // The CPUs are bound last, since the move to another control group may have changed the CPUs of this process. If binding
+    // fails, the control daemon uses all CPUs, and the service shows that.
     let _ = cpus.map(Cpus::bind);
     let error = std::process::Command::new(&program).args(arguments).stdin(Stdio::null()).exec();
     Err(io::Error::new(error.kind(), format!("{}: {error}", program.display())))

@@ -81,7 +81,7 @@ impl Socket {
         let leads = identity(&directory).map_err(|error| bad(pipe_directory, &error))? == Some(self.id);
         for name in LEFTOVERS.into_iter().filter(|_| !leads) {
             match unlink(&directory, name) {
-                // `log` may be the log directory, which has this name by default.
+                // `log` may also be the log directory, whose default name this is. A directory stays.
                 Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => {}
                 Err(error) => return Err(bad(pipe_directory, &error.into())),
             }
@@ -95,7 +95,7 @@ impl Socket {
             if identity(directory).map_err(|error| bad(path, &error))? == Some(self.id) {
                 return Ok(false);
             }
-            // A crash may have left a link with this name.
+            // The service may have crashed between making the link `NEW` and renaming it, so an old `NEW` is removed.
             match unlink(directory, NEW) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(Errno::ISDIR) => clear_place(directory, &path.join(NEW), "was a directory", moved)?,
@@ -186,7 +186,7 @@ impl SliceDirectories {
     /// Stops other users from changing the directories of these slices, and from adding others.
     pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
         for name in names {
-            // Some slices have no directory yet.
+            // A slice that has no directory yet is skipped.
             if let Ok(directory) = self.open(name) {
                 keep(&directory, &self.path.join(name));
             }
@@ -197,8 +197,9 @@ impl SliceDirectories {
     /// Lets other users change the directories of these slices again, and all further directories of slices in this
     /// directory that were protected.
     fn release(&self, names: &BTreeSet<String>) {
-        // The flag of this directory is set last and removed last. If it is not set, no other directory has the flag. So of many
-        // control daemons that are released, only the first has to look at all directories.
+        // The immutable flag of the directory that contains all slices is set last and removed last. If it is not set, no
+        // slice's directory has the flag. So when many control daemons are released, only the first of them looks at all
+        // directories.
         let kept = immutable::is_set(&self.directory).unwrap_or_default();
         let others = kept.then(|| self.others(names).unwrap_or_default());
         for name in names.iter().chain(others.iter().flatten()) {
@@ -233,7 +234,7 @@ pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
     let log = log_directory.strip_prefix(path).ok().and_then(|below| below.iter().next());
     let is_ours = |name: &OsStr| {
         let text = name.to_string_lossy();
-        // The pipe directory may contain those of control daemons of one GPU or one slice.
+        // The pipe directory may contain the pipe directories of control daemons for one GPU or one slice.
         let ours = [SOCKET, NEW, WAITING].contains(&&*text) || is_of_service(&text);
         ours || text.contains(".refused-") || log == Some(name)
     };
@@ -282,7 +283,7 @@ fn close(directory: &OwnedFd, socket: Option<SocketId>) -> io::Result<()> {
         return Ok(());
     }
     match unlink(directory, SOCKET) {
-        // A directory with this name is no link.
+        // If the name is taken by a directory, there is no link to remove.
         Ok(()) | Err(Errno::NOENT | Errno::ISDIR) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -420,7 +421,8 @@ mod tests {
         let place = TestDirectory::new();
         assert_eq!(place.lead(&[A]), [A]);
         let at = |path: &str| place.root.path().join(path);
-        // A slice of another control daemon, a file, a directory with a name that no slice has, and a symbolic link.
+        // Things in the directory of slices that are no slices of this control daemon: a slice of another control daemon, a
+        // file, a directory with a name that no slice has, and a symbolic link.
         fs::create_dir(at("pipe/slices").join(B)).unwrap();
         let _other = UnixListener::bind(at("pipe/slices").join(B).join("control")).unwrap();
         fs::write(at("pipe/slices/00_07.0-0"), "").unwrap();

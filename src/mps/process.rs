@@ -60,7 +60,8 @@ impl Process {
     /// Waits until the process has ended, and returns its exit status. None for a process that is not a child.
     pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
-            // On a kernel without pidfds, the process stays a zombie until this call.
+            // A child is waited for, so that the kernel removes its zombie. On a kernel without pidfds the zombie stays until
+            // then.
             Some(child) => child.wait().await.ok(),
             None => {
                 self.handle.ended().await;
@@ -250,7 +251,8 @@ impl Held {
         let pid = self.0.identity().pid;
         let mut going_on = GoingOn { held: self.clone(), thawed: Vec::new(), was_held: false };
         for _ in 0..GO_ON_LOOKS {
-            // A process that is stopped every 300 us runs only right after SIGCONT, so the second check follows at once.
+            // If another program stops the process every 300 us, the process runs only right after SIGCONT. So the second
+            // look follows the first at once.
             if !going_on.continue_once(is_any_thread_stopped(pid))?
                 || !going_on.continue_once(is_any_thread_stopped(pid))?
             {
@@ -347,7 +349,7 @@ mod tests {
 
         let directory = tempfile::tempdir().unwrap();
         let program = directory.path().join(OsStr::from_bytes(b"\xff) \xfe"));
-        // The link lets the test's own program run under this name.
+        // The process gets the name of this link, which runs the test program itself.
         std::os::unix::fs::symlink(std::env::current_exe().unwrap(), &program).unwrap();
         let mut child = std::process::Command::new(&program)
             .arg0("waits")

@@ -38,7 +38,8 @@ impl ProcessHandle<OwnedFd> {
             Err(Errno::NOSYS) => None,
             Err(error) => return Err(error.into()),
         };
-        // The pidfd is opened first. The identity that is read afterwards belongs to the same process, unless that has ended.
+        // The pidfd is opened before the identity is read. Both then belong to the same process, unless it has ended
+        // meanwhile.
         Ok(Self { identity: identity::read(pid)?, pidfd })
     }
 
@@ -69,8 +70,8 @@ impl ProcessHandle<Readable> {
             }
             return;
         };
-        // A pidfd becomes readable when its process ends, and stays readable. Only a runtime that is shutting down returns an
-        // error.
+        // A pidfd becomes readable when its process ends, and stays readable. Waiting fails only in a runtime that is
+        // shutting down.
         if pidfd.until(|_| Ok(())).await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -129,7 +130,7 @@ mod tests {
             assert_eq!(held.identity(), identity::read(child.id()).unwrap());
             let watched = hold(child.id()).watched().unwrap();
             let waiting = tokio::spawn(async move { watched.ended().await });
-            // Each turn lets the task poll again, and the runtime look for descriptors that have become readable.
+            // Each yield lets the runtime poll the task again, and look for descriptors that have become readable.
             for _ in 0..10 {
                 tokio::task::yield_now().await;
             }

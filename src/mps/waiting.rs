@@ -43,7 +43,7 @@ impl WaitingSocket {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
             let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
             bind(&listener, &SocketAddrUnix::new(&path)?)?;
-            // The same mode as that of a control daemon's socket: a program needs the right to write in order to connect.
+            // A control daemon gives its socket the same mode: a program needs write permission in order to connect.
             fs::set_permissions(&path, Permissions::from_mode(0o666))?;
             listen(&listener, PROGRAMS)?;
             Ok(listener)
@@ -85,7 +85,8 @@ impl WaitingSocket {
             match next() {
                 Ok(peer) => {
                     let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-                    // The service itself connects too, to find out which process listens.
+                    // The service itself connects to the socket too, to find out which process listens there. It does not
+                    // wait for a server.
                     waited.extend(pid.filter(|pid| *pid != own));
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}

@@ -77,8 +77,8 @@ impl SharedAdmission {
             admission.links.release(&mut admission.directories);
         }
         let shared = Self { admission: Arc::new(Mutex::new(admission)), state_file, changed };
-        // Errors are ignored: no link is made before the control daemon has its order, and links that can't be removed are
-        // reported as an event.
+        // Errors are ignored here: a link is made only after the control daemon has its order, and links that can't be
+        // removed are reported as an event.
         let _ = shared.apply();
         shared
     }
@@ -93,7 +93,8 @@ impl SharedAdmission {
             }
             if retiring {
                 links.release(directories);
-                // No link will point to this control daemon any more. Programs that wait would wait for ever.
+                // A control daemon that retires gets no new link, so programs at its waiting socket would wait for ever. The
+                // socket is closed.
                 directories.waiting = None;
             }
         }
@@ -224,7 +225,7 @@ impl Admission {
 
     fn apply(&mut self, closed: &ClosedDevices) -> Result<(), Bad> {
         let done = self.links.apply(&mut self.directories, closed);
-        // No descriptor stays open between two passes.
+        // The descriptors of the directories are closed until the next pass.
         (self.directories.socket, self.directories.slices) = (None, None);
         done
     }

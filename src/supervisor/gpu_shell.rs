@@ -17,7 +17,7 @@ use super::bypass::{self, Bypass};
 impl GpuShell for Worker {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
         let served = ComputeMode::while_served(self.order.plan.tenure());
-        // If a GPU does not answer, the last answer counts.
+        // For a GPU that does not answer, the processes of the last answer stay.
         self.processes.retain(|gpu, _| gpus.contains(gpu));
         let mut seen = BTreeMap::new();
         for (uuid, look) in self.tools.nvml.read_gpus(gpus.to_vec(), together).await {
@@ -36,7 +36,8 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // The owners of these processes are needed for a message if they use a GPU without a server of the service.
+        // These processes use a GPU without a server of the service. If that is reported, the message names their owners, so
+        // the register looks them up now.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();
@@ -92,7 +93,8 @@ impl GpuShell for Worker {
         }
         self.reporter.update_gpu(gpu, |gpu| {
             gpu.server_kept_out = server_is_kept_out;
-            // The memory may have changed, but a change of the memory is no news.
+            // The bypasses are replaced only if some have come or ended. A change of their memory alone would publish a new
+            // state at each check.
             if is_news {
                 gpu.bypasses = now;
             }

@@ -163,7 +163,8 @@ async fn run(
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 ) {
     while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
-        // A rest shows the result of the act before it, with the order of that act.
+        // `Rest` only publishes the result of the act before it, which belongs to the order of that act. So a new order is
+        // not taken yet.
         if !matches!(act, DaemonAct::Rest(_)) {
             machine.worker.take_order(order, goal, held);
         }
@@ -173,17 +174,17 @@ async fn run(
             outcome = machine.carry_out(act, &mut commands) => outcome,
         };
         if let DaemonAct::Rest(_) = act {
-            // The state must be published before the next act, which may begin at once.
+            // Other tasks publish the state now, before the next act, which may begin at once.
             yield_now().await;
         } else {
-            // An error means that the service is ending.
+            // Sending fails only when the receiver is dropped, at the end of the service.
             let _ = events.send(machine.done(outcome));
         }
     }
 }
 
 /// The supervisor of one control daemon: its order, and what it knows beyond one run.
-// Each flag is a fact of its own: none of them excludes another.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 struct Worker {
@@ -343,7 +344,7 @@ impl Worker {
     }
 
     fn take_order(&mut self, order: Instructions, goal: Goal, held: HeldGpus) {
-        // If the plan is the same, clients notice nothing.
+        // If the new order has the same plan, the status stays as it is: nothing changes for clients.
         self.reporter.update(|status| status.take(&order.plan));
         (self.order, self.goal, self.held) = (order, goal, held);
         let plan = &mut self.order.plan;

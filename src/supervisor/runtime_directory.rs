@@ -70,7 +70,7 @@ impl RuntimeDirectory {
         };
         fs::create_dir_all(path).map_err(failed(path))?;
         let file = path.join(FILE);
-        // Only root may open it: any program that can open it can lock it.
+        // Only root may open the file, since any process that can open it can also lock it.
         let lock = File::options()
             .read(true)
             .write(true)
@@ -129,7 +129,7 @@ mod tests {
         directory.keep().unwrap();
         let file = fs::metadata(directory.path().join(FILE)).unwrap();
         assert_eq!(file.ino(), inode(&directory));
-        // Any program that could open it could lock it.
+        // Only root may open the file, since any process that can open it can also lock it.
         assert_eq!(file.permissions().mode() & 0o777, 0o600);
     }
 }

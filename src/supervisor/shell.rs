@@ -43,7 +43,7 @@ pub(super) struct RunShell<'m> {
 
 impl GpuShell for RunShell<'_> {
     async fn read_gpus(&mut self, gpus: &[GpuUuid], together: bool) -> Option<SeenGpus> {
-        // A GPU that does not answer must not delay noticing the end of the control daemon.
+        // A GPU may answer late or never. The end of the control daemon must be noticed meanwhile.
         let status = tokio::select! {
             seen = self.worker.read_gpus(gpus, together) => return seen,
             status = self.run.process.exited() => status,
@@ -304,7 +304,8 @@ impl Shell for RunShell<'_> {
         let led = admission.lead(&self.run.running, &self.worker.order.plan);
         self.run.running.slice_directories = admission.slice_directories();
         self.worker.report_links(&self.run.running.pipe_directory, None);
-        // After a failure there is a pause. After a blocker, an idle control daemon would be ended at once, repeatedly.
+        // A missing link is a failure and no blocker: a failure is followed by a pause, but for a blocker an idle control
+        // daemon would be ended and started again without a pause.
         led.map_err(Failure::Waiting)
     }
 
@@ -458,7 +459,7 @@ impl Shell for RunShell<'_> {
 
     fn answer(&mut self, answer: Result<(), String>) {
         if let Some(reply) = self.reply.take() {
-            // An error means that the caller no longer waits.
+            // Sending fails only if the caller no longer waits.
             let _ = reply.send(answer.map_err(Problem::from));
         }
     }

@@ -32,7 +32,7 @@ impl Machine {
         let process = match Process::adopt(running.process) {
             Ok(Some(process)) => process,
             Ok(None) => {
-                // The control daemon has ended while no service ran.
+                // The state file names a control daemon that has ended while no service ran.
                 self.worker.end_run(&mut self.run, None);
                 return Ok(());
             }
@@ -46,14 +46,15 @@ impl Machine {
         let control = Arc::new(self.worker.tools.front_ends.control_in(running.control_directory()));
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
-        // The log is read through the control daemon's standard output, since its file may have been removed. It is read from the
-        // beginning, for the lines about servers.
+        // The log is opened through the control daemon's standard output, since the file in the directory may have been
+        // removed. It is read from the beginning, since the lines about running servers may be old.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
-        // A log that was begun again is shorter than the offset. Its new lines must not count as passed on.
+        // If the log was truncated while no service ran, it is shorter than the saved offset. Its lines are then new, and
+        // must be passed on.
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));
@@ -117,7 +118,7 @@ impl Starter for StartShell<'_> {
         let clients = match control.client_pids(&[]).await {
             Err(ControlError::NoDaemon { .. }) => return Ok(None),
             Err(error @ ControlError::NotRun { .. }) => return Err(error.into()),
-            // No process listens there, so the front end itself has failed.
+            // No process listens in the directory, so the error is one of the front end itself.
             Err(error) if control.daemon_pid().is_none() => return Err(error.into()),
             Err(error) => Err(error.to_string()),
             Ok(clients) => Ok(clients.values().flatten().count()),
@@ -140,14 +141,16 @@ impl Starter for StartShell<'_> {
         let bad_directory = |error: BadDirectory| Failure::Waiting(error.to_string());
         let mut moved = Vec::new();
         let pipe = match (plan.tenure(), plan.pipe_directory.parent()) {
-            // The parent directory may have the immutable flag for a control daemon that has other GPUs.
+            // The parent directory may be immutable, since a control daemon of other GPUs protects it. `open_in` removes the
+            // flag for the change.
             (Tenure::InTurns, Some(above)) => directories::open(above)
                 .and_then(|above| directories::open_in(&above, &plan.pipe_directory, &mut moved)),
             _ => directories::open(&plan.pipe_directory),
         };
         let pipe = pipe.map_err(bad_directory)?;
         if plan.private_directory.is_none() || plan.log_directory.starts_with(&plan.pipe_directory) {
-            // The control daemon itself makes files there. The flag is from an earlier control daemon.
+            // The control daemon makes files in this directory, so the immutable flag that an earlier control daemon has left
+            // is removed.
             let _ = immutable::set(&pipe, false);
         }
         let reporter = &mut self.worker.reporter;
@@ -215,7 +218,8 @@ impl Worker {
     fn free_place_of_fifo(&self) -> Result<Option<String>, BadDirectory> {
         let plan = &self.order.plan;
         let place = plan.control_directory().join(driver::LOG_FIFO);
-        // The plan has a private directory, which is not possible on this host.
+        // A log directory inside the place of the FIFO is possible only if the plan had a private directory and the host
+        // can't have one.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
                 "is where the control daemon makes a FIFO, so it would write no log",

@@ -30,7 +30,8 @@ impl SharedStateFile {
     }
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, StateFile> {
-        // The state file is complete after every call, even after a panic in a thread.
+        // A panic in another thread leaves the state file complete, since every method leaves it complete. So a poisoned lock
+        // can be used.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -101,7 +102,7 @@ impl StateFile {
     /// The compute mode that the service has last set on a GPU.
     pub(crate) fn compute_mode_set(&self, uuid: &str) -> ComputeMode {
         let word = self.contents.compute_modes_set.get(uuid);
-        // An earlier version set only this mode.
+        // A state file of an earlier version has no such word. That version set only `EXCLUSIVE_PROCESS`.
         word.and_then(|word| word.parse().ok()).unwrap_or(ComputeMode::ExclusiveProcess)
     }
 
@@ -225,7 +226,7 @@ impl StateFile {
                 format!("{} would have {bytes} bytes, and at most {MAX_BYTES} are read", file.display());
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
-        // Only a directory can't be replaced by a file.
+        // A rename replaces anything at this path but a directory, so a directory is moved aside.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;

@@ -46,7 +46,7 @@ impl PlannedWait {
 }
 
 /// The status of a control daemon and its GPUs.
-// Each flag is a fact of its own: none of them excludes another.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
@@ -109,7 +109,7 @@ impl Status {
         self.view.state = state;
         self.serving = serving;
         self.put_off &= !matches!(state, ControlDaemonState::Starting | ControlDaemonState::Ready);
-        // The reason of the last failure is shown until the next start has succeeded.
+        // During a new start the reason of the last failure stays in the status, until the start has succeeded.
         if state != ControlDaemonState::Starting {
             reason.clone_into(&mut self.view.reason);
             self.waits = None;

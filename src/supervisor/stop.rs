@@ -34,10 +34,10 @@ impl Machine {
             if let Some((run, _)) = &self.run {
                 run.tell_clients_of_the_end(&self.worker.reporter, &self.worker.tools.clients);
             }
-            // Both in one step: a control daemon that has ended is never shown as ready.
+            // The run and the state change in one step, so that a control daemon that has ended is never shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
-        // Otherwise the failure is reported together with the pause after it.
+        // During a stop the failure is reported now. Otherwise it is reported together with the pause that follows it.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {

@@ -72,7 +72,7 @@ impl SupervisorHandle {
     ) {
         let (sender, interrupt) = oneshot::channel();
         self.interrupt = Some(sender);
-        // An error means that the service is ending.
+        // Sending fails only when the supervisor has ended, at the end of the service.
         let _ = self.assignments.send(Assignment { order: order.payload, goal, held, act, interrupt });
     }
 
@@ -87,8 +87,8 @@ impl SupervisorHandle {
     pub(crate) fn follow(&mut self, order: &Instructions, goal: Goal) {
         match goal {
             Goal::Serve | Goal::Retire => self.admission.pursue(&order.plan, goal == Goal::Retire),
-            // A link to a control daemon that ends does no harm, and a control daemon that is left to the next service needs its
-            // links.
+            // The links stay: a link to a control daemon that ends does no harm, and clients of a control daemon that the
+            // next service takes over need their links.
             Goal::Stop(_) | Goal::Leave => {}
         }
         self.order.clone_from(order);
@@ -145,7 +145,7 @@ impl SupervisorHandle {
     /// Reports a critical error (Xid) of one of the control daemon's GPUs to the supervisor.
     pub(crate) fn met_xid(&self, xid: u64) {
         tracing::debug!("checked now, since a GPU met Xid {xid}");
-        // The check finds every effect on the servers.
+        // The health check finds out which servers the error has hit, so only the check is requested.
         self.send(Requested::Check, None);
     }
 

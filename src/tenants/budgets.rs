@@ -338,7 +338,7 @@ impl GpuWatch {
     }
 
     async fn send(&self, event: LoopEvent) {
-        // The loop takes events as long as the service runs.
+        // Sending fails only when the loop has ended, at the end of the service.
         let _ = self.events.send(event).await;
     }
 
@@ -347,7 +347,8 @@ impl GpuWatch {
         let over = self.over.subscribe();
         let mut enforcer = std::mem::take(&mut self.enforcer);
         let (events, begun) = (self.events.clone(), self.begun);
-        // In a separate task, so that looks go on: the control daemon waits for each client that it ends.
+        // A separate task ends the clients, since the control daemon waits for each of them. The looks at the GPU go on
+        // meanwhile.
         tokio::spawn(async move {
             let (reply, answer) = oneshot::channel();
             let _ = events.send(LoopEvent::Daemons(reply)).await;

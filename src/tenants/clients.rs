@@ -41,7 +41,7 @@ pub(crate) async fn list(statuses: &[Status], tools: &Tools) -> Vec<ClientView> 
         clients = clients_on(&processes, &bypasses, tools);
     }
     let waiting = statuses.iter().flat_map(|status| &status.waiting).copied();
-    // A server may have taken it by now, or it may have ended.
+    // A process that waited may be a client of a server by now, or may have ended.
     let waits = |process: &ProcessId| {
         !clients.iter().any(|(client, _)| client.pid == process.pid) && identity::runs(*process)
     };
@@ -92,7 +92,8 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
         }
         for status in statuses {
             let own = state_file.control_daemon(&status.view.id).map(|running| running.gpus.clone());
-            // If no control daemon of the service runs, a foreign control daemon may serve the GPUs.
+            // A control daemon of the service must run for bypasses to be searched: otherwise a foreign control daemon may
+            // serve the GPUs, and its clients are no bypasses.
             if status.view.pid.is_some() {
                 searched.extend(status.gpus.keys().cloned().chain(own.unwrap_or_default()));
             }
@@ -102,7 +103,8 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     let looks = tools.nvml.read_gpus(gpus.into_iter().collect(), true).await.into_iter();
     let processes: ProcessesByGpu =
         looks.filter_map(|(uuid, look)| Some((uuid, look.ok()?.1.ok()?))).collect();
-    // The register is asked after NVML: a client belongs to the control daemon before it is on the GPU.
+    // The register is read after NVML was asked: a client is in the log of its control daemon before it opens the GPU, so the
+    // register has all clients that NVML has listed.
     let clients: BTreeSet<u32> = tools.clients.served().iter().map(|(_, process, _)| process.pid).collect();
     let is_told = |uuid: &str, pid: u32| {
         told(statuses).any(|bypass| bypass.gpu_uuid == uuid && bypass.process.pid == pid)
@@ -111,7 +113,7 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     for (uuid, there) in processes.iter().filter(|(uuid, _)| searched.contains(*uuid)) {
         let mut strangers = there.clone();
         strangers.retain(|process| !process.via_mps || is_told(uuid, process.pid));
-        // A server is a child of its control daemon.
+        // The parent of each MPS server is its control daemon, so a process with such a parent is no stranger.
         strangers.retain(|one| !proc::stat(one.pid).is_ok_and(|stat| daemons.contains(&stat.parent)));
         bypasses.extend(bypass::find(uuid, &strangers, &[], &clients));
     }
@@ -142,7 +144,8 @@ fn clients_on(
             clients.insert((process, uuid.clone()));
         }
     }
-    // The control daemon knows a client before the driver does, and before Volta the driver knows none.
+    // Clients that the driver does not list are added from the register: a control daemon knows a client before the driver
+    // does, and before Volta the driver lists no clients.
     let driver_knows: BTreeSet<ProcessId> = clients.iter().map(|(process, _)| *process).collect();
     for (id, process, named) in tools.clients.served() {
         if driver_knows.contains(&process) || !identity::runs(process) {

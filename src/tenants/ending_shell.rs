@@ -82,7 +82,8 @@ async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet
 
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let servers = control.inspect(&[], None).await?.servers;
-    // The list may name no client while a server handles an error: so this is asked before the list, and after it.
+    // A control daemon may leave clients out of its list while a server handles a fatal error. So the servers are asked for
+    // errors before the list is read, and again after it.
     let mut faulted = servers_in_fault(control, &servers).await?;
     let pids = control.client_pids(&servers).await?;
     let started = |pid| identity::read(pid).ok().map(|process| process.start_time);

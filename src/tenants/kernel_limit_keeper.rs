@@ -142,7 +142,7 @@ impl Acts {
                     "another program has changed the memory limit of {path} on {uuid}: it was {found}, and is {mib} MiB again; \
                      NVIDIA's container toolkit does so for a container whose environment has NVIDIA_GPU_MEMORY_LIMIT"
                 );
-                // An error means that the loop has ended.
+                // Sending fails only when the loop has ended, at the end of the service.
                 let _ = self.events.send(LoopEvent::Event(text)).await;
             }
             _ => {}

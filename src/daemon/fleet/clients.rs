@@ -85,12 +85,12 @@ impl Fleet {
         }
         asked.join_all().await;
         pids.extend(daemons.iter().flat_map(|id| clients.at_work(id)));
-        // The driver may know a client whose line is not read yet.
+        // The driver may know a client whose line in the log of the control daemon was not read yet, so NVML is asked too.
         let gpus: Vec<String> = gpus.into_iter().collect();
         let registered: BTreeSet<u32> = clients.served().iter().map(|(_, process, _)| process.pid).collect();
         let there = timeout(PATIENCE, self.tools.nvml.mps_clients(&gpus)).await.unwrap_or_default();
         pids.extend(there.into_values().flatten().flatten().filter(|pid| !registered.contains(pid)));
-        // If a look takes too long, its client is described as it was known before.
+        // If a process can't be looked at in time, it is described by what the register knew of it before.
         let _ = timeout(PATIENCE, clients.look_up_anew(pids.iter().copied())).await;
         let known = pids.into_iter().map(|pid| clients.last_with(pid));
         known.filter(|client| identity::runs(client.process)).collect()

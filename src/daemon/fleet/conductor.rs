@@ -146,7 +146,7 @@ impl Conducted {
         let done = what(gpu.clone());
         tokio::spawn(async move {
             let outcome = done.await;
-            // An error means that the service is ending.
+            // Sending fails only when the receiver is dropped, at the end of the service.
             let _ = events.send(CoreEvent::ModeDone { gpu, outcome });
         });
     }

@@ -92,7 +92,7 @@ impl Fleet {
         self.servers_path.clone_from(&settings.supervision.servers_path);
         let sets_modes = settings.enabled && settings.supervision.set_compute_mode;
         let held = plan.gpus.iter().filter(|gpu| !gpu.holders().is_empty());
-        // A GPU is served as soon as the last of these processes has ended.
+        // These processes prevent the service of some GPUs. When one of them ends, the service looks at the host again.
         self.holders = JoinSet::new();
         for (pid, _) in held.clone().flat_map(plan::GpuPlan::holders).take(HOLDERS) {
             self.holders.spawn(process::ended(*pid));
@@ -132,7 +132,7 @@ impl Fleet {
         let statuses = self.ask_those(|goal| goal == Goal::Serve, SupervisorHandle::status);
         let leaving = self.ask_those(|goal| goal != Goal::Serve, SupervisorHandle::status);
         let Conducted { core, supervisors, .. } = &*self.conductor.lock();
-        // A control daemon without a supervisor waits for the next plan.
+        // A control daemon that has no supervisor yet counts as put off: its start waits for the next plan.
         let is_put_off =
             |id: &DaemonId| supervisors.get(id).is_none_or(|supervisor| supervisor.status().put_off);
         Moment { statuses, leaving, held: core.kept(), starting: core.is_starting(is_put_off) }
@@ -203,7 +203,7 @@ impl Fleet {
     pub(super) fn apply(&mut self, force: bool, reply: Reply<()>) {
         let asked = self.ask_all(|supervisor| {
             let view = supervisor.status().view;
-            // Without a control daemon, no change waits for clients.
+            // A supervisor without a running control daemon has no clients that a change would have to wait for.
             view.pid.map(|_| (view.id, supervisor.apply(force)))
         });
         let changed = Arc::clone(&self.tools.changed);
@@ -291,7 +291,7 @@ fn leftover(id: &DaemonId, running: &Running, plan: &Plan) -> plan::ControlDaemo
         memory_limit_mib: 0,
         sizes: BTreeMap::new(),
         limits_enforced: false,
-        // No new client will use this GPU, so the capacity does not matter.
+        // A leftover control daemon gets no new clients, so the capacity of its GPUs does not matter.
         capacity: u32::MAX,
         clients_listed: id.tenure() == Tenure::Alone,
     });

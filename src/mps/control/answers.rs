@@ -60,7 +60,7 @@ pub(super) fn parse_clients(answer: &str) -> Option<Vec<Client>> {
             if header.split_whitespace().eq(["PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"]) => {}
         Some(_) => return None,
     }
-    // A line that is no row belongs to the name of a program that has a line break.
+    // A program whose name contains a line break puts extra lines into the table. Lines that are no rows are skipped.
     Some(lines.filter_map(parse_client).collect())
 }
 
@@ -81,7 +81,7 @@ mod tests {
     use super::super::error::unexpected;
     use super::*;
 
-    // Control daemons of drivers 535, 550, 555 and 580 gave the answers below.
+    // The answers below were recorded with the control daemons of drivers 535, 550, 555 and 580.
 
     #[test]
     fn server_statuses() {
@@ -123,7 +123,7 @@ mod tests {
         assert_eq!(parsed(answer, &[939, 944]), Some((clients, servers)));
         let gone = ClientPids::from([(1, BTreeSet::new())]);
         assert_eq!(parsed("100.0\nServer 1 not found\n100.0", &[1]), Some((gone, BTreeSet::new())));
-        // The answer is incomplete, or another program answers.
+        // An answer that is incomplete, or comes from another program, is refused.
         for other in ["", "939", "100.0\n1153", "100.0\ngarbage\n100.0\n939", "1153\n100.0\n939"] {
             assert_eq!(parsed(other, &[939]), None, "{other:?}");
         }

@@ -63,16 +63,19 @@ impl FrontEnd {
             .stdin(Stdio::piped())
             .stdout(its_stdout)
             .stderr(its_stderr)
-            // If the control daemon is stopped, the front end waits until the caller gives up, and has to end then.
+            // If the control daemon is stopped by a signal, its front end waits for ever. It is killed when the caller gives
+            // up.
             .kill_on_drop(true)
             .spawn()
             .map_err(not_run)?;
         if let Some(mut stdin) = front_end.stdin.take() {
-            // A front end that finds no control daemon may end before it reads the command. Then its output has the reason.
+            // A front end that finds no control daemon may end before it reads the command, so an error of the write is
+            // ignored: the reason is in the output.
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
-        // The front end writes each line separately, and reading each would wake this process. So the pipes are read when it has
-        // ended. If it takes longer they are read too, since an answer may be larger than a pipe.
+        // The front end writes each line separately, and reading each would wake the service once a line. So the pipes are
+        // read after the front end has ended. They are also read after `ANSWER_TIME`: an answer that is larger than a pipe
+        // keeps the front end from ending.
         let _ = timeout(ANSWER_TIME, front_end.wait()).await;
         let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
         let answer = String::from_utf8_lossy(&stdout);

@@ -107,16 +107,18 @@ fn differing<'a>(
     let mut found = Vec::new();
     let said = lines.next()?;
     if said.starts_with("Server") || is_unknown_command(said) {
-        // The answer to each command about this server is the same line.
+        // The control daemon has answered the first command about this server with an error. It answers the commands about
+        // the memory limits with the same line, so these lines are skipped.
         lines.by_ref().take(memory_mib.len()).for_each(drop);
         return Some(found);
     }
-    // A percentage has a point, a PID does not.
+    // The control daemon writes a percentage with a decimal point, and a PID without one.
     let percentage: f64 = said.parse().ok().filter(|_| said.contains('.'))?;
     if let Some(wanted) = wanted.filter(|wanted| (percentage - f64::from(*wanted)).abs() >= 0.05) {
         found.push(format!("active thread percentage {said} instead of {wanted}"));
     }
-    // The control daemon does not answer for a limit that is not set. A line with a number is a percentage or a PID.
+    // If a memory limit is not set, the control daemon writes no line for it. The next line is then a number: a percentage or
+    // a PID.
     let is_limit = |line: &&str| line.parse::<f64>().is_err();
     let said: Vec<&str> = memory_mib.keys().map_while(|_| lines.next_if(is_limit)).collect();
     if said.len() < memory_mib.len() {
@@ -143,7 +145,7 @@ mod tests {
 
     use super::*;
 
-    // Control daemons of drivers 535, 550, 555 and 580 gave such lines.
+    // The answers below have the form of those of the control daemons of drivers 535, 550, 555 and 580.
 
     fn limits() -> Limits {
         Limits { thread_percentage: 25, memory_mib: [(0, 35942), (1, 512)].into(), enforced: [0].into() }
@@ -177,7 +179,7 @@ mod tests {
             look("Unknown command \"get_server_status\"\n100.0\n939", &[939]),
             Some((vec![939], unknown))
         );
-        // The answer is incomplete, or another program answers.
+        // An answer that is incomplete, or comes from another program, is refused.
         for other in ["", "939", "ACTIVE", "ACTIVE\ngarbage", "ACTIVE\n100.0\ngarbage"] {
             assert_eq!(look(other, &[939]), None, "{other:?}");
         }
@@ -200,7 +202,7 @@ mod tests {
         );
         let none = "no device pinned memory limit on some device";
         assert_eq!(found("ACTIVE\n25.0\n35G\n25.0\n939"), [none, none]);
-        // The server ends meanwhile, or the driver does not know the command.
+        // A server that has ended meanwhile, or a driver that does not know the command, counts as no difference.
         let gone = "Server 939 not found";
         assert_eq!(found(&format!("{gone}\n25.0\n35G\n512M\n{gone}\n{gone}")), ["", ""]);
         assert_eq!(look(&format!("ACTIVE\n25.0\n35G\n512M\n{gone}\n{gone}\n944")).servers, [944]);

@@ -175,7 +175,8 @@ impl Control {
         let mut rows = answers::parse_clients(&answer)
             .ok_or_else(|| unexpected(COMMAND, &answer, "a table of clients"))?;
         rows.retain(|row| known.get(&row.server).is_some_and(|pids| pids.contains(&row.pid)));
-        // A client without a row has just connected or ended.
+        // `ps` may lack a client that has connected or ended between the two commands. Such a client is added without its
+        // connection.
         for (server, pids) in known {
             for pid in pids {
                 if !rows.iter().any(|row| (row.server, row.pid) == (*server, *pid)) {
@@ -291,8 +292,8 @@ mod tests {
     /// A control daemon whose front end is this shell script.
     fn control(directory: &Path, script: &str) -> Control {
         let program = directory.join("front-end");
-        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could have the file
-        // open, and the kernel does not execute a file that is open for writing.
+        // The shell writes the program. If this process wrote it, a child that another thread forks meanwhile could inherit
+        // the open file, and the kernel refuses to execute a file that is open for writing.
         let write = "printf %s \"$2\" >\"$1\" && chmod 755 \"$1\"";
         let written =
             std::process::Command::new("sh").args(["-c", write, "sh"]).arg(&program).arg(script).status();
@@ -304,7 +305,8 @@ mod tests {
     async fn a_dropped_conversation_does_not_mean_no_clients() {
         let directory = tempfile::tempdir().unwrap();
         let dropped = directory.path().join("dropped");
-        // The control daemon closes the first connection for each command without an answer.
+        // This front end answers the first connection for each command with nothing, as if the control daemon had closed the
+        // connection.
         let script = format!(
             "#!/bin/sh\nfirst=yes\nwhile read -r command rest; do\n\
              if test $first && mkdir {0}-$command 2>/dev/null; then exit 0; fi\nfirst=\n\

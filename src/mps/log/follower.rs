@@ -92,7 +92,7 @@ impl Follower {
         if !self.is_in_place() {
             return Some("was removed; the control daemon still writes to the removed file");
         }
-        // A ramfs reports no size.
+        // A ramfs reports 0 blocks for its size, and is never full.
         let is_full = |system: rustix::fs::StatVfs| system.f_blocks > 0 && system.f_bfree == 0;
         let full = rustix::fs::fstatvfs(&self.file).is_ok_and(is_full);
         full.then_some(
@@ -122,7 +122,8 @@ impl Follower {
         let Some(rotation) = &mut self.rotation else { return Ok(()) };
         let length = self.file.metadata()?.len();
         let copied = rotation.copy_on(&self.file, length);
-        // Truncation also removes bytes that were not read yet, so they must be few enough to be read first.
+        // Truncating the file also removes lines that this reader has not read. So it is truncated only if few bytes are
+        // unread, and these are read first.
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }
@@ -138,7 +139,7 @@ impl Follower {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;
         if count == 0 && self.file.metadata()?.len() < self.read {
-            // Another program has truncated the file and writes from the beginning.
+            // The file is shorter than before: another program has truncated it, so it is read from the beginning.
             (self.read, self.lines, self.rotation) = (0, Lines::default(), None);
             count = self.file.read_at(&mut chunk, 0)?;
         }
@@ -196,7 +197,7 @@ impl Follower {
             self.watch.changed().await;
             self.watched = false;
         } else {
-            // The file may have changed before the watch, so the caller reads again.
+            // The file may have changed before the watch began, so the caller reads it once more.
             self.watched = self.watch.add_file(&self.file);
             if !self.watched {
                 tokio::time::sleep(LOOK_PERIOD).await;
@@ -287,7 +288,7 @@ mod tests {
             let line = format!("line of round {round}");
             writer.write_all(format!("{line}\n").as_bytes()).unwrap();
             follower.rotate(10);
-            // The line is read before the file is truncated.
+            // The follower reads the line before it truncates the file.
             assert_eq!(follower.next().await.unwrap().text, line);
             let kept = loop {
                 assert_eq!(follower.next_there().await.unwrap(), None);

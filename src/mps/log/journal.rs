@@ -39,7 +39,8 @@ impl Line {
             }
             Meaning::ServerExited { status: 0, .. } => Level::INFO,
             Meaning::Trouble | Meaning::ServerExited { .. } | Meaning::ClientRefused { .. } => Level::WARN,
-            // This includes faults: the supervisor reports a fault once for each GPU, with the content of all its lines.
+            // Lines about faults are included here: the supervisor reports each fault once for each GPU, with the content of
+            // all its lines.
             _ => Level::INFO,
         }
     }

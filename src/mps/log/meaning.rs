@@ -49,7 +49,7 @@ fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let kind: Vec<&str> = words.collect();
     let writer = match kind.as_slice() {
         ["Control"] => Some(Writer::Control(pid)),
-        // A server calls itself Other until it has started as a server, and Legacy Server if it never does.
+        // A server writes `Other` until it has started as a server, and `Legacy Server` if it never does so.
         ["Server" | "Other"] | ["Legacy", "Server"] => Some(Writer::Server(pid)),
         _ => None,
     };
@@ -62,7 +62,8 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
         Some(Writer::Control(_)) => said_by_control(text),
         None => None,
     };
-    // The new process writes `Starting new server`, sometimes with the control daemon's name, so any writer is accepted.
+    // `Starting new server` is written by the server's new process, sometimes under the control daemon's name. So the line
+    // counts from any writer.
     let understood = understood.or_else(|| server_starting(text));
     understood.or_else(|| trouble(writer, text)).unwrap_or(Meaning::Ordinary)
 }
@@ -89,7 +90,8 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    // A process has connected without sending anything, as the service does to find out which process listens.
+    // These lines appear after a process has connected without sending anything. The service does so to find out which
+    // process listens.
     if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }
@@ -114,7 +116,7 @@ fn said_by_control(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_server(server: u32, text: &str) -> Option<Meaning> {
-    // The misspellings are NVIDIA's. The last three lines belong to a fault, which other lines report.
+    // The misspellings are NVIDIA's. The last three texts are written during a fault, which other lines report.
     let noise = [
         "Server failed to recevie command with status 806",
         "Server was unable to shutdown due to",
@@ -174,7 +176,7 @@ mod tests {
         Line::parse(line).meaning
     }
 
-    // Control daemons and servers of drivers 535 to 580 wrote these lines.
+    // These lines were written by control daemons and servers of drivers 535 to 580.
     #[test]
     #[expect(clippy::too_many_lines, reason = "a table")]
     fn recorded_lines() {
@@ -256,7 +258,7 @@ mod tests {
                 "[2026-11-21 02:24:21.335 Server   939] Server was unable to shutdown due to 2 active clients",
                 Meaning::Noise,
             ),
-            // Failure words in the name of a program or the command of a user do not count.
+            // Words such as `fail` in the name of a program or in the command of a user do not make a line a failure.
             ("[2026-11-21 02:14:03.189 Control   879] Cmd:fail", Meaning::Ordinary),
             (
                 "[2026-11-21 02:14:03.190 Control   879] 1153  33  939  GPU-168acfc9  4026531836  ./fatal",
