@@ -45,7 +45,7 @@ impl io::Write for ByteCount {
 /// The bytes that a binding needs in the state file, with the comma before the next entry.
 pub fn bytes_of(binding: &Binding<SliceId>) -> usize {
     let mut count = ByteCount(1);
-    // Writing can't fail: the entry has only texts and numbers.
+    // Serializing can't fail: the entry has only texts and numbers, and `ByteCount` accepts all bytes.
     let _ = serde_json::to_writer(&mut count, &BindingEntry::from(binding));
     count.0
 }

@@ -144,7 +144,7 @@ pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
 pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
-    // The service runs as root, even if this check runs as another user.
+    // This check may run as another user than root. A directory of root is right in any case, since the service runs as root.
     if stat.st_uid != 0 {
         owner(&stat).map_err(|problem| bad(path, problem))?;
     }
@@ -179,7 +179,7 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
         let last = at == path;
         directory = match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {
-                // The caller checks the directory at the end of the path itself.
+                // The last directory of the path is checked by the caller.
                 if !last {
                     others_rule(&stat).map_err(|problem| bad(&at, problem))?;
                 }
@@ -250,7 +250,7 @@ pub fn on_one_mount(one: &Path, other: &Path) -> bool {
             rustix::fs::open(path, flags, Mode::empty()).ok()
         })?;
         let found = rustix::fs::statx(&there, "", AtFlags::EMPTY_PATH, StatxFlags::MNT_ID).ok()?;
-        // Before 5.8, the kernel does not report the mount.
+        // A kernel before 5.8 does not report the mount, so only the devices are compared.
         let known = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::MNT_ID);
         Some((found.stx_dev_major, found.stx_dev_minor, known.then_some(found.stx_mnt_id)))
     };
@@ -374,7 +374,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
             Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
             None => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
-                // Another process has made the file meanwhile.
+                // Another process has made the file between the two calls, so the loop tries again.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },

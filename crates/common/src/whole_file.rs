@@ -37,8 +37,8 @@ pub fn write_new(path: &Path, bytes: &[u8]) -> io::Result<()> {
 /// Writes the content to a new file with a temporary name, which is removed when the returned value is dropped. Container
 /// runtimes and collectors choose files by the suffix of the name, and do not read a file with this suffix.
 fn unfinished(path: &Path, parts: &[&[u8]]) -> io::Result<NamedTempFile> {
-    // This function opens the file, not the library: the library's errors contain the random name, so the same error would be
-    // reported each time.
+    // `File::create_new` opens the file, since an error of the library `tempfile` contains the random name: an error that is
+    // only reported when it changes would be reported each time.
     let open = |path: &Path| File::create_new(path);
     let mut new = Builder::new().prefix(".yunion-mps.").suffix(".new").make_in(directory(path), open)?;
     let file = new.as_file_mut();

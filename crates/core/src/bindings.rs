@@ -254,7 +254,7 @@ impl<S: Ord + Clone> Bindings<S> {
         for one in self.0.iter_mut().filter(|one| loses(one)) {
             Arc::make_mut(one).slices.retain(|slice| !taken.contains(slice));
         }
-        // Another control group with the same path was removed, so its binding has no owner.
+        // A binding of another control group with the same path is removed: that control group no longer exists.
         self.0.retain(|one| !one.slices.is_empty() && (one.group.path != path || one.group == binding.group));
         match self.0.iter_mut().find(|one| one.group == binding.group) {
             Some(bound) => *bound = Arc::new(binding),

@@ -62,25 +62,25 @@ impl<P: Clone + PartialEq> Core<P> {
 
     fn pursue(&mut self, demand: Demand<P>) {
         self.modes.pursue(demand.kept, demand.closed);
-        // Clients may keep a GPU that the plan gives to another control daemon until they end by themselves. Once MPS is turned
-        // off, the service does not wait for them.
+        // A control daemon that the plan does not need keeps its GPUs until its clients have ended. Once MPS is turned off,
+        // the service does not wait for the clients.
         let end = match demand.mps {
             MpsSwitch::On | MpsSwitch::OffAtStart => Goal::Retire,
             MpsSwitch::TurnedOff => Goal::Stop(Permit::new(Cause::Disabled)),
         };
         let wanted: BTreeSet<&DaemonId> = demand.orders.iter().map(|order| &order.id).collect();
         for (_, one) in self.lifecycles.iter_mut().filter(|(id, _)| !wanted.contains(id)) {
-            // A control daemon that waits for the end of its clients goes on waiting when MPS is disabled. If MPS is enabled
-            // again while a control daemon is about to end together with its clients, it waits for the clients instead: no
-            // administrator asks for their end any more.
+            // Disabling MPS does not change the goal of a control daemon that is not needed anyway: it still waits for the
+            // end of its clients. Enabling MPS again changes the goal of a control daemon that was about to end together with
+            // its clients: it waits for them now, since no administrator asks for their end any more.
             if demand.mps == MpsSwitch::On || one.goal() == Goal::Serve {
                 one.pursue(end, None);
             }
         }
         for order in demand.orders {
             match self.lifecycles.get_mut(&order.id) {
-                // A control daemon that is about to end serves again: an administrator who takes a change back must not have to
-                // wait for clients.
+                // A control daemon that was about to end serves again with the new order. So an administrator who takes back
+                // a change need not wait for the end of clients.
                 Some(one) => one.pursue(Goal::Serve, Some(order)),
                 None => self.look_after(order, Goal::Serve),
             }

@@ -33,7 +33,8 @@ impl<D> DriverInForce<D> {
         match news {
             DriverNews::Listed(driver) if self.0.is_none() => self.0 = Some(driver),
             DriverNews::Listed(_) | DriverNews::Failed => return false,
-            // NVML counts its users: a new driver is opened only after the last user has closed the old one.
+            // NVML counts its users, and opens a new driver only after the last user has closed the old one. So the unusable
+            // driver is dropped.
             DriverNews::Unusable => return self.0.take().is_some(),
         }
         true

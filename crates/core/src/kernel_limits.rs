@@ -48,7 +48,7 @@ pub fn limits<S: Ord + Clone, G: Ord + Clone>(
     let by_path: BTreeMap<&str, _> = bindings.iter().map(|one| (one.group.path.as_str(), one)).collect();
     let mut limits = GroupLimits::new();
     for one in bindings.iter() {
-        // In the order of bytes, `0` comes directly after the slash.
+        // `0` is the byte after `/`, so this range has all paths that begin with the group's path and a slash.
         let (first, end) = (alloc::format!("{}/", one.group.path), alloc::format!("{}0", one.group.path));
         let inside = by_path.range(first.as_str()..end.as_str()).map(|(_, inside)| *inside);
         limits.extend(limits_of(one, inside.chain([one]), &memory_of));

@@ -140,7 +140,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     /// The GPUs that the control daemon has, and the GPUs of its order that no other control daemon has. A GPU may appear twice.
     pub(crate) fn gpus<'g>(&'g self, held: &'g HeldGpus) -> impl Iterator<Item = &'g GpuUuid> {
         let running = self.written.iter().flat_map(|run| &run.gpus);
-        // A GPU of the running control daemon is its own, even if the state file lists an ended control daemon with that GPU.
+        // The GPUs of the running control daemon are its own, even if the state file still lists an ended control daemon with
+        // one of them.
         running.chain(self.order.gpus.iter().filter(|gpu| !held.contains_key(*gpu)))
     }
 
@@ -171,7 +172,7 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
 
     /// Returns whether this control daemon prevents a control daemon of the tenure `other` from getting the GPU.
     pub(crate) fn keeps(&self, gpu: &str, other: Tenure) -> bool {
-        // The tenure is compared first: most control daemons of a large host take turns, and then their GPUs do not matter.
+        // The tenures are compared first, since that is quick: on a large host most control daemons take turns on their GPUs.
         self.order.id.tenure().keeps_from(other) && self.has(gpu)
     }
 
@@ -215,7 +216,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             Phase::Resting { until } if now < *until && !has_other_order && !has_other_gpus => return None,
             Phase::Then(act) => *act,
             Phase::Open | Phase::Resting { .. } => {
-                // The moment has passed, and [`Self::due`] must not return it again. The control daemon may now wait for GPUs.
+                // The moment to act has come, so [`Self::due`] must not return it again. The control daemon may still have to
+                // wait for GPUs.
                 self.phase = Phase::Open;
                 match self.choose(held)? {
                     Next::Act(DaemonAct::Start | DaemonAct::Serve) if modes_change => return None,
@@ -263,15 +265,15 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
     ) {
         let Phase::Busy { act, since, .. } = self.phase else { return };
         let is_gone = (act, outcome, watched) == (DaemonAct::TakeOver, ActOutcome::Done, false);
-        // The state file may still list the control daemon: the file can't be written while the disk is full.
+        // `written` may still name the control daemon, since the state file can't be written while the disk is full.
         (self.written, self.watched, self.phase) = (written.filter(|_| !is_gone), watched, Phase::Open);
         self.has_run |= watched;
         let is_stale = self.is_stale();
         match (self.goal, outcome) {
-            // The order has changed during the act, so the new order is tried at once.
+            // The order has changed during the act, so the outcome does not matter and the new order is tried at once.
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
-            // The control daemon stays in the state file, where the next service finds it.
+            // The control daemon could not be ended. It stays in the state file, where the next service finds it.
             (Goal::Stop(permit), ActOutcome::Lives) if permit.cause() == Cause::Stop => {
                 (self.watched, self.given_up) = (false, true);
             }

@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(rate_limit.suppressed(), Some(2 * (360 - 39)));
         let now = start + 359 * PERIOD / 10;
         assert_eq!(rate_limit.next(now), start + 36 * PERIOD);
-        // After a quiet time, the full number of messages may be written again.
+        // After a quiet time, as many messages as at the beginning may be written at once.
         let quiet = start + 1000 * PERIOD;
         assert_eq!(rate_limit.next(quiet), quiet);
         assert_eq!((0..10).filter(|_| rate_limit.take(1, quiet)).count(), 4);

@@ -13,7 +13,8 @@
 //! With `ONLY="a part of a name"`, only the rows with this text in their name are tried. No two rows may replace the same piece
 //! of a file.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::fs;
@@ -826,7 +827,7 @@ fn missed((name, _, _, _, truth): Defect, program: &Path) -> Option<String> {
         |(holds, output): &(bool, String)| !holds && output.contains("MODEL_SEED=") && output.contains(truth);
     let mut tried = try_histories(program, name, "0");
     if !tried.0 && !is_found(&tried) {
-        // In a long history the defect may break another promise first.
+        // In a long history the defect may break another promise first, so the failing history is shortened.
         tried = try_histories(program, name, "1");
     }
     let output = &tried.1;

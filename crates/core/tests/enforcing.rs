@@ -1,7 +1,8 @@
 //! The end of the newest clients of a slice that is over its budget: which client ends first, which is spared and for how long.
 //! Combinations with other events are in the histories.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -32,10 +33,11 @@ fn the_newest_go_until_the_rest_fits() {
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&enforced), [(4, VictimState::Ended), (3, VictimState::Ended)]);
     assert_eq!((enforced.victims[0].slice, enforced.broken_off), (SLICE, None));
-    // The ended clients stay listed until their next call to CUDA, and do not count.
+    // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. They do not count for the
+    // budget any more.
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [0; 0]);
-    // One of the ended clients starts work again.
+    // Client 3, which was ended, connects again and starts work.
     story.host().member(3, 30, 33);
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [3]);
@@ -49,7 +51,7 @@ fn one_that_cannot_be_ended_is_left_alone_longer_each_time_and_the_next_newest_g
     assert_eq!(asked, [2], "the rest fits without it");
     let stays = VictimState::Stays("it stays stopped".to_owned());
     assert_eq!(states(&enforced), [(3, stays.clone()), (2, VictimState::Ended)]);
-    // Another client comes. The client that a debugger holds is tried again after 1 s, then after 2 s.
+    // A new client comes and is ended. The client that a debugger holds is tried again after 1 s, and then after 2 s.
     story.host().member(4, 40, 4);
     later(&mut story, 1);
     assert_eq!(states(&story.attempt().1), [(4, VictimState::Ended)]);
@@ -88,7 +90,7 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     assert_eq!(asked, [3]);
     assert_eq!(states(&enforced), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
     assert_eq!(enforced.broken_off.as_deref(), Some("an answer got lost"));
-    // A newer client comes, and is ended only after that.
+    // A newer client comes. It is ended only after the client whose answer got lost was tried again.
     story.host().member(4, 40, 4);
     story.list_members();
     assert_eq!(story.attempt().0, [0; 0], "it is tried again after a pause");

@@ -4,7 +4,8 @@
 //! failure prints its seed, and the shortest history that still fails, as a story; with `SHORTEST=0` the history is not
 //! shortened.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -129,7 +130,8 @@ fn what_must_hold_holds_in_every_history() {
     let until = number("MODEL_SECONDS").map(|seconds| Instant::now() + Duration::from_secs(seconds));
     let most = number("HISTORIES").unwrap_or(if until.is_some() { u64::MAX } else { HISTORIES });
     let (next, failed) = (AtomicU64::new(0), OnceLock::new());
-    // Otherwise each of many failures would be printed.
+    // Several threads may fail, and each panic would be printed. So the hook is silent, and the test prints one failure at
+    // the end.
     panic::set_hook(Box::new(|_| {}));
     let try_on = || {
         while failed.get().is_none() && until.is_none_or(|until| Instant::now() < until) {

@@ -1,6 +1,7 @@
 //! The memory limits that follow from bindings.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -54,7 +55,8 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     for (of_groups, wanted) in [
         (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
         (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
-        // The control groups inside count, a path that begins alike does not, and a slice counts once.
+        // The slices of control groups inside a control group count for it. A path that only begins alike (`/ab`) does not
+        // count, and no slice counts twice.
         (
             &[
                 ("/a", &[("A", 0)]),
@@ -65,12 +67,13 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
             ],
             &[("/a A", 21), ("/a/b A", 11), ("/a/b/c A", 11), ("/a-b A", 15), ("/ab A", 16)],
         ),
-        // A control group has no limit on a GPU on which only its descendants have slices.
+        // On a GPU on which only the descendants of a control group have slices, the control group itself has no limit.
         (&[("/a", &[("A", 0)]), ("/a/b", &[("B", 0)])], &[("/a A", 10), ("/a/b B", 1000)]),
         (&[("/a", &[("C", 0)])], &[]),
     ] {
         assert_eq!(mib(of_groups), expected(wanted), "{of_groups:?}");
-        // A control group that is bound last changes only the limits of itself and its ancestors.
+        // Whichever control group is bound last, computing only its own limits and those of its ancestors must give the same
+        // result.
         for last in 0..of_groups.len() {
             let mut ordered = of_groups.to_vec();
             ordered.rotate_left(last);

@@ -1,6 +1,7 @@
 //! Stories of the links through which clients find a control daemon, with directories in memory.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -145,7 +146,7 @@ impl Directories<Path> for Disk {
 
     fn release(&mut self, pipe: &Path, slices_in: Option<&Path>, names: &BTreeSet<String>) {
         self.kept.remove(*pipe);
-        // The names alone do not say where.
+        // Without the directory that contains the slices' directories, the names say nothing about a place.
         if slices_in.is_some() {
             self.kept.retain(|name| !names.contains(name));
         }
@@ -270,7 +271,7 @@ fn one_that_retires_leads_nobody_and_keeps_nothing() {
     assert_eq!(disk.slices.values().collect::<Vec<_>>(), [&ANOTHERS], "the next one's link stays");
     assert!(disk.kept.is_empty());
     assert_eq!(links.missing(), &missing(None, &[]));
-    // An order to serve again does not change its limits.
+    // An order that lets the control daemon serve again has the same limits, so its links come back at once.
     assert!(links.pursue(wanted()));
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-0", "s-1"]);
@@ -289,11 +290,12 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"], "a slice of before has gone, and the others stay");
     assert_eq!(links.missing(), &missing(None, &[("s-2", "slices/s-2 leads to no control daemon yet")]));
     assert!(disk.kept.is_empty());
-    // The control daemon has the limits of the order before, and these are others.
+    // The control daemon has the limits of the former order, which differ from those of the present order. So only the old
+    // links are made.
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // The control daemon may have got its limits with an order to retire: the limits are the same.
+    // The control daemon has got its limits with an order to retire. They are the same limits, so all links are made.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);
@@ -405,7 +407,7 @@ fn directories_of_slices_that_cannot_be_used_are_named() {
     links.apply(&mut disk, &drained(["s-0"])).unwrap();
     assert_eq!(links.missing(), &missing(None, &[("s-1", "slices is a file")]));
     assert_eq!(links.stuck(), &texts(["slices is a file"]), "nobody knows where s-0 leads");
-    // The directory is not needed if no slice is drained and no link has to be made.
+    // If no slice is drained and no link has to be made, a bad directory is no problem.
     links.pursue(retiring());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!((links.missing(), links.stuck()), (&missing(None, &[]), &BTreeSet::new()));
@@ -424,16 +426,17 @@ fn directories_of_slices_that_are_not_there_are_not_made_for_a_drain() {
 fn a_socket_that_is_not_there_leads_nobody() {
     let mut disk = Disk::new();
     let mut links = leading(&mut disk);
-    // Existing links still work: they point to the socket and not to its directory.
+    // The directory of the control daemon's socket was removed. Existing links still work, since a hard link leads to the
+    // socket itself.
     disk.socket = Err("its directory is gone".to_owned());
     disk.pipes.clear();
     assert_eq!(links.apply(&mut disk, &nobody()), Err("its directory is gone".to_owned()));
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(links.missing(), &missing(None, &[]));
-    // The links are still removed.
+    // Links of drained slices can still be removed.
     assert!(links.apply(&mut disk, &drained(["s-0", "s-1"])).is_err());
     assert_eq!(disk.leading_to_ours(), [""; 0]);
-    // A socket that is not made yet is no error.
+    // A control daemon that has not made its socket yet is no error.
     let mut disk = Disk { socket: Ok(None), ..Disk::new() };
     let mut links = Links::new(Some(wanted()), None);
     links.lead(linked(), &wanted());
@@ -470,7 +473,7 @@ fn one_of_before_with_its_socket_in_the_pipe_directory_needs_no_link_there() {
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["s-0", "s-1"]);
     assert_eq!(disk.kept, texts(["s-0", "s-1"]));
-    // Without directories of slices there is nothing to do at all.
+    // If the order has no directories of slices, nothing is read or changed.
     disk.socket = Err("nobody may ask".to_owned());
     let order = WantedLinks { slices_in: None, ..wanted() };
     let mut links = Links::new(Some(order), Some(Linked { slices_in: None, ..running }));
@@ -485,7 +488,7 @@ fn an_order_with_another_pipe_directory_changes_nothing_until_the_next_one_runs(
     links.pursue(other.clone());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!((links.slices_in(), disk.leading_to_ours()), (Some("slices"), vec!["pipe", "s-0", "s-1"]));
-    // The directories of the former order are released when the control daemon ends.
+    // When the control daemon ends, the protection of the former order's directories is removed.
     links.end(&mut disk);
     assert!(disk.kept.is_empty());
     links.lead(Linked { pipe: "elsewhere", slices_in: Some("other slices"), ..linked() }, &other);
@@ -516,7 +519,7 @@ fn the_next_one_of_the_same_order_finds_its_directories_kept() {
     assert_eq!(links.take_events().renewed, [Way::Pipe].into(), "its news are told after its end");
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(links.missing(), &missing(None, &[]), "nobody runs");
-    // A new control daemon needs its limits first, and the links of the one before do not count.
+    // The next control daemon gets its limits first. Links of the former control daemon do not count as its own.
     links.lead(linked(), &retiring());
     disk.pipes.clear();
     links.apply(&mut disk, &nobody()).unwrap();
@@ -529,7 +532,7 @@ fn the_door_of_the_next_one_leads_nobody_to_it_before_its_limits_are_told() {
     let mut links = leading(&mut disk);
     links.end(&mut disk);
     links.apply(&mut disk, &nobody()).unwrap();
-    // A control daemon runs, and should be ended because of its failure.
+    // The control daemon has failed and is to be ended, but it still runs.
     links.keep_waiting();
     links.apply(&mut disk, &nobody()).unwrap();
     links.reopen_ways();
@@ -557,7 +560,7 @@ fn a_service_that_ends_gives_the_directories_back() {
     assert!(disk.kept.is_empty());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.kept.len(), 3, "only for a moment");
-    // The directories of the order, and of the control daemon that runs.
+    // Released are the directories of the new order, and those of the running control daemon.
     disk.kept.insert("elsewhere".to_owned());
     links.pursue(WantedLinks { pipe: "elsewhere", ..wanted() });
     links.release_for_good(&mut disk);

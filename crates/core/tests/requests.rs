@@ -1,7 +1,8 @@
 //! Requests to end GPU work: which clients are meant if several containers match, or if the slices of a client are not known.
 //! Combinations with failures are in the histories.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -114,7 +115,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
         there.host().now >= Duration::from_secs(1),
         "one that is just ending has no environment any more"
     );
-    // The process may be a client on another GPU.
+    // The target is a slice of another GPU, on which the process may be a client too.
     assert_eq!(ask(&host(&processes), Target::Slices(vec![slice_of("0b:00.0", 2)])), (Vec::new(), Ok(())));
 }
 
@@ -176,7 +177,7 @@ fn nvml_knows_who_is_on_several_gpus_of_a_server_that_handles_a_fault() {
     assert_eq!(there.calls("end the work of 1"), 1);
     let there = of_two();
     faults(&there, 20_000);
-    // NVML lists the client a moment later.
+    // NVML lists the client on its GPU only a moment later.
     there.host().stage.nvml.insert("0a:00.0".to_owned(), Ok([].into()));
     there.host().at(10, |host| host.stage.nvml.clear());
     assert_eq!(ask(&there, Target::Process(1)), (vec!["PID 1".to_owned()], Ok(())));

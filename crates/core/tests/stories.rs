@@ -1,7 +1,8 @@
 //! A few histories as readable stories: what happens, and what is done then; and what other parts of the service ask the core
 //! meanwhile.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::unnecessary_wraps)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -75,7 +76,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     let both = [order("shared", &["A", "B"])];
     assert_eq!(told(&core.on(demand(&both), NOW)), ["A: interrupt"]);
     assert_eq!(told(&core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW)), ["A: Serve, retiring"]);
-    // Questions from other parts of the service meanwhile:
+    // The core also answers questions of other parts of the service meanwhile:
     assert_eq!(core.pending().map(|order| order.id.to_string()).collect::<Vec<_>>(), ["shared"]);
     assert_eq!(core.held(&DaemonId::Shared), BTreeMap::from([("A".to_owned(), "A".into())]));
     assert_eq!(core.kept(), core.held(&DaemonId::Shared));
@@ -86,7 +87,7 @@ fn a_gpu_is_waited_for_until_its_last_client_has_ended() {
     assert_eq!((core.order(&"A".into()).unwrap().gpus.len(), core.order(&"B".into())), (1, None));
     assert!(core.is_starting(|_| false) && !core.is_starting(|id| *id == "A".into()));
     assert!(!core.is_at_rest());
-    // The last client has ended.
+    // The last client of control daemon A has ended.
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release", "shared: Start"]);
     assert_eq!(core.pending().count(), 0);
     assert!(core.kept().is_empty() && !core.is_starting(|_| false));
@@ -223,7 +224,7 @@ fn a_gpu_that_programs_without_mps_hold_is_closed_to_more_of_them() {
     let taken = CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Taken };
     assert_eq!(told(&core.on(taken, NOW)), [""; 0]);
     assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
-    // The mode can't be restored, and only the next plan tries again.
+    // If the mode can't be restored, the core tries again only with the next plan.
     let stays = || CoreEvent::ModeDone { gpu: "A".to_owned(), outcome: mps_core::ModeOutcome::Stays };
     assert_eq!(told(&core.on(stays(), NOW)), [""; 0]);
     assert_eq!(told(&core.on(demand(Configured::default(), Vec::new()), NOW)), ["put the mode of A back"]);
@@ -247,7 +248,7 @@ fn a_mode_that_nobody_has_set_is_not_put_back() {
     core.on(demand(&[]), NOW);
     core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: release"]);
-    // A control daemon that an earlier service has left, and that has ended meanwhile.
+    // An earlier service has left this control daemon, and it has ended meanwhile.
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());
     assert_eq!(
@@ -262,7 +263,7 @@ fn a_start_is_broken_off_for_another_order() {
     let mut core = core();
     core.on(demand(&[order("A", &["A"])]), NOW);
     assert_eq!(told(&core.on(demand(&[]), NOW)), ["A: interrupt"]);
-    // Nothing was recorded yet.
+    // The act was interrupted before the start of the control daemon was recorded.
     let acts = core.on(done("A", None, ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: release", "put the mode of A back"]);
 }
@@ -341,7 +342,7 @@ fn one_that_ends_since_mps_was_disabled_comes_again_when_it_is_enabled() {
     assert_eq!(told(&core.on(disabled, NOW)), ["A: interrupt"]);
     let acts = core.on(done("A", runs(&["A"]), ActOutcome::Interrupted), NOW);
     assert_eq!(told(&acts), ["A: End(Disabled)"]);
-    // The end is under way, and can't be taken back.
+    // The control daemon is already ending, and that can't be taken back.
     assert_eq!(told(&core.on(demand(&[order("A", &["A"])]), NOW)), [""; 0]);
     assert_eq!(told(&core.on(done("A", None, ActOutcome::Ended), NOW)), ["A: Start"]);
 }

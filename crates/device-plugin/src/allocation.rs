@@ -89,7 +89,7 @@ pub(crate) fn by_cdi_of_gpus(
     let mut cdi_devices = slices.iter().map(cdi_of_gpu).collect::<Result<Vec<_>, _>>()?;
     cdi_devices.extend(slices.iter().map(|slice| own_cdi(&binding_device(&slice.name))));
     let mut settings = settings(config);
-    // The removed variables are for NVIDIA's runtime, which would add the GPUs again.
+    // NVIDIA's runtime would add the GPUs of these variables once more, so they are removed.
     settings.environment.retain(|name, _| !gives_gpus(name));
     Ok(ContainerSettings { cdi_devices, ..settings })
 }
@@ -167,7 +167,7 @@ mod tests {
         );
         assert!(complaint(&["06-0", "06-1"]).contains("06-0 and 06-1 are slices of one GPU"));
         assert!(complaint(&[]).contains("ask for 1 of yunion.io/mps-20gib"));
-        // The kubelet knows the slice, but the service does not have it any more.
+        // The kubelet still knows the slice, but the service no longer has it.
         let gone = asked(&["06-1"], &offered(&slices), &slices[..1]).unwrap_err();
         assert!(matches!(gone, RefusedAllocation::Unknown { .. }), "{gone}");
     }

@@ -120,7 +120,7 @@ where
 }
 
 fn unreachable(error: &tonic::transport::Error) -> Status {
-    // The text of the error itself is only "transport error".
+    // tonic's error only says "transport error", so its source is shown.
     let cause = std::error::Error::source(error).map(ToString::to_string);
     Status::unavailable(cause.unwrap_or_else(|| error.to_string()))
 }
@@ -168,7 +168,7 @@ fn is_still_there(queue: std::os::fd::BorrowedFd<'_>) -> io::Result<bool> {
                     return Ok(false);
                 }
             }
-            // Only this error says that all events were read.
+            // `AGAIN` means that all events were read.
             Err(Errno::AGAIN) if any => return Ok(true),
             Err(errno) => return Err(errno.into()),
         }

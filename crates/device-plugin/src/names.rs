@@ -89,7 +89,7 @@ pub(crate) fn domain(text: &str) -> Result<String, String> {
         let inner = label.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-');
         inner && !label.is_empty() && !label.starts_with('-') && !label.ends_with('-')
     };
-    // These domains are reserved for Kubernetes, and no device plugin may register a resource there.
+    // Kubernetes reserves these domains, and no device plugin may register a resource in them.
     let reserved = text == "kubernetes.io" || text.ends_with(".kubernetes.io");
     if text.len() <= 200 && text.contains('.') && text.split('.').all(label) && !reserved {
         return Ok(text.to_owned());

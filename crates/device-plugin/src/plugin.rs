@@ -134,8 +134,8 @@ impl Plugin {
         self.say("service", service.complaint());
         let Some(slices) = &service.slices else { return Ok(SOON) };
         self.say("names", self.choices.naming.joined(slices.iter().filter_map(|slice| slice.share)));
-        // The kubelet comes first: when it starts, it removes all sockets before it makes its own, so the check below finds
-        // sockets that this kubelet has removed.
+        // The kubelet's socket is looked up first. When a kubelet starts, it removes all sockets and then makes its own. So
+        // the later check notices if this kubelet has removed the sockets of the plugin.
         let kubelet = self.kubelet.socket();
         let unwatched = service.is_away_for(self.choices.grace);
         let offers = self.remembered.offers(slices, &self.choices.naming, unwatched);
@@ -155,7 +155,7 @@ impl Plugin {
             self.resources.keys().filter(|name| !offers.contains_key(*name)).cloned().collect();
         for name in gone {
             if let Some(resource) = self.resources.remove(&name) {
-                // If the resource only stopped answering, the kubelet would keep its devices.
+                // Without this empty list, the kubelet would keep the devices of a resource that is no longer served.
                 resource.offer(Vec::new());
                 tracing::info!("{name}: no slice has this size any more");
             }
@@ -251,7 +251,7 @@ impl Plugin {
             Ok(()) => {
                 resource.registration = Registration::Accepted(kubelet, Instant::now());
                 self.manner.counters.registered(&name);
-                // A kubelet that never listens accepts each registration.
+                // A kubelet that accepts registrations but never reads the list of devices has a message of its own.
                 if !self.said.contains_key("listener") {
                     tracing::info!("{name}: registered with the kubelet");
                 }
@@ -295,7 +295,7 @@ impl Plugin {
             Some(_) => {}
             None => states.push(NotifyState::Ready),
         }
-        // Without systemd the message has no reader.
+        // Sending fails without systemd, and then no program reads the message.
         let _ = sd_notify::notify(&states);
         self.status = Some(status);
     }
@@ -317,7 +317,7 @@ impl Plugin {
 fn is_former_directory(directory: &Path, error: &io::Error) -> bool {
     match error.kind() {
         io::ErrorKind::ReadOnlyFilesystem => true,
-        // The directory itself has no name any more.
+        // A directory that was removed while it is open has no links.
         io::ErrorKind::NotFound => directory.metadata().is_ok_and(|found| found.nlink() == 0),
         _ => false,
     }

@@ -27,7 +27,8 @@ pub(crate) fn preferred(
     let mut chosen: Vec<String> = must.to_vec();
     let mut free: BTreeSet<&str> = available.iter().map(String::as_str).collect();
     free.retain(|name| !must.iter().any(|taken| taken == name));
-    // The free slices are counted once: a choice does not change the count for the same container.
+    // The free slices of each GPU are counted before the choice: choosing a slice does not change the count for the same
+    // container.
     let mut left: BTreeMap<&str, usize> = BTreeMap::new();
     for name in &free {
         *left.entry(gpu(name)).or_default() += 1;
@@ -83,7 +84,7 @@ mod tests {
     #[test]
     fn a_slice_that_must_be_in_it_is_and_counts_for_its_gpu() {
         assert_eq!(preferred(&names(&FREE), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
-        // The kubelet may or may not list it among the free slices.
+        // The slice that must be in the answer may be missing from the kubelet's list of free slices.
         assert_eq!(preferred(&names(&["06-1"]), &names(&["07-3"]), 2, Placement::Pack), ["07-3", "06-1"]);
     }
 
@@ -92,7 +93,7 @@ mod tests {
         let owned = |name: &str| name.starts_with("07") || name == "06-1";
         let preferred = |number| super::preferred(&names(&FREE), &[], number, Placement::Pack, owned);
         assert_eq!(preferred(1), ["06-2"]);
-        // Slices of one GPU can't be combined.
+        // Slices of one GPU can't be combined, so the second slice is one of another GPU.
         assert_eq!(preferred(3), ["06-2", "07-2", "06-3"]);
     }
 

@@ -103,7 +103,7 @@ impl Resource {
             );
             return Err(io::Error::other(complaint));
         }
-        // Any other file stays, and binding fails.
+        // Only a socket is removed. Any other file stays, and then binding the socket fails.
         if SocketFile::at(path).is_some() {
             if is_alive(path) {
                 let complaint = "another device plugin serves it: are the unit and the DaemonSet on one node? Keep one of them";
@@ -148,7 +148,8 @@ impl Resource {
 
     /// True if a kubelet reads the list of devices.
     pub(crate) fn has_listener(&self) -> bool {
-        // Two receivers are the plugin's own: that of the answers, and that which ends the server.
+        // Two of the receivers belong to the plugin itself: one answers the kubelet, and one ends the server. Each further
+        // receiver is a kubelet.
         self.offered.receiver_count() > 2
     }
 
@@ -253,7 +254,8 @@ async fn settings(answers: &ResourceAnswers, names: &[String]) -> Result<Contain
     let offered = answers.offered.borrow().clone();
     let slices = slices_for(&answers.name, names, &offered, &now).map_err(|refusal| status(&refusal))?;
     let config = async || -> Result<ContainerAnswer, Status> {
-        // `share`, since the kubelet decides which pod has a slice, and a container of the pod before may still be ending.
+        // The kubelet decides which pod has a slice. `share` lets the pod have it even while a container of the former pod is
+        // still ending.
         let wish = SliceWish { names: names.to_vec(), free: false, share: true };
         let taken = service.take(&wish).await.map_err(|error| no_answer(names, &error.into()))?;
         Ok(taken.1)
@@ -278,7 +280,7 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
         match timeout_at(until, asked).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => last = error,
-            // The time is over during an attempt. The error of the attempt before says why.
+            // The time has run out during this attempt. The error of the attempt before says why the earlier ones failed.
             Err(_late) => {}
         }
         if Instant::now() + RETRY >= until {

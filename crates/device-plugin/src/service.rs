@@ -128,7 +128,7 @@ fn gone(view: &watch::Sender<ServiceView>, error: &NoAnswer) {
 /// that it finds, it reports the slices as unhealthy, although nothing has happened to their clients.
 pub(crate) async fn slices(service: &DaemonProxy) -> Result<Vec<NodeSlice>, NoAnswer> {
     let asked = async {
-        // The state is asked first, so that the list is at least as new as the state.
+        // The state is asked before the list, so that the list is not older than the state.
         let is_starting = service.service().await?.state == State::Starting;
         if is_starting { Err(NoAnswer::Starting) } else { Ok(service.devices().await?) }
     };

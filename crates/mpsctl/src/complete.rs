@@ -33,7 +33,7 @@ pub(super) fn complete_words(arguments: &[OsString], out: &mut dyn Write) -> Opt
         };
         let help = candidate.get_help().map(ToString::to_string).unwrap_or_default();
         let help = help.lines().next().unwrap_or_default().replace(is_unprintable, "\u{fffd}");
-        // If the shell no longer reads, nothing has to be done.
+        // Writing fails only if the shell no longer reads the words.
         let _ = writeln!(out, "{word}\t{help}");
     }
     let _ = out.flush();
@@ -62,7 +62,7 @@ fn names(with_gpus: bool) -> ArgValueCompleter {
             let gpu = (device.base_addr.clone(), format!("{model}, the GPU"));
             if with_gpus && !words.contains(&gpu) {
                 words.push(gpu);
-                // A UUID is long, so it is offered only after the user has typed its beginning.
+                // UUIDs are long, so they are offered only after the user has typed `GPU-`.
                 let uuid = device.device_path.clone().filter(|_| begun.to_string_lossy().starts_with("GPU-"));
                 words.extend(uuid.map(|uuid| (uuid, format!("{model}, the GPU"))));
             }
@@ -83,7 +83,7 @@ pub(super) fn clients() -> ArgValueCompleter {
             let slice = client.device.as_ref().map(|device| format!(", {device}")).unwrap_or_default();
             words.push((client.pid.to_string(), format!("{}{user}{slice}", client.command)));
         }
-        // One process may be listed for several GPUs.
+        // A process on several GPUs is listed once for each GPU.
         words.dedup();
         beginning_with(begun, words)
     })

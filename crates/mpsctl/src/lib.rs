@@ -394,7 +394,7 @@ pub fn command() -> clap::Command {
     let mut template = "{about}\n\n{usage-heading} {usage}\n\n".to_owned();
     for (heading, names) in GROUPS {
         let commands = names.iter().filter_map(|name| command.find_subcommand(name)).cloned();
-        // clap can't group subcommands, so each group is rendered as the list of a separate command.
+        // clap can't group subcommands in its help. So each group is rendered as the list of a command of its own.
         let group = clap::Command::new(heading).subcommands(commands).disable_help_subcommand(true);
         let listed = group.help_template("{subcommands}").render_help();
         template += &format!("{heading}:\n{}\n\n", listed.to_string().trim_end());
@@ -445,7 +445,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, out: &mut dyn Write, 
         Ok(status) => status,
         Err(e) if e.is_closed_pipe() => 0,
         Err(e) => {
-            // If the output has no reader, the exit status still reports the failure.
+            // If writing the message fails, the exit status still reports the failure.
             let _ = writeln!(err, "{}", show::table::hanging(&format!("yunion-mpsctl: {e}")));
             e.exit_status()
         }
@@ -459,7 +459,8 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(|error| Error::System("start", error))?.block_on(async {
         match execute(command, out).await {
-            // If a unit has failed because of its configuration, starting it again does not help.
+            // A unit that has failed because of its configuration fails again when it is started, so the answer names the
+            // mistake.
             Err(Error::Bus(BusError::NotRunning)) => Err(match doctor::why_not_running().await {
                 Some(reason) => Error::NotRunning(reason),
                 None => BusError::NotRunning.into(),
@@ -470,7 +471,7 @@ fn run_command(command: Command, out: &mut dyn Write) -> Result<u8> {
 }
 
 async fn execute(command: Command, out: &mut dyn Write) -> Result<u8> {
-    // `check`, `setup` and `doctor` work without the daemon too, and connect to it themselves.
+    // The closure connects only when it is called: `check`, `setup` and `doctor` also work without the service.
     let daemon = DaemonProxy::connect;
     let mut status = 0;
     match command {

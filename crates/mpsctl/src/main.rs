@@ -10,7 +10,7 @@ fn main() -> ExitCode {
         && let Some(runtime) = mpsctl::runtime::stands_before(own_name)
     {
         return mpsctl::runtime::execute(runtime, rest).unwrap_or_else(|error| {
-            // The pipe may be closed.
+            // An error of this write is ignored: standard error may be a closed pipe.
             let _ = writeln!(
                 std::io::stderr(),
                 "{}: {} can't be executed: {error}",

@@ -73,7 +73,7 @@ fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     if !done.status.success() && !identity::runs(*first) {
         return Ok(ExitCode::SUCCESS);
     }
-    // The signal was sent already, so a closed pipe changes nothing.
+    // The signal was already sent by the runtime, so an error of the output changes nothing.
     let _ = io::stdout().write_all(&done.stdout).and_then(|()| io::stderr().write_all(&done.stderr));
     let code = done.status.code().and_then(|code| u8::try_from(code).ok());
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
@@ -168,7 +168,7 @@ impl<'a> SignalCommand<'a> {
         command.args(&self.options).arg("state").arg(self.container);
         command.stdin(Stdio::null()).stderr(Stdio::null()).kill_on_drop(true);
         let asked = command.output().await.map_err(|error| error.to_string())?;
-        // If there is no such container, the runtime reports that itself when it has to send the signal.
+        // If the container does not exist, the runtime itself reports that when it has to send the signal.
         if !asked.status.success() {
             return Ok(None);
         }
@@ -185,7 +185,7 @@ impl<'a> SignalCommand<'a> {
             self.signal
         ));
         let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));
-        // There may be no journal, and the engine must not wait.
+        // The host may have no journal, and a full journal must not block the engine. So errors are ignored.
         let _ = UnixDatagram::unbound().and_then(|socket| {
             socket.set_nonblocking(true)?;
             socket.send_to(entry.as_bytes(), JOURNAL)

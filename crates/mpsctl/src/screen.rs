@@ -42,8 +42,8 @@ impl Screen {
     /// line a screen takes a second.
     pub(super) fn draw(&mut self, lines: Vec<String>, out: &mut dyn Write) -> io::Result<()> {
         let size = size();
-        // Wrapping is switched off: if the terminal counts the columns of a text differently, a wrapped line would move the lines
-        // below.
+        // The terminal must not wrap lines: if it counts the columns of a text differently, a wrapped line would move all
+        // lines below it.
         let mut text = "\u{1b}[?7l".to_owned();
         if self.size != size {
             *self = Self { size, lines: Vec::new() };
@@ -51,8 +51,8 @@ impl Screen {
         }
         for (place, line) in lines.iter().enumerate() {
             let row = place + 1;
-            // The line is cleared before it is written. If it were cleared after a text as wide as the terminal, the last
-            // character would be lost.
+            // The line is cleared before its text is written. Clearing it after a text as wide as the terminal would remove
+            // the last character.
             if row == lines.len() {
                 let _ = write!(text, "\u{1b}[{row}H\u{1b}[J{line}");
             } else if self.lines.get(place) != Some(line) {

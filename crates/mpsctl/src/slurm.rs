@@ -42,10 +42,10 @@ pub(super) async fn slurm(daemon: &DaemonProxy, out: &mut dyn Write) -> Result<(
 
 /// The lines for gres.conf, and in comments the lines for slurm.conf.
 fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
-    // Slurm numbers the slices type by type, in the order of the types in slurm.conf, and within a type in the order of
-    // gres.conf.
+    // Slurm numbers the slices by their types, in the order in which slurm.conf has the types. Within a type it numbers them
+    // in the order of gres.conf.
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
-    // A job on a slice that can't be served, for example on a GPU in MIG mode, would fail.
+    // A slice that can't be served, for example on a GPU in MIG mode, is left out: a job on it would fail.
     for device in devices.iter().filter(|device| device.servable) {
         let unknown = || format!("the device file of {} is not known", printable(&device.addr));
         let minor = device.nvidia_minor.ok_or_else(unknown)?;
@@ -58,7 +58,8 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     for (kind, slices) in &mut kinds {
         slices.sort_by_key(|(minor, device)| (*minor, device.ordinal));
         for (minor, device) in slices {
-            // Slurm accepts the same file twice only in MultipleFiles, which is for parts of a GPU and needs two names.
+            // Slurm accepts the same device file twice only in `MultipleFiles`. That key is for parts of a GPU, and needs at
+            // least two names.
             let (file, name) = (format!("/dev/nvidia{minor}"), printable(&device.addr));
             lines += &format!("Name=gpu Type={kind} MultipleFiles={file},{file} Flags=no_gpu_env # {name}\n");
         }

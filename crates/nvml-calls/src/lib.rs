@@ -16,7 +16,7 @@ use nvml_wrapper::error::NvmlError;
 /// # Safety
 /// `nvml.h` declares it with the type `F`, and the caller does not use it after NVML is closed.
 unsafe fn function<F: Copy>(device: &Device<'_>, name: &CStr) -> Result<F, NvmlError> {
-    // SAFETY: guaranteed by the caller.
+    // SAFETY: the caller guarantees that `nvml.h` declares the function with this type.
     let found = unsafe { device.nvml().lib().__library.get::<F>(name.to_bytes_with_nul()) };
     found.map(|function| *function).map_err(|error| NvmlError::FailedToLoadSymbol(error.to_string()))
 }

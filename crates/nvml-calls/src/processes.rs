@@ -84,9 +84,10 @@ pub fn read(device: &Device<'_>, list: ProcessList, record: usize) -> Result<Vec
     }
     let told = usize::try_from(count).unwrap_or(0).saturating_add(NEWCOMERS);
     count = c_uint::try_from(told).map_err(|_| NvmlError::InsufficientSize(None))?;
-    // u64, so that the buffer is aligned like a record.
+    // The buffer consists of u64, so that it has the alignment of a record.
     let mut room = vec![0_u64; told * 2 * RECORD / size_of::<u64>()];
-    // SAFETY: as above. The buffer has room for twice as many records as NVML was told, and NVML writes only integers.
+    // SAFETY: as for the first call. The buffer has room for twice as many records as NVML was told, and NVML writes only
+    // integers.
     nvml_try(unsafe { function(handle, &raw mut count, room.as_mut_ptr().cast()) })?;
     let bytes: Vec<u8> = room.iter().flat_map(|word| word.to_ne_bytes()).collect();
     let count = usize::try_from(count).ok().filter(|count| *count <= told).ok_or(NotListed::Unreadable)?;
@@ -124,7 +125,7 @@ mod tests {
             };
             put(0, &pid.to_ne_bytes());
             put(8, &memory.to_ne_bytes());
-            // Without MIG both ids have all bits set.
+            // Without MIG, the ids of the GPU instance and of the compute instance have all bits set.
             put(16, &[0xff; 8]);
         }
         bytes
@@ -162,7 +163,7 @@ mod tests {
                 assert_eq!(explained(&written(&[nonsense], record), 1, record), None, "{nonsense:?}");
             }
         }
-        // Records of 40 bytes, and more records than the buffer can contain.
+        // Refused are records of 40 bytes, and more records than the buffer can contain.
         for record in [RECORD, LONG_RECORD] {
             assert_eq!(explained(&written(&processes(3), 40), 4, record), None);
             assert_eq!(explained(&written(&[], RECORD), usize::MAX, record), None);

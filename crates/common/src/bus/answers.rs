@@ -126,7 +126,8 @@ impl Published {
     /// another directory.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
-        // A relative path starts in the service's working directory, which only root may look up.
+        // A relative path starts in the service's working directory. Only root may look up that directory, so such a path is
+        // not returned.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 

@@ -34,7 +34,7 @@ pub enum RequestError {
     Failed(String),
 }
 
-// Not derived, since the name of one variant has another prefix.
+// zbus can't derive this trait here: the D-Bus name of one variant has another prefix than the names of the other variants.
 impl DBusError for RequestError {
     fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
         Message::error(call, self.name()).build(&clean(self.text()))

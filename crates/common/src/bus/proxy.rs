@@ -64,7 +64,8 @@ impl From<zbus::Error> for BusError {
                 }
                 error => refused(error.name().as_str(), error.description()),
             },
-            // This error comes only from a method call: connecting to the bus has a deadline of its own.
+            // zbus returns this error only for a method call without an answer in time, so the service is silent. Connecting
+            // to the bus has a deadline of its own.
             zbus::Error::InputOutput(failed) if failed.kind() == io::ErrorKind::TimedOut => Self::Silent,
             _ => Self::Bus(error),
         }

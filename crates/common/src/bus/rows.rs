@@ -263,7 +263,8 @@ gpu_object! {
         bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
-        // The platform's own default is -1 for both numbers. The platform would take other numbers for a change of the device.
+        // The platform's default is -1 for both numbers. If this were another number, the platform would conclude that the
+        // device has changed.
         "const" device_minor: i32 = -1;
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);

@@ -188,7 +188,7 @@ impl Comparison<'_> {
             let clients = published.clients_on(&daemon.gpus);
             let Some(planned) = plan.control_daemons.iter().find(|planned| planned.id == DaemonId::from(id))
             else {
-                // The control daemon is about to end: then no published GPU has its id.
+                // If no published GPU has this control daemon's id, the control daemon is about to end anyway.
                 if published.served_by(id).next().is_some() {
                     let reason = "it is not needed any more".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
@@ -196,8 +196,8 @@ impl Comparison<'_> {
                 }
                 continue;
             };
-            // A control daemon that is about to end has no GPUs of its own any more. The service starts the next control daemon
-            // with the same id without a reload.
+            // A control daemon that is about to end is published without GPUs. If its GPUs are already published with the
+            // planned pipe directory, the service starts the next control daemon with this id without a reload.
             if daemon.gpus.is_empty() && ordered(planned, published) {
                 continue;
             }
@@ -249,7 +249,7 @@ impl Comparison<'_> {
             (DifferenceKind::MemoryLimit, memory, to.memory_mib),
             (DifferenceKind::ThreadPercentage, threads, to.thread_percentage.into()),
         ] {
-            // 0 stands for an unknown limit.
+            // A limit of 0 in the plan means that the limit is unknown, so it is not compared.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
                 self.add(kind, name, [&from, &to], self.effect_for(uuid));
             }
@@ -274,7 +274,7 @@ impl Comparison<'_> {
                 published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
-        // Control daemons of single slices take turns on a GPU, so such a control daemon does not wait for another one.
+        // Control daemons of single slices take turns on a GPU, so none of them has to wait until another one has ended.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
             planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };
@@ -319,7 +319,8 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         control_directory: Path::new(&daemon.control_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
-        // A control daemon that has not started yet does not publish this value. The check then assumes no difference.
+        // A control daemon that has not started yet does not publish `multiuser`. The check then assumes that it will be as
+        // planned.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
         near_cpus: daemon.wanted_cpus.is_some(),
     };

@@ -72,8 +72,8 @@ fn items<'t>(
         return if empty { Ok((place(None), Vec::new())) } else { Err(missing) };
     };
     match list.value {
-        // A key at the left edge ends the list, so the list lacks keys of its entries. Any further problem of the entries would
-        // mislead.
+        // A key at the left edge ends the YAML list, so the entries of the list lack their keys. Problems of these entries
+        // would only be consequences, so the entries are not read.
         _ if findings.problems.len() > before => Ok((origin, Vec::new())),
         Value::List(items) if items.len() > MAX_ENTRIES => {
             let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
@@ -148,7 +148,7 @@ impl<'t> Entry<'t> {
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
         let own = self.own_sizes(findings);
-        // If the list `slices` is unusable, the number of slices is not known.
+        // If the list `slices` is unusable, the number of slices is not known, and its absence is no further problem.
         let slices = own.as_deref().and_then(|own| findings.checked(self.number(own)));
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));

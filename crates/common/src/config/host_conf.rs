@@ -83,7 +83,8 @@ const KEYS: [(&str, Setter); 21] = [
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
     }),
     ("servers_path", |draft, value| {
-        // The host agent checks the value of its own key. Without a valid path, the service finds no records of guests.
+        // The host agent checks this path, which is a key of its own. Without a valid path, the service finds no records of
+        // guests.
         draft.settings.supervision.servers_path = PathBuf::from(value.text().as_ref());
         Ok(())
     }),
@@ -146,8 +147,8 @@ impl Draft {
                 self.empty.extend(read_as(key, syntax).map(|read_as| EmptyKey { key, origin, read_as }));
                 continue;
             }
-            // The host agent also takes a text from the later file. But a key without a value in the earlier file stays a
-            // mistake if the agent can't read it.
+            // A key without a value in the earlier file is excused if the later file has a text for it, as it is for the host
+            // agent. It stays a mistake if the host agent can't read the earlier file because of it.
             self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
@@ -284,7 +285,7 @@ fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Pair<'t>>), Locat
 fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
     let mut pairs = Vec::new();
     for (at, line) in text.lines().enumerate() {
-        // In this form even a # in quotes starts a comment.
+        // In the older form of the file, a # starts a comment even inside quotes.
         let line = line.split('#').next().unwrap_or_default().trim();
         if line.is_empty() || line.starts_with('[') {
             continue;
@@ -370,7 +371,7 @@ fn meant_for_us(name: &str) -> Option<String> {
     if let Some((key, _)) = KEYS.iter().find(|(key, _)| *key == lower) {
         return Some(format!("keys are written in lower case: {key}"));
     }
-    // This compares only the prefix, since the platform has further keys with it.
+    // The rest of the key is not compared, since the platform has further keys with this prefix.
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
 }
 
@@ -521,7 +522,7 @@ mod tests {
     fn a_quoted_yes_is_text() {
         assert_eq!(problem("# x\nenable_cuda_mps: \"yes\"\n"), bad(2, "enable_cuda_mps", "found \"yes\""));
         assert_eq!(problem("enable-cuda-mps: 'on'"), bad(1, "enable_cuda_mps", "found \"on\""));
-        // The older form does not know the words of YAML.
+        // The older form of the file does not know YAML's words for true and false.
         assert_eq!(problem("enable_cuda_mps = yes"), bad(1, "enable_cuda_mps", "found \"yes\""));
     }
 

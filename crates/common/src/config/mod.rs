@@ -394,7 +394,7 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let mut draft = Draft::new();
     read_main_file(sources, &mut draft, &mut findings);
     if let Some(file) = draft.local_file.clone() {
-        // The local file is optional, even if a key names it.
+        // A missing local file is no problem, even if a key names it.
         match findings.checked(read_text(&sources.sysroot, &file)) {
             Some(Some(text)) => draft.overlay(&file, &text, &mut findings),
             Some(None) => draft.settings.absent.push(file),
@@ -479,7 +479,8 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
 fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     let before = findings.problems.len();
     match (&draft.device_file, findings.nearly_device_file.take()) {
-        // Without a device file every GPU is served, and a typing error must not cause that.
+        // Without a device file every GPU is served. A misspelt key of the device file must not cause that, so it is a
+        // problem.
         (None, problem) => findings.problems.extend(problem),
         (Some(_), problem) => findings.warnings.extend(problem),
     }
@@ -501,8 +502,8 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
             None => {}
         }
     }
-    // A host without MPS may use this file for devices of other types, or may have an outdated one, so its problems become
-    // warnings. But if there is another problem, MPS may be off by mistake, so they stay problems.
+    // A host without MPS may have an outdated device file, or use the file for devices of other types. So the problems of the
+    // file become warnings. But if the configuration has another problem, MPS may be off by mistake, and they stay problems.
     if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }
@@ -756,7 +757,7 @@ mod tests {
             texts(&refused.problems),
             ["/opt/y.conf: no such file; create it or correct the path on the command line"]
         );
-        // On a real host a relative name is relative to the working directory.
+        // With the root directory `/`, a relative name is relative to the working directory.
         assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
         let absolute = root.path().join("opt/x.conf");
         assert!(load(&Sources { config: Some(absolute), sysroot: "/".into() }).is_ok());
@@ -806,7 +807,7 @@ mod tests {
         let told = |main: &str, devices: &str| -> Vec<String> {
             let main = format!("{main}\n{DEVICE_FILE_KEY}: {DEVICE_FILE}\n");
             let files = [(MAIN_FILE, main.as_bytes()), (DEVICE_FILE, devices.as_bytes())];
-            // A host without the platform has no agent.
+            // A host without the platform has no host agent whose configuration could differ.
             assert_eq!(load_files(&files).unwrap().agent, []);
             let platforms = format!("{main}hostname: host1\n");
             let loaded = load_files(&[(MAIN_FILE, platforms.as_bytes()), files[1]]).unwrap();
@@ -888,7 +889,7 @@ mod tests {
         let loaded = load_files(&[(MAIN_FILE, main)]).unwrap();
         assert_eq!(loaded.warnings.len(), 1);
         assert_eq!(loaded.warnings[0].key, DEVICE_FILE_KEY);
-        // If it is not certain that MPS is off, the problems do not become warnings.
+        // `maybe` does not say that MPS is off, so the problems do not become warnings.
         let main = b"enable_cuda_mps: maybe\ncontainer_device_config_file: /etc/none.yml\n".as_slice();
         assert_eq!(load_files(&[(MAIN_FILE, main)]).unwrap_err().len(), 2);
     }
@@ -933,7 +934,8 @@ mod tests {
             let [problem] = <[LocatedProblem; 1]>::try_from(problems).unwrap();
             assert_eq!(problem.origin, Origin { file: DEVICE_FILE.into(), line }, "{problem}");
         }
-        // Each text is repeated up to the largest file size. Such texts make the parser slow.
+        // Each text is repeated up to the size limit of a file. Without limits of its own, the parser would take very long
+        // for such files.
         for unit in ["[", "- ", "a: ", "a\n", "- a\n", "? ", "&a ", "! ", "'", "\u{e9}"] {
             let mut content = unit.repeat(1024 * 1024 / unit.len()).into_bytes();
             content.truncate(1024 * 1024);
@@ -967,7 +969,7 @@ mod tests {
             problem.to_string(),
             "/etc/yunion/host.conf: is a directory and no regular file; put a regular file there"
         );
-        // Root can read a file without permissions, but not a loop of links.
+        // Root can read a file whatever its permissions are, so the test makes a file unreadable with a loop of links.
         fs::remove_dir(&main).unwrap();
         symlink("host.conf", &main).unwrap();
         let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();

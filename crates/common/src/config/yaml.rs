@@ -163,7 +163,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
         None => ("not valid YAML", "correct that line or the line before it"),
     };
-    // The parser's message may quote keys of the file.
+    // The parser's message may quote keys of the file, so it is cleaned and cut.
     let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
@@ -268,7 +268,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
-        // The number is too large for any setting. As a text, a message can show it unchanged.
+        // No setting takes such a large number, so it is kept as a text. A message about it can then show it unchanged.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
         Ok(Node::without_line(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
@@ -323,7 +323,7 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
 fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
     match value {
         Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),
-        // If a key is in several of the mappings, the first one counts.
+        // The items are merged in reverse order: if several of the mappings have a key, the first mapping counts.
         Value::List(items) => {
             for item in items.into_iter().rev() {
                 let Value::Map(_) = item.value else { return Err(BAD_MERGE) };
@@ -505,7 +505,8 @@ mod tests {
         }
         let problem = read(&laughs).unwrap_err();
         assert!(problem.problem.found.contains("aliases repeat too much"), "{problem}");
-        // The limit also applies to one large list to which many aliases refer, and to a long text that has to be copied.
+        // The limit also holds for many aliases of one large list, and for many aliases of a long text, which each alias
+        // copies.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
         assert!(read(&wide).unwrap_err().problem.found.contains("aliases repeat too much"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(10_000), "- *a\n".repeat(2_000));

@@ -27,7 +27,8 @@ impl Blocking {
     ) -> Option<T> {
         let answer = async {
             let thread = Arc::clone(&self.0).acquire_owned().await.ok()?;
-            // The permit is released when the question has ended, since the caller may have stopped waiting earlier.
+            // The caller may stop waiting before the thread has ended. So the permit moves into the thread, and is released
+            // when the thread ends.
             let asked = tokio::task::spawn_blocking(move || (question(), thread));
             asked.await.ok().map(|(answer, _)| answer)
         };

@@ -94,7 +94,7 @@ pub fn directory(path: &str) -> PathBuf {
 /// `/proc/PID/cgroup`.
 pub fn is_believed(hierarchy: &str, path: &str) -> bool {
     let mount = match hierarchy {
-        // A host with several hierarchies may have put the unified hierarchy in this directory.
+        // A host with several hierarchies has the unified hierarchy, if any, in this subdirectory.
         "" if !Path::new(ONE_HIERARCHY).exists() => Path::new(MOUNT).join("unified"),
         "" => PathBuf::from(MOUNT),
         named => Path::new(MOUNT).join(named.strip_prefix("name=").unwrap_or(named)),
@@ -116,7 +116,8 @@ pub fn use_of(group: &ControlGroup) -> GroupUse {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
         Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
-        // A pod keeps a process of its own until the pod ends. The kubelet removes the pod's control group some time later.
+        // A process of the pod's own runs until the pod ends, and the kubelet removes the pod's control group some time
+        // later. So a pod that is not empty goes on.
         Ok(_) | Err(_) => match pod_of(&group.path) {
             Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
             _ => GroupUse::Gone,

@@ -36,7 +36,7 @@ impl Contexts {
     }
 
     pub(super) fn processes(&self, command: impl Fn(u32) -> Option<String>) -> Vec<GpuProcess> {
-        // A client that has just come may be only in the list `mps`, which NVML made second.
+        // NVML lists `compute` before `mps`, so a client that has just started may be only in `mps`.
         let mut all = self.mps.clone().unwrap_or_default();
         all.extend(&self.compute);
         all.into_iter()

@@ -85,7 +85,7 @@ impl Inventory {
             };
             gpus.push(Gpu { pci, nvml });
         }
-        // GPUs that NVML lists and /sys does not, for example in a container that hides /sys.
+        // The rest are GPUs that NVML lists and /sys lacks, for example in a container that hides /sys.
         gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
         Self { driver, gpus, others, cpus: Cpus::of_host() }

@@ -36,7 +36,8 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
                 names.insert(id, name.to_owned());
             }
         } else if !text.is_empty() && !text.starts_with('#') {
-            // A line of the class list at the end (`C 03 ...`) does not begin with such a number, so the last vendor ends there.
+            // The list of device classes at the end has lines such as `C 03 ...`. They do not begin with a vendor's number,
+            // so the last vendor's devices end there.
             vendor = numbered(text).map(|(vendor, _)| vendor);
         }
         line.clear();

@@ -35,11 +35,12 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // An answer to an earlier question is outdated, but the thing can be asked about again.
+        // A late answer to an earlier question is outdated and dropped. Its thread has ended, so a new question about that
+        // thing can be asked.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // The thread of a question that has panicked is finished, but has sent no answer.
+        // A thread that has panicked is finished without an answer, so it is removed from the running ones.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {
@@ -108,9 +109,9 @@ mod tests {
         let mut questions = ParallelQuestions::default();
         let mut ask = |patience| questions.ask([1, 7, 9], patience, SHORT, question.clone());
         let others = BTreeMap::from([(1, 2), (9, 18)]);
-        // On a busy machine two threads may start late.
+        // The first wait is long, since threads may start late on a busy machine.
         assert_eq!(ask(SHORT * 100), others);
-        // The second wait for the same thing is short.
+        // The question about this thing still runs, so the second wait for it is short.
         let begun = Instant::now();
         assert_eq!(ask(LONG), others);
         assert!(begun.elapsed() < LONG / 2);

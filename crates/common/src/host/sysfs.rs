@@ -92,7 +92,7 @@ fn link(directory: &Path) -> Option<PcieLink> {
 fn config(directory: &Path) -> Vec<u8> {
     let mut bytes = Vec::new();
     if let Ok(file) = File::open(directory.join("config")) {
-        // The bytes before an error are valid.
+        // The bytes that were read before an error are valid.
         let _ = file.take(256).read_to_end(&mut bytes);
     }
     bytes

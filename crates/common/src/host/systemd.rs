@@ -139,8 +139,8 @@ pub async fn why_stopping() -> Stopping {
 fn classify(job: Option<&str>, unit: &str) -> Stopping {
     match job {
         Some("stop") => Stopping::Stop,
-        // A start job that still runs while the service is told to stop has taken too long, and systemd starts the service again.
-        // A start job that waits runs right after the stop.
+        // A running start job means that the start took too long: systemd stops the service and starts it again. A waiting
+        // start job runs right after the stop.
         Some("restart" | "try-restart" | "start" | "reload-or-start") => Stopping::Restart,
         Some(other) => {
             Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
@@ -248,7 +248,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
             {
                 properties.pop();
             }
-            // The control daemon before, whose scope had the same name, has ended, but its servers may still be ending.
+            // The former control daemon had a scope with the same name. It has ended, but the scope stays while its servers
+            // are ending.
             Err(zbus::Error::MethodError(error, ..))
                 if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
@@ -269,7 +270,7 @@ fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
         ("PIDs", Variant::from(vec![pid])),
         // systemd stops units in the reverse order: at a shutdown this service stops first, and ends the control daemon itself.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // A failed scope would keep its name in use.
+        // Otherwise systemd would keep a failed scope, and no new scope could have its name.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]
@@ -333,7 +334,8 @@ mod tests {
         assert_eq!(unit_of(unified), Some("yunion-mps-daemon.service"));
         let legacy = "9:name=systemd:/system.slice/a.service\n4:memory:/system.slice\n0::/\n";
         assert_eq!(unit_of(legacy), Some("a.service"));
-        // The hierarchies of other controllers name their groups differently. A slice of systemd has no processes itself.
+        // Other controllers have control groups with other names in their hierarchies, so these lines do not count. A slice
+        // of systemd has no processes itself, so it is no unit of the process.
         assert_eq!(unit_of("4:memory:/system.slice/a.service\n0::/system.slice\n"), None);
         assert_eq!(
             unit_of("0::/system.slice/yunion-mps-control-a:b.scope/sub\n"),

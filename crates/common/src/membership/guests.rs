@@ -289,7 +289,7 @@ fn read_file<T: DeserializeOwned>(
         return Err(BadRecord::NoRoom);
     }
     let mut bytes = Vec::new();
-    // If the agent is writing the file at this moment, only a part of it is read.
+    // The agent may be writing the file at this moment, so no more than the size that was checked is read.
     file.take(found.len()).read_to_end(&mut bytes).map_err(BadRecord::Failed)?;
     room.take(bytes.len() as u64);
     // The text of the parser's error could quote the file, so only the place of the error is used.
@@ -356,7 +356,7 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
 }
 
 fn not_read(file: &Path, error: &BadRecord) {
-    // Most guests are virtual machines, which have no containers.
+    // A virtual machine has no file of containers, and most guests are virtual machines. So a missing file is not logged.
     if !error.is_missing() {
         tracing::debug!("{}: {error}", file.display());
     }
@@ -454,7 +454,8 @@ mod tests {
             assert_eq!([guest, container, project], ["train-1", "main", "vision"]);
         }
         assert_eq!(servers.record_of(&id('a')), None);
-        // The agent has recorded a container that the container runtime has not made yet, so the record has no id.
+        // The record has no container id yet: the host agent has written it before the container runtime has made the
+        // container.
         servers.write("guest", &json!({"c-1": {"id": "c-1", "cri_id": null}}), &description(&[]));
         assert_eq!(servers.record_of(ID), None);
         servers.write(
@@ -546,7 +547,7 @@ mod tests {
         let told = records_without_effect(servers.0.path());
         let words = "all files together are larger than 16777216 bytes; it is not read";
         assert!(told.len() == 2 && told.iter().all(|(_, why)| why == words), "{told:?}");
-        // A file that is too large is not read, and leaves the allowed bytes to the other files.
+        // A file that is too large does not count towards the limit for all files together, so the good file is still read.
         servers.one("good", &id('b'), &[("00:06.0-1", None)]);
         for number in 0..ALL / LARGEST + 2 {
             fs::write(servers.file(&format!("g{number}"), CONTAINERS), large.clone() + " ").unwrap();

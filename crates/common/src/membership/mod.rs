@@ -259,7 +259,8 @@ impl SliceMounts {
             Some(_) if all.own => Reach::OwnDirectory,
             Some(_) => Reach::Control,
         };
-        // A process that sees neither a slice nor a pipe directory has reached the GPU in an unknown way.
+        // Mounts with neither a slice nor a pipe directory prove that the process has no slice by its mounts: it has reached
+        // the GPU in another way.
         let known = !all.slices.is_empty() || (believed && !all.pipe);
         let bound = self.binding_of(pid).map(bound);
         let slices: Vec<SliceId> = all.slices.into_iter().collect();
@@ -280,7 +281,7 @@ impl SliceMounts {
     }
 
     fn binding_of(&self, pid: u32) -> Option<&Binding<SliceId>> {
-        // Most hosts have no bindings, and then the kernel is not asked for the control group of the process.
+        // Without bindings, which is most common, the kernel is not asked for the process's control group.
         self.bindings.iter().next()?;
         self.bindings.nearest(&control_groups::path_of(pid).ok()?, is_there)
     }
@@ -445,8 +446,8 @@ fn named(environment: &[u8]) -> Vec<DeviceName> {
         proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
     for name in value.unwrap_or_default().split(',').take(CLAIMS) {
-        // The named slices are published, and every user can read them. So a text that is no name is left out, and so is a
-        // second mention of a name.
+        // The result is published, and every user can read it. So only names of slices are returned, each once, and never
+        // another text from the environment.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     slices

@@ -164,7 +164,7 @@ pub(super) fn control_daemons(
     let control_daemons: Vec<ControlDaemonPlan> =
         all.filter_map(|(gpus, slice)| control_daemon(gpus, slice, settings, inventory)).collect();
     for gpu in gpus {
-        // The slices of a GPU that can't be served now get the directories that they have when the GPU is served.
+        // The slices of a GPU that can't be served now already get the directories that they will have when it is served.
         let pipe_directory = gpu.slice_pipe_directory(0);
         let its = control_daemons.iter().find(|daemon| daemon.pipe_directory == pipe_directory);
         gpu.slice_directories = its.and_then(|daemon| daemon.slice_directories.clone());
@@ -180,7 +180,7 @@ const SOCKET_PATH_BYTES: usize = 108;
 fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
     let below = pipe_directory.strip_prefix(&settings.pipe_directory).ok()?;
     let base = settings.private_directory();
-    // Joining an empty path would add a slash.
+    // Joining an empty path would add a slash at the end.
     let directory = if below.as_os_str().is_empty() { base } else { base.join(below) };
     config::has_room_for_sockets(&directory).then_some(directory)
 }
@@ -214,7 +214,8 @@ fn control_daemon(
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
     let multiuser = settings.multiuser == MultiUser::On || if_possible;
-    // With this property, clients can connect through a link in any directory.
+    // Control daemons of these drivers let clients connect through a link in any directory, which private directories and
+    // directories of slices need.
     let series = inventory.series();
     let linked =
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
@@ -235,7 +236,8 @@ fn control_daemon(
         sizes: ordinals(gpu).map(|ordinal| (ordinal, gpu.size(ordinal))).collect(),
         limits_enforced: gpu.limits_enforced,
         capacity: gpu.places,
-        // If several control daemons serve a GPU, NVML does not say to which of them a client belongs.
+        // If several control daemons serve a GPU, NVML lists the clients of all of them and does not say which client belongs
+        // to which.
         clients_listed: gpu.clients_counted && only.is_none(),
     };
     Some(ControlDaemonPlan {
@@ -245,8 +247,8 @@ fn control_daemon(
         gpus: gpus.iter().map(served).collect(),
         thread_percentage,
         multiuser,
-        // Without multi-user mode, a server runs as the user of its clients, and needs access to the control daemon's
-        // directory.
+        // The multi-user option is optional only if the plan has no private directory and no directories of slices. They need
+        // it: without it, a server runs as the user of its clients and needs access to the control daemon's directory.
         multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),
@@ -369,14 +371,14 @@ mod tests {
         let (half, quarter, eighth) = ((8000, 50), (4000, 25), (2000, 12));
         for (before, after, expected) in [
             ([quarter; 3], [quarter; 3], &[][..]),
-            // The default is larger than the new limits, before the change and after it.
+            // The default was and is larger than the new limits, so it does not keep clients waiting.
             ([quarter; 3], [quarter, eighth, quarter], &[]),
             ([quarter; 3], [eighth; 3], &["GPU-0", "GPU-1", "GPU-2"]),
-            // The default grows, but the other slices keep their limits.
+            // The default grows for the first slice's new limit. The other slices keep their limits.
             ([quarter; 3], [half, quarter, quarter], &["GPU-0"]),
-            // The default was smaller than the second slice's new limit.
+            // The default before the change was smaller than the new limit of the second slice.
             ([eighth; 3], [half, quarter, eighth], &["GPU-0", "GPU-1"]),
-            // The control daemon's default gets smaller.
+            // The default shrinks to the new limit of the first slice.
             ([half, quarter, eighth], [quarter, quarter, eighth], &["GPU-0"]),
             ([quarter; 3], [(4000, 12), quarter, quarter], &[]),
             ([quarter; 3], [(4000, 30), quarter, quarter], &["GPU-0"]),
@@ -444,7 +446,7 @@ mod tests {
         );
         assert_eq!(plan.control_daemons[0].log_directory, Path::new("/tmp/nvidia-mps/log/GPU-0"));
         assert_eq!(plan.gpus[0].pipe_directory, Path::new("/tmp/nvidia-mps/pipe/GPU-3"));
-        // If each control daemon has one GPU, its defaults are the limits of the GPU's slices.
+        // If each control daemon has one GPU, the limits of the slices are its defaults, so no plan warns.
         assert_eq!(plan.gpus[0].warnings, []);
     }
 

@@ -30,7 +30,8 @@ pub(super) fn wanted<'a>(
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
     let mut missing = Vec::new();
-    // Without a driver, two entries are known to name the same GPU only if their paths are the same text.
+    // Without a driver, the service can't find out if two different paths name the same GPU. So only equal paths are reported
+    // as a repetition.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
         let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
@@ -126,7 +127,8 @@ fn unclaimed<'a>(
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
             Ok(address) => claimed.extend(address),
-            // If it is not known which GPU the entry names, it may be any GPU, and the GPU could be used for something else.
+            // If it is not known which GPU this entry of another type names, no GPU is safe to serve: any could be the one
+            // that is used for something else.
             Err(problem) => {
                 not_yet.get_or_insert(problem);
             }
@@ -255,7 +257,7 @@ mod tests {
         for (path, found) in golden {
             let expected = format!("devices.yml:2: devices[0].path: {found}; {all}");
             assert_eq!(missing(&with(vec![(path.clone(), 4)]), &inventory), [(true, expected)]);
-            // A wrong path does not prevent that the other GPUs are served.
+            // An entry with a wrong path does not keep the service from serving the other GPUs.
             let plan = plan(&with(vec![(node(128), 4), (path.clone(), 4)]), &inventory).unwrap();
             assert_eq!((plan.gpus.len(), plan.gpus[0].unusable()), (1, None));
             let [missing] = plan.missing.as_slice() else { panic!("{:?}", plan.missing) };
@@ -265,7 +267,8 @@ mod tests {
                 format!("devices.yml:3: devices[1].path: {found}; {all}")
             );
             assert_eq!(plan.control_daemons[0].gpus.len(), 1);
-            // An entry of the type `NVIDIA_MPS` counts even if its GPU is missing, so the other GPU is not served instead.
+            // An entry of the type `NVIDIA_MPS` counts even if its GPU is missing. So the service does not serve all GPUs, as
+            // it would without entries.
             assert!(plan.configured.may_have("GPU-0") && plan.configured.may_have("GPU-x"));
             assert!(!plan.configured.may_have("GPU-1"));
         }
@@ -292,15 +295,15 @@ mod tests {
         assert_eq!((after.gpus[1].slices(), after.gpus[1].size(0).memory_mib), (2, 61440));
         assert_eq!(after.control_daemons[0].gpus.len(), 1);
         assert!(after.configured.may_have("GPU-1") && !after.configured.may_have("GPU-2"));
-        // A second plan with the GPU still missing is the same. With the GPU back, the plan is the first one again.
+        // While the GPU is missing, the next plan is the same. Once the GPU is back, the plan is the first one again.
         assert_eq!(plan_after(&settings, &without, &after.gpus).unwrap(), after);
         assert_eq!(plan_after(&settings, &whole, &after.gpus).unwrap(), before);
-        // Another GPU at the address of the missing one does not replace it.
+        // A GPU of another UUID at the address of the missing one does not replace it.
         let mut other = without;
         other.gpus.push(gpu("1b:00.0", 140, "GPU-9", 122_880, (9, 0)));
         let after = plan_after(&settings, &other, &before.gpus).unwrap();
         assert_eq!((after.gpus.len(), after.missing.len()), (1, 1));
-        // A GPU whose render node has another name now stays in the plan.
+        // A GPU whose render node has disappeared stays in the plan: the GPU is known from the former plan.
         let mut renamed = h200s();
         renamed.gpus[1].pci.render_node = None;
         let after = plan_after(&settings, &renamed, &before.gpus).unwrap();

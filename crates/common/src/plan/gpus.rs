@@ -47,7 +47,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let mut gpu = (*gpu).clone();
     let obstacles = match gone {
         Some(problem) => {
-            // The processes that had used the GPU can't be looked at while the GPU is gone.
+            // The listed foreign processes may have ended, which can't be checked while the GPU is gone.
             gpu.nvml.as_mut().into_iter().for_each(|facts| facts.state.foreign_processes.clear());
             vec![NamedProblem { name: "gpu-gone", problem: problem.clone() }]
         }
@@ -185,7 +185,7 @@ mod tests {
             assert_eq!(plan.gpus[1].slices(), 2);
             let [daemon] = plan.control_daemons.as_slice() else { panic!("{plan:?}") };
             assert_eq!(daemon.gpus.len(), 1);
-            // The percentage of a GPU that can't be served does not count.
+            // The thread percentage of a GPU that can't be served does not count for the control daemon's default.
             assert_eq!(daemon.thread_percentage, 25);
             assert_eq!(plan.gpus[0].warnings, []);
         }

@@ -121,8 +121,9 @@ pub(super) type Limit = (u64, u64);
 /// is the new limit and default, the second pair the former ones. A slice whose own limit stays does not wait, even if the
 /// default changes.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
-    // If the default is below the slice's new limit, its clients get too little. If the slice's new limit is also the new
-    // default, clients do not set a limit themselves, so the old default would apply.
+    // If the present default is below the slice's new limit, clients would get too little. If the new limit equals the new
+    // default, clients set no limit of their own, and the old default would apply to them. In both cases the slice waits for
+    // the new default.
     own != own_before && default != default_before && (own > default_before || own == default)
 }
 
@@ -163,7 +164,7 @@ mod tests {
 
     #[test]
     fn a_slice_has_room_for_a_client() {
-        // 33 MiB for a context with 1 % of the threads.
+        // A context needs 33 MiB with 1 % of the threads, which is all the memory of one of these 698 slices.
         assert_eq!(limits(&plan(&with(vec![(node(128), 698)]), &p40()).unwrap()), [(33, 1)]);
         assert_eq!(
             problems(&with(vec![(node(128), 699)]), &p40()),
@@ -179,7 +180,7 @@ mod tests {
             none[0].starts_with("/etc/yunion/host.conf: cuda_mps_replicas: 4294967295 slices"),
             "{none:?}"
         );
-        // An administrator has written 20, which means MiB, and meant GiB.
+        // The administrator has written 20 and has meant GiB, but the key counts in MiB.
         let mut settings = with(vec![(node(128), 4)]);
         settings.devices[0].mps.as_mut().unwrap().each.memory_mib = NonZeroU64::new(20);
         assert_eq!(

@@ -278,7 +278,7 @@ mod tests {
         assert_eq!(served(&before), ["0001:1a:00.0"]);
         // An address with a domain does not match another domain.
         assert_eq!(missing(&with(vec![(pci("1a:00.0"), 4)]), &alone).len(), 1);
-        // An address without a domain means domain 0000 if there is such a GPU.
+        // An address without a domain means the GPU in domain 0000, if there is one.
         let both = host(vec![gpu("0000:1a:00.0", 129, "GPU-0", 122_880, (9, 0)), one.clone()]);
         assert_eq!(served(&plan(&settings, &both).unwrap()), ["0000:1a:00.0"]);
         let several = host(vec![one, gpu("0002:1a:00.0", 129, "GPU-2", 122_880, (9, 0))]);
@@ -288,7 +288,7 @@ mod tests {
                 "devices.yml:2: devices[0].path: 1a:00.0 may be 0001:1a:00.0 or 0002:1a:00.0; write the address with its domain"
             ]
         );
-        // If it is ambiguous which GPU an entry of another type names, no GPU is served.
+        // It is ambiguous which GPU the entry of another type names, so no GPU is served.
         let claimed = and_other(no_entries(), Some(short("1a:00.0")));
         assert!(not_yet(&claimed, &several).contains("1a:00.0 may be"));
         assert_eq!(served(&plan(&claimed, &both).unwrap()), ["0001:1a:00.0"]);
@@ -332,7 +332,7 @@ mod tests {
                 !certain && reason.contains("0000:1c:00.0") && reason.contains("GPU is lost"),
                 "{reason}"
             );
-            // A wrong path does not prevent that the other GPU is served.
+            // The wrong path of one entry does not keep the service from serving the other GPU.
             let both = plan(&with(vec![(node(128), 4), (path, 4)]), &inventory).unwrap();
             assert_eq!((both.gpus.len(), both.missing.len(), both.control_daemons.len()), (1, 1, 1));
         }

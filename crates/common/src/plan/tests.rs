@@ -214,17 +214,17 @@ fn a_gpu_with_an_unknown_uuid_may_be_configured() {
     let named = plan(&settings, &inventory).unwrap().configured;
     let told = |named: &Configured| ["GPU-0", "GPU-1", "GPU-2", "GPU-x"].map(|uuid| named.may_have(uuid));
     assert_eq!(told(&named), [true, true, false, false]);
-    // A GPU without a known UUID may be any GPU except the known ones.
+    // The UUID of this GPU is unknown, so any UUID that is not known of another GPU may be its UUID.
     inventory.gpus[1].nvml = Err("an error".into());
     assert_eq!(told(&plan(&settings, &inventory).unwrap().configured), [true, true, false, true]);
-    // A GPU that programs without MPS use is named as well.
+    // A GPU that programs use without MPS counts as configured too, although it can't be served.
     let mut inventory = h200s();
     facts(&mut inventory, 1).state.foreign_processes = vec![(7, "x".to_owned())];
     let held = plan(&settings, &inventory).unwrap();
     assert_eq!(told(&held.configured), [true, true, false, false]);
     assert_eq!((held.gpus[0].holders().len(), held.gpus[1].holders().len()), (0, 1));
     assert_eq!(told(&Configured::default()), [false; 4]);
-    // The GPU with an unknown minor number may be the right one.
+    // The minor number of this GPU is unknown, so the entry may mean this GPU.
     let settings = with(vec![(node(128), 4), (DevicePath::NvidiaMinor(1), 4)]);
     let mut inventory = h200s();
     facts(&mut inventory, 1).minor = None;

@@ -75,7 +75,8 @@ pub fn choose<'s>(
 
 /// Finds a slice of this GPU for the program. The error is the obstacle that is easiest to overcome.
 fn of_gpu(gpu: &GpuView, bindings: &SliceBindings, asker: Asker<'_>) -> Result<u32, Obstacle> {
-    // The caller names no slice, so the service takes no slice away from a weaker binding.
+    // The caller names the GPU and not a slice, so the service looks for a slice as the platform does: no slice is taken away
+    // from another control group.
     let asker = Asker { by: BoundBy::Platform, ..asker };
     let own = bindings.iter().find(|one| Some(one.group.path.as_str()) == asker.control_group);
     let has = |ordinal: &u32| own.is_some_and(|own| own.slices.contains(&gpu.plan.slice(*ordinal)));

@@ -53,16 +53,18 @@ pub fn spec(snapshot: &Snapshot, hooks: &Path) -> Option<String> {
 /// The two devices of a slice: one with its settings and its hook, and one with the hook alone.
 fn devices(snapshot: &Snapshot, hooks: &Path, gpu: &GpuView, ordinal: u32) -> [Value; 2] {
     let name = gpu.slice_name(ordinal);
-    // A hook that runs without root can't ask the service, so the spec says if the slice is drained.
+    // The hook may run without root, and then can't ask the service. So the spec tells the hook if the slice is drained.
     let is_drained = gpu.drained.contains(&ordinal).then_some("--drained");
     let bind: Vec<&str> = ["bind", "--oci"].into_iter().chain(is_drained).chain([name.as_str()]).collect();
     let hooks = json!([hook(hooks, &bind)]);
-    // If NVML does not list the GPU, the device has no settings, and its hook fails.
+    // Without NVML's data about the GPU there are no settings. The device then has only the hook, which fails.
     let edits = match container_config(snapshot, &[ChosenSlice { gpu, ordinal, name: name.clone() }]) {
         Ok(config) => {
-            // The container may have several devices, and a runtime makes only one of two mounts with the same target.
+            // A container may have several of these devices. Each gets its own mount targets, since a runtime makes only one
+            // of two mounts with the same target.
             let config = config.at_own_places();
-            // NVIDIA's own spec sets this variable to "void", so that NVIDIA's hook does not add a GPU again.
+            // The variable that makes NVIDIA's hook add GPUs is left out: NVIDIA's own CDI spec sets it to "void", so that
+            // the hook does not add the GPU again.
             let ours = config.environment.iter().filter(|(name, _)| !gives_gpus(name));
             let environment: Vec<String> = ours.map(|(name, value)| format!("{name}={value}")).collect();
             let mounts: Vec<Value> = config.mounts.iter().map(mount).collect();

@@ -263,8 +263,9 @@ fn pipe_directory_mounts(
         container: directory.to_owned(),
         read_only,
     };
-    // The root user of a container with write access to the pipe directory can remove or replace the control daemon's sockets for
-    // all users: `rm -rf /tmp/*` at the start of a container is enough.
+    // Root in a container with write access to the pipe directory can remove the control daemon's sockets, or replace them,
+    // for all users. A `rm -rf /tmp/*` at the start of a container is enough. So the mount is read-only if the driver allows
+    // that.
     let driver = Series::parse(&snapshot.driver_version);
     let capability = |gpu: &GpuView| gpu.plan.gpu.facts()?.compute_capability;
     let read_only = gpus.iter().all(|(gpu, _)| READ_ONLY_PIPE_DIRECTORY.holds(driver, capability(gpu)));
@@ -516,7 +517,7 @@ mod tests {
             with(&|facts| facts.state.compute_mode = Some(crate::host::compute_mode::ComputeMode::Prohibited)),
             refused
         );
-        // The service waits for a program without MPS to end, so the caller may try again later.
+        // The service waits until the program without MPS has ended, so the caller may try again later.
         assert_eq!(
             with(&|facts| facts.state.foreign_processes = vec![(7, "job".to_owned())]),
             refused_by(Obstacle::Unserved("the reason".to_owned()))

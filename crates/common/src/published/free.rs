@@ -43,7 +43,7 @@ pub fn candidates(
     let all = || snapshot.slices();
     let meant = |gpu: &GpuView, ordinal: u32, name: &str| match snapshot.find(name) {
         Some(Named::Slice(of, number)) => of.plan.slice(number) == gpu.plan.slice(ordinal),
-        // GPUs that are lost have no UUID, so two of them would compare as equal.
+        // GPUs are compared by their ids: lost GPUs have no UUID, so two of them would compare as equal.
         Some(Named::Gpu(of)) => of.plan.gpu.id() == gpu.plan.gpu.id(),
         None => is_model(gpu, name),
     };
@@ -82,7 +82,8 @@ pub fn choose<'s>(
     asker: Asker<'_>,
 ) -> Result<ChosenSlice<'s>, ContainerError> {
     let mut easiest: Option<Obstacle> = None;
-    // The reasons by GPU, in the order of the configuration; each reason has the number of slices for which it holds.
+    // For each GPU, in the order of the configuration: the reasons for which its slices were refused, each with the number of
+    // these slices.
     let mut refused: BTreeMap<Option<usize>, (&GpuView, BTreeMap<String, usize>)> = BTreeMap::new();
     for Candidate { slice, full } in candidates {
         let Some(Named::Slice(gpu, ordinal)) = snapshot.find(&slice.to_string()) else { continue };
@@ -260,7 +261,7 @@ mod tests {
             (&[(p40, "00:06.0-0"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
             // A client that waits for a server has a slice, but no GPU yet.
             (&[("", "00:06.0-0"), ("", "00:07.0-1"), ("", "00:07.0-1")], "00:06.0-1"),
-            // A client without a known slice counts as a client of its GPU.
+            // A client whose slice is not known counts for its GPU.
             (&[(p40, "")], "00:07.0-0"),
             (&[(p40, "00:06.0-0 00:07.0-1"), (p40, "00:06.0-1"), (h200, "00:07.0-0")], "00:07.0-1"),
         ] {
@@ -283,7 +284,7 @@ mod tests {
         ] {
             assert_eq!(chosen(&host, &[], &clients(of), recent).unwrap(), expected, "{recent:?}");
         }
-        // A slice that was handed out lately can still be chosen: a short command may have ended already.
+        // A slice that was given to a caller lately can be given again: a short command may have ended already.
         assert_eq!(chosen(&host, &["00:07.0-1"], &[], &["00:07.0-1"; 3]).unwrap(), "00:07.0-1");
     }
 

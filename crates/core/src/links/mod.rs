@@ -46,7 +46,7 @@ pub struct LinkEvents {
 }
 
 /// The links to one control daemon: where they should be, and where they are.
-// Each flag is a fact of its own.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
@@ -162,7 +162,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if self.wanted.as_ref() == Some(&wanted) {
             return false;
         }
-        // The control daemon keeps its limits if only `retiring` differs.
+        // `retiring` alone does not change the limits of the control daemon, so the comparison leaves it out.
         let before =
             self.wanted.as_ref().map(|before| WantedLinks { retiring: wanted.retiring, ..before.clone() });
         self.may_lead &= before.as_ref() == Some(&wanted);
@@ -336,7 +336,7 @@ impl<D: Clone + PartialEq> Links<D> {
         if let Some(slices_in) = slices_in {
             self.apply_to_slices(slices_in, running, is_found, directories, closed, &mut lead);
         } else if let Some(why) = &self.missing.pipe {
-            // Without their common directory, no slice can have a link.
+            // The directory that contains the directories of the slices can't be used, so no slice can have a link.
             let all = self.wanted.iter().flat_map(|wanted| wanted.slices.keys());
             let open = all.filter(|slice| closed.closes(slice) == Some(false));
             self.missing.slices = open.map(|slice| (slice.clone(), why.clone())).collect();
@@ -407,7 +407,8 @@ impl<D: Clone + PartialEq> Links<D> {
             }
         }
         if is_there && self.keeps() {
-            // The supervisors of the other slices protect the directories of those slices.
+            // Only the directories of this order's slices are protected here. The supervisors of the other slices protect
+            // theirs.
             directories.keep_slices(&self.names_of_order());
         }
     }
@@ -469,7 +470,7 @@ impl<D: Clone + PartialEq> Links<D> {
     }
 
     fn close_slice(&mut self, name: &str, target: LinkTarget, directories: &mut impl Directories<D>) {
-        // The link of a closed slice is removed, no matter to which control daemon it points.
+        // If the slice is closed, its link is removed, to whichever control daemon the link points.
         let closed = match target {
             LinkTarget::Closed => directories.close_slice(name, None),
             _ => self.sockets().try_for_each(|socket| directories.close_slice(name, Some(socket))),
@@ -520,7 +521,7 @@ mod tests {
         let table = [
             (Some(&serving), LinkTarget::Leads),
             (Some(&retiring), LinkTarget::NotHere),
-            // A control daemon without an order keeps its links.
+            // For a control daemon without an order, the links stay.
             (None, LinkTarget::Leads),
         ];
         for (wanted, open) in table {

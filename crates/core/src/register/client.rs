@@ -140,10 +140,10 @@ impl KnownClient {
 impl fmt::Display for KnownClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "PID {}", self.process.pid)?;
-        // The label is left out if it is only the container's id, as it is for a container that the container's runtime has
-        // bound.
+        // The label of a container that the container runtime has bound is only the container's id, which the text has
+        // already.
         let label = self.label.as_ref().filter(|label| self.container.as_ref() != Some(label));
-        // If the guest is known, it is named instead of the user: the user in a container is most often root.
+        // If the guest is known, the text names it instead of the user, since the user in a container is most often root.
         match (&self.guest, label, &self.user) {
             (Some(guest), ..) => write!(f, " of guest {}", ChosenName(&guest.guest))?,
             (None, Some(label), _) => write!(f, " of {}", ChosenName(label))?,
@@ -206,7 +206,8 @@ mod tests {
         };
         let expected = "PID 7 of guest train-1, slice 00:06.0-1, container main";
         assert_eq!(named("train-1", "main"), expected);
-        // A tenant has chosen these names so that they look like another client, and the text shows that they do not.
+        // A tenant has chosen these names so that they look like another client. Quotes in the text show that they are only
+        // names.
         let expected = r#"PID 7 of guest "a, PID 8 of guest b\n", slice 00:06.0-1, container "x y""#;
         assert_eq!(named("a, PID 8 of guest b\n", "x y"), expected);
     }

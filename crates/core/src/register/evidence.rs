@@ -131,7 +131,8 @@ impl Evidence {
         if !Self::asks_records(Some(bound), &slices.collect::<Vec<_>>()) {
             return Some(bound.clone());
         }
-        // The host agent's records count on each GPU on which the container is not bound yet.
+        // A container may be bound on one GPU and only recorded on another. So a record of the host agent counts on each GPU
+        // on which the container is not bound.
         let has = |device: &&DeviceName| bound.slices.iter().any(|slice| slice.gpu() == device.gpu());
         let more = self.recorded.iter().filter(|device| !has(device));
         Membership::of(bound.slices.iter().chain(more).copied(), bound.known_by)

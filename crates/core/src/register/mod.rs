@@ -40,7 +40,7 @@ const AGAIN: Duration = Duration::from_secs(60);
 const LISTED_AFTER: Duration = Duration::from_secs(1);
 
 /// A process that is a client, or was a client and may have ended.
-// Each flag is a fact of its own: none of them excludes another.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 struct RegisteredClient {
@@ -112,7 +112,7 @@ impl Register {
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
-            // If the log became too long, lines about the ends of clients were lost.
+            // So many clients mean that lines of the log about the ends of clients were lost, so the list begins anew.
             served.clear();
         }
         let before = served.insert(pid, ServedClient::new(now));
@@ -277,7 +277,7 @@ impl Register {
         let found = KnownClient { slices: found.slices.or(before), ..found };
         let is_news = !entry.is_found || entry.client != found;
         entry.client = found;
-        // If another look is asked for, the slices may have changed after this look began.
+        // `is_wanted` asks for another look: the slices may have changed after this look began, and then the flag stays.
         entry.may_have_changed &= entry.is_wanted;
         entry.is_found = true;
         is_news
@@ -374,10 +374,10 @@ mod tests {
         register.make_room(|_| false);
         let words = "PID 7 of user alice, slice 00:06.0-1, command \"\"";
         assert_eq!(register.describe(7), words);
-        // A new process with the same PID replaces the client, and has no facts of it.
+        // A new process with the same PID replaces the client, and nothing that was known of the client counts for it.
         register.came(&DaemonId::Shared, 7, Some(process(7, 2)), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
-        // The result of a look at the former process changes nothing for the new process.
+        // The answer about the former process changes nothing for the new process.
         _ = register.answer(one.process, Some(one), NOW);
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         assert_eq!(register.begin_look(), [process(7, 2)]);
@@ -394,7 +394,7 @@ mod tests {
         assert_eq!(register.describe(7), "PID 7 of an unknown user");
         register.all_left(&DaemonId::Shared);
         assert_eq!(register.at_work(&DaemonId::Shared), [] as [u32; 0]);
-        // A look has found the client before the line about it in the log was read.
+        // Here a look at the process has found the client before its line in the log was read.
         register.want([process(8, 1)], NOW);
         register.begin_look();
         _ = register.answer(process(8, 1), Some(client(process(8, 1), "bob", None)), NOW);
@@ -420,7 +420,7 @@ mod tests {
         register.listed(shared, listed(&[process(8, 2), process(9, 1)]), later);
         let served: Vec<ProcessId> = register.served().into_iter().map(|(_, process, _)| process).collect();
         assert_eq!(served, [process(8, 2), process(9, 1)], "another process has the PID of one");
-        // A list that does not name the GPUs of a client leaves the known GPUs unchanged.
+        // If the list does not name the GPUs of a client, the GPUs that are known stay.
         register.listed(shared, [(process(9, 1), BTreeSet::new())].into(), later + LISTED_AFTER);
         assert_eq!(
             register.served(),
@@ -453,12 +453,12 @@ mod tests {
         register.first_answer(client(its, "alice", None));
         _ = register.answer(its, None, NOW);
         assert_eq!(slices(&register), Some(slice("00:06.0-1", KnownBy::Environment)));
-        // Another control group was bound to the slice.
+        // After a report that another control group was bound to the slice, the look removes the slice from the client.
         register.look_again();
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", None)), NOW);
         assert_eq!(slices(&register), None);
-        // If no change was reported, a look does not remove slices.
+        // Without such a report, a look does not remove a slice that was known.
         register.want_anew([its]);
         register.begin_look();
         _ = register.answer(its, Some(client(its, "alice", Some(slice("00:06.0-2", KnownBy::Bound)))), NOW);

@@ -162,8 +162,8 @@ impl Blockers {
                 Some(Blocker::Silent { error, .. }),
                 Some(Blocker::Silent { looks, .. } | Blocker::Hung { looks, .. }),
             ) => Some(Blocker::unanswered(looks + 1, error)),
-            // This blocker ends the control daemon once it has no client. A further check without an answer does not change
-            // that.
+            // `graver` ends the control daemon once it has no client. Another check without an answer does not change that,
+            // so the blocker stays.
             (Some(Blocker::Silent { .. }), Some(graver)) => Some(graver),
             (found, _) => found,
         };
@@ -250,7 +250,7 @@ impl Blockers {
                 (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
-        // A control daemon with a misfit serves clients until a check finds that it has none.
+        // A control daemon with a misfit still serves its clients, until a check finds that it has none.
         let misfit = matches!(gravest, Some(Blocker::Misfit(_)));
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
         if configured && !leads && !retiring && (misfit || gravest.is_none()) {
@@ -264,7 +264,7 @@ impl Blockers {
 }
 
 /// The steps that a control daemon has reached on the way to serving its order.
-// Each flag is a fact of its own.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Progress {

@@ -63,7 +63,7 @@ mod tests {
         let soon = start + CONFIRM_AFTER / 2;
         let later = start + CONFIRM_AFTER;
         assert_eq!(found.confirm(bypasses(&[1, 2]), start), Some(later));
-        // One process has ended at once, a second one is still too new, and a third one comes.
+        // Process 1 has ended at once, process 2 is still too new, and process 3 has just started.
         assert_eq!(found.confirm(bypasses(&[2, 3]), soon), Some(later));
         assert_eq!(confirmed(&found), []);
         assert_eq!(found.confirm(bypasses(&[2, 3]), later), Some(soon + CONFIRM_AFTER));

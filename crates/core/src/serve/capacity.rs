@@ -61,7 +61,7 @@ impl Capacity {
                 self.set_due(now + CLIENT_LEFT_PAUSE);
                 false
             }
-            // When a server ends, its clients end too, and no line of the log says that they have left.
+            // The clients of a server that ends go with it, without lines of their own in the log.
             Meaning::ClientLeft(_) | Meaning::ServerExited { .. } => {
                 self.some_left(gpus, now);
                 false
@@ -114,7 +114,7 @@ impl Capacity {
             self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
-        // The line about the refused client does not name the GPU. If the control daemon has only one GPU, it is that one.
+        // The log does not say on which GPU the client was refused. If the control daemon has only one GPU, it was that one.
         let refused_at = match self.refusal {
             Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
             _ => None,
@@ -153,7 +153,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Counts the clients on each GPU. If the control daemon answers, but can't list its clients, the health check handles
     /// that.
     pub(super) async fn check_capacity(&mut self) -> Result<(), Failure> {
-        // The next count is set first, since the question may get no answer.
+        // The time of the next count is set before the question, since the control daemon may not answer.
         self.run.capacity.wait(self.shell.now());
         let clients = match self.shell.clients(&self.run.servers.alive()).await {
             Ok(clients) => clients,

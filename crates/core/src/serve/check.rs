@@ -42,7 +42,7 @@ impl<S: Shell> Serving<'_, S> {
                 if change == Change::AnswersAgain {
                     self.shell.tell(News::Event, "the control daemon answers again".to_owned());
                     self.learn_clients().await;
-                    // The control daemon may have missed a command while it did not answer.
+                    // A control daemon that did not answer may have missed commands, so it is configured again.
                     return Ok(Some(Ended::Again));
                 }
                 answer = Some(look);
@@ -67,7 +67,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.run.capacity.suspect(&self.wanted.gpus, &there, self.shell.now());
         self.reach.keep_modes(&mut self.shell, &self.wanted, &self.run.gpus).await;
-        // After a fatal error, the list of a server's clients is not reliable.
+        // After a fatal GPU error, a control daemon's list of clients is not reliable. So clients could look like bypasses.
         if answer.is_some() && !self.run.blockers.has(ClearedBy::Healing) {
             self.find_bypasses(there).await;
         }
@@ -98,13 +98,14 @@ impl<S: Shell> Serving<'_, S> {
         self.run.bypasses_at = None;
         let are_all_servers = there.values().flatten().all(|process| servers.contains(&process.pid));
         if !are_all_servers || self.shell.has_clients() {
-            // NVML is asked first: a client is known to the control daemon before it appears on the GPU.
+            // The control daemon is asked after NVML: it knows a client before the client appears on the GPU.
             let Ok(all) = self.list_clients().await else {
                 self.run.bypasses_at = self.wanted.guard_period.map(|period| self.shell.now() + period);
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
-            // After a fatal error, the list of a server's clients is not reliable.
+            // A client that the register has is missing from the list. This may be a fatal GPU error, after which the list is
+            // not reliable.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
@@ -149,7 +150,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Updates the state file for the next service, which takes the control daemon over. If the order needs another control
     /// daemon, a log that can't be written does not matter.
     pub(super) fn keep_state_file(&mut self) {
-        // The next service does not report lines that this service has read.
+        // The fault is reported before the state file says that these lines of the log were read: the next service reports
+        // only later lines.
         self.tell_fault();
         self.shell.keep_state_file(!self.run.blockers.has(ClearedBy::Order));
     }

@@ -43,7 +43,7 @@ impl<S: Shell> Serving<'_, S> {
             self.show_state();
             return Ok(());
         }
-        // A control daemon that is stopped by a signal would not answer.
+        // A control daemon that a signal has stopped would not answer, so it is continued first.
         self.continue_if_stopped();
         self.find_misfit();
         if self.place_is_taken() {
@@ -52,13 +52,14 @@ impl<S: Shell> Serving<'_, S> {
         }
         self.let_users_in();
         if self.wanted.retiring {
-            // Until this control daemon ends, new clients get the same limits as its present clients.
+            // A retiring control daemon keeps its limits until it ends: a new client gets the same limits as the present
+            // clients.
             self.show_state();
             return Ok(());
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // Another control daemon has taken the directory meanwhile, so it may have got the limits instead.
+        // If another control daemon has taken the pipe directory meanwhile, the commands may have set the limits of that one.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());
@@ -66,7 +67,7 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.passed("limits", "limits are confirmed");
         self.shell.show(Showing::InForce { thread_percentage: limits.thread_percentage });
         self.run.configured = true;
-        // The first look finds programs that have started on a GPU before the control daemon.
+        // The first look for bypasses happens at once: programs may have used a GPU before the control daemon started.
         self.run.bypasses_at = Some(self.shell.now());
         self.compare_servers();
         self.keep_state_file();
@@ -91,8 +92,8 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.set_limits(None, limits).await?
         };
         self.shell.passed("defaults", "defaults are set");
-        // The links are made as early as possible: a program that finds no control daemon runs without MPS, and can prevent the
-        // start of a server.
+        // The links are made as early as possible: a program that finds no control daemon runs without MPS, and can then
+        // prevent the start of a server.
         self.shell.lead_here()?;
         self.door_is_open();
         self.shell.passed("linked", "the pipe directory and the directories of slices lead here");
@@ -126,11 +127,13 @@ impl<S: Shell> Serving<'_, S> {
             while ready.is_empty() && self.step(ask_at).await? {
                 ready = self.run.servers.ready();
             }
-            // If the log can't be written, it names no ready server, and a tenant may have written a line that names one.
+            // If the log can't be written, it names no ready server, or names one in a line that a tenant has written. So the
+            // control daemon is asked for the state of the servers.
             let asked = if ready.is_empty() { there } else { ready };
             let look = self.shell.inspect(&asked, None).await?;
             if let Some(server) = look.with(&TAKES_LIMITS).last() {
-                // If the log can't be written, it has not reported servers that have ended.
+                // If the log can't be written, it has not reported the ends of servers, so the servers that the control
+                // daemon does not list are forgotten.
                 self.run.servers.keep(&look.servers);
                 break server;
             }
@@ -152,7 +155,8 @@ impl<S: Shell> Serving<'_, S> {
             }
         };
         self.watch_server(server);
-        // The control daemon lists a server a moment before the log names it.
+        // The control daemon lists a server a moment before the server's line is in the log, so the service waits for the
+        // line.
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
         while !self.run.servers.get(server).is_some_and(|known| known.ready) && self.step(deadline).await? {}
         self.confirm_or_correct(server, limits).await

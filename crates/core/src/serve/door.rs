@@ -88,7 +88,8 @@ impl<S: Shell> Serving<'_, S> {
             if servers.is_empty() {
                 return;
             }
-            // A server may have ended though the log does not say so yet.
+            // A server may have ended without a line in the log yet, so the control daemon is asked whether a server is
+            // ready.
             let look = self.shell.inspect(&servers, None).await;
             if !look.is_ok_and(|look| look.with(&TAKES_LIMITS).next().is_some()) {
                 return;

@@ -28,12 +28,13 @@ pub enum Judged {
 impl<S: Shell> Serving<'_, S> {
     /// Finds out if programs use the control daemon, which has failed.
     pub async fn judge(&mut self) -> Judged {
-        // The control daemon has ended: the service had asked it to end, or another process has killed it.
+        // The control daemon may have ended: because the service has asked for its end, or because another process has killed
+        // it.
         if self.shell.ends_now().await {
             return Judged::Ended(self.ended().await);
         }
         match self.in_use().await {
-            // In compute mode `DEFAULT` no program can prevent the start of a server.
+            // In compute mode `DEFAULT` a program that has the GPU open does not prevent the start of a server.
             Ok(0) if self.wanted.id.tenure() == Tenure::InTurns => Judged::Idle,
             Ok(0) => {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
@@ -53,7 +54,7 @@ impl<S: Shell> Serving<'_, S> {
             Ok(0) if self.is_any_server_faulted().await => {
                 "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
             }
-            // The control daemon is asked again after the question about faults, since a client may have come meanwhile.
+            // The control daemon is asked for its clients once more: a client may have come during the question about faults.
             Ok(0) => return self.count_its_clients().await,
             Ok(clients) => return Ok(clients),
             Err(why) => why,
@@ -123,12 +124,13 @@ impl<S: Shell> Serving<'_, S> {
             self.close_door().await?;
             self.end_unused().await?
         } else {
-            // This end does not depend on the number of clients, so a link that can't be removed does not matter.
+            // With this permit the control daemon ends whether or not it has clients, so it does not matter if a link can't
+            // be removed.
             let _ = self.shell.keep_waiting();
             self.run.door = Door::ClosedForGood;
             if may_end.cause() == Cause::Forced {
-                // The slices must not be handed out while the control daemon ends. While the service itself stops, another
-                // state is shown.
+                // The state must show at once that the control daemon is about to end, so that its slices are not given to
+                // new containers. During a stop of the service itself, the service's own state shows that.
                 self.show_state();
             }
             self.shell.quit(may_end).await || self.shell.end_by_signal(may_end).await
@@ -136,8 +138,8 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // If the request to end got lost, a check finds that the control daemon lives. The control daemon then gets its order
-        // again, and the door is opened.
+        // If the request to end the control daemon got lost, the next check finds that it lives. Then it gets its order
+        // again, and new clients are let in.
         let lives = "the control daemon was asked to end, and has not yet";
         self.missed(lives.to_owned());
         self.show_state();
@@ -154,7 +156,8 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // The control daemon hangs, or it was asked to end while it had a client that the service could not see.
+        // The control daemon hangs, or it had a client that the service did not see when it was asked to end. So its use is
+        // judged again.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

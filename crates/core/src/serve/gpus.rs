@@ -136,7 +136,7 @@ impl GpuReach {
         wanted: &Wanted,
     ) -> Option<ProcessesOnGpus> {
         let gpus: Vec<GpuUuid> = wanted.gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
-        // The former order may have named other GPUs.
+        // GPUs that only the former order has named are forgotten.
         self.left_out.retain(|gpu, _| gpus.contains(gpu));
         self.with_our_mode.retain(|gpu| gpus.contains(gpu));
         self.had_our_mode.retain(|gpu| wanted.sets_modes && gpus.contains(gpu));
@@ -280,7 +280,7 @@ impl GpuReach {
             let confirmed = self.bypasses.confirmed(&gpu.uuid);
             let mut here = there.get(&gpu.uuid).into_iter().flatten();
             let server_is_there = here.any(|process| servers.contains(&process.pid));
-            // In compute mode `DEFAULT` no program can prevent the start of a server.
+            // In compute mode `DEFAULT` a program that has the GPU open does not prevent the start of a server.
             let server_is_kept_out = wanted.id.tenure() == Tenure::Alone
                 && !confirmed.is_empty()
                 && !server_is_there

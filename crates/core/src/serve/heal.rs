@@ -39,7 +39,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Records that the log, or the status of the server, reports a fatal GPU error of the server.
     pub(super) fn fault_seen(&mut self, server: u32) {
         if self.run.blockers.fault().is_none_or(|fault| fault.server != server) {
-            // The clients that the fault of the former server has hit are reported first.
+            // If another server was faulted before, the clients that its error has hit are reported now, before the new fault
+            // replaces the old one.
             self.tell_fault();
             self.run.blockers.put(Blocker::Faulted(Fault::new(server, self.shell.now())));
             let text = format!("server {server} met a fatal GPU error");
@@ -63,7 +64,8 @@ impl<S: Shell> Serving<'_, S> {
     /// Records that the log reports a client that loses its work because of the fault.
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
-        // The service may not know a client that is older than the service, and the client may run for only another moment.
+        // The client may run for only another moment, and a service that has started after the client may not know it. So the
+        // register looks at it now.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
@@ -80,7 +82,8 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            // Another control daemon has answered, and that one does not know the server.
+            // Another control daemon has the directory and has answered. It does not know the server, so its answer says
+            // nothing about the server.
             HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,
@@ -95,7 +98,7 @@ impl<S: Shell> Serving<'_, S> {
     /// Looks if a client that was hit still runs. A control daemon of driver 535 can't report the status of its server.
     async fn look_for_those_hit(&mut self, server: u32) -> Result<(), Failure> {
         let clients = self.shell.clients(&[server]).await?;
-        // Another control daemon may have answered, and listed its own clients.
+        // Another control daemon may have taken the directory, and then has listed its own clients.
         if self.place_is_taken() {
             return Ok(());
         }
@@ -109,7 +112,7 @@ impl<S: Shell> Serving<'_, S> {
         match is_over(&hit, |pid| left.contains(&pid), now.saturating_sub(fault.since)) {
             None => {}
             Some(true) => {
-                // The server recovers a moment after the last of these clients has ended.
+                // The last client that was hit has ended. The server recovers a moment later.
                 self.shell.pause(FAULT_PAUSE).await;
                 self.well_again(server).await?;
             }
@@ -125,13 +128,14 @@ impl<S: Shell> Serving<'_, S> {
 
     async fn well_again(&mut self, server: u32) -> Result<(), Failure> {
         let known = self.run.blockers.fault().cloned();
-        // While the server was faulted it took no limits, and the order may have changed since.
+        // A faulted server takes no limits, and the order may have changed meanwhile. So the server gets the limits of the
+        // order now.
         if self.run.configured && !self.wanted.retiring {
             let limits = self.limits();
             self.set_live(server, &limits).await?;
         }
         self.read_on().await;
-        // The log may have reported another error meanwhile. The status of the server is then asked again.
+        // If the log has reported another error meanwhile, the fault stays, and the server is asked for its status again.
         let present = self.run.blockers.fault();
         let is_same = present.zip(known.as_ref()).is_some_and(|(present, known)| present.is_same(known));
         if is_same && !self.place_is_taken() {
@@ -221,7 +225,8 @@ impl<S: Shell> Serving<'_, S> {
         if !is_same || self.server_status(server).await? != ServerStatus::Fault {
             return Ok(false);
         }
-        // The control daemon answers again, so programs can reach the server through a link that could not be removed before.
+        // The control daemon answers again, so programs can reach the server. A link that could not be removed while it did
+        // not answer is removed first.
         if self.shell.keep_waiting().is_err() {
             return Ok(false);
         }
@@ -295,7 +300,7 @@ impl<S: Shell> Serving<'_, S> {
         let was_alive = self.run.servers.alive().contains(&server);
         self.run.servers.forget(server);
         self.run.capacity.some_left(&self.wanted.gpus, self.shell.now());
-        // Otherwise the log has reported the end, which is recorded already.
+        // If the server is not in the list of watched servers, its end was already read in the log, and is recorded.
         if self.run.watched_servers.remove(&server) && was_alive {
             self.run.last_gone = Some(server);
         }
@@ -309,7 +314,7 @@ impl<S: Shell> Serving<'_, S> {
             return;
         }
         self.shell.tell(News::Event, format!("server {server} has ended"));
-        // The clients of the server have ended with it.
+        // The clients of a server end with it, so the number of clients is counted again.
         self.run.client_left = true;
         self.miss_server();
         self.compare_servers();
@@ -334,7 +339,8 @@ impl<S: Shell> Serving<'_, S> {
         let words = self.shell.words();
         let reason = match (gone, exit) {
             (Some(server), _) => format!("server {server} has ended{words}"),
-            // The log has reported the end first, or the server has ended before the service watched it.
+            // The end was in the log before the process was seen to end, or the server has ended before the service watched
+            // its process.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
             (None, None) => format!("its server has ended{words}"),
         };
@@ -348,7 +354,8 @@ impl<S: Shell> Serving<'_, S> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
-        // Another program may have changed the defaults with which the server would start.
+        // Another program may have changed the defaults of the control daemon, with which the next server starts. So they are
+        // read and corrected first.
         let look = self.shell.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {

@@ -76,7 +76,8 @@ impl<S: Shell> Serving<'_, S> {
                     let ask_at = self.shell.now() + SERVER_PAUSE;
                     while self.step(ask_at).await? {}
                 }
-                // An earlier service may have read the lines about the error. The server gets its limits when it has recovered.
+                // An earlier service may have read the log's lines about the error, so the server's status reports it. The
+                // server gets its limits when it has recovered.
                 ServerStatus::Fault if self.still_faulted(server).await? => {
                     self.fault_seen(server);
                     return Ok(());
@@ -86,7 +87,7 @@ impl<S: Shell> Serving<'_, S> {
                 ServerStatus::Active | ServerStatus::Unsupported => break look,
             }
         };
-        // The server may have taken long to start, and another program may have changed the defaults meanwhile.
+        // While the server started, which can take long, another program may have changed the defaults of the control daemon.
         self.keep_defaults(&look, limits).await?;
         let has_written = self.run.servers.get(server).is_some_and(|known| known.has_written(limits));
         if has_written && self.difference(&look, server, limits).is_none() {
@@ -129,11 +130,13 @@ impl<S: Shell> Serving<'_, S> {
     /// order, in words. None if there is no difference.
     async fn confirm(&mut self, server: u32, limits: &Limits) -> Result<Option<String>, Failure> {
         let deadline = self.shell.now() + LIMITS_TIMEOUT;
-        // The server's first lines may still report the limits of the former order.
+        // The first lines of the server in the log may still have the limits of the former order, so the service waits for
+        // lines with the new limits.
         let in_force = |known: &Server| known.has_written(limits) && known.differs_from(limits).is_none();
         while !self.run.servers.get(server).is_some_and(in_force) && self.step(deadline).await? {}
         if !self.run.servers.get(server).is_some_and(|known| known.has_written(limits)) {
-            // The disk may be full. The limits are then read from the control daemon, which reports them to the GiB.
+            // The disk may be full, so the log lacks these lines. The limits are set and then read from the control daemon,
+            // which rounds them to a GiB.
             self.shell.set_limits(Some(server), limits).await?;
             self.shell.tell(
                 News::Warning,

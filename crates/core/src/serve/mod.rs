@@ -99,7 +99,7 @@ impl Wanted {
 }
 
 /// The facts that the service has learned about a control daemon while it runs.
-// Each flag is a fact of its own: none of them excludes another.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 pub struct Known {
@@ -220,7 +220,8 @@ impl<'s, S: Shell> Serving<'s, S> {
     /// The control daemon can't be made to serve, or does not serve any more.
     pub async fn serve(&mut self) -> Result<Ended, Failure> {
         let served = self.serve_its_order().await;
-        // Until the control daemon is configured again, the failure and no blocker decides which state is shown.
+        // After a failure the control daemon counts as not configured. So the failure, and not a blocker, decides which state
+        // is shown.
         self.run.configured &= served.is_ok();
         served
     }
@@ -230,8 +231,8 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // The control daemon lives, so the service watches it. As with a directory that is removed later, the control
-            // daemon ends when it has no client, or by force.
+            // The control daemon can't be reached but lives, so the service watches it. It ends once it has no client, or by
+            // force, as if its directory had been removed later.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

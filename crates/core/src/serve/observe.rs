@@ -43,9 +43,10 @@ impl<S: Shell> Serving<'_, S> {
 
     /// The failure that says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
-        // The last lines of the log explain the end. The start of the next control daemon does not wait for older lines.
+        // The last lines of the log explain the end. Older lines are not waited for: the next control daemon has to start.
         self.read(true).await;
-        // A server that is stopped by a signal does not notice that its control daemon has ended, and would still occupy the GPU.
+        // A server that a signal has stopped does not notice the end of its control daemon, and would keep the GPU occupied.
+        // So it is continued.
         self.continue_if_stopped();
         self.shell.how_it_ended()
     }
@@ -79,7 +80,7 @@ impl<S: Shell> Serving<'_, S> {
         match said.meaning {
             Meaning::ServerReady(server) => {
                 self.shell.tell(News::Event, format!("server {server} is ready"));
-                // The process that prevented the start of a server may have ended.
+                // A process that has prevented the start of a server may have ended, so bypasses are looked for again.
                 run.bypasses_at = Some(now);
             }
             Meaning::ServerExited { server, status: 0 } => {

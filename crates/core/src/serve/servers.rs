@@ -102,8 +102,8 @@ impl Servers {
     pub(super) fn expect_limits(&mut self, pid: u32) {
         let server = self.entry(pid);
         server.memory_bytes.clear();
-        // The log does not report a percentage that is set while the server runs, so only the control daemon's answer confirms
-        // it.
+        // The log does not report a thread percentage that is set while the server runs. So the percentage is unknown until
+        // the control daemon reports it.
         server.thread_tenths = None;
     }
 

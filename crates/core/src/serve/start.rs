@@ -121,7 +121,8 @@ pub async fn start(
     }
     let mut there = reach.look(shell.gpus(), wanted).await.unwrap_or_default();
     there.retain(|gpu, _| !reach.is_left_out(gpu));
-    // No control daemon runs yet, so processes that NVML lists as clients do not count as bypasses.
+    // No control daemon of the service runs yet. Processes that NVML lists as MPS clients may belong to a server that is
+    // ending, so they do not count as bypasses.
     let (clients, now) = (clients_among(&there), shell.now());
     reach.find_bypasses(shell.gpus(), wanted, &there, (&BTreeSet::new(), &clients), now);
     reach.take_modes(shell.gpus(), wanted).await;

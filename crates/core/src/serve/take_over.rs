@@ -27,7 +27,7 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
-            // The control daemon hangs, or can't be reached. It may have clients, so the service watches it.
+            // The control daemon hangs or can't be reached. It may have clients, so the service takes it over with a blocker.
             Err(failure) => {
                 self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
             }

@@ -56,7 +56,7 @@ impl WaitingClients {
     }
 
     fn admitted(&mut self, client: u32, now: CoreTime) {
-        // A client that is shown as waiting was admitted, so the next look should remove it at once.
+        // A client that is shown as waiting is now admitted. The next look comes at once, and removes it from what is shown.
         if self.waiting.remove(&client).is_some_and(|one| one.is_long_waiting(now)) {
             self.due = Some(now);
         }
@@ -90,7 +90,7 @@ impl<S: Shell> Serving<'_, S> {
         let waiting = &mut self.run.waiting_clients;
         match *meaning {
             Meaning::ClientAdmitted(client) => waiting.admitted(client, now),
-            // The line may be old, so another process may have the PID now.
+            // The line may be old, and another process may have the PID now. So the process must run as the user in the line.
             Meaning::ClientPending { client, uid } if waiting.has_room(uid) => {
                 let process = self.shell.process(client);
                 if let Some(process) = process.filter(|_| self.shell.runs_as(client, uid)) {

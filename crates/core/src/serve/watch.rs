@@ -69,7 +69,8 @@ impl<S: Shell> Serving<'_, S> {
             match done {
                 Ok(None) => {}
                 Ok(Some(ended)) => return Ok(ended),
-                // This counts as one check without an answer. The health check counts further ones.
+                // A command without an answer counts as one check without an answer. The health check then counts further
+                // ones.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();
@@ -87,7 +88,7 @@ impl<S: Shell> Serving<'_, S> {
         if ends && core::mem::take(&mut run.client_left) {
             run.count_at = run.count_at.min(self.shell.now() + CLIENT_LEFT_PAUSE);
         }
-        // No server can be started while commands do not reach the control daemon.
+        // A server can't be started while the control daemon gets no commands, so the start of the next server waits.
         let revival = run.blockers.revival().filter(|_| !run.blockers.is_unreached());
         let revival = revival.map(|(at, _)| at);
         let others = [

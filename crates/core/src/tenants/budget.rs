@@ -282,7 +282,7 @@ mod tests {
             if let Some((_, before)) = gone.split_last() {
                 prop_assert!(!fits(&rest_without(before)), "the last one went without need");
             }
-            // A member that keeps its work is older than each member that loses it.
+            // Each member that keeps its work is older than each member that loses it.
             let age = |member: &Member| (member.process.start_time, member.process.pid);
             for stayed in rest.iter().filter(|member| !member.stays) {
                 prop_assert!(gone.iter().all(|process| age(of(process)) > age(stayed)));

@@ -44,7 +44,8 @@ pub async fn end_client<S: ClientShell>(
         Err(why) if shell.is_alive(held) => return ClientEnd::StaysStopped(why),
         Err(_) => return ClientEnd::NotThere,
     };
-    // If the process has ended, its PID may belong to another process now.
+    // `held` was opened before this check. If its process has ended, the PID may belong to another process, which must not be
+    // ended.
     if !shell.is_alive(held) {
         return ClientEnd::NotThere;
     }

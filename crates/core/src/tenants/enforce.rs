@@ -152,7 +152,8 @@ impl<H: Clone> Enforcer<H> {
         }
         let may_be_there = |pid: &u32| !is_complete || connected.contains_key(pid);
         self.stubborn.retain(|pid, _| may_be_there(pid));
-        // After a fault a control daemon may list no client. So only processes that have ended are forgotten.
+        // After a fatal error a control daemon may list no client, so a client that is missing from the list is forgotten
+        // only when its process has ended.
         self.ended.retain(|_, (held, _)| shell.is_alive(held));
         self.in_doubt.retain(|_, held| shell.is_alive(held));
         connected
@@ -199,7 +200,7 @@ impl<H: Clone> Enforcer<H> {
             let came = end_client(shell, control, *server, &held, may_end).await;
             let has_lost = !ended.is_empty() || matches!(came, ClientEnd::NotKnown(_));
             if has_lost {
-                // The client stays in doubt until all of its servers have answered.
+                // A client on several servers stays in doubt until all of its servers have answered.
                 self.in_doubt.insert(pid, held.clone());
             }
             let reason = match came {

@@ -52,11 +52,11 @@ mod tests {
         let mut spared = Spared::new();
         spared.observe(&[old], |_| true);
         assert!(spared.has(old) && !spared.has(new));
-        // The driver leaves out the client for a moment.
+        // The driver may leave a client out of its list for a moment. A client that still runs stays spared.
         spared.observe(&[new], |_| true);
         assert!(spared.has(old) && !spared.has(new));
         spared.observe(&[], |one| one != old);
-        // Another process with the same PID is another client.
+        // A process with the PID of a spared client and another start time is another client, which is not spared.
         spared.observe(&[old, process(1, 3)], |_| true);
         assert!(!spared.has(old) && !spared.has(process(1, 3)));
         spared.spare_all();

@@ -73,7 +73,8 @@ impl Target {
     pub(super) async fn means<T: TerminationShell>(&self, shell: &mut T, pid: u32) -> Result<Meant, String> {
         match self {
             Self::Process(other) => Ok(Meant::if_so(*other == pid)),
-            // A program that has changed its user also acts for its former user.
+            // A process may have several user ids, for example after it has changed its user. All of them must be the user of
+            // the request.
             Self::ProcessOf { pid: other, user } if *other == pid => {
                 let users = shell.users(pid).await?;
                 Ok(Meant::if_so(!users.is_empty() && users.iter().all(|one| one == user)))

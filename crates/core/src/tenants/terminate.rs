@@ -123,7 +123,7 @@ impl<T: TerminationShell> Termination<T> {
                 return self.answer();
             }
             let others_are_done = at_work.is_empty();
-            // A process that can't be read must not prevent the end of other clients' work.
+            // A process that can't be read makes the request fail, but the work of all other clients ends first.
             self.end_work(shell, at_work).await?;
             match trouble {
                 None => {}
@@ -183,14 +183,15 @@ impl<T: TerminationShell> Termination<T> {
             RequestLook { found: Vec::new(), unplaced: BTreeSet::new(), trouble: None, is_sure: true };
         let (known, missing) = known_clients(shell.list().await);
         shell.begin_look();
-        // Another process may have the PID now.
+        // A process that has ended is forgotten: another process may have its PID now.
         self.left.retain(|_, one| shell.is_alive(&one.held));
         look.trouble = missing.map(WhyIncomplete::Silent);
         self.doubt = None;
         for (control, mut daemon) in known {
             let has_one_gpu = has_one_gpu(daemon.gpus.as_deref());
             look.is_sure &= has_one_gpu && daemon.faulted.is_empty();
-            // On a server with one GPU the fatal error has hit all clients, listed or not.
+            // On a server with one GPU a fatal error has hit all clients, so nothing is in doubt. On other servers the list
+            // may lack clients, so NVML is asked.
             if !daemon.faulted.is_empty() && !has_one_gpu {
                 let doubt = add_clients_of_nvml(shell, &mut daemon).await;
                 self.doubt = self.doubt.take().or(doubt);
@@ -229,7 +230,7 @@ impl<T: TerminationShell> Termination<T> {
             }
         };
         let meant = self.target.means(shell, pid).await;
-        // If the process has ended meanwhile, its PID may have belonged to another process during the look.
+        // If the process has ended meanwhile, the facts may be those of another process that got its PID during the look.
         if !shell.is_alive(&held) {
             return;
         }
@@ -248,7 +249,8 @@ impl<T: TerminationShell> Termination<T> {
                 let found =
                     MeantClient { control, gpus, server, pid, connections: client.connections, held, why };
                 if !self.has_ended(shell, &found) {
-                    // If the time is over later, the answer names this client.
+                    // The owner is looked up now, while the process runs: the answer names this client if the request runs
+                    // out of time.
                     let owner = shell.owner(pid, found.why.slices.clone()).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left
@@ -301,11 +303,11 @@ impl<T: TerminationShell> Termination<T> {
     async fn end_one(&mut self, shell: &mut T, one: MeantClient<T>) -> Option<String> {
         let MeantClient { control, gpus, server, pid, mut connections, held, .. } = one;
         let key = (server, pid);
-        // The client stays in this state until the control daemon answers.
+        // If the request is broken off before the control daemon answers, the answer says that this client may have ended.
         self.is_left(key, WhyLeft::MayHaveEnded);
         match end_client(shell, &control, server, &held, Permit::asked_for()).await {
             ClientEnd::Done => {}
-            // The fatal error has hit all clients of a server with one GPU, so this client has lost its work.
+            // A fatal error hits all clients of a server with one GPU, so this client has lost its work already.
             ClientEnd::Faulted if has_one_gpu(gpus.as_deref()) => {}
             ClientEnd::Faulted => {
                 self.is_left(key, WhyLeft::Faulted { server });
@@ -315,7 +317,7 @@ impl<T: TerminationShell> Termination<T> {
                 self.is_left(key, WhyLeft::StaysStopped(why));
                 return None;
             }
-            // The next look decides what to do.
+            // The client was not found at this server. The next look decides what to do about it.
             ClientEnd::NotThere => {
                 self.is_left(key, WhyLeft::AtWork);
                 return None;
@@ -335,7 +337,7 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // A connection without a number can't be distinguished from a later one.
+        // A connection without a number can't be distinguished from a later one, so only numbered ones are remembered.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None

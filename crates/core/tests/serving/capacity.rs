@@ -33,7 +33,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
     come(&story, 1000, "B", &[3]);
     story.served(9000);
     assert_eq!((story.calls("clients 200"), full(&story, "A").as_str()), (0, ""));
-    // The check of a control daemon with clients.
+    // The health check of a control daemon with clients counts the clients.
     story.served(12_000);
     assert_eq!(full(&story, "A"), "full: all 2 places are taken; the next client gets CUDA error 46");
     assert_eq!(full(&story, "B"), "");
@@ -44,7 +44,7 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
 fn a_full_gpu_is_counted_again_until_it_has_a_place() {
     let mut story = Story::with_gpus(&["A"]);
     come(&story, 1000, "A", &[1, 2]);
-    // The log does not report it.
+    // Clients end without a line in the log.
     story.host().at(17_000, |host| host.only_stay(&[1]));
     story.served(40_000);
     let counts = story.times("clients 200");
@@ -133,7 +133,8 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
     assert!(full(&story, "A").contains("48"));
     story.served(8000);
     assert_eq!(full(&story, "A"), "");
-    // And not again, though more clients are refused: the number of clients is enough.
+    // Later another client is refused. With 2 clients the GPU is full by its own capacity, so the 48 places in the log do not
+    // count again.
     come(&story, 8100, "A", &[2]);
     story.host().at(8100, |host| host.says(REFUSED));
     story.served(25_000);
@@ -167,7 +168,7 @@ fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     story.served(500);
     assert_eq!(unlisted(&story, "A"), None, "nobody has counted yet");
     story.host().at(1000, |host| {
-        // Two connections of one process.
+        // One process has two connections: it counts as one client, and takes two places.
         host.client(1, SERVER, "A");
         host.client(1, SERVER, "A");
         host.says(Meaning::ClientAdmitted(1));
@@ -181,7 +182,7 @@ fn before_volta_the_clients_are_counted_as_they_come_and_go() {
     leaves(&story, 2000, 1);
     story.served(2300);
     assert_eq!(unlisted(&story, "A"), Some(0));
-    // The health check also causes a count, since NVML does not list the clients.
+    // NVML does not list clients on this GPU, so each health check asks the control daemon for their number.
     story.forget();
     story.served(62_400);
     assert!(story.calls("clients") > 0);

@@ -106,7 +106,7 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.words.is_empty());
     assert!(story.host().reader.ends_when_idle);
-    // A missing answer does not change that.
+    // A later check without an answer does not change what is shown.
     story.host().stage.answers = silent();
     story.served(61_000);
     assert_eq!(story.shown(), shown);
@@ -184,7 +184,7 @@ fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.ends_when_idle && story.has_done("put off"));
     assert!(story.has_done("keep the state file, stays: false"));
-    // The last client ends without a line in the log.
+    // The last client ends without a line in the log, so only a count finds out.
     story.host().at(46_000, |host| host.only_stay(&[]));
     assert_eq!(story.serve(60_000), Some(Ok(Ended::Stopped)));
     let counts = story.times("client PIDs");
@@ -218,7 +218,7 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
     let shown = story.shown();
     let why = "its clients are not known (other words; NVML hangs), and `yunion-mpsctl apply --force` ends it with them";
     assert!(shown.ends_with(why), "{shown}");
-    // The control daemon is no misfit any more.
+    // The order fits again, so the control daemon is no misfit any more.
     story.host().stage.misfit = None;
     story.served(95_000);
     assert_eq!(story.shown(), "Ready, serving");
@@ -253,7 +253,7 @@ fn the_end_of_the_control_daemon_is_a_failure_with_its_words() {
     story.host().at(5000, |host| host.end(None));
     let text = "the control daemon ended".to_owned();
     assert_eq!(story.serve(6000), Some(Err(Failure::Ended { text, refuses_multiuser: false })));
-    // The end is noticed even while the GPUs are read.
+    // The service notices the end of the control daemon even while NVML reads the GPUs.
     let mut story = served(&["A"]);
     story.host().during("read GPUs", |host| host.end(None));
     assert!(matches!(story.serve(40_000), Some(Err(Failure::Ended { .. }))));
@@ -310,7 +310,7 @@ fn one_that_could_not_be_reached_is_checked_at_once() {
             .starts_with("Waiting, not serving: its directory was removed or replaced (nobody listens)")
     );
     assert_eq!(story.times("inspect with limits"), [0]);
-    // The next act sends it no commands.
+    // The act after the interruption checks the control daemon at once, and sends it no limits while it can't be reached.
     story.break_off(|_| {});
     story.forget();
     story.served(200);

@@ -69,7 +69,7 @@ fn programs_that_follow_one_another_put_a_change_off() {
 fn a_client_that_came_through_the_door_opens_it_again() {
     let mut story = misfit();
     story.host().asks(Requested::Apply { force: false });
-    // A client comes after both counts of the clients, and before the log is read behind the closed door.
+    // A client comes after the service has counted the clients twice, and before it reads the log with the links removed.
     story.host().during("client PIDs", |host| {
         host.during("client PIDs", |host| {
             host.during("read on", |host| host.says(Meaning::ClientAdmitted(7)));

@@ -75,7 +75,7 @@ fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
     assert_eq!(story.calls("client PIDs"), 0);
-    // A client comes during the question.
+    // Another control daemon takes the directory while the service asks for the clients.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -115,8 +115,8 @@ fn nobody_knows_where_nvml_says_nothing() {
 
 #[test]
 fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
-    // The log has reported it; or the control daemon reports it, even for a server that is not known yet; or the control daemon
-    // does not report it.
+    // In turn: the log has reported the error; the control daemon reports it for a server that the service knows; or for one
+    // that the service does not know; the control daemon does not answer the question about errors.
     for case in 0..4 {
         let mut story = with_clients(&[]);
         story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
@@ -206,7 +206,7 @@ fn a_change_waits_for_clients_unless_it_is_forced() {
     let mut story = misfit(&[1, 2]);
     assert_eq!(asked(&mut story, Requested::Apply { force: true }), (Some(Ended::Stopped), vec![Ok(())]));
     assert_eq!(story.calls("quit (Forced)"), 1);
-    // The service does not know if the control daemon has clients.
+    // The service can't find out if the control daemon has clients, so a change without `--force` is refused.
     let mut story = misfit(&[]);
     story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));

@@ -126,9 +126,10 @@ fn a_server_is_not_ended_while_a_link_leads_to_it() {
     let mut story = faulted(&[(1, "A")], &[1]);
     let unreachable = Failure::Unreachable("the pipe directory is gone".to_owned());
     story.host().at(30_000, |host| host.stage.answers = Some(unreachable));
-    // The link can't be changed. That does no harm while programs can't reach the control daemon.
+    // While programs can't reach the control daemon, it does no harm that the link can't be removed.
     story.host().stage.bad_links = Some("the link can't be changed".to_owned());
-    // The control daemon answers again before the look after the grace, and the next health check has not noticed it yet.
+    // The control daemon answers again. No health check has noticed that yet when the service looks at the fault after the
+    // grace period.
     story.host().at(42_000, |host| host.stage.answers = None);
     story.served(45_000);
     assert_eq!((story.calls("keep waiting"), story.calls("shut down")), (2, 0));
@@ -138,7 +139,7 @@ fn a_server_is_not_ended_while_a_link_leads_to_it() {
 fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All clients that were hit end, and a client that has just connected works.
+    // All clients that were hit end during the question. Another client has just connected, and works.
     story.host().during("clients", |host| {
         host.during("read on", |host| {
             host.stage.gone.insert(1);
@@ -157,7 +158,7 @@ fn a_server_that_is_well_when_the_door_is_closed_is_not_ended() {
 fn a_server_that_has_met_the_next_error_meanwhile_is_not_ended() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(39_900);
-    // All clients that were hit end, and another client comes and meets an error of which the log says nothing.
+    // All clients that were hit end. Another client comes and meets a second error, which the log does not report.
     story.host().during("clients", |host| {
         host.during("inspect", |host| {
             host.stage.gone.insert(1);
@@ -191,7 +192,7 @@ fn a_server_is_left_to_clients_that_are_well() {
     let why = "still there: 1; end them, since the server is left to its 1 client on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // The last client on the GPU that was hit ends.
+    // The last client on the healthy GPU ends. The server is ended, since its other client has lost its work.
     story.host().at(61_000, |host| host.only_stay(&[1]));
     story.served(70_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
@@ -207,7 +208,7 @@ fn a_client_that_came_between_two_errors_is_well() {
 
 #[test]
 fn a_server_is_left_to_its_clients_while_nobody_knows_which_gpu_it_was() {
-    // This holds even if all clients are on one GPU: the error may have been on the other.
+    // Even if all clients are on one GPU, the error may have happened on the other GPU.
     for mut story in [faulted(&[(1, "A"), (2, "B")], &[]), faulted(&[(1, "A"), (2, "A")], &[])] {
         story.served(60_000);
         assert!(story.shown().contains("on which of its GPUs is not known"), "{}", story.shown());
@@ -230,14 +231,14 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     story.served(60_000);
     assert!(story.shown().contains("left to its 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // NVML can't list the clients on the GPU that was not hit.
+    // NVML can't list the clients on GPU B, which the error has not hit.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
     let why = "it is not ended, since its clients are not all known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
-    // On the GPU that was hit, all clients have lost their work.
+    // If NVML can't list the clients on the GPU with the error, that does not matter: all of them have lost their work.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
@@ -271,7 +272,7 @@ fn an_error_that_the_log_tells_of_during_the_look_is_another_one() {
     let mut story = faulted(&[(1, "A")], &[1]);
     story.served(10_300);
     recovers(&story, 11_000, &[]);
-    // The log reports another error right after the server has reported that it has recovered.
+    // The log reports another error right after the server has reported that it has recovered from the first.
     story.host().at(11_000, |host| {
         host.during("read on", |host| {
             host.is_status(SERVER, ServerStatus::Fault);
@@ -326,7 +327,7 @@ fn with_driver_535_another_control_daemon_does_not_say_who_is_left() {
     let mut story = faulted_with_535(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(10_300);
-    // The other control daemon is there only for this question, and has no client.
+    // Another control daemon, without clients, has the directory only during this question.
     story.host().during("clients", |host| {
         host.taken_by = Some(7);
         host.only_stay(&[]);

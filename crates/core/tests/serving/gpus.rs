@@ -70,7 +70,7 @@ fn a_mode_that_others_have_changed_is_set_again() {
     assert_eq!(story.times("take the mode of"), [30_150]);
     let told = "warning: compute mode of GPU 0b:00.0 was changed by others; set to EXCLUSIVE_PROCESS again";
     assert_eq!(story.host().reader.words, [told]);
-    // The compute mode can't be set.
+    // NVML refuses to set the compute mode.
     {
         let mut host = story.host();
         host.with_our_mode.remove("A");
@@ -88,7 +88,7 @@ fn modes_that_are_not_ours_to_set_are_left_as_they_are() {
     story.host().with_our_mode.remove("A");
     story.served(65_000);
     assert_eq!(story.calls("take the mode"), 0);
-    // A GPU that is lost has its mode looked at when it is back.
+    // The compute mode of a lost GPU is not set before the GPU is back.
     let mut story = served(&["A", "B"]);
     {
         let mut host = story.host();
@@ -110,7 +110,7 @@ fn a_program_without_mps_is_shown_when_it_was_seen_twice() {
     assert_eq!(bypasses(&story, "A"), (vec![7], true), "the server is not on the GPU");
     let looks = story.times("client PIDs");
     assert_eq!(looks[looks.len() - 1] - looks[looks.len() - 2], CONFIRM_AFTER.as_millis());
-    // The program without MPS ends.
+    // The program that uses the GPU without MPS ends.
     story.host().stage.processes.clear();
     story.served(61_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
@@ -123,7 +123,7 @@ fn a_server_on_the_gpu_is_not_kept_out() {
     program(&story, 20_000, "A", 7);
     story.served(32_000);
     assert_eq!(bypasses(&story, "A"), (vec![7], false));
-    // A program keeps no server out on a GPU that every program may use.
+    // In compute mode `DEFAULT`, which lets every program open the GPU, a program does not prevent the start of a server.
     let mut story = served(&["A"]);
     story.break_off(|wanted| wanted.sets_modes = false);
     story.host().with_our_mode.remove("A");
@@ -205,7 +205,8 @@ fn clients_that_the_control_daemon_lists_are_no_bypasses() {
     story.served(45_000);
     assert_eq!(bypasses(&story, "A"), (vec![], false));
     assert!(story.has_done("remember {7}"), "it is known by its name when it has to be told of");
-    // NVML lists a process as a client that the control daemon does not know: it belongs to another control daemon.
+    // NVML lists a process as an MPS client, and the control daemon does not know it: it is a client of another control
+    // daemon.
     story.host().only_stay(&[]);
     story.host().process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     story.served(60_000);
@@ -239,7 +240,7 @@ fn a_faulted_server_does_not_list_its_clients_so_nobody_is_a_bypass() {
     story.host().at(20_000, |host| {
         host.process("A", GpuProcess { pid: 7, memory_mib: None, via_mps: true });
     });
-    // The server meets a fault between the look at its status and the look at its clients.
+    // The server meets a fatal error after the service has asked for its status, and before it asks for the clients.
     story.host().during("client PIDs", |host| {
         host.is_status(SERVER, ServerStatus::Fault);
     });

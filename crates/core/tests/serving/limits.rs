@@ -80,7 +80,7 @@ fn a_server_that_runs_gets_other_limits_and_confirms_them() {
 fn a_server_with_the_right_limits_is_left_alone() {
     let mut story = Story::with_gpus(&["A"]);
     with_server(&story);
-    // An earlier service may have read its lines, and this one reads them again.
+    // A service before this one may have read the server's lines in the log. This service reads them again.
     story.once(async |serving| serving.read_on().await);
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));
@@ -124,7 +124,7 @@ fn a_server_that_keeps_other_limits_is_a_failure() {
     with_server(&story);
     story.once(async |serving| serving.read_on().await);
     story.wanted.gpus[0].memory_limit_mib = 512;
-    // Another program sets the limits back as soon as the service has set them.
+    // Another program changes the limits as soon as the service has set them.
     story.host().at(1, |host| host.says(Meaning::MemoryLimit { server: 9, ordinal: 0, bytes: 7 << 20 }));
     story.host().log_is_lost = true;
     let Some(Err(Failure::Failed(text))) = story.serve(5000) else { panic!("it does not serve") };
@@ -187,7 +187,7 @@ fn a_server_that_has_gone_needs_no_limits() {
     let mut story = Story::with_one_user(&["A"]);
     with_server(&story);
     story.host().log_is_skipped();
-    // The control daemon still lists the server.
+    // The server has ended, and the control daemon lists it for a last time.
     story.host().during("inspect", |host| _ = host.servers.remove(&9));
     story.served(1000);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (0, "Ready, serving"));
@@ -320,7 +320,7 @@ fn one_that_retires_gets_no_limits() {
     let shown = "Waiting, serving: it is not needed any more and ends when its clients have ended; \
                  `yunion-mpsctl apply --force` ends them";
     assert_eq!(story.shown(), shown);
-    // The last client of the server ends.
+    // The last client ends, so the retiring control daemon is ended.
     story.host().at(42_000, |host| {
         host.only_stay(&[]);
         host.says(Meaning::ClientLeft(1));

@@ -1,7 +1,8 @@
 //! Stories of serving: a host behaves as the story says, and the service works on it. They test what no promise of the histories
 //! covers: messages, questions, and their order.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::unnecessary_wraps)]
 
 mod capacity;

@@ -36,7 +36,7 @@ fn a_server_that_ends_before_it_is_watched_is_missed_by_its_status() {
     let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     story.host().at(10_000, |host| host.server_ends(SERVER, 0));
-    // The next server ends at once, before any list had it.
+    // The next server ends so soon that no list of servers has contained it.
     story.host().starts_fail = true;
     story.served(10_100);
     assert_eq!(
@@ -50,7 +50,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
     let mut story = Story::with_gpus(&["A"]);
     story.served(9000);
     {
-        // Nothing reports that it has ended.
+        // The server has ended, and no line of the log reports that.
         let mut host = story.host();
         host.servers.clear();
         host.server_comes_in = Duration::MAX;
@@ -115,7 +115,7 @@ fn a_server_of_another_user_counts_as_one() {
 fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
     let mut story = Story::with_gpus(&["A"]);
     for server in 0..100 {
-        // Each server ends this long after its start.
+        // Each server lives for this time.
         let server = SERVER + server;
         story.host().during("watch", move |host| {
             let ends = u64::try_from(host.now.as_millis()).unwrap() + lives_for;
@@ -129,7 +129,7 @@ fn pauses(lives_for: u64, starts: usize) -> Vec<u128> {
 
 #[test]
 fn the_pauses_before_the_next_server_grow_until_one_stays() {
-    // A server takes 150 ms to come.
+    // In these stories the start of a server takes 150 ms.
     let expected = [0, 100, 200, 400, 800, 1600, 3200, 6400, 12_800, 20_000, 20_000, 20_000, 20_000];
     let grown: Vec<u128> = expected.iter().map(|pause| pause + 150).collect();
     assert_eq!(pauses(10, 12), grown[1..].to_vec());
@@ -196,7 +196,7 @@ fn no_server_is_started_for_one_that_does_not_want_one() {
         story.forget();
         story.host().at(10_000, |host| {
             host.server_ends(SERVER, 0);
-            // The server has a client, otherwise it would end.
+            // The control daemon has a client: without clients, a retiring one would be ended.
             host.client(1, 300, "A");
         });
         story.host().stage.answers_to.insert("client PIDs", Failure::NotUnderstood("other words".to_owned()));
@@ -238,7 +238,7 @@ fn no_server_is_started_while_the_faulted_one_may_live() {
     story.host().at(10_000, |host| {
         host.is_status(SERVER, ServerStatus::Fault);
         host.says(Meaning::FaultHandling { server: SERVER });
-        // A tenant may have written this line.
+        // A tenant can write such a line into the log, so it must not count as the end of the server.
         host.says(Meaning::ServerExited { server: SERVER, status: 1 });
     });
     story.served(20_000);

@@ -249,7 +249,8 @@ fn one_that_ends_for_another_reason_is_not_started_again() {
     for multiuser in [true, false] {
         let mut shell = HostStart::with_gpus(&["A"]);
         let text = "it does not know the option".to_owned();
-        // Without multi-user mode, another program has written the words.
+        // If the control daemon was started without the multi-user option, another program has written the message that the
+        // option is refused.
         let ended = Failure::Ended { text, refuses_multiuser: !multiuser };
         shell.come_up = vec![Err(ended.clone())];
         let (started, _) = shell.start(&["A"], WantedUsers { multiuser, ..MULTIUSER });
@@ -265,7 +266,7 @@ fn programs_on_the_gpus_are_seen_before_it_starts() {
     }
     let (started, reach) = shell.start(&["A", "B"], MULTIUSER);
     assert_eq!(started, Ok(true));
-    // A single look is not enough.
+    // One look does not make a process a bypass.
     assert!(shell.shell.host().stage.bypasses.values().all(|(seen, _)| seen.is_empty()));
     let noted = format!("{reach:?}");
     assert!(noted.contains("ProcessId { pid: 7,") && !noted.contains("ProcessId { pid: 8,"), "{noted}");

@@ -114,7 +114,7 @@ pub(crate) async fn bind(arguments: &Arguments, out: &mut dyn Write) -> Result<(
     let Some(ToBind { devices, group, label, waits_for_owner }) = wanted(arguments)? else { return Ok(()) };
     let wish = SliceWish { names: devices, free: false, share: arguments.share };
     let bind = async || DaemonProxy::connect().await?.bind(&wish, &group, &label).await;
-    // A container or job that is about to start must not fail because the service is just restarting.
+    // A container or a Slurm job that is about to start waits for a service that is just restarting, instead of failing.
     let waits = arguments.hook.oci || arguments.slurm;
     let will_be_free =
         |error: &BusError| waits_for_owner && matches!(error, BusError::Refused(RequestError::Taken(_)));

@@ -54,7 +54,8 @@ pub(crate) struct What {
 
 pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     match drain_and_wait(daemon, arguments, out).await {
-        // Elsewhere a closed pipe is no error. Here the exit status says if clients are left.
+        // Other commands do not treat a closed pipe as an error. With `--wait` the exit status says if clients remain, so the
+        // end of the waiting must be an error.
         Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
             "the reader of the output has gone, so the waiting has ended; the drain stays".to_owned(),
         )),
@@ -64,7 +65,7 @@ pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
 
 async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<u8> {
     let names = &arguments.what.names;
-    // The signals are caught first, so that the message about the end of the waiting always comes.
+    // The signals are caught before the drain begins, so that the message about the end of the waiting is always printed.
     let signals = if arguments.wait { &[Signal::INT, Signal::TERM, Signal::HUP][..] } else { &[] };
     let mut signals = CaughtSignals::catch(signals)?;
     daemon.drain(names).await?;
@@ -90,7 +91,7 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
         signal = signals.next() => signal,
     };
     if is_drawn_on() {
-        // A new line after the "^C" of the terminal.
+        // The terminal has shown "^C" on this line, so the message begins on a new one.
         writeln!(out)?;
     }
     let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };
@@ -161,7 +162,7 @@ impl Scope {
     fn has(&self, client: &Client) -> bool {
         let given: Vec<&str> = given(client).collect();
         let names = |name: &String| given.contains(&name.as_str());
-        // A client that waits for a server has no known GPU yet.
+        // The service does not know yet which GPU a client will use that waits for a server.
         let waits = client.gpu.is_empty();
         let its = || self.slices.iter().filter(|(slice, _)| waits || is_on(client, slice));
         let mut known = its().filter(|(slice, _)| names(&slice.addr)).peekable();
@@ -189,7 +190,7 @@ impl Scope {
             daemon.clients().await?.into_iter().partition(|client| client.bypass);
         bypassing.retain(|client| self.bypasses(client));
         clients.retain(|client| self.has(client));
-        // The service may have been restarted since the last answer.
+        // An empty list may come from a service that was restarted and does not know its clients yet.
         let is_known = !clients.is_empty() || knows_its_clients(daemon).await?;
         Ok(is_known.then_some(RemainingClients { clients, bypassing }))
     }

@@ -79,9 +79,10 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     let answer = take(&daemon, &wish).await?;
     ensure_reachable(&answer)?;
     warn_of_several(&answer);
-    // The command may run for weeks. When a signal comes, the bus may have been restarted, and this connection would be closed.
+    // The connection to the bus is closed while the command runs, possibly for weeks: the bus may be restarted meanwhile. A
+    // new connection is made when a signal comes.
     drop(daemon);
-    // The signals are caught first: a signal that comes while the command starts must not end only this process.
+    // The signals are caught before the command starts, so that a signal during the start does not end only this process.
     let mut signals = CaughtSignals::catch(&CAUGHT)?;
     let mut child = Command::new(proc::OWN_PROGRAM)
         .arg(BECOME)
@@ -103,7 +104,8 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
                 Signal::TSTP => command.suspend(),
                 Signal::WINCH => command.send(signal),
                 Signal::USR1 | Signal::USR2 if command.handles(signal) => command.signal(signal),
-                // Slurm may repeat its signal within milliseconds, and sends SIGKILL if the program does not end.
+                // Slurm may repeat its signal within milliseconds. The repetition does not end the command at once: Slurm
+                // itself sends SIGKILL if the command does not end.
                 _ if waiting.is_some() && arguments.devices.are_from_slurm() => {}
                 _ if std::mem::take(&mut first) => waiting = Some((signal, Box::pin(release(command)))),
                 _ => {
@@ -175,7 +177,7 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
     if command.is_empty() {
         return None;
     }
-    // With --free a word may be the name of a model, so it is not known where the command begins.
+    // With `--free`, a word may be the name of a model or the beginning of the command.
     let is_free = words.iter().any(|word| word == "--free");
     let meant = if is_free {
         "yunion-mpsctl run --free [GPU or model] -- CMD".to_owned()
@@ -199,7 +201,8 @@ struct ProcessGroup(Pid);
 
 impl ProcessGroup {
     fn send(self, signal: Signal) {
-        // Until the command has started its new session, there is only a process with this PID. It may also have just ended.
+        // Until the command has started its new session, its process group does not exist, and the signal goes to the
+        // process. The command may also have just ended.
         if kill_process_group(self.0, signal) == Err(Errno::SRCH) {
             let _ = kill_process(self.0, signal);
         }
@@ -256,7 +259,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let root = u32::try_from(command.0.as_raw_nonzero().get()).unwrap_or_default();
     let listed = daemon.clients().await?;
     let mut terminations = JoinSet::new();
-    // One process may be listed for several GPUs.
+    // A process on several GPUs is listed once for each GPU.
     for pid in listed.iter().map(|client| client.pid).collect::<BTreeSet<u32>>() {
         if descends(pid, root) {
             let daemon = daemon.clone();
@@ -266,7 +269,7 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
     let mut result = Ok(());
     while let Some(ended) = terminations.join_next().await {
         match ended {
-            // A client that the service does not know has ended by itself meanwhile.
+            // The service no longer knows this client, so it has ended by itself meanwhile.
             Ok(Ok(()) | Err(BusError::Refused(RequestError::NoSuchClient(_)))) | Err(_) => {}
             Ok(Err(error)) => result = Err(error),
         }
@@ -277,7 +280,8 @@ async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
 /// True if a process is `root`, or a descendant of `root`, or is in the session of `root`. An orphan has lost its
 /// ancestor, but stays in the session.
 fn descends(mut pid: u32, root: u32) -> bool {
-    // Parents can't form a ring, but they are read one after the other and may change meanwhile.
+    // Parents are read one after the other and may change meanwhile, so the walk ends after 1000 steps even if it goes in a
+    // ring.
     for _ in 0..1000 {
         if pid == root {
             return true;

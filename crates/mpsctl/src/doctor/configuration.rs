@@ -41,7 +41,7 @@ fn configuration(facts: &Facts) -> Outcome {
                 let name = if *certain { "configuration-wrong" } else { "no-plan" };
                 findings.push(of_problem(Severity::Error, name, problem));
             }
-            // The cause is the missing driver, which another check reports.
+            // If the driver is missing, another check reports that, so the plan's problem would be a repetition.
             if let (Err(problem), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
                 let problem = problem.clone().or_remedy("yunion-mpsctl check says more");
                 findings.push(finding(Severity::Error, "no-plan", "the GPUs", problem));
@@ -121,7 +121,7 @@ fn programs(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let isolations: Vec<Isolation> = facts.plan()?.gpus.iter().map(|gpu| gpu.isolation).collect();
-    // Compute mode DEFAULT allows every program.
+    // The GPUs of isolated slices have compute mode `DEFAULT`, in which every program may open them.
     let open = "has the whole GPU, without MPS and without limits";
     let closed = "gets the error 46, busy or unavailable";
     let gets = match (isolations.contains(&Isolation::Slice), isolations.contains(&Isolation::Gpu)) {

@@ -193,7 +193,7 @@ fn sockets(facts: &Facts) -> Outcome {
         let serves = matches!(daemon.state.known()?, ControlDaemonState::Ready | ControlDaemonState::Waiting);
         let pid = daemon.pid.filter(|_| serves)?;
         let own = socket(Path::new(&daemon.control_directory), pid);
-        // While no slice takes clients, the pipe directory has no link.
+        // If all slices of these GPUs are drained, the pipe directory has no link to the control daemon.
         let devices = facts.published().ok()?.devices.iter().flatten();
         let mut its = devices
             .filter(|device| device.device_path.as_ref().is_some_and(|uuid| daemon.gpus.contains(uuid)));
@@ -206,7 +206,7 @@ fn sockets(facts: &Facts) -> Outcome {
 fn socket(directory: &Path, pid: u32) -> Option<Finding> {
     let socket = directory.join("control");
     match listener(directory) {
-        // The cause is the missing directory, which another check reports.
+        // A missing directory is reported by another check.
         _ if !directory.is_dir() => None,
         Some(other) if other != pid => Some(error(
             "pipe-directory-taken",
@@ -249,7 +249,8 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
             return Err(format!("only root can read {}", state_file.display()).into());
         }
-        // The running service has the content in memory, but the next one would not.
+        // A running service still knows the content of its state file, and writes the file again. A service that starts now
+        // would not know it.
         let remedy = if facts.published().is_ok() {
             "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
              another's"
@@ -364,7 +365,7 @@ fn aged_by<'l, F>(directory: &Path, lines: impl Iterator<Item = (&'l str, F)>) -
     for (line, file) in lines {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (Some(kind), Some(path)) = (fields.first(), fields.get(1)) else { continue };
-        // Lines with ! count only at boot, and lines of other types only make files or change them.
+        // tmpfiles.d: a line with `!` counts only at boot. Lines of types other than these do not clean up a directory.
         let counts = kind.starts_with(['x', 'd', 'D', 'e', 'v', 'q', 'Q', 'C']) && !kind.contains('!');
         if !counts || !directory.starts_with(path) {
             continue;
@@ -397,11 +398,11 @@ mod tests {
         assert_eq!(aged("/run/pipe", &[TMP]), None);
         assert_eq!(aged(pipe, &["D /tmp 1777 root root -"]), None);
         assert_eq!(aged(pipe, &["D! /tmp 1777 root root 10d", "# q /tmp 1777 root root 10d", "q"]), None);
-        // X excludes only the directory itself, not its content.
+        // tmpfiles.d: a line of type X excludes only the directory itself from being cleaned up, and not its content.
         assert_eq!(aged(pipe, &[TMP, "X /tmp/nvidia-mps"]), Some(TMP));
         assert_eq!(aged(pipe, &["x /tmp/nvidia-mps/pipe", TMP]), None);
         assert_eq!(aged(pipe, &["d /tmp/nvidia-mps 0755 root root -", TMP]), None);
-        // The shipped lines, together with a line of a common distribution.
+        // The shipped lines exclude the directories of MPS even if a distribution cleans up /tmp.
         let shipped = include_str!("../../../../systemd/yunion-mps-daemon.tmpfiles.conf");
         let lines: Vec<&str> = shipped.lines().chain([TMP]).collect();
         for (directory, expected) in

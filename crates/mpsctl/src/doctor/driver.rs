@@ -78,7 +78,7 @@ fn path_of_service(facts: &Facts) -> Result<String, Problem> {
 fn service_path(facts: &Facts) -> Outcome {
     let path = path_of_service(facts)?;
     each(PROGRAMS, |name| {
-        // A program that does not exist anywhere has a finding already.
+        // A program that is not found in any directory is reported by another check.
         let found = find_program(name).ok()?;
         find_program_in(name, path.as_ref()).err()?;
         let directory = found.parent().unwrap_or(Path::new("/")).display();
@@ -100,7 +100,7 @@ fn version(facts: &Facts) -> Outcome {
     if program == cuda {
         return Ok(Vec::new());
     }
-    // 12080 is 12.8.
+    // CUDA writes version 12.8 as 12080.
     let words = |version: u32| format!("{}.{}", version / 1000, version % 1000 / 10);
     Ok(vec![warning(
         "version-skew",
@@ -129,7 +129,8 @@ fn nodes(facts: &Facts) -> Outcome {
         let Ok(metadata) = fs::metadata(facts.file(&node)) else {
             return Some(error("device-node-missing", node.display(), "it does not exist", remedy));
         };
-        // Render nodes are excepted: they belong to a group of their own, and CUDA does not open them.
+        // Render nodes are skipped: they belong to a group of their own, and CUDA does not open them. All other nodes must be
+        // open to every user.
         let open = node.starts_with("/dev/dri") || metadata.mode() & 0o006 == 0o006;
         if open {
             return None;

@@ -91,7 +91,7 @@ impl Facts {
             Ok(loaded) => check::judge(loaded, Some(&inventory)),
             Err(refused) => Checked::Refused(refused),
         };
-        // RUNTIME_DIRECTORY would be that of the unit in which doctor runs.
+        // The variable RUNTIME_DIRECTORY is not used: it would be that of the unit in which doctor runs.
         let runtime_directory = config::below(&sources.sysroot, Path::new("/run/yunion-mps-daemon"));
         let mut facts = Self {
             checked,

@@ -35,7 +35,7 @@ fn names(gpu: &Gpu) -> String {
 fn unusable(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let gpu = &plan.gpu;
-        // A GPU that is served has no obstacle.
+        // Processes that hold the GPU are no obstacle once the GPU is served, so this obstacle is left out.
         let served = gpu.uuid().is_some_and(|uuid| served(facts, uuid));
         let obstacles = plan.obstacles.iter().filter(move |obstacle| obstacle.name != HELD || !served);
         obstacles.map(|NamedProblem { name, problem }| {

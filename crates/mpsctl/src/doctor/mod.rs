@@ -159,7 +159,7 @@ impl DoctorReport {
         match outcome {
             Ok(findings) => {
                 self.made += 1;
-                // Directories may have the same parent, which gives the same finding twice.
+                // Two directories may have the same parent directory, and then give the same finding twice.
                 for finding in findings {
                     if !self.findings.contains(&finding) {
                         self.findings.push(finding);
@@ -176,7 +176,7 @@ pub(super) async fn doctor(arguments: &Arguments, out: &mut dyn Write) -> Result
     let sources = Sources { config: arguments.config.clone(), sysroot: arguments.sysroot.clone() };
     let report = examine(&Arc::new(Facts::gather(sources).await));
     if arguments.json {
-        // Converted to a value first, so that the keys are sorted as in every other output.
+        // The report becomes a JSON value first, so that its keys are sorted as in the output of all other commands.
         print_json(out, &serde_json::to_value(&report)?)?;
     } else {
         write(&report, arguments.verbose, out)?;
@@ -215,7 +215,7 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
     }
     let unnamed = serving::gpus(facts, &report.findings);
     report.add(serving::GPUS, unnamed);
-    // The sort is stable: within one severity, causes stay before their consequences.
+    // A stable sort keeps the order within a severity, in which causes come before their consequences.
     report.findings.sort_by_key(|finding| finding.severity);
     report
 }

@@ -17,7 +17,7 @@ const FILES_PER_CLIENT: u64 = 20;
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // Foreign control daemons can be recognised only with a list of the service's own.
+    // Without a list of the service's own control daemons, foreign ones can't be told from them.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("it is not known which control daemons the service has started".into());
     }
@@ -26,9 +26,11 @@ fn foreign(facts: &Facts) -> Outcome {
         let directory = daemon.pipe_directory.as_deref();
         let in_ours = configured.iter().any(|(pipe, _)| Some(pipe.as_path()) == directory);
         let end = match directory {
-            // The control daemon's directory is not on the host, and the programs in the container can't be trusted.
+            // The directory of this control daemon is in a container, and programs in the container can't be trusted. So no
+            // command for the host is shown.
             Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
-            // A process can write anything into its environment, and root will type this line.
+            // The directory comes from the environment of a process, which can have any text in it, and root will type this
+            // line. So the text is quoted.
             Some(path) => format!(
                 "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
                 quoted(&path.display().to_string())

@@ -1,6 +1,6 @@
 //! The service: its name on the bus, its unit, and leftovers of the program that it replaces.
 
-// All checks have one type. It is a Result, since some checks may lack a fact.
+// All checks have the same type, which is a `Result` since some of them may lack a fact.
 #![allow(clippy::unnecessary_wraps)]
 
 use std::fs;
@@ -45,7 +45,8 @@ fn bus(facts: &Facts) -> Outcome {
             };
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
-        // The bus works, and restarting it would harm everything else on the host.
+        // The service has an owner of its name on the bus, so the bus works. No remedy restarts the bus, which would harm
+        // everything else on the host.
         BusAnswer::Silent => error(
             "service-silent",
             UNIT,
@@ -171,7 +172,7 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     };
     for directory in needed {
         let covered = protected.iter().any(|path| directory.starts_with(path));
-        // These directories stay writable with `ProtectSystem=strict` too.
+        // systemd's `ProtectSystem=strict` leaves these directories writable.
         let apart = ["/dev", "/proc", "/sys"].iter().any(|path| directory.starts_with(path));
         if covered && !apart && !granted.iter().any(|path| directory.starts_with(path)) {
             findings.push(error(

@@ -77,7 +77,8 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 ),
             )),
             ControlDaemonState::Waiting => {
-                // A control daemon without a process waits for something outside, and the reason says how to end that.
+                // A control daemon that waits without a process waits for something outside of the service. Its reason says
+                // what has to be done.
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
                 } else {
@@ -110,7 +111,7 @@ pub(super) fn gpus(facts: &Facts, findings: &[Finding]) -> Outcome {
         let names = |text: &str| names.into_iter().flatten().any(|name| text.contains(name));
         errors().any(|error| names(&error.subject) || names(&error.problem.found))
     };
-    // A service that is starting changes its state within a minute.
+    // A GPU whose control daemon is starting gets another state within a minute, so it is no finding.
     let is_starting = |gpu: &&Listed<Gpu>| {
         let mut daemons = published.control_daemons.iter();
         daemons.any(|one| one.id == gpu.control_daemon && one.state == ControlDaemonState::Starting)
@@ -182,7 +183,8 @@ fn limits(facts: &Facts) -> Outcome {
         let served = || published.served_by(&daemon.id);
         let percentage = served().map(|gpu| gpu.mps_thread_percentage).max();
         let memory = served().filter_map(|gpu| gpu.mps_memory_limit).max();
-        // Control daemons of slices with different sizes confirm different limits, so the GPU has no common limit.
+        // If slices of one GPU have different sizes and control daemons of their own, these confirm different limits. So the
+        // GPU has no common limit to compare.
         let is_common = |gpu: &&Gpu| gpu.equal_slices || gpu.isolation == Isolation::Gpu;
         for gpu in served().filter(is_common) {
             let pairs = [
@@ -222,13 +224,15 @@ fn devices(facts: &Facts) -> Outcome {
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };
-    // Clients that bypass MPS or wait have their own findings. A client may be listed for several GPUs.
+    // Clients that bypass MPS and clients that wait are left out, since they have findings of their own. A client on several
+    // GPUs is named once.
     let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
         let found = clients.iter().filter(|client| !client.bypass && !client.waiting && of(client));
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
     };
     let nameless = list(&|client| client.device.is_none());
-    // A program on the host can name its slice only in its environment, unless its control group is bound.
+    // Only claims of programs in containers are reported: a program on the host can name its slice only in its environment,
+    // unless its control group is bound.
     let claims = |client: &Client| client.known_by.as_ref().is_some_and(|word| *word == KnownBy::Environment);
     let claim = list(&|client| client.container_id.is_some() && claims(client));
     let mut findings = Vec::new();
@@ -309,7 +313,7 @@ fn full(facts: &Facts) -> Outcome {
 /// host can do that anyway.
 fn commanders(facts: &Facts) -> Outcome {
     let clients = &facts.published()?.clients;
-    // A client may be listed for several GPUs.
+    // A client on several GPUs is listed once for each GPU, and named once here.
     let list = |of: &dyn Fn(&Client) -> bool| -> Vec<String> {
         let found = clients.iter().flatten().filter(|client| of(client));
         found.map(|client| (client.pid, named(client))).collect::<BTreeMap<_, _>>().into_values().collect()
@@ -317,12 +321,12 @@ fn commanders(facts: &Facts) -> Outcome {
     let all = list(&|client| {
         let is_contained =
             || client.container_id.is_some() || proc::is_elsewhere(client.pid).unwrap_or_default();
-        // A word that this version does not know may mean more commands than these.
+        // A later version of the service may have other words here, which may mean that the client can give more commands.
         let is_harmless =
             |may: &Word<_>| matches!(may.known(), Some(MayCommand::Nothing | MayCommand::Neighbours));
         client.may_command.as_ref().is_some_and(|may| !is_harmless(may)) && is_contained()
     });
-    // Every program on the host has access to more than the socket.
+    // Only programs in containers are looked at: a program on the host can reach more than the socket.
     let neighbours =
         list(&|client| client.may_command.as_ref().is_some_and(|may| *may == MayCommand::Neighbours));
     let mut findings = Vec::new();

@@ -78,7 +78,8 @@ impl Environment {
     /// Starts a client in this environment, and waits for its answer and its end.
     pub(super) async fn ask<T: DeserializeOwned>(&self, request: CudaRequest) -> Result<T> {
         let mut command = Command::new(proc::OWN_PROGRAM);
-        // The caller's own variables would make it a client of another slice.
+        // These variables of the caller's own environment would make the probe a client of another slice, so they are
+        // removed.
         let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {
             command.env_remove(name);
@@ -90,7 +91,8 @@ impl Environment {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
-            // Ctrl-C must reach only this process: the client frees its memory and ends by itself.
+            // The client has a process group of its own, so that Ctrl-C reaches only this process. The client then frees its
+            // memory and ends by itself.
             .process_group(0)
             .spawn()
             .map_err(|error| Error::System("start a process", error))?;

@@ -97,7 +97,7 @@ impl GpuContext {
             }
         }
         drop(blocks);
-        // This returns an error that occurred while the memory was freed.
+        // `check_err` returns an error that was recorded while the memory was freed.
         self.context.check_err().map_err(failed)?;
         Ok(got as u64)
     }

@@ -54,7 +54,7 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     for device in chosen {
         let others = clients.iter().filter(|other| device.device_path.as_ref() == Some(&other.gpu)).count();
         let mut report = ProbeReport::new(device, &devices, others);
-        // A slice that was named is tried in any case.
+        // If no slice was named, an unhealthy slice is not probed. A named slice is always probed.
         if arguments.device.is_none() && !device.healthy {
             let health = health::describe(device);
             let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
@@ -197,8 +197,8 @@ impl<'a> ProbeReport<'a> {
         let allocate = enforced && (self.clients == 0 || beside_clients);
         let look = |limits: ProbeLimits| CudaRequest::Look { allocate: limits.memory.filter(|_| allocate) };
         let as_slice = environment.ask(look(self.slice)).await?;
-        // A client's environment can only lower the limits. If the control daemon's own limits are too high, only a client
-        // without such an environment shows that.
+        // A client's environment can only lower the limits of the control daemon. So limits of the control daemon that are
+        // too high are found only with a client without these variables.
         let without_limits = environment.without_limits().ask(look(self.control_daemon)).await?;
         self.found = Some([as_slice, without_limits]);
         if enforced {
@@ -282,11 +282,12 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
         let found = seen.sms;
         differences.push(format!("{who} has {found} SMs instead of {sms} ({percentage} % of {all})"));
     }
-    // A limit above the memory of the GPU has no visible effect.
+    // A limit above the memory of the GPU limits nothing, so it is not compared.
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // The context counts against the limit too, so a client can never allocate the whole limit.
+    // The memory of the context counts against the limit, so a client can never allocate all of it. If it could, the limit is
+    // not in force.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(
@@ -322,7 +323,7 @@ mod tests {
     fn what_was_measured_is_what_is_promised() {
         assert_eq!(differences("it", QUARTER, MEASURED, 132), [""; 0]);
         assert_eq!(differences("it", QUARTER, ContextFacts { allocated: None, ..MEASURED }, 132), [""; 0]);
-        // One slice with the whole GPU: NVML reports a little more memory than CUDA.
+        // A slice that is the whole GPU has a limit from NVML's memory size, which is a little larger than CUDA's.
         let whole = ProbeLimits { thread_percentage: 100, memory: Some(143_771) };
         let seen = ContextFacts { sms: 132, memory_free: 142_629, allocated: Some(142_629), ..MEASURED };
         assert_eq!(differences("it", whole, seen, 132), [""; 0]);

@@ -31,7 +31,7 @@ pub(super) struct ModelGroup {
 
 impl HostGpus {
     pub(super) fn new(inventory: Inventory) -> Self {
-        // The number of slices has no effect on which GPUs can be served.
+        // GPUs can be served or not regardless of the number of slices, so the plan has one slice for each GPU.
         let plan = plan(&inventory, NonZeroU32::MIN, Topology::Shared);
         let planned = |gpu: &Gpu| planned(plan.as_ref()?, gpu);
         let mut groups: Vec<ModelGroup> = Vec::new();

@@ -148,7 +148,8 @@ fn ask(
     };
     let asks = !platform && found.can_isolate_slices();
     let isolates = arguments.isolate_slices || asks && ask_isolation(questions, out)?;
-    // Programs without a slice look in the pipe directory itself, where the control daemon of a slice does not listen.
+    // A program without a slice connects to the control daemon in the pipe directory itself. With isolated slices no control
+    // daemon is there, so the question is left out.
     let by_itself = !platform && !isolates && ask_by_itself(&arguments.sysroot, questions, out)?;
     if by_itself {
         let each = found.groups.iter().zip(&slices);

@@ -11,7 +11,7 @@ use common::whole_file;
 
 /// True if the path exists, even as a link without a target.
 pub(super) fn is_taken(sysroot: &Path, file: &Path) -> bool {
-    // A file that can't be read must not be replaced either.
+    // A path that can't be read counts as taken: a file there must not be replaced.
     below(sysroot, file)
         .symlink_metadata()
         .map_or_else(|error| error.kind() != io::ErrorKind::NotFound, |_| true)

@@ -61,7 +61,8 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
 fn why_none(service: &Service) -> String {
     match service.state.known() {
         Some(State::Ready) => "No clients: no process uses a GPU that is served.".to_owned(),
-        // A control daemon that the service has not started may have clients that are not known here.
+        // In the state `degraded`, another control daemon than the service's own may serve a GPU, and its clients are not
+        // known here. So the reason of the state is shown.
         Some(State::Degraded) => format!(
             "No clients of this service: no process uses a GPU that it serves. Note that {}",
             describe_state(service)

@@ -77,7 +77,7 @@ type OfGpu = Column<Gpu>;
 type OfDaemon = Column<ControlDaemon>;
 type OfClient = Column<Client>;
 
-// Columns of several tables. The service lists slices in the order of the configuration.
+// Columns that several tables have. The service lists the slices in the order of the configuration.
 const SLICE: Column<Device> = OfSlice::new("SLICE", |one| one.addr.shown());
 const SHARE: Column<Device> = OfSlice::new("SHARE", |one| with_unit(Some(one.mps_thread_percentage), "%"))
     .number()
@@ -219,11 +219,12 @@ pub(crate) const TOP_SLICES: &[Column<Device>] = &[
         .order(|a, b| b.memory_used.cmp(&a.memory_used)),
     OfSlice::new("IN USE", bar)
         .expendable(2)
-        // Red if over its budget.
+        // The bar is red if the slice is over its budget.
         .toned(|one| one.overuse.as_ref().filter(|overuse| !overuse.is_empty()).map(|_| Tone::Bad))
         .order(|a, b| in_use(b).total_cmp(&in_use(a))),
     SHARE,
-    // Only the word: the reason belongs to the whole GPU, and is shown above when a slice is selected. The worst state first.
+    // The table has only the word, and sorts the worst state first. The reason is about the whole GPU, and is shown above the
+    // table while the slice is selected.
     OfSlice::new("STATE", health)
         .toned(|one| Some(Health::of_slice(one).tone()))
         .order(|a, b| Health::of_slice(b).cmp(&Health::of_slice(a))),
@@ -292,7 +293,7 @@ fn bar(slice: &Device) -> String {
     else {
         return "-".to_owned();
     };
-    // Even the smallest use is visible.
+    // The division rounds up, so that even the smallest use is visible.
     let places = i64::from(used.max(0)) * i64::from(BAR);
     let full = (places + i64::from(limit) - 1) / i64::from(limit);
     let bar = (0..i64::from(BAR)).map(|place| if place < full { '|' } else { ' ' });

@@ -77,7 +77,8 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
         Some(value) => value.strip_prefix('='),
         None => None,
     });
-    // A format that does not exist was most likely meant for an engine.
+    // A format that does not exist was most likely the name of another container engine, so the line is refused as for
+    // Docker.
     let format =
         named.map_or(EnvFormat::Shell, |name| EnvFormat::from_str(name, false).unwrap_or(EnvFormat::Docker));
     format.refused_line()
@@ -85,7 +86,7 @@ pub(crate) fn refused_line_of_wrong_usage(arguments: &[OsString]) -> Option<&'st
 
 pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let answer = take(daemon, &arguments.devices.wish()?).await?;
-    // For several slices, the names of CDI devices are an error.
+    // The format `cdi` reports several slices as an error later.
     if arguments.format != EnvFormat::Cdi {
         warn_of_several(&answer);
     }
@@ -97,7 +98,7 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
             }
         }
         EnvFormat::Docker => {
-            // Only that runtime uses NVIDIA_VISIBLE_DEVICES.
+            // Only NVIDIA's runtime reads `NVIDIA_VISIBLE_DEVICES`, so the options name that runtime.
             writeln!(out, "--runtime=nvidia")?;
             write_options(&answer, |_| true, out)?;
         }
@@ -105,7 +106,8 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
             for device in nvidias_devices(&answer) {
                 writeln!(out, "--device={device}")?;
             }
-            // NVIDIA's device sets NVIDIA_VISIBLE_DEVICES itself, so that NVIDIA's hook does not add the GPU again.
+            // `NVIDIA_VISIBLE_DEVICES` is left out: NVIDIA's CDI device sets it itself, so that NVIDIA's hook does not add
+            // the GPU again.
             write_options(&answer, |name| !gives_gpus(name), out)?;
         }
         EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,
@@ -231,7 +233,7 @@ pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
              (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set cuda_mps_pipe_directory to a directory outside of it, \
              /run/yunion-mps/pipe for one"
         ))),
-        // Another user may not be allowed to look. Then CUDA reports the error.
+        // A user who may not look into the directory gets no error here. CUDA reports the error if there is one.
         _ => Ok(()),
     }
 }

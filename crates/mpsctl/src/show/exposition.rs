@@ -44,7 +44,7 @@ impl Family {
         let name = format!("yunion_mps_{}", self.name);
         let without_total = name.strip_suffix("_total");
         let kind = if without_total.is_some() { "counter" } else { "gauge" };
-        // The older format has no name for a metric apart from its samples.
+        // The Prometheus format has one name for a metric and its samples. OpenMetrics names the metric without `_total`.
         let described = match format {
             ExpositionFormat::Openmetrics => without_total.unwrap_or(&name),
             ExpositionFormat::Prometheus => &name,

@@ -54,7 +54,8 @@ pub(super) enum Output {
 pub(crate) async fn list(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let service = daemon.service().await?;
     let form = &arguments.form;
-    // Programs ask more often, and can ask for a count of clients themselves.
+    // The service counts clients only for output that a person reads. Programs call this command more often, and can ask for
+    // a count themselves.
     if !(form.json || form.names || form.platform) {
         daemon.look_at_clients().await;
     }
@@ -87,7 +88,7 @@ fn print_rows<R>(
     if form.json {
         print_json(out, &rows)?;
     } else if form.names {
-        // The first column has the names.
+        // The first column of both tables has the names.
         for name in plain.filter_map(|row| columns.first().map(|column| (column.text)(row))) {
             writeln!(out, "{name}")?;
         }

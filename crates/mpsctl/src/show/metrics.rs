@@ -40,7 +40,7 @@ pub(crate) struct Arguments {
 pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let published = match published(daemon).await {
         Err(BusError::NotRunning) => None,
-        // The service may have ended meanwhile: then the bus answers instead of it.
+        // If the service has ended meanwhile, the bus answers in its place with one of these errors.
         Err(BusError::Refused(_) | BusError::Other { .. })
             if matches!(daemon.service().await, Err(BusError::NotRunning)) =>
         {
@@ -245,7 +245,7 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
 /// The slice that a client has on its GPU.
 fn slice_of<'d>(client: &Client, devices: &'d [Listed<Device>]) -> Option<&'d Device> {
     let given: BTreeSet<&str> = given(client).collect();
-    // Two slices of one GPU can't be combined: a client that names both has the first.
+    // Two slices of one GPU can't be combined, so a client that names both counts for the first.
     let device = devices.iter().find(|device| {
         given.contains(device.addr.as_str()) && device.device_path.as_ref() == Some(&client.gpu)
     });
@@ -259,7 +259,7 @@ fn series(
     devices: &[Listed<Device>],
     gpus: &[Listed<Gpu>],
 ) -> (Vec<(Labels, f64)>, usize) {
-    // Collectors refuse a text in which a series appears twice.
+    // Collectors refuse a text in which a series appears twice. So a client counts once for each GPU.
     let known: BTreeMap<(&str, u32), (&Client, i32)> = clients
         .iter()
         .filter(|client| !client.bypass)
@@ -414,7 +414,7 @@ mod tests {
             }),
             json!({"pid": 7, "gpu": "GPU-1", "memory_mib": null}),
             json!({"pid": 6, "gpu": "GPU-1", "memory_mib": 4, "bypass": true}),
-            // A series must not appear twice.
+            // The client is listed twice for its GPU, and its series must appear once.
             json!({"pid": 9, "gpu": "GPU-2", "memory_mib": 1}),
         ]);
         let (series, left_out) = series(&clients, &devices, &gpus);

@@ -51,7 +51,7 @@ pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
     let mut text = Vec::new();
     status(daemon, arguments, &mut text).await?;
     let lines = String::from_utf8_lossy(&text).lines().map(str::to_owned).collect();
-    // The last row is left to the shell's prompt.
+    // The last row of the terminal stays free for the shell's prompt.
     for line in fitted(lines, usize::from(rows).saturating_sub(1)) {
         writeln!(out, "{line}")?;
     }
@@ -61,7 +61,8 @@ pub(crate) async fn print(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
 pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
     let mut answers = StatusAnswers::ask(daemon, arguments).await?;
     for _ in 1..ATTEMPTS {
-        // The state may change between two answers, and a screen must not mix an old state with new control daemons.
+        // The answers come one after the other, and the state may change meanwhile. The questions are repeated then, so that
+        // no old state is shown with new control daemons.
         let now = daemon.service().await?;
         if (&now.state, &now.state_reason) == (&answers.service.state, &answers.service.state_reason) {
             break;
@@ -81,7 +82,7 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{events}")?;
     }
     if !control_daemons.is_empty() {
-        // The id may be the UUID of its GPU.
+        // The id of a control daemon may be the UUID of its GPU. The table shows the GPU's name instead.
         let named = |one: &Listed<ControlDaemon>| ControlDaemon {
             id: gpu_name(&one.id, &gpus),
             ..ControlDaemon::clone(one)
@@ -93,7 +94,8 @@ pub(crate) async fn status(daemon: &DaemonProxy, arguments: &Arguments, out: &mu
         writeln!(out, "\n{}", table_of(GPUS, gpus.iter().map(Deref::deref), wide))?;
     }
     let waits = control_daemons.iter().any(|daemon| daemon.state == ControlDaemonState::Waiting);
-    // The clients come from control daemons, and one may hang. The rest of the screen must be shown nevertheless.
+    // The service asks the control daemons for the clients, and one of them may hang. So the rest of the screen is shown
+    // without the clients after a while.
     let clients =
         if waits { timeout(PATIENCE, daemon.clients()).await.ok().and_then(Result::ok) } else { None };
     let reasons = reasons(&service, &control_daemons, &gpus, clients.as_deref());
@@ -119,7 +121,7 @@ impl StatusAnswers {
         }
         let control_daemons = daemon.control_daemons().await?;
         let events = daemon.events().await?;
-        // Without GPUs the service is still starting, as its state shows; the rest is shown.
+        // While the service is starting it does not know its GPUs. Its state shows that, and the rest is shown.
         let gpus = known(daemon.gpus().await)?.unwrap_or_default();
         Ok(Self { service, control_daemons, gpus, events })
     }
@@ -163,14 +165,14 @@ fn how_it_waits(
         return None;
     }
     let since = format!("it waits since {}", time::local(time::from_seconds(daemon.since)));
-    // A GPU that it still has may belong to another control daemon in the plan.
+    // In the plan, a GPU of this control daemon may already belong to another control daemon.
     let is_of_another =
         |gpu: &String| all.iter().any(|other| other.id != daemon.id && other.gpus.contains(gpu));
     let Some(clients) = clients else { return Some(since) };
     let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
     let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
-    // If another control daemon should get the GPU, the clients there are counted for that one, so a count of zero here proves
-    // nothing.
+    // If all GPUs of this control daemon belong to others in the plan, its clients are not counted here. So 0 does not mean
+    // that it has no client.
     if left.is_empty() {
         return Some(since);
     }

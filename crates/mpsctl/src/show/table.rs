@@ -152,7 +152,7 @@ impl Table {
             let texts =
                 self.rows.iter().filter_map(|row| row.get(index)).filter(|(text, _)| !is_unknown(text));
             let longest = texts.map(|(text, _)| text.chars().count()).max();
-            // The last column keeps its width even if it is empty.
+            // An empty column is not shown and needs no width. The last column is always shown.
             let longest = longest.or((index == last).then_some(0))?;
             Some((*head, longest.max(head.name.chars().count())))
         };
@@ -209,7 +209,7 @@ impl Table {
         }
         let last = table.column_count().saturating_sub(1);
         for (index, column) in table.column_iter_mut().enumerate() {
-            // Blanks after the last column would be outside of the terminal.
+            // The padding after the last column would reach beyond the terminal.
             column.set_padding((0, if index == last { 0 } else { GAP }));
             if self.heads.get(index).is_some_and(|head| head.is_number) {
                 column.set_cell_alignment(CellAlignment::Right);
@@ -246,7 +246,7 @@ impl Table {
                 column.set_constraint(ColumnConstraint::Hidden);
             }
         }
-        // If even half of the width for the last text is not left, all columns have to be cut.
+        // If the last column would get less than half of its width, the other columns are cut too.
         if needed(&columns, PROSE / 2) <= width {
             for column in table.column_iter_mut().take(last).filter(|column| is_shown(column)) {
                 column.set_constraint(ColumnConstraint::ContentWidth);
@@ -411,7 +411,7 @@ mod tests {
              00:06.0-0  Tesla P40   1 / 12  served\n\
              (no room for UUID; --json has all)"
         );
-        // A reason is wrapped, a UUID is not.
+        // A long reason is wrapped to several lines. A UUID is not wrapped, so its column is left out.
         let reason = gpus("not served: GPU is lost, which nothing but a reset heals").render(Some(40), false);
         assert!(reason.ends_with("(no room for UUID, MODEL; --json has\nall)"), "{reason}");
     }
@@ -445,7 +445,7 @@ mod tests {
             "State:    degraded: 1 of\n          2 GPUs not\n          served\nVersion:  1.0.0"
         );
         assert_eq!(pairs.render(None, true).matches('\u{1b}').count(), 2);
-        // Colours do not count for the width, and there are no blanks beyond it.
+        // The colours do not count for the width, and no blanks are beyond it.
         for line in pairs.render(Some(24), true).lines() {
             let shown: usize = line
                 .split('\u{1b}')
@@ -471,7 +471,7 @@ mod tests {
     #[test]
     fn text_cannot_command_the_terminal() {
         assert_eq!(printable("a\u{1b}[2Jb\n"), "a\u{fffd}[2Jb\u{fffd}");
-        // The control sequence introducer of C1, and a text that is shown from right to left.
+        // U+009B begins a control sequence, and U+202E shows the text after it from right to left.
         assert_eq!(printable("\u{9b}2J\u{202e}4 yes"), "\u{fffd}2J\u{fffd}4 yes");
         assert_eq!(printable("größe 模型"), "größe 模型");
     }

@@ -29,7 +29,7 @@ pub(crate) fn age(at: SystemTime) -> String {
 fn local_in(at: SystemTime, zone: TimeZone) -> String {
     match Timestamp::try_from(at) {
         Ok(at) => at.to_zoned(zone).strftime("%Y-%m-%d %H:%M:%S").to_string(),
-        // A moment after the year 9999.
+        // Such a moment is after the year 9999.
         Err(_) => "-".to_owned(),
     }
 }

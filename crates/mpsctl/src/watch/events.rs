@@ -130,10 +130,10 @@ mod tests {
         for (answer, new) in [
             (vec![1, 2], vec![1, 2]),
             (vec![1, 2], vec![]),
-            // One new event in the middle, and two equal ones at the end.
+            // This answer has a new event in the middle, and two equal new events at the end.
             (vec![1, 5, 2, 3, 3], vec![5, 3, 3]),
             (vec![2, 3, 3, 3], vec![3]),
-            // The service was started again.
+            // The service was started again, so its list of events begins anew.
             (vec![], vec![]),
             (vec![9], vec![9]),
         ] {
@@ -151,7 +151,7 @@ mod tests {
         assert!(!printed.may_miss_some(&events(1..=many)));
         assert!(!printed.may_miss_some(&events([many])));
         assert!(printed.may_miss_some(&events(many..2 * many)));
-        // The first events are faults.
+        // The list begins with events about faults, which the service keeps longer than others.
         let faults = i64::try_from(FAULTS_KEPT).unwrap();
         assert!(printed.may_miss_some(&events((0..faults).chain(many..2 * many - faults))));
     }

@@ -12,7 +12,7 @@ impl Driver {
     /// Sets or removes a control group's memory limit on the GPU with this UUID.
     pub fn pursue_memory_limit(&self, uuid: &str, group: &ControlGroup, goal: &LimitGoal) -> LimitOutcome {
         if control_groups::find(&group.path).ok().as_ref() != Some(group) {
-            // When a control group is removed, its limit is removed too.
+            // The kernel removes the limit of a control group together with the control group.
             return match goal {
                 LimitGoal::Hold(_) => LimitOutcome::Refused("the control group has ended".to_owned()),
                 LimitGoal::Lift(_) => LimitOutcome::Reached,

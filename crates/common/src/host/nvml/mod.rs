@@ -69,7 +69,7 @@ impl Driver {
             let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
             return Err(Problem::new(found, "reinstall the driver"));
         }
-        // A driver without a version counts as one with the usual length of records.
+        // Without a version, the driver is assumed to write records of the usual length.
         let version = nvml.sys_driver_version().unwrap_or_default();
         Ok(Self { nvml, process_record: driver::process_record(&version) })
     }
@@ -178,8 +178,8 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            // NVML may not know the UUID of a GPU that has fallen off the bus. Then `seen` gets the error for every GPU that does
-            // not answer.
+            // NVML may not know the UUID of a GPU that has fallen off the bus. Then the error is reported for every GPU that
+            // does not answer.
             let met = event.device.uuid().map_or_else(
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
@@ -265,7 +265,7 @@ fn is_gone(error: &NvmlError) -> bool {
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
     let compute = list(device, ProcessList::Compute, process_record)?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    // An empty list would mean that the GPU has no clients.
+    // NVML lists no MPS clients for these GPUs. `None` says so: an empty list would mean that the GPU has no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }

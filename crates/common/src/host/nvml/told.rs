@@ -51,7 +51,7 @@ impl GpuQuestions {
     /// NVML lists no GPU.
     pub(crate) fn ask(&mut self, on_bus: &[PciAddress]) -> Result<ToldByNvml, Problem> {
         let count = self.driver.count()?;
-        // GPUs can be served without knowing the version.
+        // GPUs can be served even if the driver's version is not known.
         let version = self.driver.version().unwrap_or_else(|reason| {
             tracing::warn!("{reason}");
             "unknown".to_owned()
@@ -64,7 +64,8 @@ impl GpuQuestions {
         let addresses: Vec<PciAddress> =
             on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
         let driver = Arc::clone(&self.driver);
-        // One of these addresses may belong to the GPU that did not answer a moment ago.
+        // One of these addresses may belong to the GPU that has not answered the first question. So the service does not wait
+        // long for it again.
         let patience = if all_answer { PATIENCE } else { REMAINDER };
         let mut answers = self
             .unlisted

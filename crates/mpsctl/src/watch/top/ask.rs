@@ -53,7 +53,7 @@ pub(super) fn end(pid: u32, events: &UnboundedSender<TopEvent>, tasks: &mut Join
     let events = events.clone();
     tasks.spawn(async move {
         let done = async { DaemonProxy::connect().await?.terminate_client(pid).await }.await;
-        // This fails if the screen has ended.
+        // Sending fails only after the screen was closed.
         let _ = events.send(TopEvent::Ended(pid, done));
     });
 }

@@ -155,7 +155,7 @@ fn tone(service: &Service) -> Tone {
 
 fn bottom(width: usize, state: &TopState) -> Line<'static> {
     if let Some((_, question)) = &state.question {
-        // The end of the question has the keys for the answer.
+        // The text after the last question mark names the keys for the answer, so it is never cut.
         let (question, keys) = question.rsplit_once('?').unwrap_or((question, ""));
         let end = format!("?{keys}");
         let text = format!("{}{end}", cut(question, width.saturating_sub(end.len())));
@@ -189,7 +189,7 @@ fn body(frame: &mut Frame, area: Rect, model: &Model, state: &TopState) {
         of: model.slices_are_of(),
     };
     table.draw(frame, for_slices);
-    // The reason is shown above.
+    // The reason why the clients are not known is shown above the tables.
     let none = if model.has_clients() && model.unlisted.is_none() { "none" } else { "not known" };
     let of = state.slice.as_ref().map(|slice| format!(" of {}", slice.shown()));
     let table = TopTable {
@@ -290,7 +290,7 @@ impl<R> TopTable<'_, R> {
         };
         let mut columns: Vec<_> = self.columns.iter().map(|column| (column, natural(column))).collect();
         let mut heads = columns.iter().map(|(column, width)| (column.head, *width)).collect();
-        // The mark of the selected row needs two columns.
+        // The mark of the selected row needs two columns, so the table has two less.
         let left_out = without_room(&mut heads, room.saturating_sub(2), PROSE);
         columns.retain(|(column, _)| !left_out.contains(&column.head.name));
         if let Some(((_, prose), others)) = columns.split_last_mut() {
@@ -370,7 +370,7 @@ mod tests {
             let (mut text, mut cells) = (String::new(), cells.iter());
             while let Some(cell) = cells.next() {
                 text += cell.symbol();
-                // A wide character also occupies the next cell.
+                // A wide character occupies two cells, so the second cell is skipped.
                 for _ in 1..super::width(cell.symbol()) {
                     cells.next();
                 }
@@ -416,7 +416,7 @@ mod tests {
             assert_eq!(text.contains("0 NVIDIA H200"), width == 120, "{text}");
             assert!(screen.last().unwrap().starts_with(KEYS), "{text}");
         }
-        // While a slice is selected, as much of its reason as fits is shown above.
+        // While a slice is selected, its reason is shown above, as far as it fits into the line.
         let selected = shown(60, 20, &model(), "jjjj");
         let reason = |line: &String| {
             line.starts_with("00:06.0-3: GPU is lost; nothing but") && line.trim_end().ends_with('…')
@@ -489,7 +489,7 @@ mod tests {
             [cut_in_front("/usr/bin/job", 12), cut_in_front("/usr/bin/job", 6)],
             ["/usr/bin/job", "…n/job"]
         );
-        // Each character is two columns wide.
+        // Each of these characters is two columns wide.
         assert_eq!([cut("大模型", 6), cut("大模型", 5), cut("大模型", 4)], ["大模型", "大模…", "大…"]);
     }
 

@@ -78,7 +78,7 @@ pub(crate) async fn top(out: &mut dyn Write) -> Result<u8> {
             next = events.recv() => next,
             _ = ticks.tick() => None,
         };
-        // Several events that come together are drawn once.
+        // All events that are already waiting are handled before the screen is drawn once.
         while let Some(one) = next {
             match take(one, &mut model, &mut state)? {
                 Action::Draw => {}
@@ -109,7 +109,7 @@ fn take(events: TopEvent, model: &mut Model, state: &mut TopState) -> Result<Act
         TopEvent::Clients(answer) => model.list(answer),
         TopEvent::Ended(pid, done) => state.ended(pid, &done),
         TopEvent::Typed(Ok(Event::Key(key))) => return Ok(state.key(key, model)),
-        // A new size is noticed when the screen is drawn.
+        // A change of the terminal's size needs no handling here, since drawing reads the size.
         TopEvent::Typed(Ok(_)) => {}
         TopEvent::Typed(Err(error)) => return Err(Error::Failed(format!("can't read keys: {error}"))),
     }

@@ -38,7 +38,8 @@ impl Model {
         match answer {
             Ok(TopAnswers { service, devices, events }) => {
                 (self.service, self.events, self.silent) = (Some(service), events, None);
-                // After a restart of the service, the slices from before stay until the service knows its GPUs again.
+                // A service that was just restarted does not know its GPUs yet. Its former slices stay on the screen until
+                // then.
                 if let Some(devices) = devices {
                     self.devices = devices;
                     self.published = Some(Instant::now());

@@ -326,7 +326,7 @@ mod tests {
         let mut state = TopState { help: true, ..TopState::default() };
         assert_eq!(press(&mut state, &model, "\u{3}"), Action::Quit);
         assert_eq!(press(&mut state, &model, "\u{1a}"), Action::Stop);
-        // Any other key closes the help.
+        // While the help is shown, any key but these closes it.
         assert_eq!(press(&mut state, &model, "q"), Action::Draw);
         assert_eq!(press(&mut state, &model, "q"), Action::Quit);
     }

@@ -47,13 +47,13 @@ impl Drop for Entered {
 fn take() -> io::Result<()> {
     ENTERED.store(true, Ordering::SeqCst);
     enable_raw_mode()?;
-    // Without line wrap, since a terminal may count the columns of a text differently.
+    // The terminal must not wrap lines, since it may count the columns of a text differently.
     execute!(stdout()?, EnterAlternateScreen, Hide, DisableLineWrap)
 }
 
 fn leave() {
     if ENTERED.swap(false, Ordering::SeqCst) {
-        // The error can't be shown.
+        // An error of the terminal is ignored, since it could not be shown.
         let _ = stdout().and_then(|mut stdout| execute!(stdout, LeaveAlternateScreen, Show, EnableLineWrap));
         let _ = disable_raw_mode();
     }
