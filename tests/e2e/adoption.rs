@@ -152,7 +152,7 @@ fn flood(machine: &mut Machine) {
 }
 
 fn watchdog(machine: &mut Machine) {
-    // A core of a debug build would fill the machine's memory.
+    // A core dump of a debug build would fill the machine's memory, so there are none.
     let running = Running::start(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     let (cursor, main) = (machine.cursor(), machine.property(SERVICE, "MainPID"));
     machine.sh(&format!("kill -STOP {main}"));
@@ -179,7 +179,7 @@ fn old_kernel(machine: &mut Machine) {
 
     machine.sh("yunion-mpsctl terminate --device 00:06.0-1");
     wait_for("the client's end", || (machine.property(CLIENT, "ActiveState") != "active").then_some(()));
-    // The end of a control daemon that was taken over is noticed too.
+    // The service also notices the end of a control daemon that it has taken over, without pidfds.
     machine.sh(&format!("kill -KILL {}", running.control_daemon));
     wait_for("another control daemon", || {
         let others = control_daemons(machine);
@@ -196,7 +196,7 @@ fn cdi(machine: &mut Machine) {
     machine.sh(&format!(
         "echo 'cuda_mps_cdi_directory: /var/run/cdi' >>{HOST_CONF}; systemctl reload {SERVICE}"
     ));
-    // A file that was removed in between, or written again, is another.
+    // The inode number and the time of the last change differ if the file was removed or written meanwhile.
     let identity = |machine: &Machine| text(&machine.run(&["stat", "--format=%i %Z", SPEC]).stdout);
     wait_for("the spec", || (!identity(machine).is_empty()).then_some(()));
     let before = identity(machine);

@@ -45,7 +45,8 @@ async fn ask() {
     stop.recv().await;
     let why = why_stopping().await;
     println!("{why:?}");
-    // A process that stops too early says so first.
+    // This process waits before it writes its line. If the process in the scope is stopped too early, its line in
+    // `/var/order` is therefore the first one.
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let mut order = std::fs::File::options().create(true).append(true).open("/var/order").unwrap();
     writeln!(order, "{why:?}").unwrap();

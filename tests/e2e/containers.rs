@@ -161,7 +161,7 @@ fn prepared(machine: &Machine, engine: &str) -> bool {
         systemctl reload {SERVICE}"
     ));
     wait_for("the spec", || machine.run(&["test", "-e", SPEC]).status.success().then_some(()));
-    // The image of a user who has only a CUDA program: a shell, and the libraries of the program.
+    // The image of a user who has only a CUDA program: it contains a shell, and the libraries that the program needs.
     machine.sh("[ ! -e /srv/image ] || exit 0
         mkdir -p /srv/image/bin /srv/image/tmp
         cp \"$(command -v busybox)\" /srv/image/bin/busybox
@@ -178,8 +178,8 @@ fn with_podman(machine: &Machine) -> bool {
     if !prepared(machine, "podman") {
         return false;
     }
-    // A container in this container has no overlay, no network and no controller for the number of processes. runc is used, since
-    // crun raises a limit that can't be raised here.
+    // The test machine is a container itself. A container in it has no overlay file system, no network, and no controller for
+    // the number of processes. It runs with runc, since crun raises a limit that can't be raised in the machine.
     machine.write(
         "/etc/containers/storage.conf",
         "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\
@@ -260,14 +260,14 @@ fn is_a_client_of_slice_1(printed: &str, place: &str) {
     ] {
         assert!(printed.lines().any(|printed| printed == line), "no {line} in:\n{printed}");
     }
-    // The slice's own directory and nothing else of the service, and no program can write there.
+    // Of the service's directories the container has only that of its slice, and no program in it can write there.
     let mounts: Vec<&str> = printed.lines().filter(|line| line.contains(" - ")).collect();
     let [mount] = mounts[..] else { panic!("{mounts:?} in:\n{printed}") };
     let words: Vec<&str> = mount.split(' ').collect();
     assert!(words[3].ends_with("/pipe/slices/00_06.0-1") && words[4] == place, "{mount}");
     assert!(words[5].split(',').any(|option| option == "ro"), "{mount}");
     assert!(printed.contains("new: Read-only file system"), "{printed}");
-    // A quarter of the SMs, and of the memory with a context in it.
+    // The client has a quarter of the GPU's SMs, and a quarter of its memory less its context.
     assert!(printed.contains(" sms 32 ") && printed.contains(" free 35797 "), "{printed}");
 }
 
@@ -292,11 +292,11 @@ fn podman(machine: &mut Machine) {
     for command in [PODMAN_CDI, PODMAN_NAMES] {
         let printed = shown(machine, command);
         is_a_client_of_slice_1(&printed, "/run/yunion-mps-00_06.0-1");
-        // With this value NVIDIA's hook does not add the GPU a second time.
+        // With the value `void`, NVIDIA's hook does not add the GPU a second time.
         assert!(printed.contains("NVIDIA_VISIBLE_DEVICES=void\n"), "{printed}");
     }
-    // The service knows the slice by the control group, no matter what the container claims, and a user who is not root of the
-    // host can't command the control daemon.
+    // The service knows the slice by the control group, whatever the container claims. A user who is not root of the host
+    // can't command the control daemon.
     for (user, may_command) in [
         ("--user=0:0", "neighbours"),
         ("--user=65534:65534", "nothing"),
@@ -335,7 +335,7 @@ fn podman_refuses(machine: &mut Machine) {
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
     machine.sh(&run);
 
-    // No control daemon starts: the hook waits, and gives up with the reason.
+    // No control daemon can start now. The hook waits for one, and then gives up with the reason.
     let fault = format!("{HOST}/mps/fault/start-exits");
     machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
     refused("00:06.0-1", "00:06.0-1 is not served: ");
@@ -373,7 +373,7 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     let complaint = machine.complained(&["sh", "-c", &run.replace("00:06.0-1", "00:06.0-2")]);
     assert!(complaint.contains("00:06.0-2 is drained for new clients"), "{complaint}");
     machine.sh("yunion-mpsctl undrain 00:06.0-2");
-    // Whatever ends the container, its slice is free again.
+    // However the container ends, its slice is free again.
     let pid = machine.printed(&[engine, "inspect", "--format", "{{.State.Pid}}", &id]);
     machine.sh(&format!("kill -KILL {}", pid.trim()));
     nothing_is_bound();
@@ -381,7 +381,7 @@ fn binds(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{engine} kill {next}"));
     nothing_is_bound();
 
-    // A hundred come and go, four at a time, and the service is killed meanwhile.
+    // A hundred containers start and end, four at a time, while the service is killed.
     let lane = run.replace("cuda-client hold 600", "sh -c 'exit 7'").replace("00:06.0-1", "00:06.0-$lane");
     let printed = machine.sh(&format!(
         "for lane in 0 1 2 3; do
@@ -414,7 +414,7 @@ fn comes_back(machine: &Machine, engine: &str, run: &str) {
 /// neighbour's fault. The engine starts the container again at once, and tries only once: the hook waits until the
 /// slice is served again. `run` is a command that starts a container with slice 1.
 fn one_comes_back(machine: &Machine, engine: &str, run: &str) {
-    // The start of a server takes as long as on a real GPU.
+    // With this delay a server takes as long to start as on a real GPU.
     machine.sh(&format!("echo 1500 >{HOST}/mps/start-ms"));
     let id = machine.sh(&run.replace("--rm", "--restart=always --detach")).trim().to_owned();
     let mut before = clients(machine, 1)[0]["pid"].clone();
@@ -450,7 +450,7 @@ fn podman_binds(machine: &mut Machine) {
 
 fn podman_binds_legacy(machine: &mut Machine) {
     podman_binds(machine);
-    // The legacy hierarchies are shared with the host, so these control groups would stay on the host.
+    // The machine shares the legacy hierarchies with the host, so the control groups that podman has made there are removed.
     machine.sh("rmdir /sys/fs/cgroup/*/machine.slice 2>/dev/null || :");
 }
 
@@ -464,11 +464,12 @@ fn docker_binds(machine: &mut Machine) {
         "/usr/local/bin/docker-cdi",
         &format!("#!/bin/sh\nexec {DOCKER_WITH_CDI}/docker --host unix://{socket} \"$@\"\n"),
     );
-    // The machine forbids keyrings, so a runtime of a few lines wraps the machine's runc.
+    // The machine's container forbids keyrings, so a short script runs the machine's runc without one.
     machine.write(&format!("{DOCKER_WITH_CDI}/runc"), &RUNTIME.replace("HOST", HOST));
     let runtimes = stops_page(DOCKER_RUNTIMES).trim().strip_prefix('{').unwrap().to_owned();
     machine.write(file, &format!("{}, {runtimes}", DOCKER_FEATURES.strip_suffix('}').unwrap()));
-    // Otherwise Docker would take a containerd that runs, which finds the machine's own runc first.
+    // The Docker of the machine is stopped first: otherwise the new Docker would use the containerd of the old one, which
+    // finds the machine's own runc first.
     machine.sh(&format!(
         "systemctl stop docker.socket docker containerd 2>/dev/null || :
         chmod 755 /usr/local/bin/docker-cdi {DOCKER_WITH_CDI}/*
@@ -535,7 +536,7 @@ const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client 
 /// slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
-    // podman's is a stop otherwise, which gives the container ten seconds.
+    // podman removes a container by a stop, which waits ten seconds for it. With `--time 0` it does not wait.
     let remove = format!("{engine} rm --force{}", if engine == "podman" { " --time 0" } else { "" });
     let start = |slice: &str, program: &str| {
         let run = run.replace("00:06.0-1", slice).replace("cuda-client hold 600", program);
@@ -557,7 +558,7 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
         clients(machine, 1);
         assert_eq!(state().trim(), "running", "round {round}");
     }
-    // A program that handles SIGTERM has its GPU until it ends.
+    // A program that handles SIGTERM can use its GPU until it ends.
     let careful = start("00:06.0-1", "cuda-client train /tmp/checkpoint");
     clients(machine, 2);
     machine.sh(&format!("{engine} stop --time 20 {careful}"));
@@ -569,7 +570,8 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {careful}"));
     assert_eq!(state().trim(), "running");
 
-    // A service that hangs delays no stop, and the journal says that clients may have been hurt.
+    // A service that hangs does not delay the stop of a container. The journal says then that other clients may have lost
+    // their work.
     let calm = start("00:06.0-1", "cuda-client hold 600");
     clients(machine, 2);
     machine.sh(&format!(
@@ -645,7 +647,7 @@ fn compose(machine: &mut Machine) {
     let file = compose_file(&page_text());
     assert!(file.contains("image: IMAGE") && file.contains("command: PROGRAM"), "{file}");
     machine.write("/root/compose/show.sh", SHOW);
-    // The machine has no network that a container could join.
+    // The test machine has no network for the container.
     let lines = "sh /show.sh\n    network_mode: none\n    volumes: ['./show.sh:/show.sh:ro']";
     let file = file.replace("IMAGE", IMAGE).replace("PROGRAM", lines);
     machine.write("/root/compose/compose.yaml", &file);

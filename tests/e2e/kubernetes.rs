@@ -64,7 +64,7 @@ fn up_before_the_kubelet(machine: &mut Machine) {
 }
 
 fn start_kubelet(machine: &Machine) {
-    // Open for writing as well, so that the kubelet does not see the end of its calls.
+    // The kubelet's input is opened for writing too, so that it never reaches its end.
     machine.sh(&format!(
         "systemd-run --quiet --unit=fake-kubelet sh -c \
          'exec /usr/bin/python3 /var/tmp/kubelet.py /var/tmp /var/lib/kubelet <>{CALLS} >>{SAID}'"
@@ -87,7 +87,7 @@ fn in_its_sandbox(machine: &mut Machine) {
 /// The kubelet's directory is removed and made again, as kubeadm does for a node that joins a cluster again.
 fn directory_made_anew(machine: &mut Machine) {
     let before = said(machine, r#""event": "registered""#);
-    // The plugin makes its socket again each time that it is removed, until the directory is removed.
+    // The plugin makes its socket again each time that it is removed. So `rm` is repeated until it has removed the directory.
     machine.sh("systemctl stop fake-kubelet; timeout 60 sh -c 'until rm -rf /var/lib/kubelet/device-plugins; do :; done'");
     start_kubelet(machine);
     wait_for("a registration", || (said(machine, r#""event": "registered""#) > before).then_some(()));

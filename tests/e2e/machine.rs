@@ -99,13 +99,13 @@ pub(crate) struct Machine {
 impl Machine {
     /// Boots a machine with these files, and waits until it has booted.
     pub(crate) fn boot(stage: &Stage, hierarchy: Hierarchy) -> Self {
-        // Named after the directory, which is unique.
+        // The machine has the name of this directory, which is unique.
         let directory = tempfile::Builder::new().prefix("mps-e2e-").rand_bytes(8).tempdir().unwrap();
         let name = directory.path().file_name().unwrap().to_str().unwrap().to_owned();
         fs::create_dir(directory.path().join("mnt")).unwrap();
         std::os::unix::fs::symlink(stage.0.path(), directory.path().join("stage")).unwrap();
         let console = fs::File::create(directory.path().join("console")).unwrap();
-        // If we are killed, it ends, and with it the rest.
+        // If the test program is killed, the kernel kills this process, and the machine ends with it.
         let script = Command::new("setpriv")
             .args(["--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"])
             .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/e2e/boot.sh"))
@@ -131,7 +131,8 @@ impl Machine {
             }
             if let Some(leader) = self.find_leader().filter(|leader| *leader != before) {
                 self.leader = leader;
-                // A unit of this host that fails in a container does not matter here: "degraded" is as good.
+                // A unit of the host that fails in the machine does not matter for the tests, so the state "degraded" is
+                // accepted too.
                 let state = self.run(&["systemctl", "is-system-running", "--wait"]);
                 if ["running", "degraded"].contains(&text(&state.stdout).trim()) {
                     return;
@@ -263,14 +264,14 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // A machine that has never booted was reported already.
+        // A machine that has never booted was reported before.
         if !self.power_off() && self.leader != 0 {
             eprintln!("the machine did not power off and was killed:\n{}", self.console());
         }
         for hierarchy in ["", "/systemd", "/unified", "/freezer"] {
             let group = Path::new("/sys/fs/cgroup").join(hierarchy.trim_start_matches('/')).join(&self.name);
             let deadline = Instant::now() + DEADLINE;
-            // The last process of a killed machine may still be on its way out.
+            // The last process of a killed machine may still be ending, and a control group with a process can't be removed.
             while let Err(error) = remove_groups(&group) {
                 if Instant::now() >= deadline {
                     eprintln!("{} is left: {error}", group.display());

@@ -3,7 +3,8 @@
 //! These tests do not use the harness of libtest: with it, tests can't share a machine that is removed after the last
 //! test.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this program need them
+// too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -12,7 +13,7 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// A test reads from top to bottom, with its types where they are used, and an interface of D-Bus has methods.
+// These lints ask for a form that makes tests harder to read, or that a D-Bus interface does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,
@@ -64,9 +65,9 @@ struct Group {
     checks: &'static [Check],
 }
 
-// The two that take longest come first: neither is left over for the end.
+// The two groups that take the longest are started first, so that the run does not end with one of them alone.
 const GROUPS: &[Group] = &[
-    // Podman and Docker on a host with the service of the installed deb.
+    // Podman and Docker start containers on a host with the service from the deb.
     Group {
         name: "containers",
         hierarchy: Hierarchy::Unified,
@@ -74,7 +75,7 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: containers::CHECKS,
     },
-    // A deb from its installation to its purge.
+    // A deb is installed, upgraded, removed and purged.
     Group {
         name: "deb",
         hierarchy: Hierarchy::Unified,
@@ -96,7 +97,7 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: scope::CHECKS_LEGACY,
     },
-    // An rpm from its installation to its removal.
+    // An rpm is installed and removed.
     Group {
         name: "rpm",
         hierarchy: Hierarchy::Unified,
@@ -104,7 +105,7 @@ const GROUPS: &[Group] = &[
         prepare: |_| (),
         checks: package::RPM_CHECKS,
     },
-    // The service of the installed deb.
+    // The service of the deb runs under systemd.
     Group {
         name: "service",
         hierarchy: Hierarchy::Unified,
@@ -119,7 +120,7 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: people::CHECKS,
     },
-    // A fresh system, on which the user has only read the README.
+    // The user of a fresh system has only read the README.
     Group {
         name: "readme",
         hierarchy: Hierarchy::Unified,
@@ -141,7 +142,7 @@ const GROUPS: &[Group] = &[
         prepare: containers::installed_legacy,
         checks: containers::CHECKS_LEGACY,
     },
-    // A kubelet on that host.
+    // A kubelet runs on the host with the service from the deb.
     Group {
         name: "kubernetes",
         hierarchy: Hierarchy::Unified,
@@ -149,7 +150,7 @@ const GROUPS: &[Group] = &[
         prepare: package::installed,
         checks: kubernetes::CHECKS,
     },
-    // A cluster of one node on that host.
+    // A Slurm cluster of one node runs on the host with the service from the deb.
     Group {
         name: "slurm",
         hierarchy: Hierarchy::Unified,
@@ -171,8 +172,8 @@ fn main() -> ExitCode {
     if arguments.first().is_some_and(|word| word == asker::ARGUMENT) {
         return asker::run();
     }
-    // As with libtest: words select checks by a part of their name, and options are ignored. The checks of `make soak` have to be
-    // selected.
+    // The arguments are like those of libtest: a word selects the checks whose names contain it, and options are ignored. The
+    // checks of `make soak` run only if they are selected.
     let wanted = |name: &str| {
         let mut words = arguments.iter().filter(|word| !word.starts_with("--")).peekable();
         words.peek().is_none() && !name.starts_with("soak::")
@@ -262,7 +263,7 @@ fn run(group: &Group, checks: Vec<(String, Check)>) -> (usize, Vec<String>) {
             passed += 1;
         } else {
             println!("test {name} ... FAILED ({seconds:.1} s)");
-            // The explanation, as far as the machine can still give one.
+            // The end of the journal may explain the failure, if the machine still answers.
             let journal =
                 machine.run(&["journalctl", "--lines=50", "--no-hostname", "--output=short-monotonic"]);
             eprintln!("--- the end of the machine's journal\n{}---", machine::text(&journal.stdout));

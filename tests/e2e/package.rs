@@ -221,7 +221,7 @@ fn install(machine: &mut Machine) {
     );
     assert_eq!(is(machine, "is-enabled"), "disabled");
     nothing_runs(machine);
-    // Every file is as it was packed.
+    // `dpkg --verify` reports every file that differs from the package.
     assert_eq!(machine.printed(&["dpkg", "--verify", "yunion-mps-daemon"]), "");
     // The programs start with the C library of this machine.
     machine.printed(&["yunion-mps-daemon", "--version"]);
@@ -241,7 +241,7 @@ fn unconfigured(machine: &mut Machine) {
 fn enable(machine: &mut Machine) {
     new_host(machine);
     on_the_simulated_host(machine);
-    // The files are those of the guide; the directories are those of the simulated host.
+    // The files are those of the guide. The directories are those of the simulated host.
     machine.write(
         HOST_CONF,
         &format!(
@@ -255,7 +255,7 @@ fn enable(machine: &mut Machine) {
     );
     let cursor = machine.cursor();
     machine.sh(&format!("systemctl enable --now {SERVICE}"));
-    // Ready means that the first pass over all GPUs has ended.
+    // systemd calls the unit active after the service has looked at all GPUs once.
     assert_eq!(is(machine, "is-active"), "active");
     assert_eq!(is(machine, "is-enabled"), "enabled");
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
@@ -288,7 +288,7 @@ fn listing(machine: &mut Machine) {
 }
 
 fn looked_for(machine: &mut Machine) {
-    // The unit names a file that is there; its manual pages are looked for below.
+    // The file that the unit names as its documentation is installed. The manual pages are checked below.
     let documentation = machine.property(SERVICE, "Documentation");
     let files: Vec<&str> =
         documentation.split_ascii_whitespace().filter_map(|word| word.strip_prefix("file:")).collect();
@@ -300,12 +300,12 @@ fn looked_for(machine: &mut Machine) {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }
-    // The completion as bash asks for it: in pieces, and the answer replaces the last piece.
+    // This is how bash asks for a completion: it splits the word at colons, and the answer replaces the last part.
     let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl drain 00 : 06.0-) COMP_CWORD=4 && \
                  COMP_LINE=\"yunion-mpsctl drain 00:06.0-\" COMP_POINT=28 && _yunion_mpsctl && \
                  test \"${COMPREPLY[*]}\" = \"06.0-0 06.0-1 06.0-2 06.0-3\"";
     machine.sh(&format!("bash -c '. /usr/share/bash-completion/completions/yunion-mpsctl && {asked}'"));
-    // A program that has only the description can ask for everything that the service has.
+    // With the installed interface description, a program can find out all that the service offers on D-Bus.
     machine.sh("test -s /usr/share/dbus-1/interfaces/io.yunion.Mps1.Manager.xml");
 }
 
@@ -376,7 +376,8 @@ fn remove_failed(machine: &mut Machine) {
 
 fn purge(machine: &mut Machine) {
     absent(machine);
-    // Checkouts of this project, on the host that the machine was made of, are there before and after.
+    // The search also finds checkouts of this project on the host of the machine. They are there before the installation and
+    // after the purge.
     let ours = || -> BTreeSet<String> {
         let found = machine.sh(
             "find / -xdev \\( -path /proc -o -path /sys -o -path /srv -o -path /var/tmp -o -path '/var/log/*' \
@@ -391,7 +392,7 @@ fn purge(machine: &mut Machine) {
     machine.sh(&format!("systemctl enable {SERVICE}"));
     assert!(ours().len() > before.len() + 10, "the search finds what is installed");
     machine.sh("apt-get purge --yes yunion-mps-daemon");
-    // The administrator's own, not the package's.
+    // The administrator has made this directory, so the purge leaves it.
     machine.sh(&format!("rm -r /etc/systemd/system/{SERVICE}.d; systemctl daemon-reload"));
     assert_eq!(ours().difference(&before).collect::<Vec<_>>(), Vec::<&String>::new());
     machine.sh("dpkg-query --show yunion-mps-daemon && exit 1 || :");
@@ -400,10 +401,10 @@ fn purge(machine: &mut Machine) {
 fn take_over(machine: &mut Machine) {
     absent(machine);
     let theirs = platforms(machine, &format!("apt-get install --yes {PLATFORM_DEB}"));
-    // apt treats it as an upgrade, since this package has an epoch.
+    // apt treats the installation as an upgrade of the platform's package, since the version of this package has an epoch.
     let said = machine.sh(&format!("apt-get install --yes --no-install-recommends {DEB} 2>&1"));
     assert!(said.contains("1 upgraded"), "{said}");
-    // The platform's package has stopped and disabled the service; an administrator should not have to find that out.
+    // The scripts of the platform's package have stopped and disabled the service. The message says how to enable it again.
     assert!(said.contains("systemctl enable --now yunion-mps-daemon"), "{said}");
     on_the_simulated_host(machine);
     machine.sh(&format!("systemctl enable --now {SERVICE}"));
@@ -433,7 +434,7 @@ fn platforms(machine: &Machine, install: &str) -> String {
     machine.printed(&["systemd-run", "--quiet", "--unit=their-client", "sh", "-euc", &client]);
     let listed = format!("{theirs_is} echo ps | nvidia-cuda-mps-control");
     wait_for("their client at work", || machine.sh(&listed).contains("cuda-client").then_some(()));
-    // The process that has started it ends in a moment.
+    // The process that has started the control daemon has the same name and ends in a moment.
     wait_for("one control daemon", || {
         <[String; 1]>::try_from(control_daemons(machine)).ok().map(|[theirs]| theirs)
     })
@@ -546,7 +547,7 @@ fn rpm_files(machine: &mut Machine) {
     let rpm =
         files("cd /var/tmp/root; find ./usr ./etc ! -type d 2>/dev/null | grep -v -e /rpm/ -e /build-id/");
     let deb = files(&format!("dpkg-deb --fsys-tarfile {DEB} | tar -t"));
-    // Completions for zsh and what is for lintian have places of Debian's own, documentation has what each format wants.
+    // Debian has its own directories for completions of zsh and for lintian. The documentation differs between the formats.
     let plain = |names: Vec<String>| -> Vec<String> {
         let mut names: Vec<String> = names
             .into_iter()
@@ -581,7 +582,7 @@ fn rpm_upgrade(machine: &mut Machine) {
 }
 
 fn rpm_erase(machine: &mut Machine) {
-    // A service that is masked has to be stopped all the same.
+    // The removal must stop a service that is masked, too.
     machine.sh(&format!("systemctl disable {SERVICE}; systemctl mask {SERVICE}"));
     machine.sh("systemctl enable --now yunion-mps-metrics.timer");
     machine.write(METRICS, "yunion_mps_up 1\n");

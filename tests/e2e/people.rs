@@ -33,7 +33,7 @@ fn private_tmp(machine: &mut Machine) {
     let run = "yunion-mpsctl run 00:06.0-1 -- cuda-client props";
     let is_served = |output: &Output| {
         let said = text(&output.stdout) + &text(&output.stderr);
-        // The slice has 35942 MiB.
+        // The slice has 35942 MiB, less the context of the client.
         assert!(output.status.success() && said.contains(" free 35"), "{said}");
     };
     for topology in ["shared", "per_slice"] {
@@ -88,7 +88,7 @@ const RIGHT: &str =
 /// Device files with mistakes. Each has the number of the line that the service names, and the service's words about
 /// it.
 const SLIPS: [(&str, u32, &str); 6] = [
-    // The file as the guide prints it.
+    // The file as the platform's guide prints it, without indentation.
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,
@@ -137,7 +137,7 @@ fn corrected(machine: &Machine) {
 
 fn guide(machine: &mut Machine) {
     new_host(machine);
-    // The guide's name of the directory is not the name that the platform has given it.
+    // The guide misspells the directory of the platform's configuration, so `host.conf` is in a directory that nothing reads.
     machine.sh(&format!(
         "cd {HOST}/sysroot/etc; mkdir yunin; mv yunion/host.conf yunin; echo 'hostname: host1' >yunion/host.conf
          systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"
@@ -162,7 +162,7 @@ fn guide(machine: &mut Machine) {
         corrected(machine);
     }
 
-    // The entry of an AI node, as the platform has written it.
+    // The platform writes this entry for an AI node.
     machine.write(DEVICE_FILE, &RIGHT.replace("NVIDIA_MPS", "NVIDIA_GPU_SHARE"));
     machine.sh(&format!("systemctl restart {SERVICE}"));
     let answer =

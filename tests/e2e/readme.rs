@@ -62,7 +62,7 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
         mkdir -p /usr/share/hwdata
         cp {HOST}/sysroot/usr/share/hwdata/pci.ids /usr/share/hwdata/"
     ));
-    // The driver is no file of the system either.
+    // The simulated driver is not installed in the system's directories, so variables lead the service to it.
     machine.write(
         &format!("/etc/systemd/system/{SERVICE}.d/simulated.conf"),
         &format!(
@@ -70,7 +70,7 @@ pub(crate) fn on_simulated_hardware(machine: &Machine) {
              ReadWritePaths={HOST}\n"
         ),
     );
-    // A person would answer that. There is no network for packages that are only recommended.
+    // A user would answer apt's question with yes. Recommended packages are left out, since there is no network.
     let settings = "APT::Get::Assume-Yes \"true\";\nAPT::Install-Recommends \"false\";\n";
     machine.write("/etc/apt/apt.conf.d/99readme", settings);
     machine.sh(&format!(
@@ -108,9 +108,10 @@ fn words(machine: &mut Machine) {
             match *command {
                 FIRST_PROGRAM => {
                     assert!(printed.contains("yunion-mpsctl: takes 00:06.0-0 (H200"), "{printed}");
-                    // A tenth of the 132 SMs, which GPUs hand out in pairs.
+                    // The client has a tenth of the 132 SMs, which a GPU assigns in pairs.
                     assert!(printed.contains(" sms 12 "), "{printed}");
-                    // Without the platform a program also finds its way by itself, to the same limits.
+                    // On a host without the platform, a program that was started without a slice also connects to MPS, and
+                    // gets the same limits.
                     assert!(typed(machine, "./a-cuda-program").contains(" sms 12 "));
                     assert_eq!(compute_mode(machine), "Exclusive_Process");
                     assert_eq!(state(machine), "ready");
@@ -119,7 +120,8 @@ fn words(machine: &mut Machine) {
                 "yunion-mpsctl list" => assert!(printed.contains("00:06.0-9"), "{printed}"),
                 "systemctl start yunion-mps-daemon" => assert_eq!(state(machine), "ready"),
                 "yunion-mpsctl undrain --all" => {
-                    // All is as it was after the first commands, but for the slice that was given out a moment ago.
+                    // The state is the same as after the first commands, except for the slice that was given to the first
+                    // program a moment ago.
                     let again = typed(machine, FIRST_PROGRAM);
                     assert!(again.contains("yunion-mpsctl: takes 00:06.0-"), "{again}");
                     served += 1;

@@ -68,7 +68,7 @@ fn processes(machine: &Machine, unit: &str) -> Vec<String> {
 }
 
 fn held(machine: &Machine) -> String {
-    // A process that it starts has its name for a moment.
+    // A process that the shell starts has the shell's name until it executes its program.
     wait_for("one shell", || {
         let group = processes(machine, SCOPE);
         let is_shell = |pid: &String| machine.sh(&format!("cat /proc/{pid}/comm || :")) == "sh\n";
@@ -82,7 +82,7 @@ fn outlives(machine: &mut Machine) {
     start(machine, "shared");
     let pid = held(machine);
     assert_eq!(said(machine, &cursor), [format!("scope of {pid}: Ok(\"{SCOPE}\")")]);
-    // A sleep that the shell has begun before it was moved is over in a moment.
+    // A `sleep` that the shell started before the move to the scope ends in a moment.
     let main = machine.property(SERVICE, "MainPID");
     wait_for("nobody else in the service", || (processes(machine, SERVICE) == [main.clone()]).then_some(()));
     for (property, value) in [
@@ -133,7 +133,7 @@ fn namesake(machine: &mut Machine) {
     let old = held(machine);
     let cursor = machine.cursor();
     let main = machine.property(SERVICE, "MainPID");
-    // In one go: it doesn't wait for ever.
+    // One shell command does all of this, since the service waits for the end of the old scope for a limited time only.
     let meanwhile = machine.sh(&format!(
         "echo shared >/run/asker; systemctl restart --no-block {SERVICE}; \
          until next=$(systemctl show --value --property=MainPID {SERVICE}); [ $next != 0 ] && [ $next != {main} ]; \
@@ -156,7 +156,7 @@ fn namesake_stays(machine: &mut Machine) {
     assert!(said[1].contains(&format!("Err(\"systemd refuses to make {SCOPE}: ")), "{said:?}");
     assert!(said[1].contains("UnitExists"), "{said:?}");
     assert_eq!(held(machine), old);
-    // The refused one is still in our own group.
+    // The process whose scope was refused stays in the control group of the service.
     assert!(processes(machine, SERVICE).len() > 1);
     machine.sh(&format!("systemctl kill --signal=KILL {SERVICE}"));
 }
@@ -175,7 +175,7 @@ fn scope_stopped(machine: &mut Machine) {
     machine.sh(&format!("systemctl stop {SCOPE}"));
     assert_eq!(machine.sh("cat /var/order"), "held\n");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
-    // Nothing is left of its name.
+    // The unit is no longer loaded, so its name is free.
     assert_eq!(machine.property(SCOPE, "LoadState"), "not-found");
 }
 

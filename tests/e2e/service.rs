@@ -60,7 +60,7 @@ pub(crate) fn simulated() -> Stage {
     {
         stage.install(&built(program), &format!("/usr/lib/simulated/{program}"));
     }
-    // `cargo test` alone leaves it in deps/ only, and there it is never older.
+    // `cargo test` alone writes the library only into deps/. If both files exist, that one is never older.
     let libraries = [built("deps/libnvidia_ml.so"), built("libnvidia_ml.so")];
     let library = libraries.iter().find(|library| library.exists()).unwrap_or(&libraries[1]);
     stage.install(library, "/usr/lib/simulated/libnvidia_ml.so");
@@ -86,7 +86,7 @@ pub(crate) fn new_host(machine: &Machine) {
     machine.sh(&format!(
         "systemctl kill --signal=CONT {SERVICE} 2>/dev/null || :; systemctl stop {SERVICE} || :"
     ));
-    // Whatever the check before has left behind.
+    // Ends the control daemons that the check before has left.
     for pid in control_daemons(machine) {
         machine.sh(&format!("kill -KILL {pid} 2>/dev/null || :"));
     }
@@ -183,7 +183,7 @@ fn textfile(machine: &mut Machine) {
     serving(machine);
     assert_eq!((is("is-enabled").as_str(), is("is-active").as_str()), ("disabled", "inactive"));
     machine.sh(&format!("mkdir -p {DIRECTORY}"));
-    // Half a minute is long in a test.
+    // The shipped timer runs every half minute, which is too slow for a test.
     let often = "[Timer]\nOnBootSec=\nOnBootSec=1\nOnUnitActiveSec=1\nAccuracySec=100ms\n";
     machine.write(&format!("{UNIT}.timer.d/test.conf"), often);
     machine.write(&format!("{UNIT}.service.d/test.conf"), "[Service]\nEnvironment=OPTIONS=--clients\n");
@@ -221,7 +221,7 @@ fn textfile(machine: &mut Machine) {
         crate::skip::skip("node_exporter serves the metrics", "this machine has no prometheus-node-exporter");
     }
 
-    // The timer goes on, without a message.
+    // The timer runs on without the service, and writes no message.
     machine.sh(&format!("systemctl stop {SERVICE}"));
     wait_for("the end of the service in the metrics", || says("yunion_mps_up 0"));
     let runs = machine.journal(&cursor);
@@ -231,7 +231,7 @@ fn textfile(machine: &mut Machine) {
     assert_eq!(runs.map(message).collect::<Vec<_>>(), [""; 0]);
     machine.sh("systemctl disable --now yunion-mps-metrics.timer");
 
-    // The metrics go to another directory by the lines of the page.
+    // With the lines that the page of the metrics gives, the metrics go to another directory.
     let page = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap();
     let lines = page.lines().filter_map(|line| line.strip_prefix("    "));
     let lines: Vec<&str> = lines.skip_while(|line| *line != "[Service]").take(3).collect();
@@ -240,7 +240,7 @@ fn textfile(machine: &mut Machine) {
     machine.sh("mkdir /srv/textfile; systemctl daemon-reload; systemctl start yunion-mps-metrics.service; \
          grep -qx 'yunion_mps_up 0' /srv/textfile/yunion-mps.prom; rm -r /srv/textfile");
 
-    // A failure is in the journal.
+    // A run of the unit that fails is reported in the journal.
     machine.write(&format!("{UNIT}.service.d/test.conf"), "[Service]\nEnvironment=DIRECTORY=/srv/none\n");
     machine.sh("systemctl daemon-reload");
     machine.complained(&["systemctl", "start", "yunion-mps-metrics.service"]);
@@ -266,7 +266,7 @@ fn limits_spare(machine: &mut Machine) {
     let main = machine.printed(&["systemctl", "show", "--value", "--property=MainPID", SERVICE]);
     let set = machine.printed(&["systemctl", "show", "--value", "--property=OOMScoreAdjust", SERVICE]);
     assert_eq!(set.trim(), "-900");
-    // Without CAP_SYS_RESOURCE, as in many containers, systemd can't lower it, and says nothing.
+    // Without CAP_SYS_RESOURCE, as in many containers, systemd can't lower the value, and does not report that.
     let try_it =
         "systemd-run --quiet --pipe --wait --property=OOMScoreAdjust=-900 cat /proc/self/oom_score_adj";
     let possible = machine.sh(try_it);
@@ -274,13 +274,13 @@ fn limits_spare(machine: &mut Machine) {
         crate::skip::skip("control daemons go last", "this machine can't lower an oom_score_adj");
     }
     assert_eq!((oom(main.trim()).as_str(), oom(&only()).as_str()), ("0", possible.trim()));
-    // A client that is frozen with its control group has to be thawed.
+    // The service must be able to write to /sys/fs/cgroup, since it thaws clients whose control group is frozen.
     machine.sh(&format!("nsenter --mount --target {} test -w /sys/fs/cgroup", main.trim()));
     assert_eq!(memory(SERVICE), (2u64 << 30).to_string());
     assert_eq!(memory("yunion-mps-control-shared.scope"), "infinity");
 
-    // Another program's scope has the name: the control daemon stays in the service's control group, and the limits there are
-    // removed.
+    // If another program's scope has the name, the control daemon stays in the control group of the service, and the limits
+    // of the service are removed.
     new_host(machine);
     let namesake = "yunion-mps-control-shared.scope";
     machine.sh(&format!(
@@ -368,7 +368,7 @@ fn bus_from_a_pod(machine: &mut Machine) {
     let bus = "unix:path=/proc/1/root/run/dbus/system_bus_socket";
     let answer = machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Manager ListDevices"));
     assert_eq!(names(&answer), DEVICES);
-    // The caller is root for the bus. The container does not exist, and that is no error.
+    // The call comes from root, so the bus lets it through. A container that does not exist is no error.
     let id = "4f1c2d3e5a6b";
     machine.sh(&format!("BUS={bus}; {pod} {call} io.yunion.Mps1.Control ReleaseContainer s {id}"));
 }
@@ -386,7 +386,7 @@ fn before_a_kubelet(machine: &mut Machine) {
         "/etc/systemd/system/kubelet.service",
         &format!("[Service]\nType=oneshot\nExecStart=/bin/sh -euc '{ON_HOST} {look}'\n"),
     );
-    // Both units start in one transaction, as at boot.
+    // One systemd transaction starts both units, as at boot.
     machine.write("/etc/systemd/system/both.target", &format!("[Unit]\nWants=kubelet.service {SERVICE}\n"));
     new_host(machine);
     assert_eq!(compute_mode(machine), "Default");
@@ -407,7 +407,7 @@ fn journal_fields(machine: &mut Machine) {
     assert!(with("SYSLOG_IDENTIFIER", "yunion-mps-daemon") > 0, "{entries:#?}");
     for entry in &entries {
         assert!(!message(entry).contains('\u{1b}'), "{entry}");
-        // A level that never arrives would make everything a notice.
+        // If the level of a message got lost, the journal would give the message the priority of a notice.
         assert!(["3", "4", "5", "6"].contains(&entry["PRIORITY"].as_str().unwrap()), "{entry}");
     }
 }
@@ -418,7 +418,7 @@ fn explained(machine: &mut Machine) {
     let killed = control_daemons(machine);
     assert_eq!(killed.len(), 1, "{killed:?}");
     machine.sh(&format!("kill -KILL {}", killed[0]));
-    // The id of docs/journal.md, by which an alert finds the message.
+    // An alert finds the message by this id, which docs/journal.md documents.
     let entry_of = |kind: &str| {
         let of_kind = |entry: &Value| entry["MESSAGE_ID"] == kind;
         wait_for("the message of its kind", || ours(machine, &cursor).into_iter().find(of_kind))
@@ -436,7 +436,7 @@ fn explained(machine: &mut Machine) {
     {
         assert!(shown.contains(words), "no {words} in {shown}");
     }
-    // In Chinese too, for users with that locale.
+    // The catalog also explains the message in Chinese, for users with a Chinese locale.
     machine.sh("grep -q 一个控制守护进程失败 /var/lib/systemd/catalog/database");
 }
 
@@ -495,7 +495,7 @@ fn reload(machine: &mut Machine) {
     machine.sh(&format!(
         "sed -i 's/virtual_number: 4/virtual_number: 2/' {DEVICE_FILE}; systemctl reload {SERVICE}"
     ));
-    // The command returns when the new configuration is in force.
+    // `systemctl reload` returns when the new configuration is in force.
     assert_eq!(devices(machine), DEVICES[..2]);
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
     assert_eq!(machine.property(SERVICE, "MainPID"), main);
@@ -517,7 +517,7 @@ fn bad_reload(machine: &mut Machine) {
     assert_eq!(refusal["MESSAGE_ID"], "ec90e16fdebb4b67b510bf1af0b35ff9");
     assert_eq!(machine.property(SERVICE, "ActiveState"), "active");
     assert_eq!(devices(machine), DEVICES);
-    // The state is no secret either, for who asks for warnings only.
+    // The state is also reported as a warning, so that a reader who only asks for warnings sees it.
     wait_for("the state in the journal", || {
         ours(machine, &cursor).iter().find(|entry| message(entry).starts_with("degraded: ")).map(|entry| {
             let found = (&entry["PRIORITY"], &entry["MESSAGE_ID"]);
@@ -533,7 +533,7 @@ fn bad_configuration(machine: &mut Machine) {
         "systemctl stop {SERVICE}; sed -i 's/virtual_number: 4/virtual_number: 0/' {DEVICE_FILE}"
     ));
     machine.complained(&["systemctl", "start", SERVICE]);
-    // A restart that is still to come would be "activating".
+    // If systemd were to restart the service, the state would be "activating".
     for (property, value) in
         [("ActiveState", "failed"), ("Result", "exit-code"), ("ExecMainStatus", "78"), ("NRestarts", "0")]
     {
@@ -577,10 +577,10 @@ fn outside_the_sandbox(machine: &mut Machine) {
     wait_for("the reason", || reason().contains("/opt/pipe: can't be made: the file system").then_some(()));
     assert!(reason().contains("ReadWritePaths=/opt (systemctl edit yunion-mps-daemon)"), "{}", reason());
     assert_eq!(control_daemons(machine), Vec::<String>::new());
-    // A directory that exists already is not used without a check either.
+    // A directory that exists is also checked before it is used.
     machine.sh(&format!("mkdir /opt/pipe; systemctl restart {SERVICE}"));
     wait_for("the reason", || reason().contains("/opt/pipe: can't be written").then_some(()));
-    // The remedy is one.
+    // The drop-in that the reason proposes makes the service ready.
     drop_in(machine, "ReadWritePaths=/opt");
     machine.sh(&format!("systemctl restart {SERVICE}"));
     wait_for("the state ready", || (state(machine) == "ready").then_some(()));
@@ -617,7 +617,7 @@ fn stop(machine: &mut Machine) {
 
 fn watchdog(machine: &mut Machine) {
     serving(machine);
-    // A core of a debug build would fill the machine's memory.
+    // A core dump of a debug build would fill the machine's memory, so there are none.
     drop_in(machine, "WatchdogSec=8\nRestartSec=100ms\nLimitCORE=0");
     machine.sh(&format!("systemctl restart {SERVICE}"));
     assert_eq!(machine.property(SERVICE, "WatchdogUSec"), "8s");
@@ -642,7 +642,7 @@ fn boot(machine: &mut Machine) {
     assert_eq!(machine.property(SERVICE, "NRestarts"), "0");
     assert_eq!(compute_mode(machine), "Exclusive_Process");
     let before = machine.printed(&["journalctl", "--boot=-1", "--output=cat", &format!("--unit={SERVICE}")]);
-    // Stopped in order, before what it needs was stopped.
+    // At the shutdown systemd has stopped the service while all that the service needs was still running.
     assert!(before.contains("restored from Exclusive_Process to Default"), "{before}");
     machine.sh(&format!("systemctl disable --quiet {SERVICE}"));
 }

@@ -57,7 +57,8 @@ fn line(words: &str) -> String {
 pub(crate) fn prepared(machine: &Machine) {
     package::installed(machine);
     new_host(machine);
-    // If the machine has no address besides 127.0.0.1, the C library resolves no names. The simulated GPU's file is no device.
+    // If the machine has no address besides 127.0.0.1, the C library resolves no names. The device file of the simulated GPU
+    // is a plain file, so a device file is made.
     machine.sh("ip address add 10.0.0.1/32 dev lo
         mknod -m 666 /dev/nvidia0 c 195 0
         useradd --create-home alice
@@ -125,7 +126,7 @@ fn guide(machine: &mut Machine) {
     wait_for("the node", || machine.sh("sinfo --noheader --format=%T").starts_with("idle").then_some(()));
 
     let props = alice(machine, &line("srun --gres=gpu:1 yunion-mpsctl run --slurm -- ./a-cuda-program"));
-    // A quarter of the 132 SMs, which GPUs hand out in pairs.
+    // The client has a quarter of the 132 SMs, which a GPU assigns in pairs.
     assert!(props.contains(" sms 32 "), "{props}");
     let typed = format!("srun --gres=gpu:{TYPE}:1 yunion-mpsctl run --slurm --");
     assert!(alice(machine, &line(&format!("{typed} ./a-cuda-program"))).contains(" sms 32 "));
@@ -138,7 +139,8 @@ fn guide(machine: &mut Machine) {
     let visible =
         alice(machine, "srun --gres=gpu:1 yunion-mpsctl run --slurm -- printenv CUDA_VISIBLE_DEVICES");
     assert_eq!(visible.trim(), UUID);
-    // Slurm's own number of a slice would be a GPU's for CUDA.
+    // Slurm numbers slices, and CUDA would take such a number in `CUDA_VISIBLE_DEVICES` for that of a GPU. So Slurm must not
+    // set the variable.
     assert_eq!(alice(machine, "srun --gres=gpu:1 sh -c 'echo ${CUDA_VISIBLE_DEVICES-none}'").trim(), "none");
     let without = machine.complained(&["su", "alice", "-c", "srun yunion-mpsctl run --slurm -- true"]);
     assert!(without.contains("Slurm has given no slice to this step"), "{without}");
@@ -164,7 +166,7 @@ fn prolog(machine: &mut Machine) {
     let bound =
         || machine.printed(&["yunion-mpsctl", "list", "--json"]).matches("\"bound_to\": \"job 7\"").count();
     assert_eq!(bound(), 0, "it has asked for no slice");
-    // A job in a control group that can't be bound gets no slice either.
+    // A job whose control group can't be bound gets no slice, and the prolog fails with the reason.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
     assert!(elsewhere.contains("which is no job's: PrologFlags=RunInJob"), "{elsewhere}");
@@ -205,7 +207,7 @@ fn own_slices(machine: &mut Machine) {
 }
 
 fn cancelled(machine: &mut Machine) {
-    // The guide's batch script, and the other safe one.
+    // The guide's batch script, and the other script that the guide calls safe.
     for script in [script(), script().replace("srun ", "exec ")] {
         batch(machine, "victim", "", &script);
         let freed = &at_work(machine, 1)[0];
@@ -213,7 +215,7 @@ fn cancelled(machine: &mut Machine) {
         at_work(machine, 2);
         alice(machine, "scancel --name=victim");
         ended(machine, "victim", "CANCELLED");
-        // All slices but the neighbour's.
+        // The next job gets all slices except the neighbour's.
         let next = "srun --gres=gpu:3 yunion-mpsctl run --slurm -- printenv YUNION_MPS_DEVICE";
         let next = alice(machine, next);
         assert!(next.contains(freed.as_str()), "{next}");
@@ -251,7 +253,7 @@ fn beyond_time_limit(machine: &mut Machine) {
     batch(machine, "limited", "--time=1", &script());
     batch(machine, "neighbour", "", &with_srun("./a-cuda-program hold 600"));
     at_work(machine, 2);
-    // A minute is the shortest limit, and Slurm looks at limits every half minute.
+    // Slurm's shortest time limit is a minute, and Slurm looks at the limits every half minute.
     let over = "until scontrol --oneliner show job | grep 'JobName=limited ' | grep -q JobState=TIMEOUT; do sleep 0.1; done";
     machine.printed(&["timeout", "120", "sh", "-c", over]);
     at_work(machine, 1);

@@ -57,7 +57,7 @@ fn is_answer(answer: &str, expected: &str) -> bool {
 
 impl Scene {
     fn new(lines: &str, test: &str) -> Option<Self> {
-        // A fault lasts until the clients that it has hit have ended.
+        // The fault must last until the clients that it has hit have ended, so its grace period is long.
         let (host, [container, next]) =
             with_containers(test, &format!("cuda_mps_fault_grace: 3600\n{lines}"))?;
         let program = Client::start(Command::new("sleep").arg("600"));
@@ -87,7 +87,7 @@ impl Scene {
         };
         let mut answers = vec![("TakeDevices", take(false)), ("TakeDevices, a free one", take(true))];
         if !share {
-            // It has no options.
+            // GetContainerConfig has no options, so it is asked only without `share`.
             let config = answer(self.gdbus(asker), "Manager.GetContainerConfig", &[&devices]);
             answers.push(("GetContainerConfig", config));
         }
@@ -259,7 +259,7 @@ fn a_choice_does_not_fail_for_a_control_daemon_that_does_not_answer() {
     let mut host = Host::new("mixed");
     host.configure("cuda_mps_topology: per_gpu");
     host.start();
-    // One GPU is in MIG mode.
+    // One GPU of this board is in MIG mode, so the service is degraded.
     let status = host.wait_for_state("degraded");
     let silent = &status["control_daemons"][0];
     signal_pid(u32::try_from(silent["pid"].as_u64().unwrap()).unwrap(), Signal::STOP);

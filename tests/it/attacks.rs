@@ -46,7 +46,7 @@ fn attacker(host: &Host, kind: &str, connections: usize) -> Child {
     let mut command = host.command("setpriv");
     command.args(AS_MEMBER).args(["/usr/bin/python3", "-"]);
     command.args([socket, kind, &connections.to_string(), ATTACK]);
-    // The member need not be able to read the file.
+    // The program is the input of Python, since the member of the group may have no right to read its file.
     command.stdin(fs::File::open(program).unwrap()).stdout(Stdio::piped()).spawn().unwrap()
 }
 

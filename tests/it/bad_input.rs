@@ -92,10 +92,10 @@ fn a_node_that_does_not_exist() {
     assert!(text(&checked).contains(&format!("error: {message}")), "{}", text(&checked));
     host.start();
     host.wait_for_failure(message);
-    // To publish none would make the platform delete its devices.
+    // An empty list would make the platform delete its devices, so the answer is an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
-    // The entry still counts: no GPU of another user is served instead.
+    // The entry still counts, so the GPU without an entry is not served instead: another user may need it.
     assert_eq!(host.compute_mode(0), "Default");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4"]);
     assert!(host.call("Control.Reload").status.success());
@@ -295,7 +295,7 @@ fn a_file_of_proc_as_configuration() {
             symlink(target, &file).unwrap();
             let (status, said) = check_in_time(&host);
             assert_eq!(status, Some(78), "{target}: {said}");
-            // Only root can read the kernel's log.
+            // A user other than root can't open the kernel's log.
             let hidden = fs::File::open(target).is_err() && said.contains("can't be read: ");
             let named = said.contains("is a file of /proc and no regular file; put a regular file there");
             assert!(hidden || named, "{target}: {said}");
@@ -334,7 +334,7 @@ fn a_state_file_that_is_no_file() {
         let status = host.wait_for_state("ready");
         let state_file = host.path("run/state.json");
         assert!(fs::read_to_string(&state_file).unwrap().contains(&control_pid(&status).to_string()));
-        // The same while it serves: the next look writes it again.
+        // The same happens while the service runs: its next check writes the file again.
         fs::remove_file(&state_file).unwrap();
         make(&host.path("run/state.json"));
         assert!(host.call("Control.Reload").status.success());
@@ -510,7 +510,7 @@ fn a_control_daemon_that_dies_at_once() {
     host.start();
     let reason = "the control daemon ended (exit status: 3); its log ends: no luck today";
     host.wait_for_failure(reason);
-    // It is tried again, and the reason stays to be read.
+    // The service tries the start again and again, and the reason of the failure stays in the status.
     let status =
         host.wait_for_status("a third start", |status| control_daemon(status)["starts"].as_u64() >= Some(3));
     assert_eq!(control_daemon(&status)["reason"], reason);
@@ -546,7 +546,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     fs::remove_file(&library).unwrap();
     host.start();
     host.wait_for_failure("no NVIDIA driver: libnvidia-ml.so.1");
-    // The message about a driver in the container of NVIDIA's GPU operator names the operator.
+    // The driver of NVIDIA's GPU operator is in a container, so the message names the operator.
     host.plant(
         "sysroot/proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
@@ -556,7 +556,7 @@ fn an_nvml_that_is_not_there_and_comes() {
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
     assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
-    // Nothing is known of any GPU: to publish none would make the platform delete its devices.
+    // The service knows no GPU yet. An empty list would make the platform delete its devices, so the answer is an error.
     let refused = host.call("Manager.ListDevices");
     assert!(text(&refused).contains("io.yunion.Mps1.Error.NotReady"), "{}", text(&refused));
     symlink(target, library).unwrap();
@@ -772,7 +772,7 @@ fn a_bus_that_goes_away_and_comes_back() {
             (host.log().matches("lost the D-Bus connection").count() >= round).then_some(())
         });
         assert_eq!(host.mpsctl(&["list"]).status.code(), Some(1));
-        // A stop of the bus is no signal to stop, and a reload needs none.
+        // The end of the bus does not stop the service. SIGHUP reloads it without the bus.
         host.signal(Signal::HUP);
         assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
         host.restart_bus();

@@ -105,7 +105,7 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
     for client in &clients {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
-    // No process can claim a slice that is bound.
+    // The slice is bound, so the claim of a process outside of the control group does not count.
     assert_eq!(known(&host, &stranger), [""; 3].map(str::to_owned));
     let table = succeeded(&host.mpsctl(&["list", "-o", "wide"]));
     assert!(table.contains("BOUND TO") && table.contains("  train-1  "), "{table}");
@@ -119,7 +119,7 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
         assert_eq!(known(&host, client), has(OWN, "train-1"));
     }
 
-    // It may be one of the slice that is released.
+    // The slice of this client is not known and may be the one that is to be released, so the request is refused.
     refused(&host.mpsctl(&["terminate", "--device", NEIGHBOURS]), &format!("PID {}", stranger.id()));
     assert!(clients.iter().all(|client| alive(client.id())));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
@@ -127,7 +127,7 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
     assert_eq!(known(&host, &clients[0]), [NEIGHBOURS, "environment", ""].map(str::to_owned));
     let advice = text(&host.mpsctl(&["doctor"]));
     assert!(advice.contains("clients-claim-slices: 3 clients"), "{advice}");
-    // Thousands of jobs a day must not push a fault out of the events, nor out of sight in the journal.
+    // Bindings are neither events nor lines in the journal: with thousands of jobs a day they would hide faults.
     let told = host.events().join("\n") + &host.log();
     assert!(!told.contains(" bound to ") && !told.contains(" not bound "), "{told}");
 }
@@ -161,7 +161,7 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In a namespace of his own he would be another tenant, by his user and by what he sees.
+    // In namespaces of its own, a program has another user and other mounts. It must still be the same tenant.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {
@@ -207,7 +207,7 @@ fn what_is_drained_taken_or_shared_is_refused() {
     refused(&host.mpsctl(&["bind", FIRST, "--control-group", "/no-such-group"]), "there is none");
     refused(&host.mpsctl(&["bind", FIRST, "--pid", "4194305"]), "there is no such process");
     refused(&host.mpsctl(&["unbind", "--control-group", &path(&other)]), "is not bound");
-    // The call of a program without our tools, as busctl sends it.
+    // A program without yunion-mpsctl makes the call as busctl does.
     let call = |arguments: &[&str]| {
         let object = [
             "--system",
@@ -249,7 +249,7 @@ fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     host.reload();
     assert_eq!(host.list().len(), 4);
     assert_eq!(known(&host, &job), has(&slice, "job 7"));
-    // The next service knows of no plan with this GPU.
+    // The next service has no plan with this GPU.
     host.signal(Signal::KILL);
     host.ended();
     host.start();
@@ -301,7 +301,7 @@ fn a_budget_holds_for_a_bound_control_group() {
     else {
         return;
     };
-    // Bound right after its first client has come, as an agent may do it.
+    // An agent may bind the control group only after the first client has started.
     let old = client(&host, &group.directory, &["hold", "600", "--mib", "20000"], NEIGHBOURS);
     succeeded(&host.mpsctl(&["bind", OWN, "--pid", &old.id().to_string(), "--label", "train-1"]));
     let claims = client(&host, &other.directory, &["hold", "600", "--mib", "20000"], OWN);
@@ -357,7 +357,8 @@ fn a_runtime_binds_by_its_hook() {
         let said = waits.start(hook.args(&arguments[1..]), id).wait_with_output().unwrap();
         (waits, said)
     };
-    // The runtime of a user without root: its container starts, and is known in another way.
+    // If the container runtime runs without root, the hook lets the container start unbound. The service then knows its slice
+    // in another way.
     let mut of_a_user = host.command("unshare");
     of_a_user.args(["--user", "--map-root-user"]).arg(hook["path"].as_str().unwrap()).args(&arguments[1..]);
     let said = of_a_user.stdin(Stdio::null()).output().unwrap();
@@ -368,7 +369,7 @@ fn a_runtime_binds_by_its_hook() {
     assert_eq!(bound_to(&host, OWN), "c-1");
     refused(&run(&other, "c-2").1, &format!("{OWN} is taken by c-1"));
     succeeded(&host.mpsctl(&["unbind", "--control-group", &path(&group)]));
-    // The names of Kubernetes are as long as they may be.
+    // These names are as long as Kubernetes allows.
     let pod = format!("{}/{}", "n".repeat(63), "p".repeat(253));
     succeeded(&run(&group, &pod).1);
     assert_eq!(bound_to(&host, OWN), format!("{pod}/main"));

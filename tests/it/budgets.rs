@@ -107,7 +107,7 @@ fn clients_that_nvml_does_not_list_are_not_counted_as_none() {
     wait_for_device(&host, SLICE, "nobody", |device| device["clients"] == 0);
     host.plant("gpus/0/error/nvmlDeviceGetComputeRunningProcesses", "999");
     let client = Client::start(&mut host.program_of(SLICE, &["hold", "600"]));
-    // The table has the clients looked at.
+    // `yunion-mpsctl list` makes the service look at the clients.
     let looked = |check: fn(&Value) -> bool| {
         wait_for_device(&host, SLICE, "what follows from a look", |device| {
             succeeded(&host.mpsctl(&["list"]));
@@ -158,7 +158,7 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     wait_for("the signal", || {
         plain(listener.heard()).contains(&format!("OverUse ('{SLICE}', ['memory'], [{pids}])")).then_some(())
     });
-    // No other client is affected, and the service is healthy.
+    // The slices of other clients are not over their budgets, and the service stays ready.
     assert_eq!(device_of(&host, NEIGHBOUR)["overuse"], "");
     assert_eq!(device_of(&host, NEIGHBOUR)["reason"], "");
     let status = host.wait_for_state("ready");
@@ -197,7 +197,7 @@ fn a_slice_with_too_many_clients_is_told() {
     assert_eq!((&device["clients"], &device["overuse"]), (&json!(3), &json!("it has more than 2 clients")));
     listener.wait_for(&format!("OverUse ('{SLICE}', ['clients'], "));
     assert_eq!(events_with(&host, "over its budget").len(), 1);
-    // By default that is all.
+    // By default the service only reports overuse, and ends no client.
     assert!(!host.log().contains("GPU work ended"), "{}", host.log());
     for client in clients.iter().chain([&third]) {
         assert!(alive(client.id()));
@@ -217,7 +217,7 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     let old = container.holding(&host, 20_000, &[]);
     let full = container.holding(&host, 15_000, &[]);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
-    // The newest client of all is the neighbour's.
+    // The newest client of the GPU belongs to the neighbour's slice, which is within its budget.
     let (mut new, newest) = (container.holding(&host, 10_000, &[]), holding(&host, NEIGHBOUR, 600, &[]));
     wait_until_ended(&mut new);
     let user = own_user();
@@ -276,9 +276,9 @@ fn a_claim_in_the_environment_ends_nobody() {
     let mut host = serving("cuda_mps_overuse: terminate");
     let forged = holding(&host, SLICE, 20_000, &[]);
     let container = Container::new(&host, SLICE);
-    // It claims the neighbour's slice.
+    // The environment of this client claims the neighbour's slice. The mount of its container is stronger.
     let tenant = container.claiming(&host, NEIGHBOUR, 20_000, &[]);
-    // A client is there before it has its memory.
+    // A client is listed before it has allocated its memory, so the test waits for the memory too.
     wait_for_device(&host, SLICE, "both clients with their memory", |device| {
         device["clients"] == 2 && device["memory_used"] == 40_000
     });
@@ -410,7 +410,7 @@ fn clients_that_come_together_share_a_look() {
 fn one_client_of_each_slice_wakes_nobody() {
     let mut host = serving("");
     wait_for("the first look", || (looks(&host) == 1).then_some(()));
-    // A critical error has the control daemon checked at once.
+    // After a critical error of the GPU the service checks the control daemon at once.
     host.plant("gpus/0/xids", "31\n");
     wait_for("a check", || host.log().contains("checked now, since a GPU met Xid 31").then_some(()));
     host.wait_for_state("ready");
@@ -419,7 +419,7 @@ fn one_client_of_each_slice_wakes_nobody() {
     for slice in [SLICE, NEIGHBOUR] {
         wait_for_device(&host, slice, "its client", |device| device["clients"] == 1);
     }
-    // The second look after the client that came last.
+    // A new client causes a second look a little later. So the test waits until 5 s pass between two looks.
     let mut before = looks(&host);
     let calm = wait_for("a calm time", || {
         let begun = Instant::now();

@@ -76,11 +76,11 @@ fn assert_makes_sense(host: &Host, spec: &Value) {
         let edits = &device["containerEdits"];
         let environment = edits["env"].as_array().unwrap().iter().map(|one| one.as_str().unwrap());
         let environment: BTreeMap<&str, &str> = environment.map(|one| one.split_once('=').unwrap()).collect();
-        // The command's answer for that device, without the variables for NVIDIA's runtime.
+        // The environment is that of `yunion-mpsctl env`, without the variables for NVIDIA's runtime.
         let name = device["name"].as_str().unwrap();
         let asked = host.mpsctl(&["env", name, "--format", "json"]);
         let asked: Value = serde_json::from_slice(&asked.stdout).unwrap();
-        // A slice's directory has a place that no other device has.
+        // Each device mounts the directory of its slice at a path of its own, since a container may have several devices.
         let own = format!("/run/yunion-mps-{}", name.replace(':', "_"));
         let placed = |place: &'_ Value| match place.as_str().unwrap() {
             "/run/yunion-mps" => own.clone(),
@@ -250,7 +250,8 @@ fn a_start_offers_the_slices_that_are_planned() {
     wait_for_devices(&host, &slices("00:06.0", 4));
     host.signal(Signal::KILL);
     host.ended();
-    // The control daemon lives, but no command can change its number of slices.
+    // The control daemon still runs with four slices. Its front end hangs, so the service can't give it the limits of two
+    // slices.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     host.plant("mps/fault/front-end-hangs", "");
     host.start();

@@ -51,7 +51,7 @@ fn a_change_that_was_taken_back_is_in_force() {
     host.devices(&[&format!("{ENTRY} 2")]);
     let found = differences(&host);
     assert!(!found.is_empty() && found.iter().all(|difference| difference[4] == "live"), "{found:?}");
-    // The announcement comes true.
+    // The reload makes the announced changes, and no difference remains.
     assert!(host.call("Control.Reload").status.success());
     wait_for("no difference", || differences(&host).is_empty().then_some(()));
     host.wait_for_state("ready");
@@ -76,7 +76,7 @@ fn without_a_daemon_it_says_what_would_be() {
     let host = Host::new("h200");
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0), "{said}");
-    // yunion-mps-daemon --check is the same.
+    // `yunion-mps-daemon --check` prints the same text.
     assert_eq!(said, text(&host.check()));
     assert!(said.ends_with("\nNothing to compare with: yunion-mps-daemon is not running\n"), "{said}");
     let document = document(&host);
@@ -85,7 +85,7 @@ fn without_a_daemon_it_says_what_would_be() {
     assert_eq!(document["plan"]["control_daemons"][0]["id"], "shared");
     assert_eq!((&document["differences"], &document["problems"]), (&Value::Null, &json!([])));
 
-    // Another file in its place, which is wrong.
+    // `--config` names another file, which has a mistake.
     fs::write(host.file("/etc/other.conf"), "enable_cuda_mps: perhaps\n").unwrap();
     let (status, said) = check(&host, &["--config", "/etc/other.conf"]);
     assert_eq!(
@@ -100,7 +100,7 @@ fn without_a_daemon_it_says_what_would_be() {
         (Some(78), &json!(false), &json!(1))
     );
 
-    // Without a driver there is no plan, and nothing wrong with the files.
+    // Without a driver there is no plan, but the configuration files have no mistake.
     host.clear("driver");
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0), "{said}");
@@ -125,7 +125,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     let (status, said) = check(&host, &[]);
     assert_eq!(status, Some(0));
     assert!(said.contains("  00:06.0: threads 25 % -> 16 %: at once, for new clients\n"), "{said}");
-    // The announcement comes true.
+    // The reload makes the announced changes, and no difference remains.
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_state("ready");
     assert_eq!(differences(&host), [[""; 5]; 0]);
@@ -169,7 +169,7 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let found = differences(&host);
     let count = |kind: &str| found.iter().filter(|one| one[0] == kind && one[4] == "waits 1").count();
     assert_eq!((count("control-daemon"), count("devices"), found.len()), (8, 1, 9), "{found:#?}");
-    // A change that has been loaded and waits is no difference any more.
+    // A change that the service has loaded and that waits for clients is no difference.
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(differences(&host), [[""; 5]; 0]);
     client.end();

@@ -213,7 +213,7 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     assert_eq!(of_gpu(&samples, "yunion_mps_gpu_clients"), 1.0);
     assert_eq!(samples["yunion_mps_service_state{state=degraded}"], 1.0);
 
-    // The next of us takes the GPU over as it is, and finds the program again.
+    // The next service takes the control daemon over, and finds the program without MPS again.
     signal_pid(host.pid(), Signal::KILL);
     host.ended();
     host.start();
@@ -249,7 +249,7 @@ fn drawing_coming_and_going_is_no_bypass() {
     let status = host.json(&["status"]).unwrap();
     assert_eq!(status["service"]["state"], "ready", "{status:#}");
     assert!(!host.log().contains("without our MPS server"));
-    // A program that computes on the GPU is noticed nevertheless.
+    // A program that computes on the GPU without MPS is still noticed.
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {}\n", start_time(pid)));
     assert_eq!(host.listed(pid).unwrap()["bypass"], true);
     host.reload();
@@ -280,7 +280,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
         assert_eq!((&device["healthy"], &device["reason"]), (&json!(false), &json!(blamed)));
     }
     wait_for("the table", || {
-        // While the service tries the next control daemon, the command fails.
+        // The command fails while the service tries to start the next control daemon.
         let output = host.mpsctl(&["clients"]);
         let table = text(&output);
         let row = find_row(&table, program.id()).filter(|_| output.status.success())?;
@@ -344,7 +344,8 @@ fn metrics_are_what_the_bus_says() {
         listed_client(&host, "00:06.0-1"),
         listed_client(&host, "00:06.0"),
     ];
-    // Callers within a second share a look, and the slices and the GPUs are two answers: a look may end between them.
+    // Callers within a second share one look at the clients. The slices and the GPUs are two answers of the service, and a
+    // look may end between them.
     let exposition = wait_for("a look", || {
         let exposition = succeeded(&host.mpsctl(&["metrics"]));
         let samples = samples_of(&exposition);
@@ -395,7 +396,7 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(each["yunion_mps_clients_left_out{}"], 0.0);
     for (client, device) in clients.iter().zip(["00:06.0-1", "00:06.0-1", ""]) {
         let known = host.listed(client.id()).unwrap();
-        // The parser leaves out nothing: an empty label is one.
+        // The parser of the test keeps labels with an empty value.
         let series = format!(
             "yunion_mps_client_memory_used_bytes{{container=,container_id=,device={device},gpu=00:06.0,guest=,label=,pid={},\
              project=,user={},uuid={}}}",
@@ -414,7 +415,8 @@ fn metrics_are_what_the_bus_says() {
     drop(clients);
 
     let status = failures_are_counted(&host);
-    // A control daemon that says nothing has the clients that are known, and NVML lists the other programs.
+    // While the control daemon does not answer, the service counts the clients that it knows, and NVML lists all other
+    // programs.
     signal_pid(control_pid(&status), Signal::STOP);
     let samples = metrics(&host);
     signal_pid(control_pid(&status), Signal::CONT);
@@ -466,7 +468,7 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     let host = Host::serving("h200");
     let client = listed_client(&host, "00:06.0-1");
     let before = control_pid(&host.json(&["status"]).unwrap());
-    // One control daemon for each GPU takes another pipe directory, which waits for the last client.
+    // With a control daemon for each GPU, the pipe directory changes. The change waits for the last client.
     host.configure("cuda_mps_topology: per_gpu");
     host.reload();
     wait_for("its way out", || {
@@ -514,7 +516,8 @@ fn clients_without_a_slice_count_for_their_gpu() {
 #[test]
 fn clients_before_volta_are_counted_by_the_control_daemon() {
     let host = Host::serving("tesla-p40");
-    // They are counted at the regular look, the first of which is half a minute away.
+    // Before Volta, the service counts the clients at its health check. A reload makes it check now, and not after half a
+    // minute.
     host.reload();
     let gpu = || host.json(&["list", "--gpus"]).unwrap()[0].clone();
     let clients = |number: u32| move |gpu: &Value| gpu["clients"] == number;
@@ -523,7 +526,7 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     let counted = wait_for("two clients", || Some(gpu()).filter(clients(2)));
     assert!(counted.get("memory_used").is_none(), "{counted}");
     assert_eq!(counted["max_clients"], 16);
-    // The clients of its slices are not counted, so nothing says how many they are.
+    // Before Volta, the service does not know how many clients each slice has.
     let list = succeeded(&host.mpsctl(&["list"]));
     let said = "2 clients; yunion-mpsctl clients shows their slices";
     assert!(list.lines().any(|line| line == said) && !list.contains("no slice"), "{list}");
@@ -588,13 +591,14 @@ fn a_planned_wait_is_no_failure() {
         control_daemon(status)["state"] == "waiting" && status["service"]["state"] != "starting"
     });
     assert_eq!(status["service"]["state"], "degraded", "{status:#}");
-    // Between two attempts to start it does not wait.
+    // For a moment at each attempt to start the control daemon, its state is not "waiting". So the commands are repeated.
     let said = |arguments: &[&str], words: &str| {
         wait_for(words, || Some(text(&host.mpsctl(arguments))).filter(|said| said.contains(words)))
     };
     let table = said(&["clients"], " serves 2 clients");
     assert!(table.starts_with("No clients of this service: "), "{table}");
-    // The reason says how to end the wait; the clients of others are not listed before Volta.
+    // The reason says how to end the foreign control daemon. Before Volta NVML does not list its clients, so no command that
+    // lists them is named.
     let root = host.path("sysroot").display().to_string();
     let advice = said(&["doctor", "--sysroot", &root], "control-daemon-waiting");
     assert!(!advice.contains("lists them"), "{advice}");
@@ -632,7 +636,7 @@ fn the_clients_of_a_foreign_control_daemon_are_listed() {
     host.wait_for_status("a service that waits", |status| control_daemon(status)["state"] == "waiting");
     let theirs = wait_for("the client", || host.listed(client.id()));
     assert_eq!((&theirs["bypass"], &theirs["memory_mib"]), (&json!(false), &json!(580)));
-    // Between two attempts to start it does not wait.
+    // For a moment at each attempt to start the control daemon, its state is not "waiting". So the command is repeated.
     wait_for("the status", || {
         succeeded(&host.mpsctl(&["status"])).contains(", and has 1 client").then_some(())
     });
@@ -647,7 +651,8 @@ fn a_long_command_leaves_room_for_user_and_age() {
     let directory = host.path(&"a".repeat(100));
     fs::create_dir_all(&directory).unwrap();
     let program = directory.join("cuda-client");
-    // A file that this process has written is busy while a child of another thread still has it open.
+    // `cp` writes the file. If this process wrote it, a child that another thread forks meanwhile could have it open, and the
+    // kernel would refuse to execute it.
     let copied = Command::new("cp").arg(host.path("bin/cuda-client")).arg(&program).status().unwrap();
     assert!(copied.success());
     let mut command = host.command(&program);

@@ -76,7 +76,7 @@ fn exactly_the_missing_programs_are_named_with_their_origins() {
 
     fs::remove_file(programs.join("kube-scheduler")).unwrap();
     fs::remove_file(programs.join("kubectl")).unwrap();
-    // This one can't be executed.
+    // Without the permission to execute, runc counts as missing.
     program(&programs, "runc", 0o644);
     fs::remove_file(packages.join("yunion-mps-device-plugin_1.0.0_amd64.deb")).unwrap();
     let (programs_shown, packages_shown) = (programs.display(), packages.display());
@@ -133,7 +133,7 @@ fn complaints(units: &Path, names: &[String]) -> Vec<String> {
     let mut verify = Command::new("systemd-analyze");
     verify.args(["verify", "--man=no"]).args(names.iter().map(|name| units.join(name)));
     let said = text(&verify.output().unwrap());
-    // The units of this host are not the subject.
+    // Complaints about units of this host do not count.
     let own = |line: &&str| names.iter().any(|name| line.contains(name.as_str()));
     said.lines().filter(own).map(str::to_owned).collect()
 }
@@ -204,7 +204,7 @@ fn the_configuration_of_the_machine_is_read_by_parsers_of_other_makes() {
          [('admin', 'admin'), ('controller-manager', 'system:kube-controller-manager'), \
          ('kubelet', 'system:node:gpu1'), ('scheduler', 'system:kube-scheduler')]\n"
     );
-    // The class that the trial of rolling updates names.
+    // The test of rolling updates uses this RuntimeClass.
     let class = fs::read_to_string(files.path().join("opt/cluster/manifests/runtime-class.yaml")).unwrap();
     assert!(class.contains("\nhandler: yunion-mps\n"), "{class}");
     assert_eq!(fs::read_link(files.path().join("opt/cni/bin")).unwrap(), Path::new("/opt/kubernetes"));

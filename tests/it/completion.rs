@@ -49,7 +49,7 @@ impl Shell {
         let mut shell = Self { script, keys, screen };
         shell.press(&format!("{preparation}; printf 'REA''DY\\n'\n"));
         shell.wait_for("READY");
-        // A terminal shows what is typed, and that has the mark below in it.
+        // The terminal has shown the typed command, which contains the text for which `line` waits. So the screen is cleared.
         shell.screen.lock().unwrap().clear();
         shell
     }
@@ -74,7 +74,7 @@ impl Shell {
             let shown = self.wait_for("LINE=");
             shown.split_once('$').map(|(line, _)| line.to_owned())
         });
-        // The next one begins with an empty line.
+        // The line is cleared, so that the next one begins empty.
         self.screen.lock().unwrap().clear();
         self.press("\u{15}");
         line
@@ -224,7 +224,7 @@ fn a_service_that_is_not_there_or_hangs_is_not_waited_for() {
     .unwrap();
     let begun = Instant::now();
     assert_eq!(offered(&mut host.command("yunion-mpsctl"), &["drain", "0"]), []);
-    // A second, and what a busy machine adds.
+    // The limit is a second for the answer, and the rest is for a busy machine.
     assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
     host.stop_bus();
     assert_eq!(offered(&mut host.command("yunion-mpsctl"), &["drain", "0"]), []);

@@ -159,7 +159,7 @@ fn a_list_that_is_of_no_use_binds_nothing() {
         ("many", &all, None),
         ("0-4294967295", &all, None),
         (all.as_str(), &all, None),
-        // None of these may be used, and of the next only one part.
+        // In the first row no CPU may be used, and in the second row only one part of the list.
         (STRANGER, &all, Some(STRANGER.to_owned())),
         (&format!("{},{STRANGER}", parts[0]), &parts[0], Some(format!("{},{STRANGER}", parts[0]))),
     ] {
@@ -202,7 +202,7 @@ fn a_changed_key_waits_for_clients() {
     let bound = host.wait_for_state("ready");
     assert_ne!(control_pid(&bound), control_pid(&before));
     assert_on(control_daemon(&bound), &parts[0]);
-    // The same again needs no other control daemon, and the old key does.
+    // A reload without a change needs no new control daemon. The former value of the key needs one.
     host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&bound));
     host.configure("cuda_mps_cpu_affinity: none");
@@ -237,7 +237,7 @@ fn a_take_over_shows_the_cpus_in_force() {
     let both = format!("{} (wanted: {})", parts[1], parts[0]);
     assert!(shown(&host).contains(&both), "{}", shown(&host));
 
-    // A look that finds another binding shows it.
+    // Another program has bound the control daemon to all CPUs. The next check finds and shows that.
     sched_setaffinity(pid, &all).unwrap();
     host.reload();
     wait_for("all CPUs", || {

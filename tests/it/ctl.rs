@@ -137,7 +137,7 @@ async fn env_speaks_shell_docker_and_json() {
     let pipe = pipe.to_str().unwrap();
     let service = Service::start(odd).await;
     let shell = printed(&mut ctl(&service.bus, &["env", "00:06.0-1"])).await;
-    // A shell that reads it has the very values.
+    // A shell that reads the output sets the variables to exactly these values.
     let script = format!("{shell}printf '%s\\n' \"$CUDA_MPS_PIPE_DIRECTORY\" \"$CUDA_VISIBLE_DEVICES\"");
     let values = printed(Command::new("sh").args(["-c", &script])).await;
     assert_eq!(values, format!("{pipe}\n{P40}\n"));
@@ -195,7 +195,8 @@ async fn env_speaks_podman_compose_and_cdi() {
         ]
     );
 
-    // A reader of YAML has the very values, and Compose then reads "$$" as "$". A GPU's address is no number.
+    // A YAML parser reads exactly these values, and Compose then replaces "$$" by "$". The address of a GPU must not be read
+    // as a number.
     let (_, compose, _) = env(&["00:06.0", "--format", "compose"]).await;
     let read = "import json, sys, yaml; json.dump(yaml.safe_load(sys.stdin), sys.stdout)";
     let script = format!("cat <<'END' | /usr/bin/python3 -c '{read}'\n{compose}END\n");
@@ -278,7 +279,7 @@ async fn exit_statuses_say_what_happened() {
         assert_eq!((status, out.as_str()), (Some(3), ""), "{arguments:?}: {err}");
         assert!(err.contains("systemctl start yunion-mps-daemon"), "{err}");
     }
-    // These two look at the host without it: a root without anything on it.
+    // `check` and `doctor` look at the host without the service. Here the host is an empty root directory.
     let root = tempfile::tempdir().unwrap();
     let root = root.path().to_str().unwrap();
     let (status, out, err) = ended(&mut ctl(&empty, &["check", "--sysroot", root])).await;
@@ -451,7 +452,7 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
         let mut run = ctl(&service.bus, &["run", "00:06.0-1", "--"]);
         assert_eq!(ended(run.args(command)).await.0, Some(expected), "{command:?}");
     }
-    // The command's own options are its own.
+    // Options after `--` belong to the command that is run.
     let (status, out, _) = ended(&mut ctl(&service.bus, &["run", "00:06.0", "--", "echo", "--json"])).await;
     assert_eq!((status, out.as_str()), (Some(0), "--json\n"));
 }
@@ -460,7 +461,7 @@ async fn run_gives_the_environment_and_returns_the_exit_status() {
 async fn run_passes_signals_on() {
     let (board, _directory) = with_socket(p40_board());
     let mut service = Service::start(board).await;
-    // The service answers no requests, so `run` can't ask it to end the GPU work.
+    // The service of this test answers no requests, so `run` can't ask it to end the GPU work.
     service.requests.close();
     for (signal, name) in [(Signal::TERM, "TERM"), (Signal::INT, "INT"), (Signal::HUP, "HUP")] {
         let script =
@@ -496,7 +497,7 @@ async fn run_passes_signals_on_that_mean_something() {
     kill_process(pid, Signal::USR1).unwrap();
     assert_eq!(line().await.as_deref(), Some("got it"));
     assert_eq!(line().await.as_deref(), Some("lives"));
-    // It knows nothing of the other one, which ends it as it would end any program.
+    // The command does not handle SIGUSR2, so the signal ends it as it would end any program.
     end(pid);
     let status = timeout(DEADLINE, run.wait()).await.unwrap().unwrap();
     assert_eq!(status.code(), Some(128 + Signal::USR2.as_raw()));

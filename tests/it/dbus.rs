@@ -380,7 +380,7 @@ async fn what_is_not_known_is_left_out() {
         "drained": ["b", false],
         "served": ["b", false],
         "healthy": ["b", false],
-        // A NUL in a string would make the bus close the connection.
+        // A NUL in a string would make the bus close the connection, so it is replaced.
         "reason": ["s", "GPU is lost\u{fffd}"],
         "pipe_directory": ["s", "/tmp/nvidia-mps/pipe"],
         "isolation": ["s", "gpu"],
@@ -388,7 +388,7 @@ async fn what_is_not_known_is_left_out() {
     });
     assert_eq!(devices, json!([[expected]]));
 
-    // Every key that the schemas require is there.
+    // The output has every key that the schemas require.
     for (schema, arguments) in
         [("list", vec!["list", "--json"]), ("list-gpus", vec!["list", "--gpus", "--json"])]
     {
@@ -483,7 +483,7 @@ async fn before_the_first_plan_nothing_is_claimed() {
     }
     assert_eq!(busctl(&service.bus, "ListControlDaemons", &[]).await.1, json!([[]]));
 
-    // A plan without a GPU is an answer, though an empty one.
+    // A plan without GPUs is known, so the answer is an empty list and no error.
     service.publish(Snapshot { gpus: Some(Vec::new()), generation: 1, ..starting() }).await;
     assert_eq!(busctl(&service.bus, "ListDevices", &[]).await.1, json!([[]]));
 }
@@ -609,7 +609,7 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         }
     }
 
-    // The daemon drops a request, and then is no longer there to take one.
+    // The first request is dropped without an answer. Then the receiver is dropped, so no more requests are taken.
     let drops = async { drop(requests.recv().await) };
     let mut reload = gdbus(bus, "Control.Reload", &[]);
     let complaint = tokio::join!(complained(&mut reload), drops).0;
@@ -721,7 +721,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
     expected.push(json!([MANAGER, "io.yunion.Mps1.Manager", "DevicesChanged", [2]]));
     assert_eq!(monitor.until("DevicesChanged").await, expected);
 
-    // The same again, and something that no property shows: not a word, up to the next signal.
+    // Neither the same Snapshot again nor a change that no property shows causes a signal.
     let mut quiet = sick.clone();
     quiet.events = Events::default();
     service.publish(sick).await;
@@ -731,7 +731,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
     let fault = json!([MANAGER, "io.yunion.Mps1.Manager", "ClientFault", body]);
     assert_eq!(monitor.until("ClientFault").await, [fault]);
 
-    // And the properties have the values of the signal.
+    // The properties have the values that the signals have reported.
     let properties = ["org.freedesktop.DBus.Properties", "GetAll", "s", "io.yunion.Mps1.Device"];
     let (_, all) = busctl_at(&service.bus, SLICE, properties[0], properties[1], &properties[2..]).await;
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
@@ -875,14 +875,14 @@ async fn members_may_read_and_only_root_may_control() {
     }
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // The error for a user who may not read names those who may, for every kind of question.
+    // Whatever a user who may not read asks, the error says which group may read.
     for command in ["list", "status", "events"] {
         let mut ctl = service.bus.command_as_stranger(mpsctl());
         let complaint = complained(ctl.arg(command)).await;
         assert!(complaint.contains("join the group with `sudo usermod -aG yunion-mps $USER`"), "{complaint}");
     }
 
-    // A call without an interface is refused too.
+    // The policy also refuses a call that names no interface.
     let mut bare = service.bus.command_as_member("/usr/bin/python3");
     let program = "import dbus\n\
         message = dbus.lowlevel.MethodCallMessage('io.yunion.Mps1', '/io/yunion/Mps1/Manager', None, 'Reload')\n\
@@ -891,7 +891,7 @@ async fn members_may_read_and_only_root_may_control() {
     assert!(complaint.contains("org.freedesktop.DBus.Error.AccessDenied"), "{complaint}");
     assert!(service.requests.try_recv().is_err(), "the call has reached the daemon");
 
-    // The name is root's: here it is taken, so ask for it on a bus where it is free.
+    // Only root may own the name. On this bus the name is taken, so the test asks for it on a bus where it is free.
     let empty = PrivateBus::start();
     let mut own = empty.command_as_member("gdbus");
     own.args([
@@ -989,7 +989,7 @@ async fn terminations_of_members_hold_up_nobody() {
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
-    // An answer makes room for the next.
+    // The answer to one request makes room for the next.
     let (_member, Request::Terminate(.., reply)) = waiting.pop().unwrap() else { unreachable!() };
     reply.send(Ok(())).unwrap();
     let _next = terminate(&service, true).spawn().unwrap();
@@ -1041,11 +1041,11 @@ async fn a_name_that_is_taken_is_an_error_and_stays_with_its_owner() {
 #[tokio::test]
 async fn a_bus_that_goes_away_is_noticed() {
     let mut service = Service::start(p40_board()).await;
-    // Still there, it isn't closed.
+    // The connection to a running bus is not reported as closed.
     assert!(timeout(Duration::from_millis(1), service.served.closed()).await.is_err());
     service.bus.stop();
     timeout(DEADLINE, service.served.closed()).await.expect("nobody noticed");
-    // Nothing to tell, nobody to tell it, and no harm done.
+    // After the end of the bus there is no reader. Publishing and signals must not fail.
     service.publish(changed(&p40_board(), |gpu| gpu.healthy = false)).await;
     service.served.client_fault(P40, &[], "").await;
     let mut late = service.bus.command("busctl");

@@ -106,7 +106,7 @@ fn the_shell_examples_run() {
     ] {
         assert!(said.contains(words), "no {words} in {said}");
     }
-    // The slice is in use again.
+    // After the script has ended, the slice takes clients again.
     assert!(host.list().iter().all(|slice| slice["drained"] == false));
 
     let [endless] = endless.as_slice() else { panic!("{endless:?}") };
@@ -136,7 +136,7 @@ fn the_example_in_go_runs() {
     let page = page();
     let [program] = <[String; 1]>::try_from(blocks(&page, "go")).unwrap();
     fs::write(host.path("main.go"), program).unwrap();
-    // Debian's godbus is version 5, under a path without the number.
+    // Debian's package has version 5 of godbus, in a directory without the version's number.
     let godbus = host.path("go/src/github.com/godbus/dbus");
     fs::create_dir_all(&godbus).unwrap();
     std::os::unix::fs::symlink("/usr/share/gocode/src/github.com/godbus/dbus", godbus.join("v5")).unwrap();

@@ -97,7 +97,7 @@ fn an_interrupted_demo_leaves_nothing() {
     let directory = directory(&own);
     assert!(directory.join("host").exists());
     signal_pid(demo.id(), Signal::TERM);
-    // The rest of its output has somebody who reads it.
+    // The test reads the rest of the output, so that the demo does not end with an error for a closed pipe.
     lines.for_each(drop);
     assert_eq!(demo.wait().unwrap().code(), Some(143));
     assert_eq!(processes_with(&own), Vec::<u32>::new());

@@ -516,7 +516,7 @@ fn a_healthy_host_is_told_so() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
-    // There is no systemd on this bus, and that is no finding.
+    // The private bus has no systemd, which is no finding.
     let hint = " could not be made; yunion-mpsctl doctor -v says which, and why.\n";
     assert!(said.ends_with(hint) && !said.contains("systemd can't be asked"), "{said}");
     let more = text(&scene.host.mpsctl(&["doctor", "-v", "--sysroot", &root]));
@@ -638,7 +638,8 @@ fn what_is_for_root_is_not_judged() {
     let said = doctor();
     assert!(!said.contains("state-file-damaged"), "{said}");
     assert!(said.contains("Not checked, since only root can read"), "{said}");
-    // Where it listens is not known either, and must not be guessed: there might be another one.
+    // The user can't read where the foreign control daemon listens. No command must guess that, since it could end another
+    // control daemon.
     if said.contains("foreign-control-daemon") {
         assert!(said.contains("doctor as root") && !said.contains("echo quit"), "{said}");
     }

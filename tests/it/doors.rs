@@ -59,7 +59,7 @@ fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
     host.start();
     host.wait_for_state("ready");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
-    // A container has its environment for as long as it lives.
+    // The programs use the environment that their container got at its start, whatever changes later.
     let environment = host.environment_of(&slice);
     let is_over = AtomicBool::new(false);
     let mut outcomes = BTreeMap::new();
@@ -77,7 +77,7 @@ fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
             }
             outcomes
         });
-        // The programs end too where a change fails.
+        // If a change fails, dropping this value ends the loop of the programs too.
         let over = Over(&is_over, &host);
         let mut before = host.wait_for_state("ready");
         for number in 0..changes {

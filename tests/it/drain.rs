@@ -58,7 +58,7 @@ fn assert_only_drained(host: &Host, name: &str) {
     let device = listed.iter().find(|device| device["addr"] == name).unwrap();
     let reason = format!("drained for new clients; yunion-mpsctl undrain {name} takes that back");
     assert!(device["reason"].as_str().unwrap().starts_with(&reason), "{device:#}");
-    // Its hook refuses a container.
+    // The CDI spec tells the slice's hook to refuse containers.
     assert_eq!(in_spec(host), names(&listed, |_| true));
     let status = host.json(&["status"]).unwrap();
     assert_eq!(
@@ -87,7 +87,7 @@ fn assert_only_drained(host: &Host, name: &str) {
 fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let mut host = serving("tesla-p40");
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
-    // This driver's control daemon has its socket in the pipe directory, which a container may have already.
+    // This driver's control daemon has its socket in the pipe directory, which a running container may already have mounted.
     let left = format!(
         "0000:00:06.0-1 is drained: no client is given it any more. A program that has {} already can still start clients, since the \
          control daemon's socket is there.\nNo client is left.\n",
@@ -113,7 +113,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let doctor = text(&doctor.unwrap());
     assert!(doctor.contains("info: slices-drained: 1 slice\n"), "{doctor}");
 
-    // Once more is no news.
+    // Draining a drained slice again causes no event.
     let before = host.events();
     done(&host, &["drain", "00:06.0-1"]);
     assert_eq!(host.events(), before);
@@ -138,7 +138,7 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
         assert_only_drained(&host, "00:06.0-1");
     }
 
-    // A name that there is not changes nothing.
+    // If one of the names does not exist, the command changes no slice.
     for command in ["drain", "undrain"] {
         refused(
             &host.mpsctl(&[command, "00:06.0-1", "00:06.0-0", "00:09.0"]),
@@ -179,10 +179,10 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     assert_eq!(in_spec(&host), all);
     assert_eq!(host.json(&["status"]).unwrap()["service"]["state"], "ready");
 
-    // A part of the whole: the rest stays drained.
+    // Undraining a slice leaves the other slices of its GPU drained.
     done(&host, &["undrain", &format!("{first}-1")]);
     assert_eq!(drained(&host).len(), all.len() - 1);
-    // The commands that choose a slice by themselves leave the drained ones out.
+    // The commands that choose a slice themselves skip drained ones.
     let probed = text(&host.mpsctl(&["probe", "--json"]));
     assert!(probed.contains(&format!("\"{first}-1\"")) && probed.contains("drained"), "{probed}");
     assert!(!probed.contains("name it to have it probed"), "{probed}");
@@ -262,7 +262,7 @@ impl Waiting {
 fn the_waiting_ends_with_the_last_client_of_a_slice() {
     let host = Host::serving("h200");
     let (neighbour, tenant) = (host.client_of("00:06.0-0"), host.client_of("00:06.0-1"));
-    // The slice of this client is not known.
+    // The service does not know the slice of this client.
     let nameless = Client::start(&mut host.program(&["hold", "600"]));
     host.wait_until_listed(nameless.id());
     let said = done(&host, &["drain", "00:06.0-1"]);
@@ -374,7 +374,7 @@ fn a_terminal_shows_who_is_left() {
     assert!(row.contains("  00:06.0-1  "), "{row}");
     client.end();
     let last = lines.last().unwrap();
-    // Over the sentence, the table's two lines and nothing else.
+    // The cursor goes up three lines, over the sentence and the two lines of the table, and overwrites only these.
     assert!(
         last.starts_with("\u{1b}[3A\u{1b}[J") && last.trim_end().ends_with("No client is left."),
         "{last:?}"
@@ -436,7 +436,7 @@ fn a_control_daemon_that_retires_takes_no_new_client() {
         assert_eq!(lead(&directories), [false; 4]);
         assert!(names(&host.list(), |device| device["healthy"] == true).is_empty());
 
-        // A service that starts meanwhile holds to it.
+        // A service that starts meanwhile leaves the links closed, too.
         host.signal(Signal::KILL);
         host.ended();
         host.start();

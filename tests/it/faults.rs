@@ -128,7 +128,7 @@ fn stopped_processes_are_continued(topology: Topology) {
         [(vec![control], true), (vec![server_pid], false), (vec![server_pid, control], false)]
     {
         for victim in &victims {
-            // On a busy machine the service may continue it before this test sees it stopped.
+            // On a busy machine the service may continue the process before the test sees that the process is stopped.
             let continued = || host.log().matches("was stopped by a signal; continued").count();
             let so_far = continued();
             signal_pid(*victim, Signal::STOP);
@@ -187,7 +187,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
         log.matches("Starting new server").count()
     };
     let count = wait_for("five more servers", || Some(starts(&host)).filter(|count| *count >= 6));
-    // The pauses alone: none, 0.1, 0.2, 0.4 and 0.8 s.
+    // The test sums up only the pauses before the servers: none, 0.1, 0.2, 0.4 and 0.8 s.
     let pauses: f64 = (0..count - 2).map(|n| 0.1 * f64::from(1 << n.min(8))).sum();
     assert!(begun.elapsed().as_secs_f64() > pauses, "{count} starts in {:?}", begun.elapsed());
     let status = host.wait_for_status("backoff", |status| control_daemon(status)["state"] == "backoff");
@@ -198,7 +198,7 @@ fn a_server_that_keeps_dying_is_not_started_in_a_loop(topology: Topology) {
         status["service"]["state_reason"].as_str().unwrap().contains(" is in backoff: ")
     });
     host.clear("mps/fault/server-dies-after-ms");
-    // One that was started before may still be about to die, or be dead and not yet noticed.
+    // The service may still show a server that was started before, and that is ending or has ended.
     wait_for("a server that lives", || {
         let status = host.json(&["status"])?;
         (status["service"]["state"] == "ready" && alive(some_server(&status)?)).then_some(())
@@ -233,7 +233,8 @@ fn a_fault_is_told_and_heals_when_clients_leave(topology: Topology) {
         assert_eq!(server(&status), server(&before), "the server gets over it by itself");
         a_client_is_served(&host);
     }
-    // The lines of the server, some for each client, are no errors of their own.
+    // The lines of the server about the fault, of which there may be one for each client, are not logged as errors: the
+    // service logs one error for the fault.
     let log = host.log();
     let errors: Vec<&str> = log.lines().filter(|line| line.contains(" ERROR ")).collect();
     assert!(errors.iter().any(|line| line.contains("clients that were hit")), "{errors:#?}");
@@ -422,7 +423,7 @@ fn no_room_for_the_log(topology: Topology) {
     a_client_is_served(&host);
     bystander.check();
     drop(bystander);
-    // A control daemon that has to start again.
+    // After the control daemon was killed, the next one starts although the file system is full.
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("another control daemon", || {
         let status = host.json(&["status"])?;
@@ -505,7 +506,7 @@ fn what_others_break_is_repaired(topology: Topology) {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     let (state_file, id) = (host.path("run/state.json"), host.control_daemon_id());
-    // The line is parsed, since even an incomplete line may name the process.
+    // The JSON is parsed, since an incomplete file may already contain the PID.
     let whole = || {
         let bytes = fs::read(&state_file).unwrap_or_default();
         let state_file: Value = serde_json::from_slice(&bytes).unwrap_or_default();
@@ -524,7 +525,7 @@ fn what_others_break_is_repaired(topology: Topology) {
                 file.set_len(random.below(length)).unwrap();
             }
             3 => fs::write(&state_file, "{\"version\": 99}").unwrap(),
-            // Away first: the daemon may be writing to it.
+            // The directory is renamed before it is removed: the service may be writing to it.
             4 => {
                 fs::rename(host.path("run"), host.path("gone")).unwrap();
                 fs::remove_dir_all(host.path("gone")).unwrap();
@@ -543,7 +544,7 @@ fn what_others_break_is_repaired(topology: Topology) {
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
     }
-    // The directory is not made again. Its loss is reported once.
+    // The service does not make the log file again. It reports once that the file was removed.
     let _ = fs::remove_file(host.control_log());
     host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
@@ -636,7 +637,7 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     let before = host.wait_for_state("ready");
     let bystander = Bystander::start(&host, &host.pipe(), Duration::from_secs(600));
     for killed in [true, false, true] {
-        // It has been read far, and the state file says so, before it is rotated.
+        // The service has read most of the log, and has saved that offset, before the log is rotated.
         let length = |name: &str| Some(fs::metadata(host.control_log().with_file_name(name)).ok()?.len());
         while length("control.log").unwrap() < 700_000 {
             flood(&host, &host.pipe(), 500);
@@ -761,14 +762,14 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let healthy = |host: &Host| host.list().iter().filter(|device| device["healthy"] == true).count();
     let sick = host.list()[4 * 3]["addr"].as_str().unwrap().to_owned();
     let before = host.environment_of(&sick);
-    // Programs have met these, and the driver wants nothing done.
+    // Programs can cause these errors, or the driver recommends no action. So the GPUs go on taking clients.
     host.plant("gpus/2/recovery_action", "0");
     for (gpu, number) in [(1, 13), (1, 94), (2, 154)] {
         host.meets_xid(gpu, number);
         xid_is_told(&host, usize::try_from(gpu).unwrap(), number);
     }
     assert_eq!(healthy(&host), 32);
-    // The driver asks for a reboot, independent of the number of the error.
+    // The driver recommends a reboot for GPU 5, which counts whatever the number of the error is.
     host.plant("gpus/5/recovery_action", "2");
     host.meets_xid(3, 48);
     host.meets_xid(5, 999);
@@ -782,7 +783,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
     let refused = host.mpsctl(&["run", &sick, "--", "true"]);
     assert!(!refused.status.success() && text(&refused).contains("Xid 48"), "{}", text(&refused));
-    // A container that was started before has its environment for as long as it lives.
+    // A container that was started before has an environment with which it looks for the slice. It finds no control daemon
+    // there.
     let late = host.program(&["props"]).envs(before).stdout(Stdio::piped()).output().unwrap();
     assert!(text(&late).contains("(46)"), "{}", text(&late));
     host.signal(Signal::KILL);
@@ -796,7 +798,7 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(healthy(&host), 32);
     bystander.check();
     drop(bystander);
-    // A reset takes a service that is stopped, so a stop forgets it.
+    // A GPU can be reset only while the service is stopped. So after a stop the GPU no longer counts as in need of a reset.
     host.meets_xid(3, 48);
     wait_for("a GPU that takes no client", || (healthy(&host) == 28).then_some(()));
     assert_eq!(host.stop().code(), Some(0));
@@ -853,7 +855,7 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     for (offset, days) in [("-3d", -3), ("+5d", 5), ("-1d", -1)] {
         set(offset);
         host.reload();
-        // It lives in that time now, and the last event is the last for all that.
+        // The service uses the new time, and its newest event is last even if that time is earlier.
         let (at, text) = wait_for("an event of that day", || {
             let (at, text) = newest(&host);
             const DAY: i64 = 86_400_000_000;
@@ -1025,7 +1027,7 @@ fn a_rotated_log_empties_no_other_file(topology: Topology) {
         File::options().append(true).open(&log).unwrap().write_all(burst.as_bytes()).unwrap();
         let kept = host.control_log().with_file_name("control.log.1");
         let deadline = Instant::now() + DEADLINE;
-        // A short pause: the copy takes milliseconds.
+        // The test looks often, since the service copies the log within milliseconds.
         while !kept.exists() {
             assert!(Instant::now() < deadline, "the log is never rotated");
             std::thread::sleep(Duration::from_micros(100));
@@ -1048,7 +1050,7 @@ fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    // The link in the pipe directory is the same file.
+    // The link in the pipe directory leads to the same socket, so its mode changes too.
     let socket = host.private().join("control");
     for taken_over in [false, true] {
         for (path, bad, good) in [(host.pipe(), 0o700, 0o755), (socket.clone(), 0o600, 0o666)] {
@@ -1124,7 +1126,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
             && gpu["healthy"] == true
             && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places are taken")
     };
-    // No client was refused yet: the health check notices that the GPU is full.
+    // No client was refused yet. The health check finds that the GPU has as many clients as it can hold.
     host.reload();
     host.wait_for_status("a full GPU", is_full);
     let full_slices = || {
@@ -1226,7 +1228,7 @@ fn too_few_descriptors_are_called_so() {
             .output()
             .unwrap(),
     );
-    // It uses as many files as it has open; the next file gets a number that is not free.
+    // The limit is set to the first free number, so the service can't open any further file.
     let numbers = fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
     let numbers: Vec<u32> =
         numbers.map(|entry| entry.file_name().to_str().unwrap().parse().unwrap()).collect();
@@ -1248,7 +1250,8 @@ fn too_few_descriptors_are_called_so() {
 fn the_name_of_a_process_makes_no_line_of_the_log(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let program = host.path("a\nFORGED line");
-    // Not written by us: what another thread forks meanwhile would hold the file open, and no such file can be executed.
+    // `cp` writes the file. If this process wrote it, a child that another thread forks meanwhile could have it open, and the
+    // kernel would refuse to execute it.
     assert!(Command::new("cp").arg("/bin/sleep").arg(&program).status().unwrap().success());
     let mut child = Command::new(&program).arg("600").spawn().unwrap();
     let pid = child.id();

@@ -42,7 +42,7 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     let directory = binaries();
     host.prefer(&directory);
     host.start();
-    // The second A100 is in MIG mode.
+    // The second A100 is in MIG mode and can't be served, so the service is degraded.
     host.wait_for_state("degraded");
     let mut running = Vec::new();
     for (of, expected) in [
@@ -89,7 +89,7 @@ fn each_choice_of_a_moment_is_another_slice() {
         answer["environment"]["YUNION_MPS_DEVICE"].as_str().unwrap().to_owned()
     };
     let chosen: Vec<String> = std::iter::repeat_with(choose).take(5).collect();
-    // No caller is refused when each slice was given out once.
+    // After each slice was given out once, the service gives the first slice again instead of refusing the caller.
     assert_eq!(chosen, ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3", "00:06.0-0"]);
     let together: Vec<_> = (0..3)
         .map(|_| {
@@ -112,13 +112,13 @@ fn a_service_without_configuration_names_setup() {
     for command in [&["list"][..], &["status"], &["doctor", "--sysroot", &root]] {
         let said = text(&host.mpsctl(command)).replace(['\n', ' '], "");
         assert!(said.contains("yunion-mpsctlsetup"), "{command:?}: {said}");
-        // The file may be there under a misspelt name.
+        // The text names the files that the service has looked for, since a file may have a misspelt name.
         assert!(
             said.contains("notthere:/opt/yunion/bin/etc/host.conf,/etc/yunion/host.conf"),
             "{command:?}: {said}"
         );
     }
-    // A user who has answered no is not sent there.
+    // A user who has switched MPS off is not told to run `setup`.
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host.conf"), "enable_cuda_mps: false\n").unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -214,7 +214,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     let done = setup(&host, &["--yes"]);
     let said = text(&done);
     assert!(done.status.success(), "{said}");
-    // The manual shows it.
+    // The manual page of `setup` contains this output.
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/man/examples/setup.txt");
     let shown = format!("Output with --yes, on a host with one Tesla P40 and without configuration:\n{said}");
     if golden::is_update() {
@@ -231,7 +231,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
         settings(&written["host.conf"]),
         "enable_cuda_mps: true\ncuda_mps_replicas: 3\ncuda_mps_pipe_directory: /tmp/nvidia-mps\n"
     );
-    // It says of the result the same as --check, which also looks for a service.
+    // `setup` prints what `--check` prints about the new configuration. `--check` also compares it with a running service.
     let check = checked(&host);
     let (check, _) = check.split_once("\nNothing to compare with: ").unwrap();
     assert!(check.contains("3 slices, 00:06.0-0 to 00:06.0-2") && said.contains(check), "{check}\n{said}");
@@ -289,13 +289,13 @@ fn setup_of_a_host_of_the_platform_names_each_gpu() {
          - path: /dev/dri/renderD131\n  type: NVIDIA_MPS\n  virtual_number: 4\n"
     );
     let check = checked(&host);
-    // The host agent reads the files too.
+    // The host agent reads the same files, and the check finds nothing that it would read differently.
     assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
 }
 
 #[test]
 fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
-    // As the platform's own installation leaves a host.
+    // The platform's own installation leaves such a host.
     let host = Host::new("h200");
     host.configure("enable_cuda_mps: false");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHARE, virtual_number: 2"]);
@@ -315,17 +315,17 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
         }
         assert_eq!(files(&host), before);
     }
-    // A user who follows the text gets what it describes.
+    // With the changes that the text asks for, the host has the slices that the text describes.
     host.configure("enable_cuda_mps: true");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 10"]);
     assert!(checked(&host).contains("10 slices, "));
 
-    // A mistake comes first.
+    // If the configuration has a mistake, `setup` only reports the mistake.
     host.configure("enable_cuda_mps: perhaps");
     let wrong = setup(&host, &["--yes"]);
     assert_eq!(wrong.status.code(), Some(1));
     assert!(text(&wrong).contains("error: /etc/yunion/host.conf:") && text(&wrong).contains("has mistakes"));
-    // The same for a device file that host.conf does not name yet.
+    // A device file that host.conf does not name yet is checked too.
     let host = fresh("mixed");
     fs::create_dir_all(host.file("/etc/yunion")).unwrap();
     fs::write(host.file("/etc/yunion/host_container_device.yml"), "devices: []\n").unwrap();
@@ -384,7 +384,7 @@ fn setup_gives_each_slice_a_control_daemon_where_a_fault_shall_stay_in_its_slice
     let done = setup(&host, &["--yes", "--slices", "4", "--isolate-slices"]);
     assert!(done.status.success(), "{}", text(&done));
     assert_eq!(settings(&files(&host)["host.conf"]), per_slice);
-    // An older driver has no other way than one control daemon, so there is nothing to ask.
+    // The control daemon of an older driver can't isolate slices, so the question about that is left out.
     let said = answered(&fresh("tesla-p40"), "4\nn\nn\ny\n");
     assert!(said.contains("Written: ") && !said.contains("Should a fault"), "{said}");
 }
@@ -405,7 +405,7 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
         text(&dry)
     );
     assert!(files(&host).is_empty());
-    // The program itself may be in a directory that other users can't enter.
+    // The user may have no right to enter the program's directory, so a descriptor leads to the program.
     let script = "exec 3<\"$0\"; exec $1 /proc/self/fd/3 setup";
     let as_nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups";
     let as_who = if geteuid().is_root() { as_nobody } else { "" };
@@ -418,7 +418,7 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
          user\n"
     );
 
-    // The driver is to be installed later.
+    // Here the driver is not installed yet.
     let mut host = fresh("tesla-p40");
     let empty = host.path("empty");
     fs::create_dir(&empty).unwrap();

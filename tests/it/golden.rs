@@ -124,7 +124,8 @@ fn board(name: &str) {
     // Variables of a user must not be in the environment that `run` shows.
     host.set("LC_ALL", "C");
     host.start();
-    // The last word of a start: the GPU in MIG mode of one board is never served.
+    // One board has a GPU in MIG mode that is never served. So the service may stay degraded, but all control daemons must be
+    // ready.
     host.wait_for_status("as ready as it gets", |status| {
         let ready = |daemon: &Value| daemon["state"] == "ready";
         let started = ["ready", "degraded"].contains(&status["service"]["state"].as_str().unwrap());
@@ -188,22 +189,22 @@ fn printed(host: &Host, words: &[&str], columns: &str, client: &mut Option<Child
     let output = command.output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     let (said, complained) = (text(output.stdout), text(output.stderr));
-    // Where there are findings, the worst of them is the status.
+    // `doctor` returns the status of its worst finding.
     let allowed: &[i32] = match words {
         [_, "doctor", ..] => &[0, 4, 5],
-        // One board has a GPU that is never served.
+        // One board has a GPU that is never served, so the service is not ready there.
         [_, "is-ready", ..] => &[0, 1],
         _ => &[0],
     };
     let status = output.status.code().filter(|status| allowed.contains(status));
-    // It warns of a GPU that is never served.
+    // `slurm` warns about a GPU that is never served.
     let may_warn = words.contains(&"slurm");
     assert!(
         status.is_some() && (complained.is_empty() || may_warn),
         "{command:?}: {}: {said}{complained}",
         output.status
     );
-    // Its GPU work is over, and so is it in a moment.
+    // `terminate` has ended the GPU work of the client, so its process ends in a moment.
     if words.contains(&"terminate")
         && let Some(mut gone) = client.take()
     {
@@ -258,20 +259,20 @@ fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
         .unwrap();
     *client = Some(started);
     host.wait_for_only_client();
-    // The service counts it a moment later, and all the others are counted too.
+    // The service counts the client in its slice a moment after it has listed the client.
     wait_for("the client in its slice", || {
         let expected = |name: &Value| u64::from(name == device);
         let counted =
             |found: &Value| found["max_clients"].is_null() || found["clients"] == expected(&found["addr"]);
         host.list().iter().all(counted).then_some(())
     });
-    // Before Volta the GPU alone has a number of clients.
+    // Before Volta the service counts the clients of a GPU, and not of its slices.
     wait_for("the client on its GPU", || {
         let gpus = host.json(&["list", "--gpus"]).unwrap();
         let clients = gpus.as_array().unwrap().iter().filter_map(|gpu| gpu["clients"].as_u64());
         (clients.sum::<u64>() == 1).then_some(())
     });
-    // A server that is started for a client is in the status a moment later.
+    // A server that is started for a client appears in the status a moment later.
     host.wait_for_status("a server", |status| {
         let daemons = status["control_daemons"].as_array().unwrap();
         daemons.iter().all(|daemon| !daemon["servers"].as_array().unwrap().is_empty())
@@ -323,7 +324,7 @@ impl Normal {
         let text = text.replace(&self.root, "");
         let text =
             replace(&text, r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}", |_| MOMENT.into());
-        // The text behind it in a column begins where it would behind this one.
+        // In a column, the text after the age must begin at the same place, whatever the length of the age.
         let text = replace(&text, r"\([0-9]+ (?:s|min|h|days?) ago\)( *)", |found| {
             format!("({AGE} ago){}", if found[1].is_empty() { "" } else { "  " })
         });

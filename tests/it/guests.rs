@@ -146,7 +146,7 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
         samples.keys().find(|key| key.contains(&labels) && key.contains("project=vision")).cloned()
     });
 
-    // Ending the work of the slice ends their work.
+    // Ending the work of the slice ends the work of both clients.
     let released = host.mpsctl(&["terminate", "--device", OWN]);
     let said = text(&released);
     assert!(released.status.success() && said.contains("of guest train-1, slice 00:06.0-1"), "{said}");
@@ -260,7 +260,8 @@ fn bad_records_are_not_believed() {
     let test = "bad_records_are_not_believed";
     let Some((platform, group)) = Platform::with(test, "") else { return };
     let client = platform.client(&group, &["hold", "600"], Some(NEIGHBOURS));
-    // It was looked at without records, so no good record binds its container.
+    // The service has looked at the client while there were no records. So its container is not bound to the slice of a good
+    // record.
     wait_for("a look", || (platform.clients_of(NEIGHBOURS) == 1).then_some(()));
     let servers = platform.host.path("servers");
     let is_claimed = |what: &str| {
@@ -293,11 +294,11 @@ fn bad_records_are_not_believed() {
     platform.record("u-2", &group, NEIGHBOURS);
     is_claimed("a container of two guests");
     fs::remove_dir_all(servers.join("u-2")).unwrap();
-    // The newest agent writes down the GPU alone. This client was looked at before.
+    // The newest host agent records only the GPU and no slice. The client was already looked at before this record.
     platform.record("u-1", &group, "00:06.0");
     let listed = platform.listed(&client);
     assert_eq!((known(&listed), names(&listed)), (["00:06.0", "platform"], NAMES), "{listed:#}");
-    // The container can have any slice of that GPU, so none of them counts as free.
+    // The client may have any slice of that GPU, so the request is refused for each of these slices.
     for slice in [OWN, NEIGHBOURS] {
         let refused = platform.host.mpsctl(&["terminate", "--device", slice]);
         let said = text(&refused);
@@ -362,7 +363,7 @@ fn bad_records_bind_nobody() {
         let free = || bound().is_empty() && platform.clients_of(OWN) == 0;
         wait_for("a free slice", || free().then_some(()));
     }
-    // A tenant has chosen the names, for the terminals of administrators.
+    // The tenant has chosen these names, with control characters for the terminals of administrators.
     let Some(group) = ContainerGroup::of_a_guest() else { unreachable!() };
     platform.record("u-1", &group, OWN);
     let names = format!("\\u001b[2J\\n{}", "x".repeat(300));
@@ -405,7 +406,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
         platform.host.list().into_iter().map(|device| device["bound_to"].clone()).collect()
     };
     assert_eq!(bound(&platform), ["train-1/main", "train-1/main", "", ""]);
-    // Everything counts.
+    // The memory of all clients counts for the budget, so the newest client is ended.
     let mut new = hold(&platform, &group, "20000");
     let status = wait_for("the end of the newest", || new.try_wait().unwrap());
     assert_eq!(status.code(), Some(4), "CUDA error 810");
@@ -413,8 +414,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     old.end();
     drop(group);
     wait_for("a free slice", || (bound(&platform) == ["", "train-1/main", "", ""]).then_some(()));
-    // Root says it better.
-    // An agent that learns to bind says it better.
+    // A binding by root replaces a binding by the records. A host agent that binds by itself does the same.
     let pid = neighbour.id().to_string();
     succeeded(&platform.host.mpsctl(&["bind", "00:06.0-3", "--pid", &pid, "--label", "main of train-1"]));
     assert_eq!(bound(&platform), ["", "", "", "main of train-1"]);

@@ -46,7 +46,7 @@ struct Guest {
 
 /// A host on which the deeds of a script are done.
 struct Twin {
-    // Before the host, which ends what it has started.
+    // The guests are dropped before the host, since the host ends what it has started.
     guests: BTreeMap<ClientNumber, Guest>,
     host: Host,
     /// By UUID, the world's names of the GPUs.

@@ -77,7 +77,7 @@ fn agent() -> &'static Path {
         let script = words.join("\n").replace("-o mps-agent", &format!("-o '{}'", agent.display()));
         let script = script.replace("/tmp/host-agent.mod", built("page.mod").to_str().unwrap());
         let mut shell = without_network(Command::new("sh"));
-        // For any machine, and for a root without a C library.
+        // Without cgo the program runs on any machine, and in a root directory without a C library.
         succeeded(shell.args(["-euc", &script]).env("CGO_ENABLED", "0"));
         agent
     })
@@ -134,7 +134,7 @@ fn assert_sees_what_is_published(host: &Host) -> Value {
         let published = || json!({"slices": host.busctl("ListDevices"), "gpus": host.busctl("ListGpus")});
         let before = published();
         let seen = printed(host, &["probe"]);
-        // The platform's executor would print the same.
+        // The executor of the platform prints the same lists.
         let listed = json!({"slices": host.list(), "gpus": host.json(&["list", "--gpus"]).unwrap()});
         (before == published()).then(|| {
             assert_eq!(seen, before);
@@ -171,7 +171,7 @@ fn every_value(board: &str) {
         let golden: Value = serde_json::from_str(&fs::read_to_string(golden).unwrap()).unwrap();
         assert_eq!(lasting(&seen[rows]), lasting(&golden), "{board}: {rows}");
     }
-    // A GPU that NVML can't read has fewer values.
+    // A GPU that NVML can't read has fewer keys.
     let keys = |seen: &Value| seen["slices"][0].as_object().unwrap().len();
     host.plant("gpus/0/lost", "");
     assert!(host.call("Control.Reload").status.success());
@@ -248,7 +248,7 @@ impl Watch {
     fn wait(&self, what: &str, holds: impl Fn(&Value) -> bool) {
         wait_for(what, || {
             let shown = fs::read_to_string(&self.shown).unwrap();
-            // Behind the last line feed is a line that is being written.
+            // The text after the last line feed is a line that is still being written.
             let last = shown.rsplit('\n').nth(1)?;
             holds(&serde_json::from_str(last).unwrap()).then_some(())
         });
@@ -292,7 +292,7 @@ fn it_follows_every_change_and_every_restart() {
     host.start();
     watch.wait("the service is back", |seen| healthy(seen, 2));
 
-    // After the only signal of this change, only the end of the service is noticed.
+    // This change causes only one signal. The end of the service is noticed after it.
     let drained = |seen: &Value| seen["slices"][0]["drained"] == true && seen["slices"][1]["healthy"] == true;
     assert!(host.mpsctl(&["drain", "00:06.0-0"]).status.success());
     watch.wait("a drained slice", drained);
@@ -386,7 +386,7 @@ fn releasing_a_container_spares_its_neighbours() {
     let released = run(&scene.host, &["release", &container.id]);
     assert!(released.status.success(), "{}", text(&released));
     assert_terminated(victim);
-    // No client is left, and that is no error.
+    // No client of the container runs any more. The second release is no error.
     assert!(run(&scene.host, &["release", &container.id]).status.success());
     assert!(scene.bystander_survives());
     let refused = run(&scene.host, &["release", "4711"]);
@@ -417,7 +417,7 @@ fn a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1() {
         return;
     }
     let mut host = Host::serving("h200");
-    // Another root directory with only the agent, and with its own mounts.
+    // The pod has a root directory of its own, which contains only the agent, and mounts of its own.
     let pod = |enter: &str| {
         as_pid_1_of_a_host(
             &host,
@@ -430,7 +430,7 @@ fn a_pod_with_the_hosts_pids_finds_the_bus_behind_pid_1() {
     let seen = pod("chroot");
     assert!(seen.status.success(), "{}", text(&seen));
     assert!(healthy(&serde_json::from_slice(&seen.stdout).unwrap(), 4), "{}", text(&seen));
-    // A pod that is not privileged may not look behind PID 1.
+    // A pod that is not privileged may not use the root directory of PID 1.
     let refused = pod("setpriv --bounding-set=-all,+sys_chroot chroot");
     let complaint = "/proc/1/root/run/dbus/system_bus_socket: connect: permission denied";
     assert!(!refused.status.success() && text(&refused).contains(complaint), "{}", text(&refused));
@@ -515,7 +515,7 @@ fn the_guide_for_the_platform_makes_a_host_serve() {
     host.start();
     for command in english.lines().filter_map(|line| line.strip_prefix("yunion-mpsctl ")) {
         let words: Vec<&str> = command.split(' ').collect();
-        // The first of them may be typed before the service is on the bus.
+        // The service may not be on the bus yet when the first command runs, so the command is repeated.
         wait_for(command, || host.mpsctl(&words).status.success().then_some(()));
     }
     assert_eq!(host.list().len(), 4);

@@ -91,7 +91,7 @@ fn each_slice_has_a_control_daemon_of_its_own() {
     }
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
     wait_for("all clients counted", || host.list().iter().all(|device| device["clients"] == 2).then_some(()));
-    // The servers of the other control daemons bypass nothing.
+    // The servers of other slices' control daemons are no bypasses.
     assert!(!host.log().contains("without our MPS server"), "{}", host.log());
     held.clear();
     assert_eq!(host.stop().code(), Some(0));
@@ -166,7 +166,7 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Exclusive_Process", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
     let held: Vec<Client> = ["1b:00.0-1", "2d:00.0-1", "2d:00.0-2"].map(|slice| client(&host, slice)).into();
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
-    // The slices of the second GPU have a control daemon together from now on, which starts once they are done.
+    // From now on, all slices of the second GPU have one control daemon. It starts when the clients of the slices have ended.
     host.devices(&[&entry(128, "gpu"), &entry(129, "gpu")]);
     let changes = text(&host.mpsctl(&["check", "--sysroot", &host.path("sysroot").display().to_string()]));
     assert!(changes.contains("control daemon 2d:00.0-"), "{changes}");
@@ -179,7 +179,7 @@ fn a_host_has_gpus_of_both_kinds() {
     let status = host.wait_for_state("ready");
     assert_eq!(status["control_daemons"].as_array().unwrap().len(), 1, "{status:#}");
     assert_eq!(host.compute_mode(1), "Exclusive_Process");
-    // And back.
+    // Then the slices of the GPU get control daemons of their own again.
     let held = client(&host, "2d:00.0-1");
     host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
     host.reload();
@@ -249,7 +249,8 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    // If the service may not set the mode, only the server of one slice could use the GPU.
+    // The GPU is in the mode `EXCLUSIVE_PROCESS`. If the service may not change that, only the server of one slice can use
+    // the GPU.
     host.configure("cuda_mps_topology: per_slice\ncuda_mps_set_compute_mode: false");
     host.start();
     host.wait_for_failure(
@@ -266,7 +267,7 @@ fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     let stranger =
         Client::start(stranger.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stdout(Stdio::null()));
     host.wait_for_state("degraded");
-    // A look at the GPU sets the compute mode again.
+    // The compute mode shows when the service has looked at the GPU: the look sets the mode again.
     let looks_at_the_gpu = |host: &Host| {
         host.plant("gpus/0/compute_mode", "Prohibited");
         host.meets_xid(0, 31);
@@ -383,7 +384,8 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
         let done = host.program_of(slice, &["hold", "0.1"]).output().unwrap();
         assert!(done.status.success(), "{slice}: {}", text(&done));
     }
-    // The hung control daemon neither hides the clients of another slice nor prevents the end of their GPU work.
+    // The control daemon of one slice hangs. The clients of the other slices are still listed, and their GPU work can be
+    // ended.
     let listed = host.json(&["clients"]).unwrap();
     let pids: BTreeSet<u64> =
         listed.as_array().unwrap().iter().filter_map(|one| one["pid"].as_u64()).collect();

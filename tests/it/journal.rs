@@ -68,14 +68,15 @@ fn journalctl_takes_the_catalogs() {
         command.arg(format!("--root={}", root.path().display())).arg(argument).env("LC_ALL", "C");
         let output = command.output().unwrap();
         assert!(output.status.success(), "{argument}: {}", text(&output));
-        // journalctl reports a bad entry only on standard error and exits with 0.
+        // journalctl reports a bad entry only on standard error, and exits with 0.
         assert!(output.stderr.is_empty(), "{argument}: {}", text(&output));
         text(&output)
     };
     journalctl("--update-catalog");
     let listed = journalctl("--list-catalog");
     assert_eq!(ids("(?m)^ID yunion-mps-daemon: ", &listed), ids("=> \"ID\"", &read("src/message.rs")));
-    // The other language is for a locale that a machine need not have.
+    // journalctl shows the Chinese texts only in a Chinese locale, which the machine may lack. So the test reads the
+    // database.
     let database = fs::read(root.path().join("var/lib/systemd/catalog/database")).unwrap();
     let database = String::from_utf8_lossy(&database);
     for subject in read("packaging/journal/yunion-mps-daemon.zh_CN.catalog").lines() {

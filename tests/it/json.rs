@@ -21,11 +21,11 @@ use crate::support::snapshot::{P40, p40_board};
 const ELSEWHERE: [(&str, &[&str]); 6] = [
     ("check", CHECK),
     ("clients", &["[].container", "[].container_id", "[].guest", "[].label", "[].project"]),
-    // release::terminate_by_pid_and_by_device
+    // The test `release::terminate_by_pid_and_by_device` sees these keys.
     ("events", &["[].ended_clients", "[].ended_for"]),
-    // kernel_limits::a_refused_limit_leaves_the_watch_and_says_why
+    // The test `kernel_limits::a_refused_limit_leaves_the_watch_and_says_why` sees this key.
     ("list", &["[].kernel_limit_refused"]),
-    // cpus::a_take_over_shows_the_cpus_in_force
+    // The test `cpus::a_take_over_shows_the_cpus_in_force` sees this key.
     ("status", &[".control_daemons[].wanted_cpus"]),
     ("terminate", &[".container"]),
 ];
@@ -65,7 +65,7 @@ fn recorded(directory: &Path, found: &mut BTreeMap<String, Vec<Value>>) {
             recorded(&file, found);
         } else if file.extension().is_some_and(|extension| extension == "json") {
             let name = file.file_stem().unwrap().to_str().unwrap();
-            // Another argument of the same command.
+            // `terminate-device` is the output of `terminate` with another argument.
             let schema = if name == "terminate-device" { "terminate" } else { name };
             let document = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
             found.entry(schema.to_owned()).or_default().push(document);
@@ -110,7 +110,7 @@ fn differences_and_mistakes_of_a_configuration_are_as_documented() {
         host.configure(lines);
         documents.push(check(&host));
     }
-    // yunion-mps-daemon --check says the same.
+    // `yunion-mps-daemon --check` prints the same document.
     let output = host
         .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
         .args(["--check", "--json", "--sysroot"])

@@ -76,7 +76,7 @@ fn the_kernel_holds_the_memory_of_a_bound_control_group() {
 
     let first = client(&host, &group.directory, &["hold", "600", "--mib", "30000"], "");
     assert!(!can_have(&host, &group, 10_000) && can_have(&host, &other, 10_000));
-    // A service that is killed leaves the limit, and the next one knows it.
+    // A service that is killed leaves the limit in the kernel, and the next service shows it.
     host.signal(Signal::KILL);
     host.ended();
     assert_eq!(limit(&host, &group), Some(MEMORY));
@@ -109,13 +109,13 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
         "{advice}"
     );
 
-    // The reason does not exist any more, and a reload tries again.
+    // The kernel no longer refuses the limit, and a reload makes the service try again.
     host.plant("gpus/0/memory_accounting", "");
     host.reload();
     enforced_by(&host, OWN, "kernel");
     assert_eq!(refused(OWN), None);
 
-    // Programs that have more than the slice keep their memory, and the limit is refused.
+    // The kernel refuses a limit that is lower than the memory that programs already have.
     let greedy = client(&host, &other.directory, &["hold", "600", "--mib", "40000"], "");
     succeeded(&bind(&host, NEIGHBOURS, &other, &[]));
     let why = wait_for("the reason", || refused(NEIGHBOURS));
@@ -161,7 +161,7 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
         fs::write(&file, format!("{} {}", reserved << 20, mib << 20)).unwrap();
         let text = || fs::read_to_string(&file).unwrap().trim().to_owned();
         wait_for("the limit of the slice", || (text() == ours).then_some(()));
-        // The service has noticed the change at once: its regular look comes only every minute.
+        // The service notices the change at once: its regular look, which comes every minute, would be too late.
         assert!(begun.elapsed() < Duration::from_secs(50), "{:?}", begun.elapsed());
         let told = format!("it was {found}, and is {MEMORY} MiB again");
         wait_for(&told, || host.log().contains(&told).then_some(()));
@@ -201,7 +201,8 @@ fn a_limit_follows_the_configuration() {
     };
     sized(20_000);
     sized(30_000);
-    // Two control groups with one slice may have it twice, so it is not enforced.
+    // Two control groups with one slice could each have the slice's memory, so the kernel's limits don't enforce the limit of
+    // the slice.
     succeeded(&bind(&host, OWN, &shared, &["--share"]));
     enforced_by(&host, OWN, "watch");
     assert_eq!((limit(&host, &group), limit(&host, &shared)), (Some(30_000), Some(30_000)));

@@ -70,7 +70,7 @@ fn a_pod_hands_the_slice_of_its_ended_init_container_on() {
     assert_eq!((&first["devices"], &first["settings"]), (&main["devices"], &main["settings"]), "{admitted}");
     let device = first["devices"][0].as_str().unwrap();
     assert_eq!(kubelet.given()[device], ["train-0/download", "train-0/main"]);
-    // The other three are for other pods, and the fifth gets none.
+    // The other three slices are for other pods, and a fifth pod gets none.
     for pod in ["train-1", "train-2", "train-3"] {
         assert_ne!(kubelet.admitted(pod, 1).0, [device]);
     }
@@ -107,11 +107,11 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     let _main = Container::start(&host, of_pod, &slice, "ml/train-0/main");
     let in_back_off = kubelet.admitted("crashes", 1).0.remove(0);
     let crashes = Container::start(&host, of_other, &in_back_off, "ml/crashes/main");
-    // A pod has a process of its own, whatever its containers do.
+    // Each pod has a process of its own that runs whether or not its containers do.
     let sandbox = Client::start(host.command("sleep").arg("600"));
     crashes.group.let_go(sandbox.id());
     let (_pod, _sandbox) = (crashes.end(), sandbox);
-    // No new pod would get the slices.
+    // Drained slices would be given to no new pod. The kubelet must accept the running pods with them nevertheless.
     succeeded(&host.mpsctl(&["drain", &slice, &in_back_off]));
     let running = json!({"train-0": ["main"]});
     for _ in 0..3 {
@@ -124,7 +124,7 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     }
     kubelet.wait_for_devices(QUARTER, 4, &[]);
 
-    // The kubelet does reject pods: those that are not known to run, while no plugin is registered.
+    // While no plugin is registered, the kubelet rejects the pods that it does not know to run.
     signal_pid(plugin.process.id(), Signal::TERM);
     kubelet.wait("the end of the list", |event| event["event"] == "gone");
     drop(kubelet);
@@ -166,7 +166,7 @@ fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     kubelet.ended("train-0");
     let (next, _) = kubelet.admitted("train-1", 1);
     assert_ne!(next, former);
-    // The slice that still has an owner is the last choice.
+    // The slice of the former pod's container is given last.
     assert_ne!(kubelet.admitted("train-2", 1).0, former);
     assert_eq!(kubelet.admitted("train-3", 1).0, former);
     drop(container);
@@ -182,7 +182,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let [Some(of_pod), Some(race)] = others.map(|of| of()) else { return skip(test, NO_CONTAINER_GROUP) };
     let host = serving("h200");
     let _job = Container::start(&host, job, "00:06.0-1", "kubepods/ml/job/main");
-    // The plugin sees the stranger before it sees a kubelet.
+    // The plugin sees the container outside Kubernetes before the kubelet runs.
     let plugin = Plugin::start(&host, &[]);
     plugin.wait_until_it_says("waiting for the kubelet");
     let mut kubelet = FakeKubelet::start(&host);
@@ -194,7 +194,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let (code, why) = kubelet.refused(QUARTER, &["00:06.0-1"]);
     assert!(code == "FAILED_PRECONDITION" && why.contains("outside Kubernetes"), "{code}: {why}");
 
-    // Another stranger takes a slice between the admission of a pod and the start of the pod's container.
+    // A container outside Kubernetes takes the slice after the pod was admitted, and before the container of the pod starts.
     let (given, _) = kubelet.admitted("train-0", 1);
     let race = Container::start(&host, race, &given[0], "docker-job");
     let mut taken = ["00:06.0-1", &given[0]];
@@ -204,7 +204,7 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     assert!(text(&refused).contains("is taken by docker-job"), "{}", text(&refused));
     kubelet.ended("train-0");
     let (next, _) = kubelet.admitted("train-1", 1);
-    // An init container has its slice as any other container of the pod.
+    // An init container gets the slice of its pod, as any other container of the pod does.
     let download = Container::start(&host, of_pod, &next[0], "ml/train-1/download");
     drop(race);
     let last = kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
@@ -228,7 +228,7 @@ fn a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus() {
     let before = kubelet.wait_for_devices(QUARTER, 32, &[]);
     let slice = kubelet.admitted("train-0", 1).0.remove(0);
     let _container = Container::start(&host, of_pod, &slice, "ml/train-0/main");
-    // 36000 MiB are 35 GiB as well.
+    // 36000 MiB are also rounded to 35 GiB, so the name of the resource stays.
     let file = host.file("/etc/yunion/host_container_device.yml");
     let cut = "import sys, yaml
 devices = yaml.safe_load(open(sys.argv[1]))
@@ -323,7 +323,7 @@ fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox()
     let mut plugin = Plugin::started_by(&host, command, "plugin.log");
     let mut kubelet = FakeKubelet::start(&host);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
-    // As kubeadm does for a node that joins a cluster again.
+    // kubeadm removes this directory when a node joins a cluster again.
     drop(kubelet);
     fs::remove_dir_all(&sockets).unwrap();
     let _kubelet = FakeKubelet::start(&host);
@@ -344,12 +344,12 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
     second.wait_until_it_says("another device plugin serves it");
     kubelet.events.clear();
-    // After the first looks of the second plugin.
+    // The second plugin has looked at the sockets when this list arrives.
     a_new_list(&host, &mut kubelet, "00:06.0-3");
     assert!(!first.said().contains("the socket is gone"), "{}", first.said());
     let registrations = kubelet.heard.iter().filter(|event| event["event"] == "registered");
     assert_eq!(registrations.count(), 1);
-    // The second plugin takes over where the first one ends.
+    // When the first plugin ends, the second one serves the resource.
     signal_pid(first.process.id(), Signal::TERM);
     kubelet.wait_for_registration(QUARTER);
 }

@@ -45,7 +45,7 @@ fn drains_and_faults_reach_the_kubelet_and_nobody_is_given_such_a_slice() {
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     kubelet.allocated(QUARTER, &["00:06.0-1"]);
 
-    // A control daemon that does not come back by itself.
+    // The control daemon ends, and with this fault no other one can start.
     host.plant("mps/fault/start-exits", "");
     signal_pid(control_pid(&host.wait_for_state("ready")), Signal::KILL);
     let all = ["00:06.0-0", "00:06.0-1", "00:06.0-2", "00:06.0-3"];
@@ -63,7 +63,7 @@ fn containers_get_cdi_devices_or_refusals_with_a_reason() {
     assert_eq!(settings, json!({"environment": {}, "mounts": [], "nodes": [], "cdi": names}));
     plugin.wait_until_it_says(&format!("gave {own} to a container"));
 
-    // Slices of two GPUs: one environment for both, NVIDIA's devices, and the hook of each slice.
+    // The container gets slices of two GPUs: one environment for both, NVIDIA's CDI devices, and the hook of each slice.
     let (first, second) = (ids(&devices)[0], ids(&devices)[4]);
     let settings = kubelet.allocated(QUARTER, &[first, second]);
     assert_eq!(settings["environment"]["YUNION_MPS_DEVICE"], format!("{first},{second}"));
@@ -118,7 +118,8 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
 fn a_kubelet_that_restarts_is_registered_with_again() {
     let (host, mut first, _plugin) = node("h200", &[]);
     first.wait_for_devices(QUARTER, 4, &[]);
-    // It leaves its own sockets behind. The next one removes all that are there, or none of the plugin's.
+    // A kubelet that ends leaves its own socket. The next one removes all sockets in the directory, or with `--leave` none of
+    // the plugin's.
     for words in [&[][..], &["--leave"], &[], &["--leave"]] {
         drop(first);
         first = FakeKubelet::start_with(&host, words);
@@ -137,7 +138,7 @@ fn the_plugin_waits_for_a_kubelet_that_comes_later() {
     plugin.wait_until_it_says("waiting for the kubelet");
     let mut kubelet = FakeKubelet::start(&host);
     kubelet.wait_for_devices(QUARTER, 4, &[]);
-    // A plugin that stops takes its socket away, and the next one begins again.
+    // A plugin that stops removes its socket. The next plugin registers again.
     signal_pid(plugin.process.id(), Signal::TERM);
     kubelet.wait("the end of the list", |event| event["event"] == "gone");
     let socket = host.path("kubelet/device-plugins/yunion-mps-35gib.sock");
@@ -159,7 +160,7 @@ fn devices_outlast_a_restart_of_the_service() {
     host.signal(Signal::KILL);
     host.ended();
     plugin.wait_until_it_says("the slices are as they were last known: yunion-mps-daemon is not running");
-    // A container that is made meanwhile waits for the service.
+    // A container that is created while the service does not run waits for the service.
     let wish = json!({"call": "allocate", "resource": QUARTER, "containers": [["00:06.0-3"]]});
     writeln!(kubelet.process.stdin.as_mut().unwrap(), "{wish}").unwrap();
     host.start();
@@ -168,7 +169,7 @@ fn devices_outlast_a_restart_of_the_service() {
     wait_for("the service", || {
         (plugin.said().matches("yunion-mps-daemon answers: 4 slices").count() == 2).then_some(())
     });
-    // Behind every list that the restart could have caused.
+    // This list comes after every list that the restart of the service could have caused.
     succeeded(&host.mpsctl(&["drain", "00:06.0-1"]));
     kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
     let lists = kubelet.heard.iter().filter(|event| event["event"] == "devices");
@@ -211,7 +212,7 @@ fn resources_come_and_go_with_the_configuration() {
     kubelet.wait_for_devices("gpu.example.com/mps-20gib", 2, &[]);
     let large = kubelet.wait_for_devices("gpu.example.com/large", 1, &[]);
     assert_eq!(ids(&large), ["00:06.0-2"]);
-    // First none of its devices are there, then the list ends.
+    // The first list of the former resource is empty. Then the plugin ends the stream.
     kubelet.wait_for_devices("gpu.example.com/mps-35gib", 0, &[]);
     let gone = |event: &Value| event["event"] == "gone" && event["resource"] == "gpu.example.com/mps-35gib";
     assert_eq!(kubelet.wait("the end of the list", gone)["code"], "OK");
@@ -336,7 +337,7 @@ fn the_policy_refuses_what_can_never_run_or_may_be_ended() {
         (new(maker("apps/v1", "ReplicaSet", &wrong)), TWO),
         (new(maker("batch/v1", "Job", &wrong)), TWO),
         (new(cron_job), TWO),
-        // An object that is older than the policy can be labelled, and be deleted with its dependents.
+        // An object that was made before the policy can still be labelled, and deleted together with its dependents.
         ((labelled, deployment.clone()), "not asked"),
         ((grown, deployment), TWO),
     ]
@@ -380,7 +381,7 @@ fn the_unit_and_the_manifests_are_well_formed() {
         container["volumeMounts"].as_array().unwrap().iter().map(|one| one["mountPath"].as_str().unwrap());
     let places: Vec<&str> = places.collect();
     assert_eq!(places, ["/run/dbus", "/var/lib/kubelet/device-plugins"]);
-    // AppArmor and SELinux keep any other container from both.
+    // The default profiles of AppArmor and SELinux forbid the access to both directories.
     assert_eq!(container["securityContext"]["appArmorProfile"], json!({"type": "Unconfined"}));
     assert_eq!(container["securityContext"]["seLinuxOptions"], json!({"type": "spc_t"}));
 }

@@ -1,6 +1,7 @@
 //! Tests of the whole.
 
-// All of this is tests; clippy's own exception for tests sees only the functions that are marked as such.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this program need them
+// too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -9,7 +10,7 @@
     clippy::print_stderr,
     clippy::print_stdout
 )]
-// A test reads from top to bottom, with its types where they are used, and an interface of D-Bus has methods.
+// These lints ask for a form that makes tests harder to read, or that a D-Bus interface does not allow.
 #![allow(
     clippy::assigning_clones,
     clippy::float_cmp,

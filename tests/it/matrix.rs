@@ -85,7 +85,7 @@ impl Service {
         let (pid, armed) = (child.id(), Arc::clone(&kill));
         let reader = std::thread::spawn(move || {
             read_log(stderr, log, |step| {
-                // The child is not waited for before this thread has ended, so the PID is its.
+                // The service is waited for only after this thread has ended. So no other process can have its PID yet.
                 let due = armed.lock().unwrap().take_if(|kill| kill.step == step);
                 if let Some(kill) = due {
                     std::thread::sleep(kill.delay);
@@ -99,7 +99,7 @@ impl Service {
     }
 
     fn arm(&self, kill: Kill) {
-        // Lines that were heard before belong to something else.
+        // Steps that were heard before this call do not belong to the phase that follows.
         while self.heard.try_recv().is_ok() {}
         *self.kill.lock().unwrap() = Some(kill);
     }
@@ -196,7 +196,7 @@ impl Row {
         let before = self.slices;
         let mut percentage = String::new();
         if self.served == "Default" {
-            // Each time another one.
+            // The percentage differs in each reload.
             self.reloads += 1;
             percentage = format!(", thread_percentage: {}", 100 - self.reloads % 90);
         } else {
@@ -236,7 +236,8 @@ impl Row {
             return Kill { step: ANY_TIME, delay: self.random.millis(300) };
         }
         let at = usize::try_from(self.random.below(rare.len() as u64)).unwrap();
-        // Immediately before the first step: after the last steps of a stop the daemon ends within a millisecond.
+        // The first kill at a step comes without a delay: after the last steps of a stop the service ends within a
+        // millisecond.
         let delay = if fewest == 0 { Duration::ZERO } else { self.random.millis(6) };
         Kill { step: rare[at], delay }
     }
@@ -273,7 +274,7 @@ impl Row {
             if self.random.below(4) == 0 {
                 self.another_client();
             }
-            // The next one has no better lot, now and then.
+            // Sometimes the next service is killed while it takes the control daemons over, too.
             while self.random.below(3) == 0 {
                 let kill = self.pick("adoption", &WARM);
                 self.start_with(Some(kill.clone()));
@@ -327,7 +328,7 @@ impl Row {
                 Ok(Heard::Step(_)) => {}
                 Err(RecvTimeoutError::Timeout) => self.look(),
             }
-            // It came through without that step: there was nothing for it to do.
+            // The service became ready without that step, since it had nothing to do there. So it is killed now.
             if ready == self.daemons && kill.step != "ready" && kill.step != ANY_TIME {
                 met = ANY_TIME;
                 std::thread::sleep(kill.delay);
@@ -344,7 +345,7 @@ impl Row {
         assert_eq!(status.signal(), Some(9), "{phase} at {}: {status}", kill.step);
         *self.kills.entry((phase, met)).or_default() += 1;
         if self.random.below(2) == 0 {
-            // The process that has waited for its byte has ended.
+            // The process that would have become a control daemon ends when its pipe from the killed service closes.
             wait_for("the end of launchers", || launchers(&self.host).is_empty().then_some(()));
         }
         true
@@ -375,7 +376,7 @@ impl Row {
     fn look(&mut self) {
         self.clients.retain_mut(|client| !client.done());
         if self.clients.is_empty() {
-            // No other client is hurt when one of these ends.
+            // No client is left, so control daemons may end without harm.
             self.held.clear();
         }
         let running = control_daemons(&self.host);

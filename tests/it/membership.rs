@@ -176,7 +176,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
     match ContainerGroup::new() {
         Some(container) => {
             container.take(tenant.pid, "init");
-            // It could have mounted this from the whole pipe directory, which it sees.
+            // The process sees the whole pipe directory, and could have mounted this directory itself. So the mount proves
+            // nothing.
             scene.is_known(tenant.pid, Some(CLAIMED), Some("environment"));
             drop(tenant);
         }
@@ -198,7 +199,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mut first = Command::new("sleep");
     let mut first = Client::start(first.arg("600"));
     container.take(first.id(), "init");
-    // A process of the container is younger, or its PID is larger.
+    // The container's next processes must start later than its first one, which the service recognises by its start time and
+    // PID.
     let clock = start_time(first.id());
     wait_for("another tick", || {
         let mut probe = Client::start(Command::new("sleep").arg("600"));
@@ -217,7 +219,8 @@ fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let mounts = fs::read_to_string(format!("/proc/{}/mountinfo", tenant.id())).unwrap();
     assert!(mounts.contains("slices/") && !mounts.contains(" / / "), "then this proves nothing: {mounts}");
     scene.is_known(tenant.id(), Some(CLAIMED), Some("environment"));
-    // If a runtime has made it so, the first process of the container has the mount, too.
+    // Without the other process, this process is the first of the container. So a runtime has made the mount, which counts
+    // now.
     let _ = first.kill();
     let _ = first.wait();
     scene.is_known(tenant.id(), Some(NEIGHBOURS), Some("mount"));
@@ -370,7 +373,7 @@ fn who_can_command_is_said() {
         let who = format!("{} (", program.id());
         assert!(commands.clone().all(|one| one["found"].as_str().unwrap().contains(&who)), "{found:#}");
     }
-    // Root on the host can do everything anyway.
+    // On the host, root can command every control daemon anyway.
     assert_eq!(host.listed(scene.neighbour.id()).unwrap()["may_command"], "all");
     scene.end();
 }

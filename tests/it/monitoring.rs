@@ -78,7 +78,7 @@ fn promtool_has_no_remark_about_the_metrics() {
             let expected = if sample.contains("_total{") { "counter" } else { "gauge" };
             assert_eq!(kind, expected, "{sample} of {}", file.display());
         }
-        // Both formats have the same samples.
+        // Both formats have the same samples, except for those about clients.
         let of_clients = ["yunion_mps_client_memory_used_bytes{", "yunion_mps_clients_left_out{"];
         let mut older: BTreeMap<String, f64> =
             typed.into_iter().map(|(sample, (value, _))| (sample, value)).collect();
@@ -199,7 +199,7 @@ fn prometheus_answers_every_query_of_the_dashboard() {
     let dashboard = dashboard();
     let mut queries = queries(&dashboard);
     assert!(queries.len() > 20, "{queries:?}");
-    // The variables themselves: label_values(METRIC, LABEL).
+    // The queries of the dashboard's variables have the form `label_values(METRIC, LABEL)`.
     for variable in dashboard["templating"]["list"].as_array().unwrap() {
         if let Some(query) = variable["query"]["query"].as_str() {
             let (metric, label) = query
@@ -217,12 +217,12 @@ fn prometheus_answers_every_query_of_the_dashboard() {
         assert_known(query);
         assert!(!query.contains('$'), "a variable without a value: {query}");
         rules.push(serde_json::json!({"record": format!("dashboard:query{number}"), "expr": query}));
-        // Where everything is well, there are none.
+        // These queries have no result if nothing is wrong.
         if !query.ends_with(" > 0") {
             expected.push(serde_json::json!({"labels": format!("dashboard:query{number}"), "value": 1}));
         }
     }
-    // JSON is YAML.
+    // JSON is also YAML, so the rules are written as JSON.
     let rules = serde_json::json!({"groups": [{"name": "dashboard", "rules": rules}]});
     let series = [
         input_series("tests/golden/mixed/metrics-prometheus.txt", "gpu1"),
@@ -361,7 +361,7 @@ fn the_textfile_is_written_as_a_whole() {
     assert!(run(&host, "").status.success());
     let down = prom();
     assert_eq!(parsed_as_the_older_format(&down)["yunion_mps_up{}"].0, 0.0);
-    // The last collection stays if nothing can be collected.
+    // If the metrics can't be collected, the file with the last ones stays.
     host.stop_bus();
     assert_eq!(run(&host, "").status.code(), Some(1));
     assert_eq!((names(), prom()), (vec!["yunion-mps.prom".to_owned()], down));
@@ -374,7 +374,7 @@ fn a_service_that_ends_while_it_is_asked_is_down() {
     host.signal(Signal::STOP);
     let mut command = host.command(binaries().join("yunion-mpsctl"));
     let asking = command.arg("metrics").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // It waits for the bus first, and for the stopped service in the end.
+    // The command first waits for the bus, and then sleeps until the stopped service answers.
     wait_for("its question", || (process_state(asking.id()) == Some('S')).then_some(()));
     host.signal(Signal::KILL);
     host.ended();
@@ -408,7 +408,7 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let mut verify = Command::new("systemd-analyze");
     verify.args(["verify", "--man=no", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"]);
     let (_, said) = judged(verify.current_dir(&directory), "");
-    // Other units of the machine do not count.
+    // Complaints about other units of the machine do not count.
     let complaints: Vec<&str> = said.lines().filter(|line| line.contains("yunion-mps-metrics")).collect();
     assert_eq!(complaints, [""; 0]);
 
@@ -421,7 +421,7 @@ fn the_units_for_the_textfile_are_well_formed_and_closed() {
     let documentation = read("docs/metrics.md");
     let documented = documentation.split_once("exposure ").unwrap().1.split(')').next().unwrap();
     let documented: f32 = documented.parse().unwrap();
-    // Releases of systemd weigh a little differently.
+    // Versions of systemd compute slightly different values.
     assert!(
         (documented - exposure).abs() < 0.25,
         "docs/metrics.md says {documented}, systemd-analyze {exposure}"

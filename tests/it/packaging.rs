@@ -54,7 +54,7 @@ fn installed_by(install: &mut Command, prefix: Option<&str>, root: &Path) -> Vec
     let pages = pages_as_shipped();
     fs::write(pages.path().join("copyright"), "").unwrap();
     install.env("DESTDIR", root).env("BIN", programs()).env("PAGES", pages.path());
-    // As Oh My Zsh exports it: this is no place for our files.
+    // Oh My Zsh exports `ZSH` as the directory of its own files, into which nothing is installed.
     install.env("ZSH", root.join("home/.oh-my-zsh")).env_remove("ZSH_COMPLETIONS");
     match prefix {
         Some(prefix) => install.env("PREFIX", prefix),
@@ -134,14 +134,14 @@ fn exactly_these_files_are_installed() {
     let mut expected: Vec<String> = INSTALLED.into_iter().map(str::to_owned).chain(documents).collect();
     expected.sort();
     assert_eq!(installed(None, root.path()), expected);
-    // The files that the units name are there.
+    // The files that the units name as documentation are installed.
     let unit: String =
         UNITS.iter().map(|unit| fs::read_to_string(source("systemd").join(unit)).unwrap()).collect();
     let named =
         |key| unit.lines().filter_map(move |line| line.strip_prefix(key)).flat_map(str::split_whitespace);
     let documents: Vec<&str> = named("Documentation=").collect();
     let file = |document: &str| Some(document.strip_prefix("file:")?.to_owned());
-    // man:NAME(SECTION)
+    // The form is `man:NAME(SECTION)`.
     let page = |document: &str| {
         let (name, section) = document.strip_prefix("man:")?.strip_suffix(')')?.split_once('(')?;
         Some(format!("/usr/share/man/man{section}/{name}.{section}"))
@@ -192,7 +192,7 @@ fn make_install_has_the_service_and_the_device_plugin() {
         expected.sort();
         let mut make = Command::new("make");
         make.args(["--silent", "--no-print-directory", "install"]).current_dir(source("."));
-        // The make that has started the tests speaks to its own kind through these.
+        // If `make` has started the tests, these variables would change how the other `make` runs.
         make.env_remove("MAKEFLAGS").env_remove("MAKELEVEL");
         assert_eq!(installed_by(&mut make, prefix, both.path()), expected);
     }
@@ -204,7 +204,7 @@ fn the_index_has_every_document_and_links_lead_somewhere() {
     let index = fs::read_to_string(source("docs/README.md")).unwrap();
     for entry in fs::read_dir(source("docs")).unwrap() {
         let name = entry.unwrap().file_name().into_string().unwrap();
-        // A picture is part of a page, and cases are part of their rules.
+        // A picture belongs to a page, and the test cases of rules belong to the rules.
         let is_part = [".svg", ".test."].iter().any(|part| name.contains(part));
         assert!(is_part || name == "README.md" || index.contains(&format!("]({name})")), "{name}");
     }
@@ -261,14 +261,14 @@ fn the_copyright_file_is_the_same_each_time() {
     let with_seed = |seed: u32| {
         let mut copyright = Command::new(source("packaging/copyright.py"));
         let output = run(copyright.env("PYTHONHASHSEED", seed.to_string()));
-        // cargo says there that it waits for another cargo.
+        // cargo reports on standard error if it waits for another cargo.
         let complaints = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{complaints}");
         String::from_utf8(output.stdout).unwrap()
     };
     let first = with_seed(0);
     assert!(first.contains("\nLicense: crates-1\n"), "{first}");
-    // One seed of two has another order of the crates that are there in two versions.
+    // Without sorting, the order of two versions of one crate would differ for every second seed.
     for seed in 1..6 {
         assert_eq!(with_seed(seed), first, "seed {seed}");
     }
@@ -357,7 +357,7 @@ fn the_manual_pages_are_well_formed() {
 /// In any locale: a UTF-8 locale of another language has no rules for Chinese.
 #[test]
 fn the_manual_pages_in_chinese_fit_a_terminal() {
-    // A Chinese character takes two columns.
+    // A Chinese character is two columns wide.
     let width =
         |line: &str| line.chars().map(|letter| if letter < '\u{2e80}' { 1 } else { 2 }).sum::<usize>();
     let pages = fs::read_dir(source("packaging/man/zh_CN")).unwrap().map(|entry| entry.unwrap().path());

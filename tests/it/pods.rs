@@ -54,7 +54,7 @@ impl Containerd {
         let wrapper = folder.join("yunion-mps-runc");
         symlink(binaries().join("yunion-mpsctl"), &wrapper).unwrap();
         let runtime = stops_page().replace("/usr/bin/yunion-mps-runc", wrapper.to_str().unwrap());
-        // As the default, and for a RuntimeClass.
+        // The runtime is containerd's default, and is also named by a RuntimeClass.
         let by_name = runtime.replace(".runtimes.runc", ".runtimes.yunion-mps");
         fs::write(folder.join("config.toml"), format!("{config}{runtime}{by_name}")).unwrap();
         let bus = host.bus_address();
@@ -153,7 +153,7 @@ impl Drop for Containerd {
             let _ = Command::new("kill").arg("-9").arg(shim.to_string()).status();
         }
         for group in self.groups().iter().filter_map(|group| group.parent()) {
-            // A container's process has its own control group below that of its pod.
+            // containerd makes the control group of a container below that of its pod.
             let kill = "for try in $(seq 100); do
                             for procs in $(find \"$0\" -name cgroup.procs); do kill -9 $(cat $procs); done
                             find \"$0\" -depth -type d -exec rmdir {} \\;
@@ -209,7 +209,7 @@ impl Runtime {
         environment.insert("LD_LIBRARY_PATH".to_owned(), json!(host.path("lib")));
         let client = host.path("bin/cuda-client").canonicalize().unwrap().display().to_string();
         let command = [&[client.as_str()], work].concat();
-        // Some pods have a RuntimeClass.
+        // Pods whose names end with 1 have a RuntimeClass.
         let handler = if name.ends_with('1') { "yunion-mps" } else { "" };
         let said = self.call(&json!({
             "call": "start", "pod": name, "handler": handler, "cdi": settings["cdi"], "mounts": mounts,
@@ -375,7 +375,7 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let client = node.client("train-0").unwrap();
     assert_eq!((&client["device"], &client["known_by"]), (&json!(own), &json!("bound")), "{client}");
     assert_eq!(node.owners(), BTreeMap::from([has(own, "ml/train-0/main")]));
-    // Its limits are those of the slice.
+    // The limits of the client are those of the slice.
     let memory = node.host.container_of(own)["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"].clone();
     let pid = client["pid"].as_u64().unwrap();
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap();
@@ -383,7 +383,7 @@ fn a_pod_is_a_client_of_the_slice_that_the_kubelet_gave_it() {
     let limit = format!("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={}\0", memory.as_str().unwrap());
     assert!(environment.contains(&limit), "{environment}");
 
-    // A slice that a pod has is never given out, no matter who asks for it.
+    // No other caller gets the slice while the pod has it.
     let settings = node.kubelet.allocated(QUARTER, &[own]);
     let twice = Admitted { name: "train-1".to_owned(), slices: vec![own.clone()], settings };
     let refused = node.runtime.start(&node.host, &twice, &["hold", "600"]).unwrap_err();
@@ -425,7 +425,7 @@ fn on_a_full_gpu_a_pod_waits_for_the_container_of_a_pod_that_was_deleted_by_forc
     let mut beside = Runtime::beside(&node.containerd);
     let started = thread::scope(|scope| {
         let starting = scope.spawn(|| beside.start(&node.host, &next, &["hold", "600"]));
-        // The hook runs once the first process of the container is in its control group.
+        // The container's first process is in its control group when the hook runs.
         wait_for("the container", || (node.groups_at_work("train-4") == 2).then_some(()));
         assert_eq!(node.owners()[&former.slices[0]], ["ml/train-0/main"]);
         node.runtime.stop(&former, 0);
@@ -456,7 +456,7 @@ fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     let mut replicas = [0, 1, 2].map(|number| node.pod_with(&format!("job-0-{number}"), 1, &work));
     for update in 1..=updates() {
         for (number, replica) in (0..).zip(&mut replicas) {
-            // The first process of the container ignores SIGTERM, so SIGKILL comes.
+            // The first process of the container ignores SIGTERM, so containerd sends SIGKILL after the grace period.
             node.delete(replica, 1);
             *replica = node.pod_with(&format!("job-{update}-{number}"), 1, &work);
             assert_eq!(node.client(&replica.name).unwrap()["device"], replica.slices[0]);
@@ -553,7 +553,8 @@ fn the_slices_of_a_killed_control_daemon_are_served_again() {
                 assert!(was_at_work);
                 wait_for("the end of the program", || (!alive(pid)).then_some(()));
             } else if part == "containerd" && was_at_work {
-                // The end of a program while containerd reads back what runs would be lost on containerd, and its pod with that.
+                // If a program ended while containerd reads back what runs, containerd would not notice the end, and would
+                // lose the pod. So the test waits.
                 wait_for("a containerd that knows the pod", || node.runtime.runs(&pod).then_some(()));
             }
         }

@@ -40,12 +40,12 @@ fn what_is_promised_is_what_is_found() {
     assert_eq!(output.status.code(), Some(0), "{table}");
     assert!(table.starts_with("00:06.0-2 on H200"), "{table}");
     assert!(table.contains("What is promised is what a client gets."), "{table}");
-    // The name of a GPU stands for a slice of it.
+    // The name of a GPU means any of its slices.
     for name in ["00:06.0", "0000:00:06.0", report["device_path"].as_str().unwrap()] {
         let (status, reports) = probe(&host, &[name]);
         assert_eq!((status, &reports[0]["addr"]), (Some(0), &json!("00:06.0-0")), "{name}: {reports:#}");
     }
-    // All memory was freed, and no client is left.
+    // The client of the probe has freed its memory and has ended.
     let clients = host.busctl("ListClients");
     assert_eq!(clients, json!([]));
 }
@@ -54,7 +54,7 @@ fn what_is_promised_is_what_is_found() {
 fn each_gpu_is_probed_once() {
     let mut host = Host::new("mixed");
     host.start();
-    // One of its GPUs is in MIG mode.
+    // One of the GPUs is in MIG mode, so the service is degraded.
     host.wait_for_state("degraded");
     let (status, reports) = probe(&host, &[]);
     assert_eq!(status, Some(1), "{reports:#}");
@@ -70,8 +70,8 @@ fn each_gpu_is_probed_once() {
         let error = report["error"].as_str().unwrap_or_default();
         assert_eq!(error.contains("MIG is on"), device["healthy"] == false, "{error}");
     }
-    // The GPU is cut into smaller slices. The environment has the limits of the slice, and the control daemon's limits are
-    // larger.
+    // This GPU has smaller slices than the other one. The environment has the limits of its slice, which are below the limits
+    // of the control daemon.
     let report = &reports[0];
     assert_eq!(report["slice"]["promised"]["thread_percentage"], 12, "{report:#}");
     assert_eq!(report["control_daemon"]["promised"]["thread_percentage"], 25, "{report:#}");
@@ -100,7 +100,7 @@ fn looser_limits_show_without_the_environment() {
              in force, or a looser one is"
         ])
     );
-    // Even with the looser limit, the client allocates no more than was promised.
+    // Although the limit is larger, the probe allocates no more memory than the slice promises.
     assert_eq!(reports[0]["control_daemon"]["found"]["memory_allocated"], 35942);
 }
 
@@ -181,7 +181,7 @@ fn without_a_driver_there_is_a_message() {
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
     assert!(said.contains("NOT PROBED: a CUDA process: libcuda.so.1 can't be loaded"), "{said}");
-    // A file with the name of the library that is no library.
+    // A file that has the name of the library, and is no library.
     host.plant("lib/libcuda.so.1", "no library");
     assert!(text(&host.mpsctl(&["probe"])).contains("libcuda.so.1 can't be loaded"));
 }

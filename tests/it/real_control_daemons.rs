@@ -19,7 +19,7 @@ fn host(series: &str) -> Host {
         assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-mps-control.sh", file.display());
     }
     let mut host = Host::new("h200");
-    // The parts of a driver have one version.
+    // All programs of a driver have the driver's version.
     host.plant("driver", series);
     host.prefer(&programs);
     host
@@ -169,7 +169,7 @@ fn of_555_without_a_gpu_has_no_server() {
     let mut host = host("555");
     host.start();
     let status = host.wait_for_status("a third failure", |status| {
-        // There is none before the first look at the host has ended.
+        // The list of control daemons is empty until the service has looked at the host once.
         let control_daemon = &status["control_daemons"][0];
         control_daemon["state"] == "backoff" && control_daemon["starts"].as_u64() >= Some(3)
     });

@@ -32,7 +32,7 @@ fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("neighbours may suffer"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
-        // The signal was ahead of its last words.
+        // The signal has ended the program before it could print its last line.
         _ => assert_eq!(status, Some(128 + signal.as_raw()), "{signal:?}: {said}"),
     }
 }
@@ -69,13 +69,13 @@ fn terminate_by_pid_and_by_device() {
         let events = scene.host.json(&["events"]).unwrap();
         let event = events.as_array().unwrap().last().unwrap();
         assert_eq!((&event["ended_for"], &event["ended_clients"]), (&json!([pid]), &json!(ended)));
-        // So it stands in the journal.
+        // The journal has the same text as the event.
         let own = format!("GPU work ended on request: {}", ended.trim_start_matches("1 client: "));
         assert!(scene.host.log().contains(&own), "{own}\n{}", scene.host.log());
         assert_terminated(victim);
         assert!(scene.bystander_survives());
 
-        // The other slices' clients are others'.
+        // The clients of other slices go on. Slice 2 has none.
         let (one, two) = (scene.victim(), scene.victim());
         let said =
             succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-2", "--device", "00:06.0-1"]));
@@ -124,7 +124,7 @@ fn terminate_by_container() {
         assert_eq!(said, format!("{expected}Ended the GPU work of {both}.\n"));
         assert_terminated(shallow);
         assert_terminated(deep);
-        // No client is left, and that is no error.
+        // No client of the container runs any more, which is no error.
         succeeded(&scene.host.mpsctl(&["terminate", "--container", &id.to_uppercase()]));
         assert!(scene.bystander_survives());
         other.let_go(scene.bystander.id());
@@ -144,7 +144,7 @@ fn an_id_of_two_containers_is_refused() {
         skip("an_id_of_two_containers_is_refused", NO_CONTAINER_GROUP);
         return;
     };
-    // The second one's id continues the first one's beginning.
+    // The second id has the first 63 characters of the first id.
     let alike = ContainerGroup {
         id: format!("{}{}", &one.id[..63], "f"),
         directory: one.directory.with_file_name(format!("docker-{}f.scope", &one.id[..63])),
@@ -186,7 +186,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &container.id[..12]]));
     assert_terminated(victim);
     assert!(scene.listed().contains(&stranger.id()));
-    // Without any other container, the caller means this one.
+    // Once the other container has ended, the beginning of the id is unambiguous.
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &alike.id[..12]]));
     assert_terminated(stranger);
     assert!(scene.bystander_survives());
@@ -200,7 +200,7 @@ fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
-    // The pipe directory of all slices names no slice. The directory of a slice would.
+    // The pipe directory of all slices names no slice. The directory of a slice would name it.
     command.env("CUDA_MPS_PIPE_DIRECTORY", scene.host.path("mps/pipe"));
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
@@ -330,7 +330,7 @@ fn a_client_that_stays_is_done_with() {
     scene.computes(staying.id());
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
     succeeded(&scene.host.mpsctl(&["terminate", "--device", "00:06.0-1"]));
-    // No signal was sent to it.
+    // The client got no signal, so its process still sleeps.
     wait_for("it sleeps on", || (process_state(staying.id()) == Some('S')).then_some(()));
     signal_pid(staying.id(), Signal::KILL);
     assert!(ended(staying).1.contains(TERMINATED));
@@ -365,7 +365,7 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     wait_for("the refusal", || {
         scene.host.log().contains("can't be continued: it stays stopped").then_some(())
     });
-    // The control daemon answers all.
+    // The control daemon still answers all questions.
     assert!(scene.listed().contains(&victim.id()));
     assert!(scene.host.json(&["clients"]).is_some());
     debugger.end();
@@ -430,7 +430,7 @@ impl Freezer {
         ];
         let made = kinds.into_iter().filter_map(|(root, file, states)| {
             let group = Path::new(root).join(format!("mps-test-{}-frozen", std::process::id()));
-            // Elsewhere than in a control group's hierarchy it would be a directory like any other.
+            // Outside of a hierarchy of control groups, this call would make a plain directory.
             let is_root = Path::new(root).join("cgroup.procs").exists();
             if !is_root || fs::create_dir_all(group.join("deeper")).is_err() {
                 return None;
@@ -461,7 +461,7 @@ impl Drop for Freezer {
     fn drop(&mut self) {
         self.thaw();
         let removed = || fs::remove_dir(self.group.join("deeper")).and_then(|()| fs::remove_dir(&self.group));
-        // A process that ends stays in it for a moment.
+        // A process that is ending stays in its control group for a moment.
         for _ in 0..100 {
             if removed().is_ok() {
                 return;
@@ -629,7 +629,7 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut attempts = ways.map(attempt);
-    // Reload goes through the same loop.
+    // The reload is handled by the same loop as the requests, so the loop is not blocked.
     assert!(scene.host.json(&["list"]).is_some());
     succeeded(&scene.host.mpsctl(&["reload"]));
     let pending =
@@ -638,8 +638,8 @@ fn a_control_daemon_that_hangs_holds_up_nobody_else() {
     for attempt in attempts {
         let (status, said) = ended(attempt);
         assert_eq!(status, Some(1), "{said}");
-        // Questions to one control daemon wait for each other, each for up to 5 s, and the supervisor asks too. So the last
-        // question may time out before it is asked.
+        // Questions to one control daemon wait for each other, each up to 5 s, and the supervisor asks questions too. So the
+        // last question may time out before it is sent.
         let silent =
             ["did not answer `get_server_list` within 5 s", "did not get its turn at the control daemon"];
         assert!(silent.iter().any(|reason| said.contains(reason)), "{said}");
@@ -670,7 +670,7 @@ fn run_finds_all_that_the_command_has_started() {
     for script in [
         "trap 'echo signalled; exit 9' TERM; cuda-client long 600; while :; do sleep 0.01; done",
         "trap 'echo signalled; exit 9' TERM; setsid -w cuda-client long 600; while :; do sleep 0.01; done",
-        // Its parent has ended before it starts.
+        // The shell that has started the client ends at once, so the client has no parent in the command.
         "trap 'echo signalled; exit 9' TERM; (cuda-client long 600 &); while :; do sleep 0.01; done",
     ] {
         for _ in 0..ROUNDS {
@@ -683,7 +683,8 @@ fn run_finds_all_that_the_command_has_started() {
                 "{script}: {said}"
             );
             assert_eq!(status, Some(9), "{script}: {said}");
-            // The signal that follows may be ahead of a client's last words; this one is in another group.
+            // A client in the process group may be ended by the signal before it prints its last line. `setsid` starts a
+            // client in a group of its own.
             assert!(said.contains(TERMINATED) || !script.contains("setsid"), "{script}: {said}");
             assert!(scene.bystander_survives(), "{script}");
         }
@@ -755,14 +756,14 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
         run
     };
     let mut scene = Neighbours::new();
-    // It hangs: the first signal gets some seconds.
+    // The service hangs. `run` waits some seconds for it before it passes the signal on.
     let run = started(&scene, one);
     signal_pid(scene.host.pid(), Signal::STOP);
     signal_pid(run.id(), Signal::INT);
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains(&format!("{WARNING}no end of it within 5 s")), "{said}");
-    // A second signal does not wait, and neither signal is lost. Their order is not guaranteed.
+    // A second signal is passed on at once, and so is the first. Their order is not guaranteed.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, both);
     signal_pid(scene.host.pid(), Signal::STOP);
@@ -771,7 +772,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains("TERM") && !said.contains(WARNING), "{said}");
-    // It is gone.
+    // Here the service does not run any more.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, one);
     scene.host.signal(Signal::KILL);
@@ -835,7 +836,7 @@ impl Terminal {
     }
 
     fn ended(self) -> (Option<i32>, String) {
-        // Held until then: its end would be the end of the input.
+        // The input of the terminal stays open until the program has ended: closing it would end the program.
         let Self { python, keyboard } = self;
         let ended = ended(python);
         drop(keyboard);
@@ -846,7 +847,7 @@ impl Terminal {
 #[test]
 fn ctrl_c_ends_gpu_work_first() {
     let mut scene = Neighbours::new();
-    // Ctrl-C and Ctrl-\.
+    // `\x03` is Ctrl-C, and `\x1c` is Ctrl-\.
     for (key, signal) in [("\x03", Signal::INT), ("\x1c", Signal::QUIT)] {
         for _ in 0..ROUNDS {
             let mut terminal = Terminal::run(&scene, &["cuda-client", "long", "600"]);

@@ -38,7 +38,7 @@ fn more_slices() {
     let after = wait_for("six slices that are healthy", || {
         let devices = host.list();
         assert!(devices.len() == 4 || devices.len() == 6, "{} devices", devices.len());
-        // In between they are listed before the control daemon has their limits.
+        // The new slices are listed before the control daemon has their limits, so the test waits for the limits too.
         let in_force =
             host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage") == "16.0\n";
         let done = in_force && devices.len() == 6 && devices.iter().all(|device| device["healthy"] == true);
@@ -142,7 +142,7 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     assert_eq!((of_slices.as_slice(), is_loose), (&most[..], loose));
     assert_eq!(host.front_end(&host.private(), "get_default_device_pinned_mem_limit 0"), default);
 
-    // Four clients are one too many for the second slice, and none for the third.
+    // Four clients are one too many for the second slice. The third slice may have four.
     let clients: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-1")).collect();
     let others: Vec<Client> = (0..4).map(|_| host.client_of("00:06.0-2")).collect();
     wait_for("overuse of the second slice alone", || {
@@ -151,7 +151,7 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
     });
     drop((clients, others));
 
-    // The sizes change, and with them what differs between file and service.
+    // The sizes in the file change, and `check` shows the differences from the service.
     host.devices(&[&format!(
         "path: /dev/dri/renderD128, type: NVIDIA_MPS, {}",
         sizes.replace("20GiB", "10GiB")
@@ -192,7 +192,7 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(others.len(), 56);
     let listener = Listener::start(&host);
 
-    // Larger slices, with which the defaults grow; the same again; smaller ones, for which the defaults stay.
+    // With 7 slices the defaults grow, with 8 they are as before, and with 9 slices they stay.
     for slices in [7, 8, 9] {
         configure(&host, slices);
         let reloaded = host.call("Control.Reload");
@@ -205,7 +205,7 @@ fn only_the_gpu_that_changes_is_said_to_change() {
         listener.wait_for(&format!("DevicesChanged {}", text(&reloaded).trim()));
     }
     let heard = listener.heard();
-    // A slice below a default that has grown gets a warning. Its health does not change.
+    // While a default grows, a slice with a lower limit gets a warning, and its health does not change.
     let of_others = |line: &&str| {
         let is_in = |other: &String| {
             line.starts_with(&format!("/io/yunion/Mps1/devices/_{}:", other.replace([':', '.', '-'], "_")))
@@ -261,7 +261,7 @@ fn new_slices_are_listed_while_the_control_daemon_restarts() {
     let host = Host::serving("tesla-p40");
     host.plant("mps/fault/start-exits", "");
     host.devices(&[&format!("{ENTRY} 2")]);
-    // Which needs another control daemon.
+    // Another pipe directory needs another control daemon.
     host.configure(&format!("cuda_mps_pipe_directory: {}", host.path("mps/other").display()));
     host.signal(Signal::HUP);
     wait_for("two slices that are not healthy", || {
@@ -321,7 +321,7 @@ fn a_bad_configuration_changes_nothing() {
         let status = host.wait_for_state("ready");
         assert_eq!(control_pid(&status), control_pid(&before));
     }
-    // A file that is right in itself and names a GPU that isn't there.
+    // The file has no mistake, but names a GPU that the host does not have.
     host.devices(&["path: /dev/dri/renderD200, type: NVIDIA_MPS, virtual_number: 4"]);
     let said = text(&host.call("Control.Reload"));
     assert!(said.contains("InvalidConfig") && said.contains("host_container_device.yml:2"), "{said}");
@@ -375,7 +375,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         let checked = host.check();
         assert_eq!(checked.status.code(), Some(78), "{wrong}: {}", text(&checked));
     }
-    // The service reads it as the host agent does: capitals, and a merge key.
+    // Like the host agent, the service accepts keys in capitals, and a merge key of YAML.
     for same in [
         entry.replace("type", "TYPE").replace("path", "PATH").replace("devices", "DEVICES"),
         "ours: &ours\n  type: NVIDIA_MPS\n  virtual_number: 4\ndevices:\n- path: /dev/dri/renderD131\n  <<: *ours\n"
@@ -455,7 +455,7 @@ fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     assert!(said.contains("the driver can't list its GPUs"), "{said}");
     let status = host.wait_for_state("degraded");
     assert_eq!(status["service"]["driver_version"], before["service"]["driver_version"]);
-    // A control daemon starts, which takes the compute modes and a look at each GPU.
+    // The start of a control daemon needs the driver: it sets the compute modes, and looks at each GPU.
     signal_pid(control_pid(&before), Signal::KILL);
     host.wait_for_status("another control daemon that serves", |status| {
         let control_daemon = control_daemon(status);
@@ -521,7 +521,7 @@ fn another_topology_waits_for_clients() {
         let reason = control_daemon(&status)["reason"].as_str().unwrap();
         assert!(reason.contains("not needed any more"), "{reason}");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
-        // It looks at everything again.
+        // A reload makes the service look at the host and the control daemons again.
         assert!(host.call("Control.Reload").status.success());
     }
     assert!(client.try_wait().unwrap().is_none());
@@ -589,7 +589,7 @@ fn switched_off_between_two_services() {
         } else {
             host.configure("enable_cuda_mps: false");
         }
-        // Where nothing is configured, these are known from its state file alone.
+        // With an empty configuration, the service knows the control daemon and the compute modes only from its state file.
         host.start();
         host.wait_for_status("a control daemon that waits for its client", |status| {
             let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();
@@ -795,7 +795,7 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     host.signal(Signal::KILL);
     host.ended();
     signal_pid(former, Signal::KILL);
-    // A process without an open standard output, where its log would be found.
+    // This process has no open standard output, through which the service would find the log of a control daemon.
     let mut shell = host.command("sh");
     shell.args(["-c", "exec sleep 600 >&-"]);
     let other = Client::start(&mut shell);
@@ -819,7 +819,7 @@ fn a_control_daemon_that_stays_keeps_its_compute_mode() {
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
     let state: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!(state["control_daemons"]["shared"]["process"]["pid"], other.id(), "{state:#}");
-    // Once it has ended, the next service puts the mode back.
+    // After the end of that process, the next service restores the compute mode.
     other.end();
     host.start();
     wait_for("the compute mode of before", || (host.compute_mode(0) == "Default").then_some(()));

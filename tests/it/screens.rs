@@ -58,7 +58,7 @@ impl Played {
         let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
         let file = |name: &str| -> Value {
             let text = fs::read_to_string(directory.join(name)).unwrap();
-            // Seconds and microseconds.
+            // The recorded times are in microseconds and in seconds.
             let text = text.replace(&format!("{RECORDED}000000"), &format!("{}000000", now - AGO));
             serde_json::from_str(&text.replace(&RECORDED.to_string(), &(now - AGO).to_string())).unwrap()
         };

@@ -25,7 +25,7 @@ fn ready_is_said_when_it_is_true() {
     assert!(now > 0);
     assert_eq!(manager.next(), "READY=1");
 
-    // A reload that is refused ends as well.
+    // A reload that is refused also ends with READY=1.
     host.configure("cuda_mps_replicas: none");
     host.signal(Signal::HUP);
     let heard = manager.until(|message| message == "READY=1");
@@ -52,7 +52,7 @@ fn ready_waits_for_the_bus() {
     host.set("WATCHDOG_USEC", "300000");
     host.start();
     let mut heard = manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
-    // After two more, the loop has run once.
+    // After two further messages of the watchdog, the loop has run at least once since then.
     for _ in 0..2 {
         heard.extend(manager.until(|message| message == "WATCHDOG=1"));
     }
@@ -61,7 +61,7 @@ fn ready_waits_for_the_bus() {
 
     host.restart_bus();
     manager.until(|message| message == "READY=1");
-    // The output has no reader any more: when it is full, it would block the daemon.
+    // No process reads the output of the service any more. A full pipe must not block the service.
     drop(manager);
     let status = host.json(&["status"]).expect("READY=1 came before the name on the bus");
     assert_eq!(status["service"]["state"], "ready");
@@ -80,7 +80,7 @@ fn a_service_manager_that_does_not_read_holds_nobody_up() {
         let reloaded = host.call("Control.Reload");
         assert!(reloaded.status.success(), "{}", crate::support::host::text(&reloaded));
     }
-    // As soon as it reads again, it gets the message that the last reload is done.
+    // When the service manager reads again, the first message is about the last reload.
     let heard = manager.until(|message| message.starts_with("STATUS=") || message == "READY=1");
     assert_eq!(heard.first().map(String::as_str), Some("RELOADING=1"), "{heard:?}");
     host.signal(Signal::TERM);

@@ -35,13 +35,14 @@ fn the_p40_is_served_the_whole_way() {
     host.start();
     let status = host.wait_for_state("ready");
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
-    // This control daemon is of a driver that knows no multi-user server.
+    // The control daemon of this driver has no multi-user mode.
     assert_has(
         control_daemon(&status),
         &json!({"id": "shared", "state": "ready", "reason": "", "starts": 1, "multiuser": false}),
     );
 
-    // The control daemon complains of connections without a word, by which the service learns who listens.
+    // The service connects without sending anything, to learn which process listens. The control daemon complains about that
+    // in its log.
     let log = fs::read_to_string(host.path("mps/log/control.log")).unwrap();
     assert!(log.contains("Unable to accept connection"), "{log}");
     assert!(!host.log().contains("WARN mps: "), "{}", host.log());
@@ -147,7 +148,7 @@ fn why_a_server_does_not_start_is_said() {
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 
-    // A server for the first client.
+    // On this board a server starts with the first client.
     let mut host = Host::serving("tesla-p40");
     host.plant("mps/fault/server-start-fails", WORDS[0]);
     let client = host.program(&["props"]).output().unwrap();
@@ -177,7 +178,7 @@ fn a_fabric_manager_that_comes_late_is_waited_for() {
         let logs = fs::read_to_string(host.path("mps/log/control.log")).unwrap_or_default();
         logs.matches("Starting new server").count()
     };
-    // With pauses that double, the eighth attempt would come a minute later.
+    // If the pauses doubled, the eighth attempt would come a minute later.
     wait_for("the eighth attempt", || (starts(&host) >= 8).then_some(()));
     host.clear("mps/fault/server-start-fails");
     let status = host.wait_for_state("ready");
@@ -197,7 +198,7 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
         let [program, whole, new, runs] =
             ["nvidia-cuda-mps-control", "whole", "new", "runs"].map(|name| host.path("bin").join(name));
         fs::rename(&program, &whole).unwrap();
-        // A link to itself.
+        // The program is a link to itself, so it can't be executed.
         symlink("nvidia-cuda-mps-control", &program).unwrap();
         host.reload();
         let is_told = |words: &str| {
@@ -211,7 +212,7 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
         fs::set_permissions(&new, Permissions::from_mode(0o755)).unwrap();
         fs::rename(&new, &program).unwrap();
         is_told(" ended with exit status: 1");
-        // One that does not answer would be ended sooner.
+        // A control daemon that does not answer would be ended after fewer attempts.
         let has_run = || fs::read_to_string(&runs).is_ok_and(|runs| runs.lines().count() >= 8);
         wait_for("the eighth look", || has_run().then_some(()));
         assert!(alive(before) && !host.log().contains("was removed"), "{}", host.log());
@@ -240,7 +241,7 @@ fn a_driver_with_longer_records_of_processes_is_understood() {
             assert!(listed["memory_mib"].as_u64().is_some_and(|mib| mib > 0), "{listed:#}");
             assert_eq!(listed["bypass"], false);
         }
-        // The look of a start, beside clients.
+        // The next service looks at the GPU while the clients run.
         host.signal(Signal::KILL);
         host.ended();
         host.start();
@@ -267,13 +268,14 @@ fn clients_are_listed_with_their_slices() {
     let pid = u32::try_from(client["pid"].as_u64().unwrap()).unwrap();
     let command = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap();
     assert!(command.ends_with("cuda-client\0hold\x00600\0"), "{command:?}");
-    // The simulated driver's file about it: `client MIB START`.
+    // The simulated driver writes `client MIB START` into a file for each client.
     let entry = fs::read_to_string(host.path(&format!("gpus/0/processes/{pid}"))).unwrap();
     let memory: u64 = entry.split(' ').nth(1).unwrap().parse().unwrap();
     assert_eq!(client["memory_mib"], memory);
 
     signal_pid(run.id(), Signal::TERM);
-    // Its GPU work was ended first, which the program takes for a reason to exit (810), if the signal isn't faster.
+    // `run` ends the GPU work before it passes the signal on. The program exits with CUDA error 810, or by the signal if that
+    // is faster.
     let status = run.wait().unwrap().code();
     assert!([Some(4), Some(128 + Signal::TERM.as_raw())].contains(&status), "{status:?}");
     assert!(!alive(pid));
@@ -365,7 +367,7 @@ fn a_mixed_host_serves_what_it_can() {
         };
         assert_has(device, &golden);
     }
-    // A container that was given its slice would find no GPU.
+    // A container with this slice would find no GPU, so the slice is refused.
     let refused = host.mpsctl(&["env", "3b:00.0-0", "5e:00.0-0"]);
     let said = text(&refused);
     assert!(
@@ -374,14 +376,13 @@ fn a_mixed_host_serves_what_it_can() {
     );
     let modes: Vec<String> = (0..3).map(|gpu| host.compute_mode(gpu)).collect();
     assert_eq!(modes, ["Exclusive_Process", "Default", "Exclusive_Process"]);
-    // A server that can't open one of its GPUs doesn't start at all.
+    // A server that can't open one of its GPUs does not start. So the control daemon goes without the GPU in MIG mode.
     assert_eq!(
         variable(control_pid(&status), "CUDA_VISIBLE_DEVICES"),
         "GPU-5b1c9d3e-7a42-4f80-9e16-c3d8a7b20f41,GPU-84d6e0b7-c15f-4a29-bd38-2f7193ca5e60"
     );
     let pipe: PathBuf = host.path("mps/pipe");
-    // Every ordinal has the limit of the largest slice: a client that sees one GPU gets the limit of ordinal 0, no matter which
-    // GPU that is.
+    // The limit of every ordinal is that of the largest slice: for a client that sees one GPU, that GPU has ordinal 0.
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 0"), "35G\n");
     assert_eq!(host.front_end(&pipe, "get_default_device_pinned_mem_limit 1"), "35G\n");
 

@@ -133,7 +133,7 @@ fn clients_that_carry_on_are_not_named() {
     let mut host = Host::serving("h200");
     host.wait_for_state("ready");
     let client = host.client_of("00:06.0-1");
-    // Nothing waits to be applied.
+    // No change waits to be applied, so the forced change ends no client.
     assert!(host.mpsctl(&["apply", "--force"]).status.success());
     host.configure("log_level: debug");
     assert!(host.call("Control.Reload").status.success());
@@ -162,7 +162,7 @@ fn a_forced_change_names_the_clients() {
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
     manager.until(|message| message.starts_with("STATUS=") && message.ends_with(&expected));
-    // It is over when they have ended.
+    // The report disappears from the status when the clients have ended.
     manager.until(|message| message == "STATUS=ready: 4 slices on 1 of 1 GPUs");
     let status = host.wait_for_state("ready");
     let events = status["events"].as_array().unwrap();
@@ -194,7 +194,7 @@ fn a_configuration_that_disables_names_the_clients() {
         status["control_daemons"].as_array().unwrap().is_empty()
     });
     assert_warned(&host, &expected, control_daemon);
-    // No client is named a second time.
+    // A reload does not name the clients a second time.
     assert!(host.call("Control.Reload").status.success());
     assert_warned(&host, &expected, control_daemon);
     drop(client);

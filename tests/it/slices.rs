@@ -118,7 +118,7 @@ fn a_container_with_its_slices_directory_alone_is_served() {
 /// it came, by the same control daemon, was served by it.
 #[test]
 fn links_follow_control_daemons_under_a_stream_of_clients() {
-    // A failure ends the stream too.
+    // If the test fails, the stream of clients ends after this time.
     const LONGEST_STREAM: Duration = Duration::from_secs(300);
     let mut host = Host::serving("h200");
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
@@ -131,7 +131,8 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
         let is_it = |device: &&Value| device["addr"] == slice.as_str();
         let listed = host.json(&["list"])?;
         let healthy = listed.as_array()?.iter().find(is_it)?["healthy"] == true;
-        // The link of a control daemon that is about to end is closed a moment before that is published.
+        // The link to a control daemon that is about to end is removed a moment before the status shows that. So the link is
+        // checked too.
         let leads = leads_to(&directory, &private);
         (healthy && leads && pid.is_u64()).then_some(pid)
     };
@@ -142,7 +143,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 if done.load(Ordering::Relaxed) || begun.elapsed() > LONGEST_STREAM {
                     break;
                 }
-                // A change waits for two quiet seconds.
+                // A change waits until no client has come for two seconds, so the stream pauses.
                 if number % 8 == 0 {
                     thread::sleep(Duration::from_millis(2500));
                 }
@@ -150,7 +151,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 let mut program = host.command("cuda-client");
                 let said = program.arg("props").envs(environment.iter().cloned()).output().unwrap();
                 let said = text(&said);
-                // Its control daemon was killed or ended while it was served, and the service does not know yet.
+                // The control daemon was killed or has ended while the client ran, and the service has not noticed that yet.
                 let pid = before.as_ref().and_then(Value::as_u64).and_then(|pid| u32::try_from(pid).ok());
                 let has_ended = pid.is_some_and(|pid| !alive(pid));
                 let cut_off = has_ended || said.contains("(805)") || said.contains("(806)");
@@ -160,7 +161,7 @@ fn links_follow_control_daemons_under_a_stream_of_clients() {
                 }
             }
         });
-        // The pause before the next control daemon doubles with each that is killed.
+        // The pause before the next start doubles with each control daemon that is killed, so the test kills only five.
         for _ in 0..5 {
             for replace in [another_control_daemon, another_by_reload] {
                 let so_far = served.load(Ordering::Relaxed);
@@ -248,7 +249,7 @@ fn nobody_else_changes_the_directories() {
         assert_eq!(leads_to(&directory, &private), there);
         nobody_changes(command);
     }
-    // A service that is killed leaves the flags to the next one, and a service that ends removes them.
+    // The flags stay if the service is killed, and a service that stops removes them.
     host.signal(Signal::KILL);
     host.ended();
     another_service_changes_the_links(&mut host, &directories);
@@ -265,7 +266,7 @@ fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     }
     host.start();
     host.wait_for_state("ready");
-    // The inode number of the former socket may be given to the new one.
+    // The new socket may have the inode number of the former one, so a link could look right. It must lead to the new socket.
     assert_eq!(inode(&host.path("mps/pipe/control")), inode(&private(host).join("control")));
     assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
     assert_eq!(flags(directories), vec![true; directories.len()]);
@@ -288,7 +289,8 @@ fn directories_are_given_back() {
     });
     wait_for("the former flags to go", || (!flags(&first).contains(&true)).then_some(()));
     fs::remove_dir_all(host.path("mps/pipe")).unwrap();
-    // With a control daemon for each GPU the pipe directory holds theirs.
+    // With a control daemon for each GPU, the pipe directory contains the pipe directories of these control daemons. So its
+    // flag is removed.
     host.configure("cuda_mps_topology: per_gpu");
     check(&host);
     host.wait_for_status("the other topology", |status| {
@@ -329,7 +331,8 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     let told = format!("{} did not lead to the control daemon, and does again", directory.display());
     wait_for("the warning", || host.log().contains(&told).then_some(()));
 
-    // A container that can write to the pipe directory can do worse. No call is needed to find it.
+    // A container with write access to the pipe directory can even remove the links of all slices. The service notices that
+    // without a request.
     let client = host.client();
     fs::remove_file(pipe.join("control")).unwrap();
     fs::remove_dir_all(pipe.join("slices")).unwrap();
@@ -428,7 +431,7 @@ fn sockets_move_when_the_last_client_has_ended() {
     let reason = control_daemon(&status)["reason"].as_str().unwrap();
     assert!(reason.starts_with(&format!("its sockets move to {}", private.display())), "{reason}");
     assert_eq!(status["gpus"][0]["healthy"], true, "{status:#}");
-    // Its slices are served as before, by links to the sockets where they are.
+    // The control daemon still has its sockets in the pipe directory, so the links of the slices lead there.
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
     assert!(leads_to(&directory_of(&host, &slice), &pipe));
     let said = text(&host.program_of(&slice, &["props"]).stdout(Stdio::piped()).output().unwrap());
@@ -439,7 +442,7 @@ fn sockets_move_when_the_last_client_has_ended() {
         status["service"]["state"] == "ready" && control_pid(status) != control_pid(&before)
     });
     assert_eq!(control_daemon(&after)["control_directory"], private.to_str().unwrap());
-    // The socket where programs wait goes when they may go on.
+    // The socket at which programs have waited is removed once the control daemon serves.
     wait_for("no other socket", || (files(&pipe) == ["control", "slices"]).then_some(()));
     assert!(leads_to(&directory_of(&host, &slice), &private));
     assert_eq!(host.stop().code(), Some(0));
@@ -479,7 +482,7 @@ fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
             .unwrap(),
     );
     assert!(doctor.contains("sockets-not-private"), "{doctor}");
-    // Nothing waits for the move that can't be.
+    // The move of the sockets is impossible, so no change waits for it and the next service is ready.
     host.signal(Signal::KILL);
     host.ended();
     host.start();
@@ -511,7 +514,7 @@ fn a_drained_slice_leads_nowhere() {
     done(&["undrain", &slices[1]]);
     assert_eq!(lead(), vec![true; slices.len()]);
 
-    // The drain holds for every control daemon and every service, whichever comes later.
+    // The slice stays drained when another control daemon or another service starts.
     done(&["drain", &slices[1]]);
     another_control_daemon(&host);
     assert_eq!(lead(), all_but_1);
@@ -532,7 +535,7 @@ fn a_drained_slice_leads_nowhere() {
     assert!(directories.iter().all(|directory| leads_to(directory, &private)));
     assert_eq!(files(&pipe), ["control", "slices"]);
     assert!(host.list().iter().all(|device| device["healthy"] == true));
-    // No other program has touched a link.
+    // The service has not found a link that another program has removed.
     assert!(!host.log().contains("did not lead"), "{}", host.log());
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -570,7 +573,7 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
             for command in ["drain", "undrain"] {
                 let output = host.mpsctl(&[command, &slice]);
                 assert!(output.status.success(), "{}", text(&output));
-                // At once after the answer.
+                // The link has changed when the command returns.
                 assert_eq!(leads_to(&directory, &private), command == "undrain");
             }
             let so_far = seen.load(Ordering::Relaxed);
@@ -608,7 +611,7 @@ fn a_thing_in_the_way_is_renamed_and_told() {
         host.log()
     );
 
-    // While it serves an idle control daemon, which stays.
+    // An idle control daemon serves, and it goes on while the links are repaired.
     fs::create_dir(directory.join(".control.new")).unwrap();
     fs::remove_file(directory.join("control")).unwrap();
     check(&host);
@@ -666,7 +669,7 @@ fn a_bad_directory_costs_its_slice_alone() {
     let served = host.program_of(names[2].as_str().unwrap(), &["props"]).output().unwrap();
     assert!(served.status.success(), "{}", text(&served));
 
-    // With the mount, a new control daemon and a new service serve the other slices, too.
+    // While the mount is there, a new control daemon and a new service serve the other slices.
     another_control_daemon_in(&host, "degraded");
     host.signal(Signal::KILL);
     host.ended();

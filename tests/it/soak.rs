@@ -46,7 +46,7 @@ impl Holdings {
             if (now.fds, now.threads) != (last.fds, last.threads) {
                 (last, since) = (now, Instant::now());
             }
-            // Longer than the runtime keeps a thread that has nothing to do.
+            // The runtime ends a thread that has been idle for 10 s.
             (since.elapsed() > Duration::from_secs(11)).then_some(now)
         })
     }
@@ -145,7 +145,7 @@ fn soak() {
     let tenth = Duration::from_secs(seconds) / 10;
     let mut settled = None;
     for part in 1..=10 {
-        // Figures that can be compared need one process: no kills in the second half.
+        // In the second half the service is not killed, so that the figures of one process can be compared.
         life.live(Instant::now() + tenth, part <= 4);
         if part == 5 || part == 10 {
             life.bystanders.drain(..).for_each(Bystander::wait);

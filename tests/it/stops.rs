@@ -113,13 +113,13 @@ fn a_container_that_is_stopped_leaves_its_neighbour_alive() {
             let victim = scene.neighbours.victim();
             let container = scene.container(&victim);
             succeeded(&scene.wrapped(&way(&container.id)));
-            // The signal may be faster than the last words.
+            // The signal may end the program before it prints its last line.
             let (status, said) = ended(victim);
             assert!(matches!(status, None | Some(3)), "{status:?} {said}");
             assert!(scene.neighbours.bystander_survives(), "{:?}", scene.calls());
         }
     }
-    // Without the service's word, the same stop is a fault for the neighbour.
+    // If the service does not end the GPU work first, the same stop ends the neighbour's work.
     let victim = scene.neighbours.victim();
     let container = scene.container(&victim);
     succeeded(&scene.runtime("runc", &["kill", &container.id, "9"]).output().unwrap());
@@ -140,7 +140,7 @@ fn a_program_that_handles_the_signal_writes_its_checkpoint() {
     let container = scene.container(&train);
     let worker = scene.neighbours.victim();
     container.take(worker.id(), "init/deeper");
-    // No signal that asks a program to end: nothing is asked.
+    // SIGCONT does not ask a program to end, so the wrapper asks the service nothing.
     succeeded(&scene.wrapped(&["kill", &container.id, "CONT"]));
     assert_eq!(scene.calls(), [format!("kill {} CONT", container.id)]);
     succeeded(&scene.wrapped(&["kill", &container.id, "15"]));
@@ -164,11 +164,11 @@ fn everything_else_is_the_runtimes_own() {
     let output = shell.output().unwrap();
     assert_eq!((output.status.code(), text(&output).as_str()), (Some(7), "12 GiB from descriptor 3\n"));
     assert_eq!(scene.calls(), [line.join(" ")]);
-    // The container does not exist. The error comes from the runtime.
+    // The container does not exist, and the runtime reports that.
     let output = scene.wrapped(&["kill", "x", "9"]);
     assert!(!output.status.success());
     assert_eq!(scene.calls()[1..], ["state x", "kill x 9"]);
-    // No such runtime.
+    // The runtime's program does not exist.
     symlink(binaries().join("yunion-mpsctl"), scene.folder.join("yunion-mps-none")).unwrap();
     let output = scene.runtime("yunion-mps-none", &["kill", "x", "9"]).output().unwrap();
     assert!(text(&output).contains("none can't be executed: No such file"), "{}", text(&output));

@@ -50,7 +50,7 @@ in_both_topologies! {
 fn a_killed_control_daemon_comes_back() {
     let mut host = Host::serving("tesla-p40");
     let before = host.wait_for_state("ready");
-    // The way back takes as long as this is there, so that the time between is seen for certain.
+    // While this file exists no control daemon can start, so that the test certainly sees the time without one.
     host.plant("mps/fault/start-exits", "");
     signal_pid(control_pid(&before), Signal::KILL);
     wait_for("devices that are not healthy", || {
@@ -61,7 +61,7 @@ fn a_killed_control_daemon_comes_back() {
     let status = host.wait_for_state("failed");
     let reason = control_daemon(&status)["reason"].as_str().unwrap();
     assert!(reason.contains("the control daemon ended"), "{reason}");
-    // Compute modes stay: a program that came in between would keep the server out.
+    // The compute mode stays: otherwise a program could open the GPU now and prevent the start of the next server.
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
 
     host.clear("mps/fault/start-exits");
@@ -146,7 +146,7 @@ fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon(topology: Topo
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
     host.plant("gpus/7/hangs", "");
-    // The look comes at once, and not at the next half minute.
+    // A critical error makes the service look at the GPUs at once, and not after half a minute.
     host.meets_xid(0, 31);
     wait_for("a look that hangs", || host.path("gpus/7/hung").exists().then_some(()));
     signal_pid(control_pid(&before), Signal::KILL);
@@ -250,7 +250,7 @@ fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
 #[test]
 fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     let mut host = Host::new("h200x8");
-    // As an administrator may have left it.
+    // An administrator may have set this mode before the service started.
     let set = |gpu: &str, mode: &str| {
         let set = Command::new(host.path("bin/nvidia-smi"))
             .args(["-i", gpu, "-c", mode])
@@ -263,7 +263,7 @@ fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     let status = host.wait_for_state("ready");
     signal_pid(host.pid(), Signal::KILL);
     host.ended();
-    // It outlives the daemon, and its end is not what this is about.
+    // The control daemon outlives the service. The test ends it here, since the compute mode is the subject.
     assert!(alive(control_pid(&status)));
     signal_pid(control_pid(&status), Signal::KILL);
     wait_for("the end of the processes", || host.processes().is_empty().then_some(()));
@@ -346,13 +346,13 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     assert!(host.its_slices().iter().all(|slice| slice["healthy"] == false));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
-    // The foreign control daemon does not get the commands for the service's control daemon.
+    // Another control daemon listens in the directory. It must not get the commands for the service's control daemon.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), "100.0\n");
 
-    // After the client has ended, both are replaced by the service's control daemon.
+    // After the client has ended, the service ends both control daemons and starts a new one.
     client.kill().unwrap();
     client.wait().unwrap();
     assert!(host.call("Control.Reload").status.success());
@@ -422,7 +422,7 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     assert!(alive(before));
     assert_eq!(client.try_wait().unwrap(), None, "{}", host.log());
 
-    // An administrator ends it. No signal is sent without a message about the clients that it hits.
+    // An administrator ends the control daemon. Before the signal, the journal names the clients that lose their work.
     client.end();
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
@@ -455,7 +455,7 @@ fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) 
         control_daemon_reason(status).contains("was answered with")
     });
     assert_eq!(control_pid(&status), before);
-    // It is asked more than once.
+    // The service asks the control daemon again instead of ending it.
     wait_for("the second attempt", || (host.log().matches("was answered with").count() > 1).then_some(()));
     host.clear("mps/fault/front-end-garbage");
     assert_eq!(control_pid(&host.wait_for_state("ready")), before);
@@ -478,7 +478,8 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
 /// It ends before the service's next one starts.
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
-    // The flag keeps its sockets out of the directory altogether.
+    // With the immutable flag, a foreign control daemon could make no sockets in the directory. So this service runs without
+    // it.
     host.start_without_the_flag();
     let before = host.wait_for_state("ready");
     let pipe = host.pipe();
@@ -520,7 +521,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     while daemon.try_wait().unwrap().is_none() && Instant::now() < deadline {
         sleep(Duration::from_millis(20));
     }
-    // Like Ctrl-C. No error for a process that has ended.
+    // SIGINT is what Ctrl-C sends. Sending it to a process that has ended is no error here.
     signal_pid(daemon.id(), Signal::INT);
     let output = daemon.wait_with_output().unwrap();
     (output.status.code(), text(&output))
@@ -542,7 +543,8 @@ fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     let checked = host.check();
     assert_eq!(checked.status.code(), Some(0), "{}", text(&checked));
 
-    // However the first one ends, the next has the directory at once, and the control daemon keeps nothing of it.
+    // However the first service ends, the next one gets the lock of the runtime directory at once: the control daemon has not
+    // inherited it.
     host.signal(Signal::KILL);
     host.ended();
     assert!(alive(control_pid(&before)));
@@ -579,7 +581,7 @@ fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     let (runs, overlaps) = (host.path("runs"), host.path("overlaps"));
     fs::create_dir(&wrapper).unwrap();
     let program = wrapper.join("nvidia-cuda-mps-control");
-    // The lock is held by the descriptor, until the end of the process.
+    // The descriptor holds the lock until the process ends.
     let script = format!(
         "#!/bin/bash\nreal={}/nvidia-cuda-mps-control\n\
          [ $# -eq 0 ] && grep -q ^yunion-mps-daem /proc/$PPID/comm || exec $real \"$@\"\n\
@@ -601,7 +603,7 @@ fn ask_at_once(host: &Host, ways: &[&[&str]]) {
         for way in ways.iter().cycle().take(2 * ways.len()) {
             scope.spawn(move || {
                 for _ in 0..3 {
-                    // Some are refused, which is an answer too.
+                    // A request that is refused is an answer, too.
                     let (program, arguments) = way.split_first().unwrap();
                     host.command(binaries().join(program)).args(arguments).output().unwrap();
                 }
@@ -626,7 +628,7 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let restart: Vec<&str> = restart.split_ascii_whitespace().collect();
     let runs = || fs::read_to_string(&runs).unwrap_or_default().len();
     let begun = runs();
-    // The client prevents the start of another server.
+    // While the client runs, its server can't be replaced, so these requests are refused.
     ask_at_once(&host, &[&list, &release, &restart, &["yunion-mpsctl", "reload"]]);
     assert!(runs() > begun + 12, "{begun} and then {}", runs());
     assert_eq!(client.try_wait().unwrap(), None);
@@ -697,7 +699,7 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         host.ended();
         host.start();
         host.wait_for_failure(&held);
-        // The service does not end this program, and the compute mode admits no other one.
+        // The service does not end this program. The compute mode lets no other program in.
         assert!(!start_without_mps(&host).status().unwrap().success());
         assert_eq!(slipped_in.try_wait().unwrap(), None);
 
@@ -709,7 +711,7 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         assert!(host.list().iter().all(|device| device["healthy"] == true));
         go_on.store(false, Ordering::Relaxed);
         assert_eq!(modes.join().unwrap(), BTreeSet::from(["Exclusive_Process".to_owned()]));
-        // A stop puts back what was before all this.
+        // A stop restores the compute mode from before the first start.
         assert_eq!(host.stop().code(), Some(0));
         assert_eq!(host.compute_mode(0), "Default");
         host.nothing_runs();
@@ -732,7 +734,7 @@ fn a_gpu_that_is_held_is_closed_to_others() {
             host.wait_for_status("served beside it", |status| status["control_daemons"][0]["pid"].is_u64());
         }
         assert_eq!(program.try_wait().unwrap(), None);
-        // A GPU that the configuration names no more gets its mode back at once.
+        // If the configuration no longer names the GPU, its compute mode is restored at once.
         host.configure("enable_cuda_mps: false");
         assert!(host.call("Control.Reload").status.success());
         wait_for("the mode of before", || (host.compute_mode(0) == "Default").then_some(()));

@@ -10,7 +10,7 @@ use crate::support::snapshot::{P40, p40_board, serving, tesla_p40};
 /// The output of a command on a terminal of this width, with these variables.
 async fn shown(service: &Service, columns: u32, variables: &[(&str, &str)], arguments: &str) -> String {
     let program = mpsctl();
-    // A shell would set COLUMNS itself.
+    // `exec env` sets the variables, since a shell would set COLUMNS itself.
     let variables: String = variables.iter().map(|(name, value)| format!("{name}={value} ")).collect();
     let script = format!("stty cols {columns} rows 50 && exec env {variables}'{program}' {arguments}");
     let mut command = service.bus.command("script");
@@ -55,7 +55,7 @@ async fn no_line_is_longer_than_the_terminal_is_wide() {
             assert!(longest <= usize::try_from(columns).unwrap(), "{longest} > {columns}:\n{screen}");
             assert!(screen.contains("00:06.0") && screen.contains("HEALTH"), "{screen}");
         }
-        // The variable counts more than the terminal.
+        // COLUMNS overrides the width of the terminal.
         let screen = shown(&service, 200, &[("COLUMNS", "80")], arguments).await;
         assert!((60..=80).contains(&longest(&screen)), "{screen}");
     }
@@ -67,7 +67,7 @@ async fn no_line_is_longer_than_the_terminal_is_wide() {
         let screen = shown(&service, 80, &[], arguments).await;
         assert!(!screen.contains("no room"), "{screen}");
     }
-    // The platform's table is the platform's at any width.
+    // The platform's table has the same width on every terminal.
     let table = shown(&service, 80, &[], "list --platform").await;
     assert!(longest(&table) > 200, "{table}");
 }
@@ -77,7 +77,7 @@ async fn colours_are_for_terminals_that_want_them() {
     let service = service().await;
     for arguments in ["list", "list --gpus", "status"] {
         let screen = shown(&service, 200, &[], arguments).await;
-        // The theme's own green, yellow and red.
+        // The colours are numbers of the terminal's own palette: 3 is yellow, and 1 is red.
         let green = ("status" == arguments).then_some("\u{1b}[38;5;3m");
         for colour in ["\u{1b}[38;5;3mnot enforced", "\u{1b}[38;5;1mnot served"].into_iter().chain(green) {
             assert!(screen.contains(colour), "{arguments}: {screen:?}");
@@ -93,9 +93,9 @@ async fn colours_are_for_terminals_that_want_them() {
         piped.args(arguments.split(' ')).env("CLICOLOR_FORCE", "1");
         let piped = printed(&mut piped).await;
         assert!(!piped.contains('\u{1b}') && !piped.contains("no room"), "{piped:?}");
-        // In one line, once for the whole GPU.
+        // The reason is on one line, and appears once for the whole GPU.
         assert_eq!(piped.matches("nothing but a reset of the GPU").count(), 1, "{piped}");
-        // COLUMNS counts for a pipe too, so that `watch` shows whole lines.
+        // COLUMNS also counts if the output is a pipe, so that `watch` shows whole lines.
         let mut narrow = service.bus.command(mpsctl());
         narrow.args(arguments.split(' ')).env("COLUMNS", "60");
         let narrow = printed(&mut narrow).await;

@@ -51,7 +51,8 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_for("ready");
     screen.wait_for("control daemon shared is ready");
 
-    // The answer of a busy machine takes longer than the rule allows: the service must list the client first.
+    // The screen must show the client within 2 s. On a busy machine the service itself may need longer to list the client, so
+    // the time begins then.
     let mut one = Client::start(&mut host.program_of(&device(1), &["hold", "600"]));
     host.wait_for_only_client();
     let listed = Instant::now();
@@ -62,7 +63,7 @@ fn clients_come_are_sorted_and_are_ended() {
     pids.sort_unstable();
     screen.wait_until("both clients by PID", |text| shown_pids(text) == pids);
 
-    // By PID, the other way round; by the slice.
+    // The keys reverse the order by PID, and then choose the order by slice.
     screen.keys("\tr");
     pids.reverse();
     screen.wait_until("both reversed", |text| shown_pids(text) == pids && text.contains("by PID, reversed"));
@@ -70,7 +71,7 @@ fn clients_come_are_sorted_and_are_ended() {
     let by_slice = [other.id(), one.id()];
     screen.wait_until("both by slice", |text| shown_pids(text) == by_slice && text.contains("by SLICE"));
 
-    // The clients of one slice alone: the second.
+    // The keys select the second slice, whose clients are shown alone.
     screen.keys("\tjj");
     let of = format!("Clients of {} (1)", device(1));
     screen.wait_until("one slice", |text| text.contains(&of) && shown_pids(text) == [one.id()]);
@@ -78,7 +79,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.wait_until("the other", |text| shown_pids(text) == [other.id()]);
     screen.keys("j\t");
 
-    // A no, and a yes.
+    // The question is answered with no first, and then with yes.
     let question = format!("End the GPU work of process {} (", one.id());
     screen.keys("t");
     screen.wait_until("a question", |text| text.contains(&question) && text.contains("? y/N"));
@@ -95,7 +96,7 @@ fn clients_come_are_sorted_and_are_ended() {
     screen.keys("q");
     assert_eq!(screen.ended(), 0);
     screen.wait_until_restored();
-    // The theme's own green.
+    // The green is the terminal's own numbered colour, and no RGB value.
     let written = screen.written();
     assert!(written.contains("\u{1b}[38;5;2") && !written.contains("38;2;"), "{written:?}");
 }
@@ -107,7 +108,7 @@ fn a_narrow_terminal_shows_less_and_names_it() {
     let mut screen = started(&host, 40, 160);
     screen.wait_until("everything", |text| text.contains("CONTAINER") && !text.contains("no room for"));
     screen.resize(20, 60);
-    // A look may come in the middle of a drawing.
+    // The test may read the screen in the middle of a drawing, so it waits for each part.
     let parts = [
         "ready",
         "driver ",
@@ -146,7 +147,7 @@ fn the_service_may_be_started_again() {
                 && text.contains("00:06.0-3")
         });
     }
-    // The keys still work.
+    // The program still handles keys.
     screen.keys("\u{1b}");
     assert_eq!(screen.ended(), 0);
     screen.wait_until_restored();
@@ -158,7 +159,7 @@ fn keys_work_while_a_question_takes_its_time() {
     let _client = client(&host, "00:06.0-1");
     let mut screen = started(&host, 30, 100);
     screen.wait_for("1 client ");
-    // Neither the service nor its control daemons answer.
+    // The service is stopped, so it does not answer.
     host.signal(Signal::STOP);
     screen.wait_for("; as of ");
     screen.keys("jj");
@@ -183,7 +184,8 @@ fn the_terminal_is_given_back_after_a_signal_and_for_the_shell() {
         assert_eq!(screen.ended(), status);
         screen.wait_until_restored();
     }
-    // A shell would have it stopped; here it is the only program of its session, which nothing stops by the terminal.
+    // In a shell, Ctrl-Z would stop the program. Here it is the only program of its session, and the kernel ignores such a
+    // stop. So the test stops it by a signal.
     let mut screen = started(&host, 24, 80);
     signal_pid(screen.pid(), Signal::STOP);
     wait_for("a stopped program", || (process_state(screen.pid()) == Some('T')).then_some(()));

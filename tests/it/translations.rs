@@ -45,7 +45,7 @@ fn outline(page: &str) -> Vec<String> {
     let mut outline = Vec::new();
     let mut prose = String::new();
     let mut is_screen = false;
-    // The added heading ends the last section.
+    // A heading is added, since each heading ends the section before it.
     for line in page.lines().chain(["#"]) {
         if line.starts_with("```") {
             is_screen = !is_screen;
@@ -112,7 +112,7 @@ fn each_language_leads_to_the_other() {
         assert_eq!(first_line(english), format!("English | [简体中文]({})", name(chinese)));
         assert_eq!(first_line(chinese), format!("[English]({}) | 简体中文", name(english)));
     }
-    // The README leads to every other page in its own language.
+    // Each README links to every other page in its own language.
     for (english, chinese) in &PAGES[1..] {
         assert!(read("README.md").contains(&format!("]({english})")), "{english}");
         assert!(read("README.zh-CN.md").contains(&format!("]({chinese})")), "{chinese}");
@@ -132,7 +132,7 @@ fn every_link_leads_somewhere() {
         let page = read(path);
         let links = page.split("](").skip(1).map(|rest| rest.split(')').next().unwrap());
         for link in links.filter(|link| !link.starts_with("http")) {
-            // FILE, #PLACE or FILE#PLACE
+            // A link has the form FILE, #PLACE or FILE#PLACE.
             let (file, place) = link.split_once('#').unwrap_or((link, ""));
             let file = if file.is_empty() { path.into() } else { Path::new(path).with_file_name(file) };
             let target = read(file.to_str().unwrap());
@@ -251,7 +251,7 @@ fn keys_of_manual() -> Vec<(String, Option<String>)> {
 #[test]
 fn the_manual_of_the_configuration_has_the_same_keys() {
     let page = chinese_manual("yunion-mps-host.conf.5");
-    // Bold is a key, italic a file.
+    // Keys are bold in the page, and files are italic.
     let keys = terms(&page).into_iter().filter_map(|term| term.strip_prefix("\\fB")?.split_once("\\fR"));
     let keys: Vec<_> = keys.map(|(name, default)| key(name, default)).collect();
     assert_eq!(keys, keys_of_manual());
@@ -303,7 +303,7 @@ fn the_manual_of_yunion_mpsctl_has_every_subcommand_and_option() {
     let all = command.get_subcommands().filter(|subcommand| subcommand.get_name() != "help");
     let mut all: Vec<(&str, BTreeSet<String>)> =
         all.map(|subcommand| (subcommand.get_name(), options_of(subcommand))).collect();
-    // Each takes --help; the page says so once, at its beginning.
+    // Every command has `--help`, which the page names only once, at its beginning.
     for (name, options) in &mut all {
         assert!(options.remove("help"), "{name}");
     }
@@ -349,7 +349,7 @@ fn the_examples_explain_every_key_in_both_languages() {
     let manual: Vec<String> = keys_of_manual().into_iter().map(|(key, _)| key).collect();
     assert_eq!([names(&host_conf), names(&device_file)].concat(), manual);
     for (key, comment) in host_conf.into_iter().chain(device_file) {
-        // English first, and Chinese below it.
+        // The English comment comes first, and the Chinese one below it.
         let languages: Vec<bool> = comment.lines().map(is_chinese).collect();
         assert!(languages.is_sorted(), "{key}: {comment}");
         assert_eq!((languages.first(), languages.last()), (Some(&false), Some(&true)), "{key}: {comment}");

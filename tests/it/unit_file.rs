@@ -23,7 +23,7 @@ fn verify(unit: &str) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("yunion-mps-daemon.service");
     fs::write(&path, unit).unwrap();
-    // True if the manual pages exist that it names: see packaging.rs.
+    // `packaging.rs` checks the manual pages that the unit names, so they are not checked here.
     let output = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path));
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     text.lines().filter(|line| line.contains("yunion-mps-daemon")).map(str::to_owned).collect()
@@ -60,13 +60,13 @@ fn the_unit_keeps_its_promises() {
     let lines: Vec<&str> = unit.lines().collect();
     for promise in [
         "Type=notify",
-        // A client must not die with us.
+        // The end of the service must not end control daemons and their clients.
         "KillMode=process",
         "ExecReload=/usr/bin/yunion-mpsctl reload",
         "Restart=on-failure",
-        // The daemon's exit status for a bad configuration.
+        // The service exits with this status if its configuration is wrong.
         "RestartPreventExitStatus=78",
-        // Where the state file lies, and that it outlives a restart.
+        // The state file is in this directory, and must outlive a restart.
         "RuntimeDirectory=yunion-mps-daemon",
         "RuntimeDirectoryPreserve=yes",
         "WantedBy=multi-user.target",
@@ -75,7 +75,8 @@ fn the_unit_keeps_its_promises() {
     }
     let capabilities = lines.iter().find(|line| line.starts_with("CapabilityBoundingSet=")).unwrap();
     assert!(capabilities.ends_with(" CAP_LINUX_IMMUTABLE"), "nobody else changes the directories of links");
-    // Containers get the pipe directory from the host's /tmp, and where directories may be without a word.
+    // These are the directories that the service may use by default. Containers mount the pipe directory from the host's
+    // /tmp.
     assert!(lines.contains(&"ReadWritePaths=/tmp /var/log -/run/cdi"), "directories.rs names them");
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
 }
@@ -105,7 +106,7 @@ fn the_exposure_is_the_documented_one() {
     let exposure: f32 = exposure.unwrap_or_else(|| panic!("no figure in: {text}")).parse().unwrap();
     let page = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/operations.md")).unwrap();
     let said = page.split_once("exposure ").unwrap().1.split(')').next().unwrap();
-    // Releases of systemd weigh a little differently.
+    // Versions of systemd compute slightly different values.
     let said: f32 = said.parse().unwrap();
     assert!((said - exposure).abs() < 0.25, "docs/operations.md says {said}, systemd-analyze {exposure}");
     assert!(exposure < 4.0, "{exposure}");
@@ -199,7 +200,7 @@ fn ageing_spares_the_pipe_and_log_directories_alone() {
     fs::create_dir_all(&snippets).unwrap();
     let shipped = shipped("yunion-mps-daemon.tmpfiles.conf");
     fs::write(snippets.join("yunion-mps-daemon.conf"), shipped).unwrap();
-    // Age 0: everything is old enough.
+    // With the age 0, every file is old enough to be removed.
     fs::write(snippets.join("tmp.conf"), "d /tmp 1777 - - 0\n").unwrap();
 
     let mut root_option = std::ffi::OsString::from("--root=");

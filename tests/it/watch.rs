@@ -58,7 +58,7 @@ async fn is_ready_waits_for_the_service_and_no_longer_than_it_may() {
     assert!(status == Some(3) && complained.contains("is not running"), "{status:?} {complained}");
     assert!(begun.elapsed() >= Duration::from_secs(1), "{:?}", begun.elapsed());
 
-    // The service comes while it is waited for, and becomes ready later.
+    // The service starts while `is-ready` waits, and becomes ready later.
     let mut waiting = ctl(&bus, &["is-ready", "--wait", "600"]);
     let waiting = tokio::spawn(async move { ended(&mut waiting).await });
     let mut service = Service::start_on(bus, starting()).await;
@@ -119,7 +119,7 @@ fn events_are_followed_over_a_restart_of_the_service() {
         host.start();
         host.wait_for_state("ready");
         let all = String::from_utf8(host.mpsctl(&["events"]).stdout).unwrap();
-        // Which event comes last differs from one start to the next.
+        // The order of the events differs between starts, so the test waits for the last one of this start.
         let (_, last) = all.lines().last().unwrap().split_once("  ").unwrap();
         for (follower, before) in [&text, &json].into_iter().zip(before) {
             wait_for(last, || follower.text("out")[before..].contains(last).then_some(()));
@@ -155,7 +155,7 @@ fn a_reader_that_leaves_ends_the_following() {
     reader.read_line(&mut line).unwrap();
     assert!(line.starts_with("20"), "{line}");
     drop(reader);
-    // No event comes.
+    // The command notices the closed pipe, although no further event comes.
     let status = wait_for("the end of yunion-mpsctl", || program.try_wait().unwrap());
     let mut complaint = String::new();
     program.stderr.take().unwrap().read_to_string(&mut complaint).unwrap();

@@ -53,12 +53,13 @@ impl PrivateBus {
 
     /// Starts a bus with the shipped policy after a change of it.
     pub(crate) fn with_policy(change: impl FnOnce(String) -> String) -> Self {
-        // TMPDIR is ignored: other users have to reach the socket, and the length of a socket's path is limited.
+        // The directory is in /tmp whatever TMPDIR is: other users have to reach the socket, and the length of its path is
+        // limited.
         let directory = tempfile::Builder::new().prefix("bus").tempdir_in("/tmp").unwrap();
-        // Other users have to reach the socket.
+        // The mode lets other users reach the socket.
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let shipped = concat!(env!("CARGO_MANIFEST_DIR"), "/config/io.yunion.Mps1.conf");
-        // The user who runs the tests has the rights of root there.
+        // On this bus, the user who runs the tests has the rights that the policy gives to root.
         let policy = change(fs::read_to_string(shipped).unwrap());
         let user = rustix::process::getuid().to_string();
         let policy = policy.replace("user=\"root\"", &format!("user=\"{user}\""));
@@ -76,7 +77,7 @@ impl PrivateBus {
             .stderr(fs::File::create(directory.path().join("complaints")).unwrap())
             .spawn()
             .unwrap_or_else(|e| panic!("dbus-daemon: {e}; install {}", package("dbus-daemon")));
-        // The dbus-daemon prints its address once it listens, and ends if it can't listen.
+        // dbus-daemon prints its address once it listens. If it can't listen, it ends without an address.
         let mut address = String::new();
         BufReader::new(daemon.stdout.take().unwrap()).read_line(&mut address).unwrap();
         let complaints = fs::read_to_string(directory.path().join("complaints")).unwrap();

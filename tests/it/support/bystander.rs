@@ -24,7 +24,7 @@ impl Bystander {
         let pid = child.id().to_string();
         wait_for("the client", || {
             let served = host.front_end(pipe, "ps").lines().any(|line| line.split(' ').next() == Some(&pid));
-            // On a busy machine its time may be over between two looks.
+            // On a busy machine the client may have finished before `ps` has shown it.
             let done = child.try_wait().unwrap().inspect(|status| assert!(status.success(), "{status}"));
             (served || done.is_some()).then_some(())
         });

@@ -39,12 +39,13 @@ impl ContainerGroup {
     fn named(name: impl Fn(&str) -> String) -> Option<Self> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        // No two ids begin with the same 12 digits.
+        // The first 12 digits of each id differ, since commands also take such a short id.
         let id = format!("{:08x}{number:04x}{:052x}", std::process::id(), 0xabc);
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
         let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // Any hierarchy does, but some take no process before they are configured.
+        // The container may be in any hierarchy. These two are tried first, since some others take no process before they are
+        // configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
             let directory = Path::new(mount).join(name(&id));

@@ -22,7 +22,7 @@ const RECORDED: [(&str, Option<&[&str]>); 15] = [
     ("mixed/screens", None),
     ("mixed/broken", None),
     ("mixed/broken/screens", None),
-    // The outputs in the manual, with the answers that its tables are made of.
+    // The outputs in the manual, and the answers from which its tables are made.
     (
         "tesla-p40",
         Some(&[
@@ -47,10 +47,10 @@ const RECORDED: [(&str, Option<&[&str]>); 15] = [
         ]),
     ),
     ("tesla-p40/screens", Some(&["clients.txt", "list.txt", "status.txt"])),
-    // The outputs in the README, with the answers that they are made of.
+    // The outputs in the README, and the answers from which they are made.
     ("h200", Some(&["clients.json", "list-gpus.json", "list.json", "status.json"])),
     ("h200/screens", Some(&["clients.txt", "list.txt"])),
-    // A host whose only GPU is lost.
+    // The only GPU of this host is lost.
     (
         "h200/broken",
         Some(&[
@@ -139,7 +139,7 @@ impl Golden {
         for listed in self.listed.unwrap_or_default() {
             assert!(self.files.contains(*listed), "{}/{listed} is listed, and no case prints it", self.below);
         }
-        // `unknown_directories` reports a directory that is not known here.
+        // A directory without any output of this run is reported by `unknown_directories`.
         let known = self.is_whole() || !self.files.is_empty();
         for entry in known.then(|| fs::read_dir(directory(&self.below)).unwrap()).into_iter().flatten() {
             let path = entry.unwrap().path();

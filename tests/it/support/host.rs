@@ -67,7 +67,7 @@ const WITHOUT_THE_FLAG: [&str; 4] = ["--bounding-set", "-linux_immutable", "--in
 impl Host {
     /// Makes the host. Only its bus runs.
     pub(crate) fn new(board: &str) -> Self {
-        // Short: the path of a socket below it must fit in 107 bytes.
+        // The path is short, since the path of a socket below it must fit into 107 bytes.
         let directory = tempfile::Builder::new().prefix("mps").tempdir_in("/tmp").unwrap();
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let root = directory.path().join("h");
@@ -78,7 +78,7 @@ impl Host {
             .output()
             .unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        // At the place that yunion-mpsctl looks for.
+        // The link is where yunion-mpsctl looks for the runtime directory.
         fs::create_dir_all(root.join("sysroot/run")).unwrap();
         symlink(root.join("run"), root.join("sysroot/run/yunion-mps-daemon")).unwrap();
         let bus = PrivateBus::start();
@@ -460,7 +460,7 @@ impl Host {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // A front end that finds no control daemon may end before it reads.
+        // Writing fails if the front end has found no control daemon and has ended before it reads.
         let _ = writeln!(front_end.stdin.take().unwrap(), "{command}");
         let output = front_end.wait_with_output().unwrap();
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
@@ -493,7 +493,7 @@ impl Drop for Host {
         for pid in self.processes() {
             signal_pid(pid, Signal::KILL);
         }
-        // A service that was killed leaves its flags, and the directory could not be removed.
+        // A killed service leaves immutable flags, with which the directory could not be removed.
         self.let_change("");
     }
 }

@@ -103,7 +103,7 @@ impl FakeKubelet {
             if list.len() == number && self::unhealthy(&list) == unhealthy {
                 return list;
             }
-            // An older list is no answer any more.
+            // A list from before this call does not count.
             self.events.retain(|event| !lists(event));
         }
     }

@@ -10,7 +10,7 @@ pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
         arguments.first().is_some_and(|name| name.ends_with("/nvidia-cuda-mps-control"))
             && arguments.iter().any(|argument| argument == "-f")
     });
-    // A server has its control daemon's arguments until it has become another program.
+    // The child of a control daemon has the same arguments until it executes the server.
     let all = found.clone();
     found.retain(|pid| {
         let parent = stat_fields(*pid).and_then(|fields| fields[1].parse().ok());

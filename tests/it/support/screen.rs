@@ -35,7 +35,7 @@ impl Screen {
         let name = ptsname(&terminal, Vec::new()).unwrap();
         let end = rustix::fs::open(&name, OFlags::RDWR | OFlags::NOCTTY, Mode::empty()).unwrap();
         let end = File::from(end);
-        // The terminal becomes the program's own, with its signals.
+        // The program becomes the leader of a session with this terminal, so the terminal sends it signals.
         let mut command = Command::new("setsid");
         command.arg("--ctty").arg(program.get_program()).args(program.get_args());
         for (name, value) in program.get_envs() {
@@ -55,7 +55,7 @@ impl Screen {
         let (mut reads, sees) = (terminal.try_clone().unwrap(), Arc::clone(&shown));
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
-            // The end of the last program on a terminal is an error.
+            // When the last program on the terminal has ended, reading returns an error.
             while let Ok(count @ 1..) = reads.read(&mut bytes) {
                 let mut shown = sees.lock().unwrap();
                 shown.parser.process(&bytes[..count]);

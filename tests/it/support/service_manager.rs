@@ -28,7 +28,7 @@ impl ServiceManager {
         self.socket.set_read_timeout(Some(DEADLINE)).unwrap();
         let length = loop {
             match self.socket.recv(&mut bytes) {
-                // A child of another test has ended.
+                // The signal about the end of a child process, for example of another test, has interrupted the call.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 received => break received.expect("a message of the daemon's"),
             }
