@@ -27,7 +27,7 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
     let why = excused.map(|(_, why)| format!(" ({why})")).unwrap_or_default();
     let line = format!("SKIP {what}: {reason}{why}\n");
-    // Not eprint, whose text libtest keeps to itself if the test passes.
+    // The line is written directly: libtest does not show what `eprint` prints in a test that passes.
     let _ = io::stderr().write_all(line.as_bytes());
     if let Some(list) = std::env::var_os(LIST) {
         let list = File::options().create(true).append(true).open(list);

@@ -200,7 +200,6 @@ extern "C" fn cuMemFree_v2(address: u64) -> c_uint {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuGetErrorString(error: c_uint, place: *mut *const c_char) -> c_uint {
     let text = std::ffi::CString::new(client::text(error)).unwrap_or_default();
-    // The caller keeps the text for ever. Errors are rare.
-    // SAFETY: CUDA's caller gives a valid pointer or null.
+    // The text is never freed, since the caller may use it for ever. Errors are rare, so little memory is lost.
     finish(unsafe { put(place, text.into_raw().cast_const()) })
 }

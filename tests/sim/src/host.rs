@@ -139,13 +139,13 @@ fn config_space(card: &Card) -> Vec<u8> {
     };
     put(0x00, &hex(vendor));
     put(0x02, &hex(model));
-    // Status: the device has a list of capabilities.
+    // In the status register, this bit says that the device has a list of capabilities.
     put(0x06, &[0x10, 0x00]);
-    // Class 0302, a 3D controller.
+    // Class 0302 is a 3D controller.
     put(0x09, &[0x00, 0x02, 0x03]);
     put(0x34, &[POWER]);
     put(POWER, &[0x01, EXPRESS]);
-    // Version 2, a legacy endpoint, the last capability in the list.
+    // The PCI Express capability has version 2, belongs to a legacy endpoint, and is the last one in the list.
     put(EXPRESS, &[0x10, 0x00, 0x12, 0x00]);
     put(EXPRESS + 0x0c, &link_capabilities);
     space
@@ -223,7 +223,7 @@ fn driver(board: &Board, root: &Path) -> io::Result<()> {
         let processes = directory.join("processes");
         fs::create_dir_all(&processes)?;
         fs::create_dir_all(directory.join("error"))?;
-        // CUDA programs of every user add themselves here.
+        // CUDA programs of all users write files into this directory.
         fs::set_permissions(&processes, fs::Permissions::from_mode(0o1777))?;
         for (name, text) in values(index, card, facts) {
             write(&directory.join(name), &text)?;
@@ -260,7 +260,7 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-smi", "cuda-client"] {
         symlink(programs.join(name), bin.join(name))?;
     }
-    // One library has the functions of both.
+    // One library has the functions of NVML and those of CUDA.
     ["libnvidia-ml.so.1", "libcuda.so.1"]
         .into_iter()
         .try_for_each(|name| symlink(library(programs), lib.join(name)))
@@ -281,8 +281,8 @@ pub fn without_function(root: &Path, function: &str) -> Result<(), String> {
     let library = root.join("lib/libnvidia-ml.so.1");
     let failed = |error: io::Error| format!("{}: {error}", library.display());
     let mut bytes = fs::read(&library).map_err(failed)?;
-    // The dynamic linker finds the name by its hash and then compares the text. With another text, it finds no
-    // function.
+    // The dynamic linker finds a function by the hash of its name, and then compares the name itself. With another text in
+    // its place, the linker does not find the function.
     let name = [b"\0", function.as_bytes(), b"\0"].concat();
     let places: Vec<usize> =
         bytes.windows(name.len()).enumerate().filter(|(_, text)| *text == name).map(|(at, _)| at).collect();

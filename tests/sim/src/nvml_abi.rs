@@ -461,7 +461,7 @@ fn memory(gpu: &Gpu) -> Result<(u64, u64, u64), Return> {
 unsafe extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, info: *mut Memory) -> Return {
     ask("nvmlDeviceGetMemoryInfo", device, |gpu| {
         let (total, reserved, used) = memory(gpu)?;
-        // The first version of the structure has no reserved part and counts that part as used.
+        // Version 1 of the structure has no field for reserved memory, and counts it as used.
         let used = used + reserved;
         // SAFETY: NVML's caller gives a valid pointer or null.
         unsafe { put(info, Memory { total, free: total - used, used }) }
@@ -728,7 +728,7 @@ fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
 /// Waits until a file of the set's GPUs has changed, or the time is over.
 fn wait_for_change(changes: &OwnedFd, longest: Duration) -> Answer {
     let longest = Timespec::try_from(longest).map_err(|_| code::INVALID_ARGUMENT)?;
-    // An interruption counts as a change.
+    // A call that a signal interrupts counts as a change.
     _ = poll(&mut [PollFd::new(changes, PollFlags::IN)], Some(&longest));
     let mut buffer = [MaybeUninit::uninit(); 1024];
     let mut queue = inotify::Reader::new(changes, &mut buffer);

@@ -190,7 +190,7 @@ impl Gpu {
     /// The numbers of the GPU's critical errors so far, in their order.
     pub fn xids(&self) -> Vec<u64> {
         let text = fs::read_to_string(self.directory.join("xids")).unwrap_or_default();
-        // A line without an end is still being written.
+        // A line without a line feed is still being written.
         let lines = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
         lines.filter_map(|line| line.trim().parse().ok()).collect()
     }
@@ -407,7 +407,7 @@ pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.{}", std::process::id()));
     fs::write(&new, format!("{text}\n"))?;
-    // A server that runs as another user adds its clients too.
+    // A server that runs as another user also writes its clients into these files.
     fs::set_permissions(&new, fs::Permissions::from_mode(0o666))?;
     fs::rename(&new, path)
 }

@@ -1,7 +1,8 @@
 //! The simulated control daemon, servers and clients, compared with records from an H200 with driver 580, and from 535,
 //! 550 and 555 without a GPU.
 
-// The helpers below belong to tests, but clippy only knows functions with a test attribute.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../support/skip.rs"]
@@ -43,7 +44,7 @@ impl Host {
 
     fn made_by(sim: &Path, board: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        // Another user's programs read it too.
+        // Programs of other users read files in this directory, too.
         fs::set_permissions(&directory, fs::Permissions::from_mode(0o755)).unwrap();
         let made = Command::new(sim).args(["create", board]).arg(directory.path()).output().unwrap();
         assert!(made.status.success(), "{made:?}");
@@ -101,7 +102,7 @@ impl Host {
         let mut command = self.command("nvidia-cuda-mps-control");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut front_end = command.spawn().unwrap();
-        // A front end that finds no control daemon does not read its input.
+        // Writing fails if the front end has found no control daemon and has ended without reading.
         _ = writeln!(front_end.stdin.take().unwrap(), "{commands}");
         front_end.wait_with_output().unwrap()
     }
@@ -429,7 +430,7 @@ fn the_control_daemons_environment_decides_the_ordinals() {
         text.lines().map(|line| (field(line, "pci "), field(line, "free "))).collect::<Vec<_>>()
     };
     let pair = |pci: &str, free: &str| (pci.to_owned(), free.to_owned());
-    // As measured with two GPUs: the client's order is by address, and the limit belongs to the client's ordinal.
+    // As measured with two GPUs: a client numbers its GPUs by address, and a limit is for the client's number.
     assert_eq!(seen(None), [pair("1b:00", "9726"), pair("2d:00", "6654")]);
     assert_eq!(seen(Some(first)), [pair("1b:00", "9726")]);
     assert_eq!(seen(Some(second)), [pair("2d:00", "9726")]);
@@ -457,7 +458,8 @@ fn the_end_of_the_control_daemon_is_the_end_of_its_clients() {
         let none = host.front_end("get_server_list");
         assert_eq!(String::from_utf8(none.stderr).unwrap(), "Cannot find MPS control daemon process\n");
         assert_eq!(none.status.code(), Some(1));
-        // The files that stay don't prevent the next start, as the second round of the loop shows.
+        // These files stay after the end of the control daemon. They do not prevent the next start, which is the second round
+        // of the loop.
         for file in ["control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"] {
             assert!(host.path("mps/pipe").join(file).exists(), "{file}");
         }
@@ -680,7 +682,7 @@ fn control_daemons_side_by_side_are_fault_domains() {
     let (neighbour, second, third) = (hold(0), hold(1), hold(2));
     let on_gpu = fs::read_dir(host.path("gpus/0/processes")).unwrap().count();
     assert_eq!(on_gpu, 6, "three servers and three clients");
-    // Each knows its own clients alone, and has its own limits.
+    // Each control daemon knows only its own clients, and has its own limits.
     for (control, (server, client)) in controls.iter().zip(servers.iter().zip([&neighbour, &second, &third]))
     {
         assert_eq!(control.ask(&format!("get_client_list {server}")), format!("{}\n", client.pid()));
@@ -693,14 +695,14 @@ fn control_daemons_side_by_side_are_fault_domains() {
     for host in &hosts {
         assert_eq!(host.cuda(&["hold", "0"], &[]).1, 0, "all of them take clients");
     }
-    // 48 places each.
+    // Each control daemon has room for 48 clients.
     let full: Vec<Client> = (0..47).map(|_| hosts[1].spawn_cuda(&["hold", "600"])).collect();
     wait_for("48 clients", || {
         (controls[1].ask(&format!("get_client_list {}", servers[1])).lines().count() == 48).then_some(())
     });
     assert_eq!((hosts[1].cuda(&["hold", "0"], &[]).1, hosts[2].cuda(&["hold", "0"], &[]).1), (3, 0));
     drop(full);
-    // A control daemon that is killed takes its own clients with it.
+    // If a control daemon is killed, only its own clients end.
     controls.remove(1);
     let (text, status) = second.end();
     assert!(text.contains("(806)") && status == 4, "{text}");
@@ -708,7 +710,7 @@ fn control_daemons_side_by_side_are_fault_domains() {
         (controls[1].ask(&format!("get_client_list {}", servers[2])).lines().count() == 1).then_some(())
     });
     assert_eq!(hosts[2].cuda(&["hold", "0"], &[]).1, 0);
-    // EXCLUSIVE_PROCESS lets one server in.
+    // In the mode EXCLUSIVE_PROCESS, only one server can open the GPU.
     let set = host.command("nvidia-smi").args(["-i", "0", "-c", "EXCLUSIVE_PROCESS"]).output().unwrap();
     assert!(set.status.success());
     let again = hosts[1].control(&[], None);
@@ -728,7 +730,7 @@ fn an_initialising_server_dies_with_its_control_daemon() {
     drop(control);
     let stat = format!("/proc/{server}/stat");
     wait_for("the server's end", || {
-        // The process stays a zombie if nobody adopts orphans.
+        // If no process adopts orphans, the process stays a zombie.
         fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z ")).then_some(())
     });
 }
@@ -830,11 +832,11 @@ fn one_user_at_a_time_or_all_at_once() {
     if !skip::root_or_skip("one_user_at_a_time_or_all_at_once") {
         return;
     }
-    // Another user must be able to read the programs, wherever the target directory is.
+    // The programs are copied to a directory that other users can read, which the target directory may not be.
     let programs = tempfile::tempdir().unwrap();
     fs::set_permissions(&programs, fs::Permissions::from_mode(0o755)).unwrap();
-    // `cp` writes the files. If this process wrote them, a child that another thread forks meanwhile could have them open, and
-    // the kernel does not execute a file that is open for writing.
+    // `cp` writes the files. If this process wrote them, a child that another thread forks meanwhile could have them open,
+    // and the kernel would refuse to execute them.
     let copied = Command::new("cp").args(PROGRAMS).arg(programs.path()).status().unwrap();
     assert!(copied.success());
     let host = Host::made_by(&programs.path().join("yunion-mps-sim"), "h200");

@@ -3,7 +3,8 @@
 //! The library finds its host by an environment variable, so each case needs a process of its own. The test starts this
 //! binary again with the name of the case.
 
-// The helpers below belong to tests, but clippy only knows functions with a test attribute.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
+// too.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

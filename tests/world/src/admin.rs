@@ -36,10 +36,11 @@ impl World {
         }
         let mut chosen: Vec<String> = GPUS.iter().map(|gpu| (*gpu).to_owned()).collect();
         chosen.retain(|_| !dice.one_in(3));
-        // A GPU whose clients are not known would hide what happens to the others.
+        // NVML does not list the clients of the old GPU. With that GPU, the clients of a faulted server are not all known,
+        // and many decisions would not be tried. So histories about faults choose it less often.
         let is_of_faults = self.mood == Mood::Faults;
         chosen.retain(|gpu| gpu != OLD_GPU || !is_of_faults || dice.one_in(3));
-        // Programs without MPS use this GPU.
+        // Programs without MPS use this GPU, so it can't be served yet.
         let mut closed: Vec<String> = chosen.pop_if(|_| dice.one_in(8)).into_iter().collect();
         let payload = if dice.one_in(3) { self.version } else { 0 };
         let order =
@@ -64,7 +65,7 @@ impl World {
         closed.retain(|_| sets_modes);
         let certainly =
             if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
-        // Sometimes the GPU of an entry is not known yet: it may be any GPU except these.
+        // Sometimes the service does not know which GPU an entry names. It may be any GPU except `others`.
         let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
         let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
         let kept = Configured { certainly, others: others.filter(|_| sets_modes) };
@@ -77,7 +78,7 @@ impl World {
             return;
         }
         let demand = self.any_demand(dice);
-        // Without a list of the GPUs there is no new plan, and the one in force stays.
+        // Without a list of the GPUs the service makes no new plan, and the former plan stays in force.
         if self.service.is_none() || self.look() || demand.mps != MpsSwitch::On {
             self.demand = demand;
             self.pursue();
@@ -249,7 +250,8 @@ impl World {
         let Some(state) = self.gpus.get_mut(&gpu) else { return };
         state.mode = mode;
         if is_written {
-            // The service may keep the former mode, or take the new one for it: both are correct.
+            // The state file has an earlier mode of this GPU. The service may restore that mode or the new one: both are
+            // correct.
             self.strange.insert(gpu);
         } else {
             state.own = mode;

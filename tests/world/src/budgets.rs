@@ -120,7 +120,7 @@ impl World {
 
     /// Puts the budgets of the plan in force.
     pub(crate) fn keep_budgets(&mut self) {
-        // In a script overuse is only reported, as on the simulated host that plays the same script.
+        // The service on the simulated host only reports overuse in a script, so the world does the same.
         let may_terminate = !self.is_calm;
         let mut wanted = BTreeMap::new();
         for order in &self.demand.orders {

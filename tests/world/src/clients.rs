@@ -174,7 +174,7 @@ impl Mps {
         };
         let ordinals: Vec<usize> = ordinals.into_iter().collect();
         let Some(ordinal) = self.dice.pick(&ordinals).copied() else { return };
-        // A control daemon that can't report the status of its server still lists the server's clients.
+        // A control daemon of an old driver can't report the status of a server, but it still lists the server's clients.
         let lists = self.is_old || self.dice.one_in(2);
         let Some(one) = self.servers.get_mut(&server).filter(|one| one.status == ServerStatus::Active) else {
             return;
@@ -194,7 +194,7 @@ impl Mps {
         for (client, one) in there.filter(|(_, one)| one.ordinals.contains(&ordinal)) {
             one.is_hit = true;
             self.hit_processes.insert(*client, one.program.process);
-            // Sometimes the log names it on its other GPUs too.
+            // Sometimes the log reports a client as hit on its other GPUs, too.
             let everywhere = self.dice.one_in(2);
             let named = one.ordinals.iter().filter(|one| everywhere || **one == ordinal);
             hit.extend(named.map(|ordinal| (server, *ordinal, *client)));

@@ -22,7 +22,7 @@ impl World {
     pub(crate) fn may_have(&self, slice: &BoundSlice, asker: Asker<'_>) -> Result<(), Obstacle> {
         let taker = asker.kept_out_by(slice, self.bindings.registry(), self.now.as_secs(), self.use_of());
         access::may_have(Standing {
-            // No GPU needs a reset here.
+            // In this world no GPU needs a reset.
             unusable: None,
             drained: self.is_drained(&name_of(slice)),
             taken_by: taker.map(|one| one.name().to_owned()),

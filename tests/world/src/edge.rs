@@ -432,7 +432,7 @@ impl Shell for SimShell {
         self.lock().note(format_args!("clients on GPUs"));
         self.turn().await;
         let mut mps = self.lock();
-        // The question to NVML about one GPU fails.
+        // NVML fails for one of the GPUs.
         let gpus = mps.gpus.clone();
         let failing = if mps.goes_wrong(30) { mps.dice.pick(&gpus).cloned() } else { None };
         let on = |ordinal: usize| {
@@ -442,7 +442,8 @@ impl Shell for SimShell {
         let list = |(ordinal, gpu): (usize, &String)| {
             let there = match self.id.tenure() {
                 Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
-                // The other clients there may belong to another control daemon.
+                // Several control daemons have the GPU, and NVML lists the clients of all of them. So only clients that are
+                // known as own ones count.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
             };
             let there = there.filter(|_| !mps.out_of_reach.contains(gpu) && failing.as_ref() != Some(gpu));

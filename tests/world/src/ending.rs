@@ -259,7 +259,8 @@ impl SimEnding {
             client.is_some_and(SimClient::is_at_work)
         };
         let mut at_work: BTreeSet<SimProcess> = state.wanted.iter().copied().filter(is_at_work).collect();
-        // A client that had no work a moment ago, and starts work again just when the list leaves it out, has come after the end.
+        // The list leaves out one client. If that client had no work at the list before and starts work just now, it counts
+        // as one that has come after the end.
         if state.has_left_out.contains(&one.pid)
             && let Some(before) = state.at_work.get(&one.pid)
         {
@@ -390,7 +391,8 @@ impl ClientShell for SimEnding {
         assert_eq!(may_end.cause(), Cause::Asked);
         let one = self.find(*control).clone();
         let pid = client.0.pid;
-        // The process that has the PID now is asked to end: the next process gets it only after all others.
+        // The request ends the process that has the PID at this moment. Another process gets the PID only after all other
+        // PIDs were used.
         let Some(process) = self.look(pid, |client| client.tenant.process) else {
             return Ok(TerminateAnswer::NoSuchClient);
         };

@@ -329,7 +329,7 @@ impl ClientShell for SimEnforcement {
         let answer = self.reach("end the work", control).await;
         let (is_late, is_lost) = {
             let mut mps = lock(control);
-            // A control daemon that hangs may carry out the request later.
+            // The control daemon hangs now, and may carry out the request later.
             let is_late = answer.is_err() && mps.goes_wrong(2);
             let is_lost = mps.goes_wrong(5) || mps.stage.lost_answers > 0;
             mps.stage.lost_answers = mps.stage.lost_answers.saturating_sub(1);

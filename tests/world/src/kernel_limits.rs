@@ -115,7 +115,7 @@ impl World {
         let Some((place, goal)) = self.next_limit() else { return };
         let is_lost = self.goes_wrong(dice);
         let is_new = matches!(goal, LimitGoal::Hold(_)) && !self.kernel.limits.contains_key(&place);
-        // The hook of another program for the same container runs after the hook that has bound it.
+        // Another program's hook for the same container may set the limit after the hook that has bound the container.
         let hook_comes = is_new && !self.is_calm && dice.one_in(3);
         let now = self.now;
         let (is_there, used) = (self.bindings.is_there(&place.group), self.used_by(&place));
@@ -153,7 +153,7 @@ impl World {
                 LimitOutcome::Reached
             }
         };
-        // The answer can be lost although the act was carried out.
+        // The service may get no answer although the limit was set.
         let outcome = if is_lost { refused("no answer") } else { outcome };
         self.add_to_story(|| format!("limit of {place:?}: {goal:?} {outcome:?}"));
         let Some(service) = &mut self.service else { return };
@@ -184,7 +184,7 @@ impl World {
         let place = LimitedGroup { gpu, group: self.bindings.any_group(dice) };
         match dice.below(3) {
             0 => _ = self.kernel.limits.remove(&place),
-            // A limit that is lower than that of any slice.
+            // This limit is lower than the limit of any slice.
             _ => _ = self.kernel.limits.insert(place.clone(), 7),
         }
         self.add_to_story(|| format!("somebody else changes the limit of {place:?}"));

@@ -1,7 +1,7 @@
 //! A host in memory: GPUs with compute modes, control daemons with clients, the state file, and the service's shell, which
 //! carries out the acts of the core step by step, like the service. The service can be killed between any two steps.
 
-// All of this is tests.
+// Everything in this crate is for tests.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -428,7 +428,7 @@ impl World {
     /// Gives the core the outcome of the act about this control daemon.
     fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
-        // NVML goes on with a change whose caller does not wait any more, and the next change waits for that.
+        // The act has ended, but NVML still carries out the change of a compute mode. The next change waits for that one.
         self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };

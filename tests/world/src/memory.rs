@@ -34,7 +34,7 @@ impl World {
         let wanted = 100 * (1 + dice.below(80) as u64);
         let (places, has) = self.places(daemon, client);
         let room = places.iter().map(|place| self.room(place, client, has)).min().unwrap_or_default();
-        // Memory that a program has stays, however small its limits become.
+        // A program does not lose memory that it has, even if its limit becomes smaller.
         let granted = wanted.min(room.max(has.min(wanted)));
         if let Some(client) = self.daemons[&daemon].lock().clients.get_mut(&client) {
             client.program.mib = granted;

@@ -34,7 +34,7 @@ pub struct Setting {
 /// The limits of a control daemon to which no limits were given.
 pub(crate) const NO_LIMITS: Setting = Setting { percentage: 100, mib: [0; 3] };
 
-// Each flag is a fact of its own.
+// A bool for each fact, and no enum: none of the facts excludes another.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug)]
 pub struct SimServer {
@@ -84,7 +84,7 @@ pub(crate) struct Hurt {
 }
 
 /// A simulated control daemon with all that belongs to it.
-// Each flag is a trouble of its own.
+// A bool for each trouble, and no enum: a control daemon may have all of them at once.
 #[allow(clippy::struct_excessive_bools)]
 pub struct Mps {
     pub(crate) pid: u32,

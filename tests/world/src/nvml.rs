@@ -17,7 +17,7 @@ impl GpuShell for SimShell {
         if !mps.is_alive {
             return None;
         }
-        // The question to NVML about one GPU fails.
+        // NVML fails for one of the GPUs.
         let failing = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let unlisted = if mps.goes_wrong(30) { mps.dice.pick(gpus).cloned() } else { None };
         let look = |gpu: &String| {

@@ -34,7 +34,8 @@ impl Mps {
         if let Meaning::ClientAdmitted(pid) = meaning
             && register.get(*pid).is_none()
         {
-            // The client had ended before its first line was read. Nothing distinguishes it from an earlier process with its PID.
+            // The client had ended before the service read its first line, so the service can't distinguish it from an
+            // earlier process with the same PID.
             self.reader.clients.seen.retain(|process, _| process.pid != *pid);
         }
     }
@@ -91,7 +92,7 @@ impl Mps {
             let clients = &mut self.reader.clients;
             clients.register.first_answer(known.clone());
             let words = format!("PID {} of user user{uid}", process.pid);
-            // A program that a debugger holds does not let its memory be read.
+            // The memory of a program that a debugger holds can't be read, and so its environment is not known.
             let is_held_up = tenant.is_held && evidence.asks_environment();
             let slices = evidence.slices(&claim, |_| false);
             let slice = if slices.is_some() { format!(", slice {slice}") } else { String::new() };

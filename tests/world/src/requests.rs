@@ -182,7 +182,7 @@ impl World {
             );
         }
         for lost in &request.lost {
-            // The next process may have got the PID just before it was asked for.
+            // Only the PIDs are compared: another process may have got the PID just before the request asked for its end.
             let is_open =
                 |one: &LeftClient<SimOwner>| one.pid == lost.pid && one.why == WhyLeft::MayHaveEnded;
             assert!(

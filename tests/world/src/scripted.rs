@@ -201,7 +201,7 @@ impl Script {
             },
             16..19 => self.any_force()?,
             19 | 20 => {
-                // A GPU that the configuration does not name has no name.
+                // Only slices of GPUs in the configuration have names that a command accepts.
                 let gpus = self.world.demand.orders.iter().flat_map(|order| &order.gpus).cloned();
                 let slices: Vec<String> =
                     all_slices(&gpus.collect::<Vec<_>>()).map(|(slice, _)| slice).collect();
@@ -248,7 +248,7 @@ impl Script {
     /// Does a deed, and lets the world go on until nothing happens any more.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
-        // Some of these may end, and then their last messages would be lost.
+        // A control daemon that ends is removed from the world together with its reports. So the present ones are remembered.
         let before: Vec<Arc<Mutex<Mps>>> =
             self.world.daemons.values().map(|one| Arc::clone(&one.mps)).collect();
         self.played += 1;
@@ -345,7 +345,8 @@ impl Script {
     fn wait(&mut self) {
         let until = self.world.now + PAUSE;
         while self.world.now < until {
-            // The drivers of the simulated host can report the status of servers.
+            // On the simulated host the control daemons can report the status of servers, so the control daemons of this
+            // world must, too.
             for mps in self.world.service.iter().flat_map(|service| service.starting.values()) {
                 mps.lock().unwrap().is_old = false;
             }

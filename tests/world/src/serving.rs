@@ -118,7 +118,8 @@ pub(crate) fn wanted(task: &Task) -> Wanted {
         memory_limit_mib: mib_of(&task.order),
         limits_enforced: uuid != OLD_GPU,
         capacity: u32::try_from(CAPACITY).unwrap(),
-        // If several control daemons take turns on a GPU, NVML does not say to which of them a client belongs.
+        // If several control daemons have a GPU, NVML lists the clients of all of them and does not say which client belongs
+        // to which.
         clients_listed: uuid != OLD_GPU && task.order.id.tenure() == Tenure::Alone,
     };
     Wanted {
@@ -230,7 +231,7 @@ impl World {
             return Some(ActOutcome::Done);
         };
         if self.goes_wrong(dice) {
-            // The service has no file descriptor left.
+            // The service has no free file descriptor for the process.
             return Some(ActOutcome::Failed(WhyFailed::Ill));
         }
         self.watch(id, pid, false);
@@ -255,7 +256,8 @@ impl World {
             admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
-        // No other code borrows them while an act is under way, and there is only one act at a time.
+        // The borrow is held across `await`. That is safe: a control daemon has one act at a time, and nothing else borrows
+        // these values during an act.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());
@@ -305,7 +307,7 @@ impl World {
             let is_forced = hurt.cause == Cause::Forced;
             assert!(!is_forced || !hurt.is_given_up, "given-up-is-not-done: {hurt:?} of {id}");
             let is_asked_for = match hurt.cause {
-                // The act itself was looked at when it began.
+                // For these causes, `check_work_is_safe` has checked the act when it began.
                 Cause::Stop | Cause::Disabled => true,
                 Cause::Forced => hurt.is_forced,
                 _ => hurt.is_hit,
@@ -325,7 +327,7 @@ impl World {
         for one in self.daemons.values() {
             one.lock().advance(now);
         }
-        // Acts also go on about control daemons that have ended, or do not run yet.
+        // An act may still be under way for a control daemon that has ended or does not run yet.
         if let Some(service) = &self.service {
             let watched = service.watched.values().map(|watched| &watched.mps);
             watched.chain(service.starting.values()).for_each(|mps| mps.lock().unwrap().advance(now));

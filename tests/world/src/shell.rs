@@ -32,7 +32,7 @@ impl World {
         }
         let picked = dice.pick(&tasks).map(|(id, task)| ((*id).clone(), (*task).clone()));
         let Some((id, task)) = picked else { return };
-        // An act may end by itself before it is broken off.
+        // An act that is to be interrupted may still end by itself before that.
         if task.is_interrupted && !dice.one_in(4) {
             return self.finish(&id, ActOutcome::Interrupted);
         }

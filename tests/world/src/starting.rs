@@ -125,7 +125,8 @@ impl World {
         service.starting.insert(id.clone(), mps);
         let (reach, wanted) = (Rc::clone(service.reaches.entry(id.clone()).or_default()), wanted(task));
         let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
-        // No other code borrows it while an act is under way, and there is only one act at a time.
+        // The borrow is held across `await`. That is safe: a control daemon has one act at a time, and nothing else borrows
+        // this value during an act.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let mut starter = SimStarter { shell, in_the_way: None };
@@ -144,7 +145,7 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let spawning = mps.spawning.take();
             if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
-                // The control daemon before has ended by itself.
+                // The control daemon that was spawned before has ended by itself, so this is another one.
                 self.next_pid += 1;
                 mps.is_another(self.next_pid, self.now);
             }

@@ -38,7 +38,7 @@ pub const SERVER: u32 = 200;
 type Turn = Box<dyn FnOnce(&mut Mps) + Send>;
 
 /// The troubles that a story gives a control daemon and its host, and the record of the service's acts.
-// Each flag is a trouble of its own, which a story names.
+// A bool for each trouble, and no enum: a story may name several.
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Default)]
 pub struct Stage {
@@ -360,7 +360,7 @@ impl Story {
 
     /// Serves the control daemon until this number of milliseconds after the beginning, unless the act ends before.
     /// The next call continues the act.
-    // The act is broken off before the memory is taken for another one.
+    // The lock is held across `await`. The story ends this act before another one locks the memory.
     #[allow(clippy::await_holding_lock)]
     pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
         let (shell, memory, wanted) = (self.shell(), Arc::clone(&self.memory), self.wanted.clone());

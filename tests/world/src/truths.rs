@@ -92,7 +92,7 @@ const MOST_DECIDED: usize = 9 * 600;
 impl World {
     /// The promise nothing-grows: the service's knowledge has a bounded size, whatever happens for however long.
     pub(crate) fn check_nothing_grows(&self, id: &DaemonId) {
-        // Writing all of it takes time, so this is not done after each step.
+        // Formatting all this knowledge takes long, so it is checked after every eighth act only.
         let Some(service) = self.service.as_ref().filter(|_| self.acts.is_multiple_of(8)) else { return };
         let known = service.watched.get(id).map(|watched| format!("{watched:?}")).unwrap_or_default();
         assert!(known.len() <= MOST_KNOWN, "nothing-grows: of {id} it is known: {known}");
@@ -169,7 +169,7 @@ impl World {
         let cause = permit.cause();
         let ending = self.service.as_ref().and_then(|service| service.ending);
         let is_asked_for = match cause {
-            // This cause ends no client.
+            // A control daemon that ends for this cause has no client.
             Cause::Unused => true,
             Cause::Stop => ending == Some(Ending::ForGood),
             Cause::Disabled => {

@@ -164,7 +164,7 @@ impl SimAdmission {
             socket = (mps.is_alive && !mps.has_no_directory).then_some(mps.pid);
             let names: Vec<String> = slices(&self.id, &mps.gpus).map(|(name, _)| name).collect();
             stuck = if mps.goes_wrong(12) { mps.dice.pick(&names).cloned() } else { None };
-            // A tenant removes a link.
+            // Sometimes a tenant removes a link.
             if mps.goes_wrong(20)
                 && let Some(name) = mps.dice.pick(&names)
             {

@@ -138,7 +138,7 @@ impl Context {
             }
             Some(Event::Error(error)) => Err(error),
             Some(Event::TakePart) => Err(SERVER_GONE),
-            // As recorded: without an answer the program goes on without MPS.
+            // As real programs do: if the control daemon gives no answer, the program goes on without MPS.
             None => Self::alone(host, visible_devices.as_deref()),
         }
     }
@@ -163,7 +163,7 @@ impl Context {
     /// Sends a request to the server, if the program is a client.
     fn request(&self, request: &Request) {
         if let Some(server) = &self.server {
-            // If the server has gone, the thread that waits for its events notices it.
+            // If the server has ended, the thread that waits for its events notices that.
             _ = wire::send(&*server.connection, request);
         }
     }
@@ -258,7 +258,7 @@ pub fn run(arguments: &[String]) -> u8 {
 }
 
 fn say(line: &str) {
-    // The output can't be written if the reader has closed it, and nobody needs it then.
+    // If the reader has closed the output, the line is dropped.
     _ = writeln!(io::stdout(), "{line}");
 }
 
@@ -347,7 +347,7 @@ fn again(host: &Host, context: Context, time: Duration, mib: u64) -> u8 {
 fn long(context: &Context, start: Instant, time: Duration) -> u8 {
     let init = start.elapsed().as_secs_f64();
     context.request(&Request::LongKernel(true));
-    // By now the server knows of the kernel.
+    // The message comes after the server has learnt of the kernel, so that a test can rely on that.
     let _ = writeln!(io::stderr(), "long pid {} runs", std::process::id());
     if let Err(error) = context.work(Instant::now() + time) {
         say(&format!("ERR cudaDeviceSynchronize(): {} ({error})", text(error)));

@@ -271,8 +271,8 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // The client has to take part. A client that is torn down for a fault does so only when it ends, and a
-            // stopped client when it continues. Until then the control daemon does nothing else.
+            // A client has to take part in its end. A client that was torn down by a fault does so only when its process
+            // ends, and a stopped client only when it is continued. Until then the control daemon handles no other command.
             let _nothing_else = self.nothing_else();
             while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
                 thread::sleep(Duration::from_millis(10));

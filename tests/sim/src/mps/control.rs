@@ -81,7 +81,7 @@ pub fn run(arguments: &[String]) -> u8 {
                 return 1;
             }
             _ => {
-                // With an unknown option the program acts as a front end.
+                // A real control daemon also acts as a front end if it does not know an option.
                 if version >= 580 {
                     _ = writeln!(io::stderr(), "Unrecognized option  ");
                 }
@@ -110,7 +110,8 @@ fn to_background(arguments: &[String]) -> io::Result<u8> {
         .env(BACKGROUND, "1")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        // A reader that waits for the end of this output must not wait for the control daemon.
+        // The control daemon must not inherit standard error: a reader that waits for the end of that output would wait for
+        // it.
         .stderr(Stdio::piped())
         .spawn()?;
     let mut said = String::new();
@@ -244,8 +245,8 @@ impl Daemon {
         if host.fault("start-garbage").is_some() {
             io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
         }
-        // A front end of the same user finds it, and may then do everything. It listens first, as recorded: who finds
-        // `control` finds this one too.
+        // A front end of the same user connects to this socket, and may give any command. As in a real control daemon it is
+        // made first, so that it exists once `control` exists.
         let privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
         let control = wire::listen(&pipe.join("control"))?;
@@ -324,7 +325,7 @@ impl Daemon {
                 self.user_interface(connection, Asker { uid, privileged });
             }
             Some((Hello::Client(hello), (pid, uid))) => {
-                // A real client connects more than once, and each time causes this line.
+                // A real client connects more than once, and each connection causes this line in the log.
                 self.log("User did not send valid credentials");
                 self.log("Accepting connection...");
                 self.admit(connection, pid, uid, hello);
@@ -336,7 +337,7 @@ impl Daemon {
     fn user_interface(&'static self, connection: &OwnedFd, asker: Asker) {
         self.log("NEW UI");
         while let Some(line) = wire::receive::<String>(connection) {
-            // As recorded: after `quit` with a client the control daemon takes no command any more.
+            // As in a real control daemon: after `quit` with a client it handles no further command.
             let is_quitting = lock(&self.state).quitting;
             let answer = (!is_quitting).then(|| self.command(&line, asker));
             if wire::send(connection, &answer).is_err() {
@@ -379,7 +380,7 @@ impl Daemon {
                     self.start(&mut state, uid);
                     started = true;
                 }
-                // The server belongs to another user and has no client, so it ends.
+                // The server belongs to another user and has no client, so it ends before a server for the new user starts.
                 Some(server) if server.ready() && server.idle() => {
                     drop(state);
                     if self.try_shutdown(&server) == 0 {
@@ -454,7 +455,7 @@ impl Daemon {
         }
         let status = exit_code(child);
         self.note(|state| {
-            // By the time of this line the server's process no longer exists.
+            // When this line appears in the log, the server's process has ended.
             self.log(&format!("Server {} exited with status {status}", server.pid));
             if self.version < 580 {
                 self.log("Removed Shm file at ");

@@ -14,7 +14,7 @@ pub(super) fn run(host: &Host) -> u8 {
     }
     let directory = super::pipe_directory();
     let connected = ["control_privileged", "control"].map(|socket| directory.join(socket));
-    // Without the socket `control` the front end does not look for the other one.
+    // If the socket `control` does not exist, a real front end does not try the other socket.
     let connected = if directory.join("control").exists() { &connected[..] } else { &[] };
     let connected = connected.iter().find_map(|socket| wire::connect(socket).ok());
     let hello = connected

@@ -168,7 +168,7 @@ impl Server {
     }
 
     fn report(&self, report: &Report) {
-        // If the control daemon has gone, the server is about to end.
+        // If the control daemon has ended, the report is lost, and the server ends in a moment.
         _ = wire::send(&self.channel, report);
     }
 
