@@ -206,7 +206,7 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
     }
 }
 
-/// Why a GPU takes no new client before a reset. Its present clients go on.
+/// Why a GPU takes no new client before a reset. The present clients of the GPU go on.
 fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     format!(
         "it takes no new client before a reset: {error}; when its clients are done, systemctl stop yunion-mps-daemon, \

@@ -232,7 +232,7 @@ impl Clients {
         client.cloned().unwrap_or_else(|| KnownClient::only(process))
     }
 
-    /// All that is known of the client that had this PID last. Its process may have ended.
+    /// All that is known of the client that had this PID last. The process of that client may have ended.
     pub(crate) fn last_with(&self, pid: u32) -> KnownClient {
         let client = self.known().register.get(pid).cloned();
         client.unwrap_or_else(|| KnownClient::only(ProcessId { pid, start_time: 0 }))
@@ -319,8 +319,8 @@ impl Clients {
             asked.spawn(async move {
                 let look = move || {
                     let slices = sight.slices(question.process.pid);
-                    // If the process has ended meanwhile, another process may have had its PID during the look. Then the
-                    // result is dropped.
+                    // If the process has ended meanwhile, another process may have had its PID during the look. The result of
+                    // such a look is dropped.
                     let runs = identity::read(question.process.pid).ok() == Some(question.process);
                     if let Ok(slices) = slices
                         && runs

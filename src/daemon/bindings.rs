@@ -25,8 +25,8 @@ use common::published::snapshot::{Named, Snapshot};
 const LOOK_PERIOD: Duration = Duration::from_secs(5);
 
 impl Daemon {
-    /// Binds a control group. The answer has the names of its slices. It comes when the binding is saved and published, and the
-    /// kernel enforces the memory limit if it can: a program may start right after the answer.
+    /// Binds a control group. The answer has the names of its slices. The answer comes when the binding is saved and
+    /// published, and the kernel enforces the memory limit if it can: a program may start right after the answer.
     pub(super) fn bind(&mut self, wanted: &WantedBinding, reply: Reply<Vec<String>>) {
         let bound = self.bound(wanted);
         let tried = self.limit_keeper.tried();

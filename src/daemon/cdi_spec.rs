@@ -1,4 +1,5 @@
-//! Updates the CDI spec when the Snapshot changes. It is the only file that the service writes for container engines.
+//! Updates the CDI spec when the Snapshot changes. The CDI spec is the only file that the service writes for container
+//! engines.
 
 use std::path::{Path, PathBuf};
 

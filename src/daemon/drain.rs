@@ -10,8 +10,8 @@ use common::published::container::ContainerError;
 use common::published::snapshot::Snapshot;
 
 impl Daemon {
-    /// Takes the slices and GPUs in `asked` out of use for new clients, or all slices if `asked` is empty. Their
-    /// links are removed before the answer.
+    /// Takes the slices and GPUs in `asked` out of use for new clients, or all slices if `asked` is empty. The links of these
+    /// slices are removed before the answer.
     pub(super) fn drain(&mut self, asked: &[String], reply: Reply<()>) {
         let mut drained = self.state_file.lock().drained().clone();
         let names = published(&self.snapshot.borrow(), asked, &Drained::default());

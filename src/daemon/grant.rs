@@ -1,4 +1,4 @@
-//! Decides, from its plan, if a new configuration is accepted. It asks nothing and changes nothing.
+//! Decides, from its plan, if a new configuration is accepted. The decision asks nothing and changes nothing.
 
 use super::findings::{join, why};
 use common::bus::error::RequestError;

@@ -28,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// finds a control daemon connects to it.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
-/// The longest time that the service waits for one look at the host. It must be much shorter than the watchdog's time.
+/// The longest time that the service waits for one look at the host. The time must be much shorter than the watchdog's time.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The first and the longest pause after NVML has failed to report critical errors. The pause doubles.

@@ -1,4 +1,5 @@
-//! The log: messages go to the journal with their fields if standard error is the journal. Otherwise they are plain lines.
+//! The log: messages go to the journal with their fields if standard error is the journal. Without the journal, messages are
+//! plain lines.
 
 use std::fmt;
 use std::io::Write;
@@ -54,9 +55,8 @@ pub(super) fn init() -> Level {
     Level(handle)
 }
 
-/// Writes why the service ends, right before its end. This message goes to the journal through standard error, for
-/// which the journal knows the unit. For a message with fields the journal would look up the process, which has ended
-/// by then.
+/// Writes why the service ends, right before its end. The message goes to the journal through standard error, for which the
+/// journal knows the unit. For a message with fields the journal would look up the process, which has ended by then.
 pub(super) fn last_words(reason: &str) {
     if standard_error::is_journal() {
         for line in reason.lines() {

@@ -1,5 +1,5 @@
-//! The main loop: signals, requests from the bus, news from the supervisors, the regular look at the host, and the watchdog. It
-//! makes the plan and publishes the state.
+//! The main loop: signals, requests from the bus, news from the supervisors, the regular look at the host, and the watchdog.
+//! The loop makes the plan and publishes the state.
 
 mod bindings;
 mod budgets;

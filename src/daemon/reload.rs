@@ -1,4 +1,5 @@
-//! Reads a new configuration. It is accepted and put in force, or it is refused with a reason, and the old one stays in force.
+//! Reads a new configuration. A new configuration is accepted and put in force, or it is refused with a reason, and the old
+//! one stays in force.
 
 use std::time::Duration;
 
@@ -13,8 +14,8 @@ use common::bus::error::RequestError;
 use common::plan::{self, Plan};
 use common::problem::LocatedProblem;
 
-/// The longest time that a caller waits until the new configuration is in force. It must be shorter than the deadline of a
-/// request on the bus.
+/// The longest time that a caller waits until the new configuration is in force. The time must be shorter than the deadline
+/// of a request on the bus.
 const PATIENCE: Duration = Duration::from_secs(50);
 
 /// Reloads for a caller on the bus. The caller gets the answer when the new configuration is in force.

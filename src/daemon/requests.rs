@@ -115,8 +115,8 @@ impl Daemon {
                     let doomed = self.fleet.ended_by_force();
                     self.name_clients("apply --force", &doomed).await;
                 }
-                // Naming the clients may take so long that the caller has given up meanwhile. Then nothing must be ended for
-                // it.
+                // Naming the clients may take so long that the caller has given up meanwhile. A caller that has given up must
+                // not cause the end of any control daemon.
                 if reply.is_closed() {
                     return;
                 }

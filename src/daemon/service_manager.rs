@@ -104,8 +104,8 @@ impl ServiceManager {
         self.unit_state.send_modify(|unit_state| unit_state.stopping = true);
     }
 
-    /// Reports the state of the service. It goes to the journal too, with a priority that depends on the state, but without the
-    /// shutdown report, which the journal has already.
+    /// Reports the state of the service. The state goes to the journal too, with a priority that depends on the state, but
+    /// without the shutdown report, which the journal has already.
     pub(super) fn status(&mut self, state: State, line: &str, shutdown_report: &str) {
         let status =
             if shutdown_report.is_empty() { line.to_owned() } else { format!("{line}; {shutdown_report}") };

@@ -1,4 +1,4 @@
-//! The service on D-Bus: it shows the Snapshot, and passes requests to the daemon. It decides nothing.
+//! The service on D-Bus: it shows the Snapshot, and passes requests to the daemon. This module decides nothing.
 //!
 //! ```text
 //! /io/yunion/Mps1                        org.freedesktop.DBus.ObjectManager
@@ -55,8 +55,8 @@ impl BusConnection {
     /// exists before the name is requested, so that no program that sees the name misses an object.
     ///
     /// # Errors
-    /// The bus can't be reached, its policy does not allow this user to own the name, or (`NameTaken`) another process owns it
-    /// already. Then the log names that process.
+    /// The bus can't be reached, its policy does not allow this user to own the name, or (`NameTaken`) another process owns
+    /// it already. If another process owns the name, the log names that process.
     pub async fn connect(
         snapshot: watch::Receiver<Arc<Snapshot>>,
         requests: mpsc::Sender<Request>,
@@ -124,7 +124,7 @@ impl BusConnection {
         }
     }
 
-    /// Returns when the connection has ended, because the bus was restarted or has closed the connection. Then the
+    /// Returns when the connection has ended, because the bus was restarted or has closed the connection. After that the
     /// service is not on the bus; call [`BusConnection::connect`] again.
     pub async fn closed(&self) {
         self.connection.closed().await;

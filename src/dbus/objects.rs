@@ -1,5 +1,5 @@
-//! `org.freedesktop.DBus.ObjectManager`. It replaces that of zbus, which asks each object for each property. The object server
-//! knows it by its name, and sends its signals.
+//! `org.freedesktop.DBus.ObjectManager`. This implementation replaces that of zbus, which asks each object for each property.
+//! The object server knows it by its name, and sends its signals.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};

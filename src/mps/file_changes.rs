@@ -107,7 +107,7 @@ impl FileWatch {
         }
     }
 
-    /// Returns when a file has changed since it was added. Then the file has to be added again.
+    /// Returns when a file has changed since it was added. After that the file has to be added again.
     pub(crate) async fn changed(&self) {
         self.changed.notified().await;
     }

@@ -17,8 +17,8 @@ use common::problem::Problem;
 
 use common::directories::{self, ATTEMPTS, BadDirectory, SOCKET, clear_place, immutable};
 
-/// The socket at which programs wait. Its name is not longer than that of a control daemon's socket, since the path of a socket
-/// has a maximum length.
+/// The socket at which programs wait. The name is not longer than that of a control daemon's socket, since the path of a
+/// socket has a maximum length.
 pub(super) const WAITING: &str = "waiting";
 
 /// The name of a new link until it replaces the former link.
@@ -127,8 +127,8 @@ pub(crate) fn close_pipe(pipe_directory: &Path, socket: SocketId) -> Result<(), 
     close(&directory, Some(socket)).map_err(|error| still_leads(pipe_directory, &error))
 }
 
-/// The directory that contains the slices' directories. These are never removed, since a container still has the removed one
-/// mounted.
+/// The directory that contains the slices' directories. The slices' directories are never removed, since a container still
+/// has the removed one mounted.
 #[derive(Debug)]
 pub(crate) struct SliceDirectories {
     path: PathBuf,
@@ -213,8 +213,8 @@ impl SliceDirectories {
         rustix::fs::openat(&self.directory, name, flags, Mode::empty())
     }
 
-    /// The names of the existing directories that can belong to slices, without the names in `names`. There may be further ones
-    /// if other users have made many files there.
+    /// The names of the existing directories that can belong to slices, without the names in `names`. The directory may have
+    /// further names if other users have made many files there.
     pub(crate) fn others(&self, names: &BTreeSet<String>) -> Result<Vec<String>, BadDirectory> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = rustix::fs::openat(&self.directory, ".", flags, Mode::empty()).and_then(Dir::new);

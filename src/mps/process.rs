@@ -80,7 +80,7 @@ impl Process {
         tokio::time::timeout(patience, self.exited()).await.is_ok()
     }
 
-    /// Sends the process a signal. It is no error if the process has already ended.
+    /// Sends the process a signal. A process that has already ended is no error.
     pub(crate) fn signal(&self, signal: Signal) -> io::Result<()> {
         self.handle.signal(signal)
     }
@@ -296,7 +296,7 @@ impl GoingOn {
         self.was_held
     }
 
-    /// Continues the process each time that another program stops it. This uses at most a tenth of a CPU, and never
+    /// Continues the process each time that another program stops it. The loop uses at most a tenth of a CPU, and never
     /// returns.
     pub(crate) async fn keep(&mut self) -> Infallible {
         let pid = self.pid();

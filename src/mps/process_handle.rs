@@ -1,7 +1,7 @@
 //! A handle of a process: a signal reaches this process or none, even if another process gets its PID. The handle is a pidfd,
-//! which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have none. There the process
-//! is polled, and its identity is compared before each signal. Another process could get the PID only in the microseconds between
-//! the comparison and the signal.
+//! which Linux has from 5.3 on. The 4.18 and 4.19 kernels of RHEL 8, Debian 10 and openEuler 20.03 have none. On such a
+//! kernel the process is polled, and its identity is compared before each signal. Another process could get the PID only in
+//! the microseconds between the comparison and the signal.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -38,8 +38,8 @@ impl ProcessHandle<OwnedFd> {
             Err(Errno::NOSYS) => None,
             Err(error) => return Err(error.into()),
         };
-        // The pidfd is opened before the identity is read. Both then belong to the same process, unless it has ended
-        // meanwhile.
+        // The pidfd is opened before the identity is read. The pidfd and the identity then belong to the same process, unless
+        // it has ended meanwhile.
         Ok(Self { identity: identity::read(pid)?, pidfd })
     }
 
@@ -83,7 +83,7 @@ impl<Fd: std::os::fd::AsFd> ProcessHandle<Fd> {
         self.identity
     }
 
-    /// Sends the process a signal. It is no error if the process has already ended.
+    /// Sends the process a signal. A process that has already ended is no error.
     pub(super) fn signal(&self, signal: Signal) -> io::Result<()> {
         let sent = match &self.pidfd {
             Some(pidfd) => pidfd_send_signal(pidfd, signal),

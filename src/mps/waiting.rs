@@ -1,6 +1,6 @@
-//! The waiting socket: a socket of the service that replaces that of a control daemon. A program that connects to it waits, since
-//! no process accepts the connection. Measured on an H200: the program waits as long as the socket exists. Then it starts without
-//! MPS, unless the compute mode refuses it.
+//! The waiting socket: a socket of the service that replaces that of a control daemon. A program that connects to it waits,
+//! since no process accepts the connection. Measured on an H200: the program waits as long as the socket exists. When the
+//! socket is gone, the program starts without MPS, unless the compute mode refuses it.
 
 use std::fs::{self, Permissions};
 use std::os::fd::OwnedFd;
@@ -85,8 +85,8 @@ impl WaitingSocket {
             match next() {
                 Ok(peer) => {
                     let pid = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
-                    // The service itself connects to the socket too, to find out which process listens there. It does not
-                    // wait for a server.
+                    // The service itself connects to the socket too, to find out which process listens there. The service
+                    // does not wait for a server.
                     waited.extend(pid.filter(|pid| *pid != own));
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}

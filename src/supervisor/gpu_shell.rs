@@ -36,8 +36,8 @@ impl GpuShell for Worker {
             });
             seen.insert(uuid, look.map_err(Into::into));
         }
-        // These processes use a GPU without a server of the service. If that is reported, the message names their owners, so
-        // the register looks them up now.
+        // The processes in this list use a GPU without a server of the service. If that is reported, the message names their
+        // owners, so the register looks them up now.
         let strangers = self.processes.values().flatten().filter(|process| !process.via_mps);
         let strangers: Vec<ProcessId> =
             strangers.filter_map(|process| identity::read(process.pid).ok()).collect();

@@ -15,7 +15,7 @@ use rustix::fs::{FlockOperation, OFlags, fcntl_lock};
 use rustix::io::Errno;
 use rustix::process::{Flock, FlockType, fcntl_getlk};
 
-/// The file that is locked. It is empty: the kernel reports which process has the lock.
+/// The file that is locked. The file is empty: the kernel reports which process has the lock.
 const FILE: &str = "lock";
 
 /// How long a starting service waits for the former service to end, and the pause between two checks. A process that was killed

@@ -47,14 +47,14 @@ impl Machine {
         let pid = running.process.pid;
         let log_path = running.log_directory.join("control.log");
         // The log is opened through the control daemon's standard output, since the file in the directory may have been
-        // removed. It is read from the beginning, since the lines about running servers may be old.
+        // removed. The log is read from the beginning, since the lines about running servers may be old.
         let log = process.output_file().and_then(|file| {
             let length = file.metadata()?.len();
             Ok((Follower::new(file, &log_path, 0, &self.worker.tools.changes), length))
         });
         let (log, length) = log.map_err(|error| Failure::Failed(format!("log of PID {pid}: {error}")))?;
-        // If the log was truncated while no service ran, it is shorter than the saved offset. Its lines are then new, and
-        // must be passed on.
+        // If the log was truncated while no service ran, it is shorter than the saved offset. The lines of such a log are
+        // new, and must be passed on.
         let quiet_until = running.log_offset.min(length);
         self.worker.has_run = true;
         self.worker.reporter.update(|status| status.view.pid = Some(pid));

@@ -50,11 +50,11 @@ impl PlannedWait {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Status {
-    /// The plan that the status is about. There may be a newer plan.
+    /// The plan that the status is about. A newer plan may exist.
     pub plan: Arc<ControlDaemonPlan>,
     pub view: ControlDaemonView,
-    /// True if a client that starts now is served with the planned limits. That is possible even in the state `waiting`, if the
-    /// control daemon waits for the end of clients before a change.
+    /// True if a client that starts now is served with the planned limits. The client may be served even in the state
+    /// `waiting`, if the control daemon waits for the end of clients before a change.
     pub serving: bool,
     /// The GPUs, by UUID.
     pub gpus: BTreeMap<String, GpuStatus>,

@@ -37,7 +37,8 @@ impl Machine {
             // The run and the state change in one step, so that a control daemon that has ended is never shown as ready.
             self.worker.end_run(&mut self.run, Some((state, &reason)));
         }
-        // During a stop the failure is reported now. Otherwise it is reported together with the pause that follows it.
+        // During a stop the failure is reported now. At other times the failure is reported together with the pause that
+        // follows it.
         if let Goal::Stop(permit) = self.worker.goal
             && permit.cause() == Cause::Stop
         {

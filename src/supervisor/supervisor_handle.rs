@@ -28,7 +28,7 @@ pub(crate) struct SupervisorHandle {
 }
 
 impl SupervisorHandle {
-    /// Starts a supervisor. It waits for acts, and reports the outcome of each to the core.
+    /// Starts a supervisor. The task of the supervisor waits for acts, and reports the outcome of each to the core.
     pub(crate) fn new(
         order: &Instructions,
         goal: Goal,
@@ -100,7 +100,7 @@ impl SupervisorHandle {
         self.admission.release();
     }
 
-    /// The present status. It is about the last order, even if the supervisor has not taken that order yet.
+    /// The present status. The status is about the last order, even if the supervisor has not taken that order yet.
     pub(crate) fn status(&self) -> Status {
         let mut status = self.status.borrow().clone();
         status.take(&self.order.plan);
@@ -155,8 +155,8 @@ impl SupervisorHandle {
         answer
     }
 
-    /// Sends a request to the supervisor, or drops it if too many requests wait. Then the channel for the answer is
-    /// closed.
+    /// Sends a request to the supervisor, or drops it if too many requests wait. If the request is dropped, the channel for
+    /// the answer is closed.
     fn send(&self, request: Requested, reply: Option<oneshot::Sender<Result<(), Problem>>>) {
         if let Err(error) = self.commands.try_send(SupervisorCommand { request, reply }) {
             tracing::debug!("a request is dropped: {error}");

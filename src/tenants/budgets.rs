@@ -1,6 +1,6 @@
 //! Watches over the budgets of the slices of each GPU. A look asks NVML for the clients and their memory, and the kernel for
-//! their slices; it starts no front end. It looks when a client has come, with each health check of the control daemon, and every
-//! second while some slice has two or more clients: the driver itself limits a single client.
+//! their slices; it starts no front end. The task looks when a client has come, with each health check of the control daemon,
+//! and every second while some slice has two or more clients: the driver itself limits a single client.
 
 use common::published::usage::{GpuUse, SliceUse};
 use std::collections::BTreeMap;
@@ -35,8 +35,8 @@ use mps_core::tenants::{
 /// The age up to which the last look at a GPU is new enough for a caller: all callers within this time cause only one look.
 const FRESH: Duration = Duration::from_secs(1);
 
-/// The time for which the numbers of the last look are shown after NVML has failed to list clients. Then their number is shown as
-/// unknown.
+/// The time for which the numbers of the last look are shown after NVML has failed to list clients. After this time the
+/// number of clients is shown as unknown.
 const STAND: Duration = Duration::from_secs(5);
 
 /// The time after which a container in the records that could not be bound is reported again: a slice may be free by then.

@@ -46,8 +46,8 @@ pub(crate) struct OwnDaemon {
 #[derive(Debug)]
 pub(crate) struct EndingShell<P = ()> {
     daemons: Vec<ClientsDaemon>,
-    /// Control daemons that should not serve any of the meant clients. They are asked too, but they do not have to
-    /// answer.
+    /// Control daemons that should not serve any of the meant clients. These control daemons are asked too, but they do not
+    /// have to answer.
     others: Vec<ClientsDaemon>,
     /// The longest time to wait for the list of clients of one control daemon.
     patience: Duration,

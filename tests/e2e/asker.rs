@@ -1,4 +1,4 @@
-//! A small service for the tests of `common::host::systemd`. It asks systemd the questions that yunion-mps-daemon
+//! A small service for the tests of `common::host::systemd`. The service asks systemd the questions that yunion-mps-daemon
 //! asks, and prints the answers.
 //!
 //! The file /run/asker names the scope that it asks systemd for. If there is no such file, it asks for none. The

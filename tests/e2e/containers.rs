@@ -179,7 +179,8 @@ fn with_podman(machine: &Machine) -> bool {
         return false;
     }
     // The test machine is a container itself. A container in it has no overlay file system, no network, and no controller for
-    // the number of processes. It runs with runc, since crun raises a limit that can't be raised in the machine.
+    // the number of processes. A container in the machine runs with runc, since crun raises a limit that can't be raised in
+    // the machine.
     machine.write(
         "/etc/containers/storage.conf",
         "[storage]\ndriver = \"vfs\"\nrunroot = \"/run/containers/storage\"\n\

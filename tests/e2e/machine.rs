@@ -77,7 +77,7 @@ impl Stage {
         fs::copy(from, self.place(path)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
     }
 
-    /// Adds a program or a library that cargo has built. Its symbols are removed, since they are most of it.
+    /// Adds a program or a library that cargo has built. The symbols of the file are removed, since they are most of it.
     pub(crate) fn install(&self, built: &Path, path: &str) {
         assert!(built.exists(), "{} is not built: cargo build --workspace", built.display());
         let strip =
@@ -87,7 +87,7 @@ impl Stage {
     }
 }
 
-/// A running machine. It is shut down when this value is dropped.
+/// A running machine. The machine is shut down when this value is dropped.
 pub(crate) struct Machine {
     script: Child,
     /// The PID on this host of the machine's PID 1.
@@ -143,8 +143,8 @@ impl Machine {
         }
     }
 
-    /// The PID on this host of the machine's systemd. It is a child of systemd-nspawn, and systemd-nspawn is a child
-    /// of the script. At first systemd-nspawn has other children.
+    /// The PID on this host of the machine's systemd. The machine's systemd is a child of systemd-nspawn, and systemd-nspawn
+    /// is a child of the script. At first systemd-nspawn has other children.
     fn find_leader(&self) -> Option<u32> {
         child(child(self.script.id(), "systemd-nspawn")?, "systemd")
     }
@@ -291,7 +291,7 @@ fn child(of: u32, name: &str) -> Option<u32> {
     })
 }
 
-/// Removes a control group and all control groups below it. It is no error if the control group does not exist.
+/// Removes a control group and all control groups below it. A control group that does not exist is no error.
 fn remove_groups(group: &Path) -> std::io::Result<()> {
     let entries = match fs::read_dir(group) {
         Ok(entries) => entries,

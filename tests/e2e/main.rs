@@ -52,7 +52,7 @@ use machine::{Hierarchy, Machine, Stage};
 /// The number of machines that run at the same time. Each waits most of its time.
 const MACHINES: usize = 2;
 
-/// A check with its name. It runs on a machine that other checks have used before.
+/// A check with its name. The check runs on a machine that other checks have used before.
 type Check = (&'static str, fn(&mut Machine));
 
 /// A group of checks that share one machine.
@@ -225,7 +225,7 @@ fn main() -> ExitCode {
     if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Returns whether this host has all that the machine of a group needs. Otherwise the group is skipped.
+/// Returns whether this host has all that the machine of a group needs. If something is missing, the group is skipped.
 fn can_run(group: &Group) -> bool {
     let missing = if !group.hierarchy.available() {
         Some("no legacy control group hierarchy on this host, or a systemd that knows none")

@@ -49,12 +49,12 @@ fn packages() -> (&'static str, &'static str, &'static str) {
     }
 }
 
-/// The only package of the service with this ending. It must have been made from the present sources.
+/// The only package of the service with this ending. The package must have been made from the present sources.
 fn built(ending: &str) -> PathBuf {
     built_package("yunion-mps-daemon", ending)
 }
 
-/// The only package with this name and this ending. It must have been made from the present sources.
+/// The only package with this name and this ending. The package must have been made from the present sources.
 pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (directory, _, command) = packages();
@@ -144,8 +144,8 @@ fn pack(tree: &Path, stage: &Stage, path: &str) {
     stage.put(&package, path);
 }
 
-/// The parts of the platform's own package that matter here. Its version is a date; it stops and disables its service
-/// even at an upgrade; its control daemon detaches, and stays when its main process is killed, since a `quit` does
+/// The parts of the platform's own package that matter here. The version of that package is a date; it stops and disables its
+/// service even at an upgrade; its control daemon detaches, and stays when its main process is killed, since a `quit` does
 /// not return while there are clients.
 const PLATFORM: &[(&str, &str, &str)] = &[
     (
@@ -300,7 +300,7 @@ fn looked_for(machine: &mut Machine) {
         let section = page.rsplit('.').next().unwrap();
         machine.sh(&format!("test -s /usr/share/man/man{section}/{page}.gz"));
     }
-    // This is how bash asks for a completion: it splits the word at colons, and the answer replaces the last part.
+    // bash asks for a completion in this way: it splits the word at colons, and the answer replaces the last part.
     let asked = "complete -p yunion-mpsctl >/dev/null && COMP_WORDS=(yunion-mpsctl drain 00 : 06.0-) COMP_CWORD=4 && \
                  COMP_LINE=\"yunion-mpsctl drain 00:06.0-\" COMP_POINT=28 && _yunion_mpsctl && \
                  test \"${COMPREPLY[*]}\" = \"06.0-0 06.0-1 06.0-2 06.0-3\"";
@@ -376,8 +376,8 @@ fn remove_failed(machine: &mut Machine) {
 
 fn purge(machine: &mut Machine) {
     absent(machine);
-    // The search also finds checkouts of this project on the host of the machine. They are there before the installation and
-    // after the purge.
+    // The search also finds checkouts of this project on the host of the machine. The checkouts are there before the
+    // installation and after the purge.
     let ours = || -> BTreeSet<String> {
         let found = machine.sh(
             "find / -xdev \\( -path /proc -o -path /sys -o -path /srv -o -path /var/tmp -o -path '/var/log/*' \

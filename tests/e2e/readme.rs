@@ -43,7 +43,7 @@ const ELSEWHERE: [(&str, &str); 11] = [
 
 pub(crate) const CHECKS: &[Check] = &[("its_words_alone_make_a_fresh_system_serve", words)];
 
-/// The directory in which the commands are typed. It has the package and a CUDA program.
+/// The directory in which the commands are typed. The directory has the package and a CUDA program.
 const DIRECTORY: &str = "/root/readme";
 
 /// Makes the simulated GPUs the GPUs of the system itself, without an option or a setting. A container's /sys can't

@@ -42,8 +42,8 @@ pub(crate) fn stage() -> Stage {
     stage
 }
 
-/// Starts the small service again, after the files of the check before are removed. It asks systemd for the scope of
-/// this id.
+/// Starts the small service again, after the files of the check before are removed. The small service asks systemd for the
+/// scope of this id.
 fn start(machine: &Machine, id: &str) {
     machine.sh(&format!(
         "systemctl stop {SERVICE}; systemctl stop 'yunion-mps-control-*.scope'; rm -f /var/order; \

@@ -64,7 +64,8 @@ pub(crate) fn prepared(machine: &Machine) {
         useradd --create-home alice
         mkdir -p /var/lib/slurm/slurmctld /var/lib/slurm/slurmd /etc/yunion /etc/slurm
         systemctl start munge");
-    // At shutdown slurmctld may stop first. Then slurmd waits for an answer of slurmctld, so its time to stop is limited.
+    // At shutdown slurmctld may stop first. If slurmctld has stopped, slurmd waits for an answer of it, so the time of slurmd
+    // to stop is limited.
     machine.write("/etc/systemd/system/slurmd.service.d/test.conf", "[Service]\nTimeoutStopSec=5\n");
     machine.sh("systemctl daemon-reload");
     // Slurm's plugin for the unified hierarchy of control groups refuses a kernel that also has a legacy hierarchy.

@@ -68,7 +68,7 @@ fn a_by_path_link() {
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
-/// Its control daemon would make a FIFO there, and write no log with a directory in its place.
+/// The control daemon would make a FIFO there, and write no log with a directory in its place.
 #[test]
 fn a_log_directory_in_the_place_of_the_fifo() {
     let host = Host::new("tesla-p40");

@@ -161,7 +161,7 @@ fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     succeeded(&bind(&host, OWN, &group, &["--label", "tenant"]));
     succeeded(&bind(&host, NEIGHBOURS, &other, &["--label", "neighbour"]));
     let directory = host.path("mps/pipe/slices").join(NEIGHBOURS.replace(':', "_"));
-    // In namespaces of its own, a program has another user and other mounts. It must still be the same tenant.
+    // In namespaces of its own, a program has another user and other mounts. The program must still be the same tenant.
     let namespaces =
         [&["--mount"][..], &["--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--fork"]];
     for (options, below) in namespaces.into_iter().zip(["", "init/deeper"]) {

@@ -267,7 +267,8 @@ fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     assert!(clients.iter().all(|client| alive(client.id())));
 }
 
-/// An older program on the host claims a tenant's slice. It counts for the slice, and causes no end of other clients.
+/// An older program on the host claims a tenant's slice. The client of that program counts for the slice, and causes no end
+/// of other clients.
 #[test]
 fn a_claim_in_the_environment_ends_nobody() {
     if !root_or_skip("a_claim_in_the_environment_ends_nobody") {

@@ -24,7 +24,7 @@ fn host() -> Host {
     host
 }
 
-/// A shell with simulated typing. It ends when this value is dropped.
+/// A shell with simulated typing. The shell ends when this value is dropped.
 struct Shell {
     script: Child,
     keys: ChildStdin,

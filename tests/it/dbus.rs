@@ -609,7 +609,8 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
         }
     }
 
-    // The first request is dropped without an answer. Then the receiver is dropped, so no more requests are taken.
+    // The first request is dropped without an answer. After the first request the receiver is dropped, so no more requests
+    // are taken.
     let drops = async { drop(requests.recv().await) };
     let mut reload = gdbus(bus, "Control.Reload", &[]);
     let complaint = tokio::join!(complained(&mut reload), drops).0;

@@ -87,7 +87,8 @@ fn assert_only_drained(host: &Host, name: &str) {
 fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     let mut host = serving("tesla-p40");
     let said = done(&host, &["drain", "0000:00:06.0-1"]);
-    // This driver's control daemon has its socket in the pipe directory, which a running container may already have mounted.
+    // The control daemon of this driver has its socket in the pipe directory, which a running container may already have
+    // mounted.
     let left = format!(
         "0000:00:06.0-1 is drained: no client is given it any more. A program that has {} already can still start clients, since the \
          control daemon's socket is there.\nNo client is left.\n",

@@ -544,7 +544,7 @@ fn what_others_break_is_repaired(topology: Topology) {
         assert_eq!(control_pid(&status), control_pid(&before));
         bystander.check();
     }
-    // The service does not make the log file again. It reports once that the file was removed.
+    // The service does not make the log file again. The service reports once that the file was removed.
     let _ = fs::remove_file(host.control_log());
     host.reload();
     waits_for_log(&host, "was removed; the control daemon still writes to the removed file");
@@ -783,8 +783,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
     let refused = host.mpsctl(&["run", &sick, "--", "true"]);
     assert!(!refused.status.success() && text(&refused).contains("Xid 48"), "{}", text(&refused));
-    // A container that was started before has an environment with which it looks for the slice. It finds no control daemon
-    // there.
+    // A container that was started before has an environment with which it looks for the slice. The container finds no
+    // control daemon there.
     let late = host.program(&["props"]).envs(before).stdout(Stdio::piped()).output().unwrap();
     assert!(text(&late).contains("(46)"), "{}", text(&late));
     host.signal(Signal::KILL);
@@ -1160,7 +1160,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without multi-user mode a client of another user waits until the first one's have ended. That is an event, and the
+/// Without multi-user mode a client of another user waits until the first one's have ended. The wait is an event, and the
 /// client is listed.
 #[test]
 fn a_client_that_waits_for_another_user_is_told() {

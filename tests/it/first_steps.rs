@@ -418,7 +418,7 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
          user\n"
     );
 
-    // Here the driver is not installed yet.
+    // On this host the driver is not installed yet.
     let mut host = fresh("tesla-p40");
     let empty = host.path("empty");
     fs::create_dir(&empty).unwrap();

@@ -245,7 +245,7 @@ fn own_client(host: &Host) {
     fs::copy(binaries().join("cuda-client"), &program).unwrap();
 }
 
-/// There is one client, which computes nothing; a client that is ended is replaced by another.
+/// The host has one client, which computes nothing; a client that is ended is replaced by another.
 fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
     if client.as_mut().is_some_and(|running| running.try_wait().unwrap().is_none()) {
         return;

@@ -27,7 +27,7 @@ const WITH_NVIDIAS: u64 = 3;
 /// The hosts at a time. Each waits most of the time.
 const HOSTS: usize = 3;
 
-/// The time until a host shows what the world shows. It is reached only if something is broken.
+/// The time until a host shows what the world shows. The time is reached only if something is broken.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// The pause between two looks.
@@ -76,7 +76,7 @@ impl Twin {
         Self { guests, host, names, numbers, is_up: false }
     }
 
-    /// Does something. It may take a while until the host shows all of it.
+    /// Does something. The host may need a while until it shows all of it.
     fn play(&mut self, deed: &Deed, before: &Seen) {
         match deed {
             Deed::Reload { is_shared, gpus, thread_percentage } => {
@@ -148,8 +148,8 @@ impl Twin {
         }
     }
 
-    /// `cuda-client` in the first slice of a GPU. Its environment is like a container's, and needs no service that could be
-    /// asked for it.
+    /// `cuda-client` in the first slice of a GPU. The environment of the program is like a container's, and needs no service
+    /// that could be asked for it.
     fn program(&self, gpu: &str, arguments: &[&str]) -> Command {
         let mut command = self.host.program(arguments);
         let (uuid, _) = self.names.iter().find(|(_, name)| **name == gpu).unwrap();
@@ -278,7 +278,7 @@ impl Twin {
         Ok(seen)
     }
 
-    /// Adds what is published. It has to be about the processes that run.
+    /// Adds what is published. The published state has to be about the processes that run.
     fn add_published(&self, seen: &mut Seen, running: &BTreeMap<String, Running>) -> Result<(), String> {
         let published = self.host.json(&["status"]).ok_or("the service does not answer")?;
         let name = |id: &str| self.names.get(id).map_or_else(|| id.to_owned(), |name| (*name).to_owned());

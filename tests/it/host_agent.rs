@@ -292,7 +292,7 @@ fn it_follows_every_change_and_every_restart() {
     host.start();
     watch.wait("the service is back", |seen| healthy(seen, 2));
 
-    // This change causes only one signal. The end of the service is noticed after it.
+    // The drain causes only one signal. The end of the service is noticed after it.
     let drained = |seen: &Value| seen["slices"][0]["drained"] == true && seen["slices"][1]["healthy"] == true;
     assert!(host.mpsctl(&["drain", "00:06.0-0"]).status.success());
     watch.wait("a drained slice", drained);

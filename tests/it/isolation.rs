@@ -166,7 +166,8 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Exclusive_Process", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
     let held: Vec<Client> = ["1b:00.0-1", "2d:00.0-1", "2d:00.0-2"].map(|slice| client(&host, slice)).into();
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
-    // From now on, all slices of the second GPU have one control daemon. It starts when the clients of the slices have ended.
+    // From now on, all slices of the second GPU have one control daemon. The control daemon starts when the clients of the
+    // slices have ended.
     host.devices(&[&entry(128, "gpu"), &entry(129, "gpu")]);
     let changes = text(&host.mpsctl(&["check", "--sysroot", &host.path("sysroot").display().to_string()]));
     assert!(changes.contains("control daemon 2d:00.0-"), "{changes}");
@@ -179,7 +180,7 @@ fn a_host_has_gpus_of_both_kinds() {
     let status = host.wait_for_state("ready");
     assert_eq!(status["control_daemons"].as_array().unwrap().len(), 1, "{status:#}");
     assert_eq!(host.compute_mode(1), "Exclusive_Process");
-    // Then the slices of the GPU get control daemons of their own again.
+    // After the next reload, the slices of the GPU get control daemons of their own again.
     let held = client(&host, "2d:00.0-1");
     host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
     host.reload();

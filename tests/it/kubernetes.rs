@@ -169,7 +169,7 @@ fn devices_outlast_a_restart_of_the_service() {
     wait_for("the service", || {
         (plugin.said().matches("yunion-mps-daemon answers: 4 slices").count() == 2).then_some(())
     });
-    // This list comes after every list that the restart of the service could have caused.
+    // The list that follows comes after every list that the restart of the service could have caused.
     succeeded(&host.mpsctl(&["drain", "00:06.0-1"]));
     kubelet.wait_for_devices(QUARTER, 4, &["00:06.0-1"]);
     let lists = kubelet.heard.iter().filter(|event| event["event"] == "devices");
@@ -212,7 +212,7 @@ fn resources_come_and_go_with_the_configuration() {
     kubelet.wait_for_devices("gpu.example.com/mps-20gib", 2, &[]);
     let large = kubelet.wait_for_devices("gpu.example.com/large", 1, &[]);
     assert_eq!(ids(&large), ["00:06.0-2"]);
-    // The first list of the former resource is empty. Then the plugin ends the stream.
+    // The first list of the former resource is empty. After the empty list the plugin ends the stream.
     kubelet.wait_for_devices("gpu.example.com/mps-35gib", 0, &[]);
     let gone = |event: &Value| event["event"] == "gone" && event["resource"] == "gpu.example.com/mps-35gib";
     assert_eq!(kubelet.wait("the end of the list", gone)["code"], "OK");

@@ -59,7 +59,7 @@ enum Heard {
     Killed,
 }
 
-/// The daemon as a process of the test's own. Its log is read as it is written: a kill at a step can't wait.
+/// The daemon as a process of the test's own. The log of the service is read as it is written: a kill at a step can't wait.
 struct Service {
     child: Child,
     kill: Arc<Mutex<Option<Kill>>>,

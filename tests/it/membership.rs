@@ -253,7 +253,8 @@ fn a_container_keeps_its_slice_when_the_pipe_directory_changes() {
     scene.end();
 }
 
-/// A program with another root directory sees fewer mounts. Its parent, a shell in the same container, sees all of them.
+/// A program with another root directory sees fewer mounts. The parent of the program, a shell in the same container, sees
+/// all of them.
 #[test]
 fn a_program_that_calls_chroot_is_known_by_its_parent() {
     if !root_or_skip("a_program_that_calls_chroot_is_known_by_its_parent") {

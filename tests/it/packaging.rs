@@ -23,7 +23,7 @@ fn run(command: &mut Command) -> Output {
     command.output().unwrap_or_else(|error| panic!("{command:?}: {error}; scripts/deps.sh installs it"))
 }
 
-/// Its standard output; anything on stderr is a complaint.
+/// The standard output of the command; anything on stderr is a complaint.
 fn printed(command: &mut Command) -> String {
     let output = run(command);
     let complaints = String::from_utf8_lossy(&output.stderr);
@@ -255,7 +255,7 @@ fn the_performance_page_is_what_the_figures_make_of_it() {
     printed(Command::new("python3").arg(source("benches/gpu/pictures.py")).arg("--check"));
 }
 
-/// Or two packages of one commit would differ.
+/// Without this promise, two packages of one commit would differ.
 #[test]
 fn the_copyright_file_is_the_same_each_time() {
     let with_seed = |seed: u32| {

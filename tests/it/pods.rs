@@ -296,8 +296,8 @@ impl Node {
         pod
     }
 
-    /// Deletes a pod: SIGTERM, and after these seconds SIGKILL. Then the kubelet may give the device to another pod, and the
-    /// kubelet removes the control group of the pod.
+    /// Deletes a pod: SIGTERM, and after these seconds SIGKILL. After that the kubelet may give the device to another pod,
+    /// and the kubelet removes the control group of the pod.
     fn delete(&mut self, pod: &Pod, seconds: u32) {
         self.runtime.stop(pod, seconds);
         self.runtime.end(pod).unwrap();
@@ -444,8 +444,8 @@ fn updates() -> u32 {
     std::env::var("ROUNDS").map_or(10, |number| number.parse().unwrap())
 }
 
-/// A Deployment with three replicas on a full GPU gets one image after another. Its pods are stopped in the middle of kernels, and
-/// their neighbour computes through that.
+/// A Deployment with three replicas on a full GPU gets one image after another. The pods are stopped in the middle of
+/// kernels, and their neighbour computes through that.
 #[test]
 fn rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice() {
     let test = "rolling_updates_beside_a_neighbour_lose_nobody_and_give_no_slice_twice";
@@ -537,8 +537,8 @@ fn no_kill_loses_a_pod_or_gives_its_slice_away() {
     node.ends(&pod);
 }
 
-/// A killed control daemon takes its clients with it. Its slices are served again, and each can be given out again when its pod
-/// has ended.
+/// A killed control daemon takes its clients with it. The slices of the control daemon are served again, and each can be
+/// given out again when its pod has ended.
 #[test]
 fn the_slices_of_a_killed_control_daemon_are_served_again() {
     let Some(mut node) = with_pods("the_slices_of_a_killed_control_daemon_are_served_again") else { return };

@@ -1,5 +1,5 @@
-//! The real control daemons of drivers 535, 550 and 555. They start, answer and quit without a GPU; only their servers
-//! can't start.
+//! The real control daemons of drivers 535, 550 and 555. The control daemons start, answer and quit without a GPU; only their
+//! servers can't start.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt;
@@ -34,7 +34,8 @@ fn events(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// Its limits are in force, one server for all users where it knows that, and it follows `quit`.
+/// The limits of the control daemon are in force, one server serves all users where the driver can do so, and the control
+/// daemon follows `quit`.
 fn serves(series: &str, multiuser: bool) {
     let mut host = host(series);
     host.configure("cuda_mps_prewarm: false");

@@ -320,8 +320,8 @@ fn a_server_is_restarted_between_clients() {
     assert_eq!(after["control_daemons"][0]["starts"], 1);
 }
 
-/// A program that waits for something other than its GPU stays a client until it calls CUDA again. Its GPU work has ended
-/// nevertheless: the answer comes at once, and the signal that follows hurts no other client.
+/// A program that waits for something other than its GPU stays a client until it calls CUDA again. The GPU work of such a
+/// program has ended nevertheless: the answer comes at once, and the signal that follows hurts no other client.
 #[test]
 fn a_client_that_stays_is_done_with() {
     let mut scene = Neighbours::new();
@@ -763,7 +763,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains(&format!("{WARNING}no end of it within 5 s")), "{said}");
-    // A second signal is passed on at once, and so is the first. Their order is not guaranteed.
+    // A second signal is passed on at once, and so is the first. The order of the two signals is not guaranteed.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, both);
     signal_pid(scene.host.pid(), Signal::STOP);

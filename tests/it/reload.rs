@@ -220,8 +220,8 @@ fn only_the_gpu_that_changes_is_said_to_change() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// With a control daemon for each GPU, no signal is about the GPUs that do not change. There are two signals about a slice of the
-/// GPU that changes: when it has new limits, and when they are in force.
+/// With a control daemon for each GPU, no signal is about the GPUs that do not change. The service sends two signals about a
+/// slice of the GPU that changes: when it has new limits, and when they are in force.
 #[test]
 fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     let entry = |gpu: u32, slices: u32| {
@@ -534,8 +534,8 @@ fn another_topology_waits_for_clients() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A host.conf that is just being written, or was removed, does not mention MPS. That is no reason to end the work of all
-/// tenants.
+/// A host.conf that is just being written, or was removed, does not mention MPS. A missing setting is no reason to end the
+/// work of all tenants.
 #[test]
 fn nobody_s_work_ends_for_want_of_a_word() {
     let mut host = Host::new("h200");

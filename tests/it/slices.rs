@@ -26,7 +26,7 @@ fn private(host: &Host) -> PathBuf {
     host.path("mps/pipe.private")
 }
 
-/// A shell in a mount namespace that sees a slice's directory at its place in a container, and no pipe directory. It
+/// A shell in a mount namespace that sees a slice's directory at its place in a container, and no pipe directory. The shell
 /// starts a program for each line that it gets.
 struct ContainerShell {
     shell: Child,
@@ -266,7 +266,8 @@ fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     }
     host.start();
     host.wait_for_state("ready");
-    // The new socket may have the inode number of the former one, so a link could look right. It must lead to the new socket.
+    // The new socket may have the inode number of the former one, so a link could look right. The link must lead to the new
+    // socket.
     assert_eq!(inode(&host.path("mps/pipe/control")), inode(&private(host).join("control")));
     assert_eq!(host.front_end(&host.path("mps/pipe"), "get_default_active_thread_percentage"), "25.0\n");
     assert_eq!(flags(directories), vec![true; directories.len()]);

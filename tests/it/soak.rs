@@ -36,7 +36,7 @@ impl Holdings {
         Self { rss_kib: value("VmRSS:"), fds, threads: value("Threads:") }
     }
 
-    /// Its resources when idle: no task is running, and the threads of questions to NVML have ended.
+    /// The resources of the service when idle: no task is running, and the threads of questions to NVML have ended.
     fn at_rest(host: &Host) -> Self {
         let pid = host.pid();
         let mut last = Self::of(pid);

@@ -63,7 +63,7 @@ const HOMES: [(&str, &[&str]); 21] = [
 struct Source {
     /// The path below the root of the repository.
     path: String,
-    /// Its place in the crate: `["host", "gpu"]`. The root of the crate has none.
+    /// The place of the file in the crate: `["host", "gpu"]`. The root of the crate has none.
     module: Vec<String>,
     text: String,
 }
@@ -83,7 +83,7 @@ impl Source {
         Self { path: format!("{folder}/{below}"), module, text }
     }
 
-    /// Its lines of product code with their numbers, comments and tests left out.
+    /// The lines of product code with their numbers, comments and tests left out.
     fn code(&self) -> impl Iterator<Item = (usize, &str)> {
         let lines = self.text.lines().enumerate().take_while(|(_, line)| !line.starts_with("#[cfg(test)]"));
         lines.filter(|(_, line)| !line.trim_start().starts_with("//")).map(|(index, line)| (index + 1, line))

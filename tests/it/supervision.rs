@@ -346,7 +346,8 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     assert!(host.its_slices().iter().all(|slice| slice["healthy"] == false));
     assert!(client.try_wait().unwrap().is_none());
     assert!(foreign.try_wait().unwrap().is_none());
-    // Another control daemon listens in the directory. It must not get the commands for the service's control daemon.
+    // Another control daemon listens in the directory. That control daemon must not get the commands for the service's
+    // control daemon.
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 2"]);
     assert!(host.call("Control.Reload").status.success());
     host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
@@ -474,8 +475,8 @@ fn assert_warned_of_signal(host: &Host, control_daemon: u32, whom: &str) {
     assert!(Some(warned) < place(&format!("(PID {control_daemon}) ended by SIGTERM")), "{log}");
 }
 
-/// Another control daemon that is started in the pipe directory takes no client from the service's, which has its own directory.
-/// It ends before the service's next one starts.
+/// Another control daemon that is started in the pipe directory takes no client from the service's, which has its own
+/// directory. The other control daemon ends before the service's next one starts.
 fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     // With the immutable flag, a foreign control daemon could make no sockets in the directory. So this service runs without
@@ -768,7 +769,7 @@ fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
     }
 }
 
-/// An NVML error that lasts is reported. It ends no job and opens no GPU to programs without MPS.
+/// An NVML error that lasts is reported. The error ends no job and opens no GPU to programs without MPS.
 fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");

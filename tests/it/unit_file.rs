@@ -75,8 +75,7 @@ fn the_unit_keeps_its_promises() {
     }
     let capabilities = lines.iter().find(|line| line.starts_with("CapabilityBoundingSet=")).unwrap();
     assert!(capabilities.ends_with(" CAP_LINUX_IMMUTABLE"), "nobody else changes the directories of links");
-    // These are the directories that the service may use by default. Containers mount the pipe directory from the host's
-    // /tmp.
+    // The service may use these directories by default. Containers mount the pipe directory from the host's /tmp.
     assert!(lines.contains(&"ReadWritePaths=/tmp /var/log -/run/cdi"), "directories.rs names them");
     assert!(!lines.iter().any(|line| line.starts_with("PrivateTmp=")), "PrivateTmp hides the pipe directory");
 }

@@ -35,7 +35,8 @@ pub(crate) fn skip(what: &str, reason: &str) {
     }
 }
 
-/// True if the test runs as root, so that things which only root can do can be tried. Otherwise the test is skipped.
+/// True if the test runs as root, so that things which only root can do can be tried. If the test runs as another user, the
+/// test is skipped.
 pub(crate) fn root_or_skip(what: &str) -> bool {
     let root = rustix::process::geteuid().is_root();
     if !root {

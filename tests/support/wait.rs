@@ -3,7 +3,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// The longest time that a test waits for any step on a busy machine. It is reached only if something is broken.
+/// The longest time that a test waits for any step on a busy machine. The time is reached only if something is broken.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
 /// The pause between two looks at a condition.

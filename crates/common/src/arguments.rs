@@ -1,4 +1,5 @@
-//! The command line of yunion-mps-daemon. It is in the library, since the build of the manual page needs it too.
+//! The command line of yunion-mps-daemon. The command line is in the library, since the build of the manual page needs it
+//! too.
 
 use std::path::PathBuf;
 

@@ -144,7 +144,7 @@ pub fn ours(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
 pub fn check(path: &Path) -> Result<bool, BadDirectory> {
     let Some(directory) = walk(path, false)? else { return Ok(false) };
     let stat = stat(&directory).map_err(|problem| bad(path, problem))?;
-    // This check may run as another user than root. A directory of root is right in any case, since the service runs as root.
+    // `--check` may run as another user than root. A directory of root is right in any case, since the service runs as root.
     if stat.st_uid != 0 {
         owner(&stat).map_err(|problem| bad(path, problem))?;
     }
@@ -364,9 +364,9 @@ pub struct LogFile {
     pub moved_away: Option<String>,
 }
 
-/// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. It accepts only a regular
-/// file that belongs to root and has no second hard link. Other users could read or write anything else, so anything else is
-/// renamed.
+/// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. The function accepts
+/// only a regular file that belongs to root and has no second hard link. Other users could read or write anything else, so
+/// anything else is renamed.
 pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
@@ -458,7 +458,8 @@ fn own_link(file: BorrowedFd<'_>) -> PathBuf {
     proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
-/// chmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. It still reaches the same file.
+/// chmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. The call through /proc still reaches the
+/// same file.
 fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))
 }

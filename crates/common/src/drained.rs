@@ -12,7 +12,7 @@ pub type SliceCounts = BTreeMap<GpuId, u32>;
 /// next reload may bring the slice back.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drained {
-    /// True if an administrator has drained the whole host. Then a GPU that is added later is drained too.
+    /// True if an administrator has drained the whole host. While this is set, a GPU that is added later is drained too.
     all: bool,
     #[serde(deserialize_with = "readable")]
     names: BTreeSet<DeviceName>,

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-/// A problem in words for an administrator. Its text is the finding, a semicolon, and the remedy.
+/// A problem in words for an administrator. The text of the problem is the finding, a semicolon, and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub found: String,

@@ -7,7 +7,7 @@ use crate::{DaemonId, Goal, GpuUuid, HeldGpus, Order, Permit};
 /// An act that the core orders.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Act<P> {
-    /// An act about one control daemon. At most one such act is under way for an id. Its result comes back as
+    /// An act about one control daemon. At most one such act is under way for an id. The result of the act comes back as
     /// [`crate::CoreEvent::Done`], except for [`DaemonAct::Rest`], which has no result.
     Daemon {
         id: DaemonId,

@@ -23,8 +23,8 @@ pub const FIRST_PROCESS: u64 = 60;
 /// The most bindings of a host. A GPU has at most 60 clients, and a host has at most 16 GPUs.
 const MOST: usize = 4096;
 
-/// The most bytes of one binding in the state file: a state file that is too large is not read again. This is enough for the
-/// longest path of a control group with the longest label and a hundred slices.
+/// The most bytes of one binding in the state file: a state file that is too large is not read again. This size is enough for
+/// the longest path of a control group with the longest label and a hundred slices.
 pub const LARGEST: usize = 6 * 1024;
 
 /// The most bytes of all bindings in the state file.
@@ -36,7 +36,7 @@ const ROOT: u32 = 0;
 /// A control group of the host. A control group that was removed and made again with the same path is another one.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
-    /// The path below the mount of the hierarchy. It begins with a slash and ends with none.
+    /// The path below the mount of the hierarchy. The path begins with a slash and ends with none.
     pub path: String,
     pub inode: u64,
 }
@@ -66,7 +66,7 @@ pub enum BoundBy {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Binding<S> {
     pub group: ControlGroup,
-    /// The slices of the control group. There is at least one.
+    /// The slices of the control group. The binding has at least one slice.
     pub slices: BTreeSet<S>,
     pub by: BoundBy,
     /// The name of the owner, for people: a guest, a container, a job. It may be empty.

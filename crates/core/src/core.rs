@@ -16,7 +16,7 @@ pub struct Core<P> {
     /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some are about to
     /// end, and others wait for GPUs.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
-    /// The control daemons in the state file that have no supervisor. Their processes may have ended.
+    /// The control daemons in the state file that have no supervisor. The processes of these control daemons may have ended.
     left: BTreeMap<DaemonId, RunningDaemon>,
     modes: Modes,
     /// True once the service ends and leaves the control daemons, and the compute modes of their GPUs, to the next service.

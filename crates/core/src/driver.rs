@@ -3,7 +3,7 @@
 /// The result of reading the GPUs of the host: what it says about the driver. `D` is an open driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverNews<D> {
-    /// The reading has listed the GPUs with this driver. It is the driver in force, or a driver that was opened for this
+    /// The reading has listed the GPUs with this driver. The driver is the one in force, or a driver that was opened for this
     /// reading if there was none.
     Listed(D),
     /// The reading has no list, because one call has failed or the answer is late. The driver in force may still work.

@@ -50,8 +50,8 @@ pub struct Demand<P> {
     /// The GPUs that keep the service's compute mode, even if they are not served at the moment. None if the service does not set
     /// compute modes.
     pub kept: Configured,
-    /// The GPUs that programs without MPS use. Their compute mode is set though they are not served, so that no further
-    /// programs without MPS come.
+    /// The GPUs that programs without MPS use. The compute mode of these GPUs is set though they are not served, so that no
+    /// further programs without MPS come.
     pub closed: Vec<GpuUuid>,
 }
 

@@ -59,7 +59,7 @@ enum Phase {
     Then(DaemonAct),
     /// This act has been under way since this moment.
     Busy { act: DaemonAct, since: CoreTime, interrupted: bool },
-    /// The pause after a failure. It ends at `until`, or when the order or the goal changes.
+    /// The pause after a failure. The pause ends at `until`, or when the order or the goal changes.
     Resting { until: CoreTime },
 }
 
@@ -176,8 +176,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
         self.order.id.tenure().keeps_from(other) && self.has(gpu)
     }
 
-    /// Returns whether the compute mode of this GPU must stay for this control daemon. It must if the present order names the
-    /// GPU, or if the order of the act under way does.
+    /// Returns whether the compute mode of this GPU must stay for this control daemon. The mode must stay if the present
+    /// order names the GPU, or if the order of the act under way does.
     pub(crate) fn keeps_mode(&self, gpu: &str) -> bool {
         let sets = matches!(self.phase, Phase::Busy { act: DaemonAct::Start | DaemonAct::Serve, .. });
         let still_sets = || self.told.as_ref().is_some_and(|told| told.sets_modes && told.has(gpu));
@@ -273,7 +273,8 @@ impl<P: Clone + PartialEq> Lifecycle<P> {
             // The order has changed during the act, so the outcome does not matter and the new order is tried at once.
             _ if is_stale => {}
             (Goal::Leave, _) => self.watched = false,
-            // The control daemon could not be ended. It stays in the state file, where the next service finds it.
+            // The control daemon could not be ended. The control daemon stays in the state file, where the next service finds
+            // it.
             (Goal::Stop(permit), ActOutcome::Lives) if permit.cause() == Cause::Stop => {
                 (self.watched, self.given_up) = (false, true);
             }

@@ -1,4 +1,5 @@
-//! The compute modes that the service has changed. They stay while the service needs a GPU, and are restored afterwards.
+//! The compute modes that the service has changed. The changed modes stay while the service needs a GPU, and are restored
+//! afterwards.
 
 use alloc::collections::BTreeSet;
 use alloc::vec::Vec;

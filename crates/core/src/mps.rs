@@ -85,7 +85,7 @@ pub enum ServerStatus {
     Initializing,
     /// The server takes clients.
     Active,
-    /// The server met a fatal GPU error. It takes no client until its present clients have ended.
+    /// The server met a fatal GPU error. The server takes no client until its present clients have ended.
     Fault,
     /// The server has ended.
     Gone,

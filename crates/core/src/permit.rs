@@ -20,7 +20,8 @@ pub enum Cause {
     Forced,
     /// The control daemon or the server has no client, so no work is lost.
     Unused,
-    /// A server has met a fatal GPU error. Its clients have lost their work, and the server can't recover before they have ended.
+    /// A server has met a fatal GPU error. The clients of the server have lost their work, and the server can't recover
+    /// before they have ended.
     Fault,
     /// The owner of the client, or root, has asked for the client's end.
     Asked,

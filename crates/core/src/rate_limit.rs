@@ -20,7 +20,7 @@ pub struct Rate {
 pub struct RateLimit {
     rate: Rate,
     left: u32,
-    /// The beginning of the present period. It has no meaning while the full number of messages may be written.
+    /// The beginning of the present period. The moment has no meaning while the full number of messages may be written.
     since: CoreTime,
     suppressed: usize,
 }

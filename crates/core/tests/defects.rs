@@ -1,5 +1,5 @@
-//! Defects that were, or could be, in the core: each is put back into the code, and some history must find it. This shows that
-//! the histories reach the states for which they are made.
+//! Defects that were, or could be, in the core: each is put back into the code, and some history must find it. This test
+//! shows that the histories reach the states for which they are made.
 //!
 //! One copy of the core has all defects, so it is built once. The environment variable `DEFECT` names the defect that is active;
 //! without it the copy works like the core. So the replacement of a piece of code has both variants, and asks `PUT_BACK`, which
@@ -41,7 +41,7 @@ const SEEDS: &[(&str, &str)] = &[
     ("a request believes the list of clients after a fatal GPU error", "6200"),
 ];
 
-/// The number of histories for the copy without an active defect. It is the same as the present core, which
+/// The number of histories for the copy without an active defect. That copy is the same as the present core, which
 /// `histories.rs` tests.
 const HISTORIES_WITHOUT: &str = "1000";
 

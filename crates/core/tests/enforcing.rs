@@ -33,8 +33,8 @@ fn the_newest_go_until_the_rest_fits() {
     assert_eq!(asked, [4, 3]);
     assert_eq!(states(&enforced), [(4, VictimState::Ended), (3, VictimState::Ended)]);
     assert_eq!((enforced.victims[0].slice, enforced.broken_off), (SLICE, None));
-    // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. They do not count for the
-    // budget any more.
+    // Clients whose work was ended stay in the control daemon's list until their next call to CUDA. Such clients do not count
+    // for the budget any more.
     later(&mut story, 5);
     assert_eq!(story.attempt().0, [0; 0]);
     // Client 3, which was ended, connects again and starts work.
@@ -90,7 +90,7 @@ fn one_that_may_have_lost_its_work_is_settled_before_anybody_else_is_touched() {
     assert_eq!(asked, [3]);
     assert_eq!(states(&enforced), [(3, VictimState::Unknown("an answer got lost".to_owned()))]);
     assert_eq!(enforced.broken_off.as_deref(), Some("an answer got lost"));
-    // A newer client comes. It is ended only after the client whose answer got lost was tried again.
+    // A newer client comes. The newer client is ended only after the client whose answer got lost was tried again.
     story.host().member(4, 40, 4);
     story.list_members();
     assert_eq!(story.attempt().0, [0; 0], "it is tried again after a pause");

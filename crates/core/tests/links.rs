@@ -295,7 +295,7 @@ fn another_order_leads_nobody_new_until_its_limits_are_told() {
     links.lead(linked(), &wanted());
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1"]);
-    // The control daemon has got its limits with an order to retire. They are the same limits, so all links are made.
+    // The control daemon has got its limits with an order to retire. The limits are the same, so all links are made.
     links.lead(linked(), &WantedLinks { retiring: true, ..more });
     links.apply(&mut disk, &nobody()).unwrap();
     assert_eq!(disk.leading_to_ours(), ["pipe", "s-1", "s-2"]);

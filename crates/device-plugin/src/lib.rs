@@ -1,5 +1,5 @@
-//! yunion-mps-device-plugin: hands the slices of yunion-mps-daemon to the kubelet of a Kubernetes node. It asks the service over
-//! D-Bus and knows nothing else of MPS.
+//! yunion-mps-device-plugin: hands the slices of yunion-mps-daemon to the kubelet of a Kubernetes node. The program asks the
+//! service over D-Bus and knows nothing else of MPS.
 //!
 //! Decisions are pure functions of the service's list of slices. `plugin` carries them out.
 //!

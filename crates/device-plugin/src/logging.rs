@@ -1,5 +1,5 @@
-//! The log: one line for each thing that this program does. It goes to the journal if standard error is the journal, otherwise to
-//! standard error, as in a pod.
+//! The log: one line for each thing that this program does. The log goes to the journal if standard error is the journal,
+//! otherwise to standard error, as in a pod.
 
 use common::host::standard_error;
 use tracing_subscriber::Registry;

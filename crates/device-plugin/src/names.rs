@@ -1,8 +1,8 @@
 //! The names of resources: from the size of a slice to its name. Pure.
 //!
-//! The rule, as in docs/kubernetes.md: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` is memory below 1 GiB. It
-//! is rounded, since an equal share of a GPU is an odd number of MiB, which differs between drivers. The name depends on one
-//! slice alone: if it depended on other slices, it could change while pods have the slice.
+//! The rule, as in docs/kubernetes.md: `mps-20gib` is the memory in GiB, rounded down, and `mps-512mib` is memory below 1
+//! GiB. The memory in the name is rounded, since an equal share of a GPU is an odd number of MiB, which differs between
+//! drivers. The name depends on one slice alone: if it depended on other slices, it could change while pods have the slice.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;

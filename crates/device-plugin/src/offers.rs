@@ -54,9 +54,9 @@ pub(crate) type Offers = BTreeMap<String, Vec<Offered>>;
 /// The facts about slices that are remembered between two looks at the service.
 #[derive(Debug, Default)]
 pub(crate) struct Remembered {
-    /// The name of the resource of each slice. It is remembered, since a GPU that the driver has lost has no known
-    /// memory, but its resource must stay. And a pod has its slice under the name of the resource: under another name
-    /// the kubelet would take the slice for free.
+    /// The name of the resource of each slice. The name is remembered, since a GPU that the driver has lost has no known
+    /// memory, but its resource must stay. A pod has its slice under the name of the resource: under another name the kubelet
+    /// would take the slice for free.
     resources: BTreeMap<String, String>,
 }
 

@@ -334,7 +334,7 @@ fn devices_in_words(offers: &Offers, name: &str) -> String {
     words.join(", ")
 }
 
-/// The file name of the socket of a resource. It does not have the domain, which is the same for all resources.
+/// The file name of the socket of a resource. The name does not have the domain, which is the same for all resources.
 fn socket_name(resource: &str) -> String {
     let name = resource.rsplit('/').next().unwrap_or(resource);
     format!("yunion-{name}.sock")

@@ -44,7 +44,7 @@ const AT_ONCE: usize = 16;
 /// The most bytes of the path of a Unix socket.
 const LONGEST_PATH: usize = 107;
 
-/// The manner in which containers get their slices. It is the same for all resources.
+/// The manner in which containers get their slices. The manner is the same for all resources.
 #[derive(Debug, Clone)]
 pub(crate) struct Manner {
     pub(crate) placement: Placement,

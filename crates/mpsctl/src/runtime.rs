@@ -66,8 +66,9 @@ pub fn execute(runtime: &OsStr, arguments: &[OsString]) -> io::Result<ExitCode> 
     }
 }
 
-/// Has the runtime send its signal to a container with this first process. A program whose GPU work has ended may end by itself
-/// before the signal. Then the runtime reports as an error that nothing runs, and the engine would treat that as a failure.
+/// Has the runtime send its signal to a container with this first process. A program whose GPU work has ended may end by
+/// itself before the signal. In that case the runtime reports as an error that nothing runs, and the engine would treat that
+/// as a failure.
 fn signal(mut command: Command, first: &ProcessId) -> io::Result<ExitCode> {
     let done = command.stdin(Stdio::inherit()).output()?;
     if !done.status.success() && !identity::runs(*first) {

@@ -1,5 +1,5 @@
-//! Functions of NVML that nvml-wrapper does not have yet, or that it calls with buffers that are too small. They are looked up by
-//! name in the library that nvml-wrapper has loaded. The service has no other unsafe code.
+//! Functions of NVML that nvml-wrapper does not have yet, or that it calls with buffers that are too small. The functions are
+//! looked up by name in the library that nvml-wrapper has loaded. The service has no other unsafe code.
 
 #![allow(unsafe_code, reason = "the functions of a library in C")]
 

@@ -63,8 +63,8 @@ impl FrontEnd {
             .stdin(Stdio::piped())
             .stdout(its_stdout)
             .stderr(its_stderr)
-            // If the control daemon is stopped by a signal, its front end waits for ever. It is killed when the caller gives
-            // up.
+            // If the control daemon is stopped by a signal, its front end waits for ever. The front end is killed when the
+            // caller gives up.
             .kill_on_drop(true)
             .spawn()
             .map_err(not_run)?;
@@ -74,8 +74,8 @@ impl FrontEnd {
             let _ = stdin.write_all(format!("{command}\n").as_bytes()).await;
         }
         // The front end writes each line separately, and reading each would wake the service once a line. So the pipes are
-        // read after the front end has ended. They are also read after `ANSWER_TIME`: an answer that is larger than a pipe
-        // keeps the front end from ending.
+        // read after the front end has ended. The pipes are also read after `ANSWER_TIME`: an answer that is larger than a
+        // pipe keeps the front end from ending.
         let _ = timeout(ANSWER_TIME, front_end.wait()).await;
         let (stdout, stderr) = tokio::try_join!(read(stdout), read(stderr)).map_err(not_run)?;
         let answer = String::from_utf8_lossy(&stdout);

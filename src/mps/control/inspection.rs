@@ -107,8 +107,8 @@ fn differing<'a>(
     let mut found = Vec::new();
     let said = lines.next()?;
     if said.starts_with("Server") || is_unknown_command(said) {
-        // The control daemon has answered the first command about this server with an error. It answers the commands about
-        // the memory limits with the same line, so these lines are skipped.
+        // The control daemon has answered the first command about this server with an error. The control daemon answers the
+        // commands about the memory limits with the same line, so these lines are skipped.
         lines.by_ref().take(memory_mib.len()).for_each(drop);
         return Some(found);
     }

@@ -1,9 +1,9 @@
 //! The control daemon's front end: runs one command at a time, with a deadline, and verifies its effect.
 //!
-//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. It exits with 0 for nearly everything,
-//! answers a bad value with the old value, and does not answer most settings. So each setting is read back here. The control
-//! daemon sometimes fails when several front ends ask at once, so all calls for one pipe directory wait for each other, in the
-//! order in which they came ([`FrontEnds`]).
+//! The front end is `nvidia-cuda-mps-control`, which reads commands from standard input. The front end exits with 0 for
+//! nearly everything, answers a bad value with the old value, and does not answer most settings. So each setting is read back
+//! here. The control daemon sometimes fails when several front ends ask at once, so all calls for one pipe directory wait for
+//! each other, in the order in which they came ([`FrontEnds`]).
 //!
 //! [`front_end`] sends a command, and [`answers`] parses its answer.
 
@@ -37,7 +37,8 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The command that lists the PIDs of the servers.
 const SERVERS: &str = "get_server_list";
 
-/// A command that always has an answer, a number that is no PID: `25.0`. It separates commands that may have no answer.
+/// A command that always has an answer, a number that is no PID: `25.0`. This command separates commands that may have no
+/// answer.
 const PERCENTAGE: &str = "get_default_active_thread_percentage";
 
 /// The number of attempts to list the clients while servers start and end.
@@ -187,8 +188,8 @@ impl Control {
         Ok(rows)
     }
 
-    /// Ends the GPU work of one client of a server; the server's other clients go on. Both are given by their PIDs. Measured: 12
-    /// ms, even during a long kernel.
+    /// Ends the GPU work of one client of a server; the server's other clients go on. The client and the server are given by
+    /// their PIDs. Measured: 12 ms, even during a long kernel.
     pub(crate) async fn terminate_client(
         &self,
         server: u32,
@@ -248,8 +249,8 @@ impl Control {
         self.ask(&start(uid)).await.map(|_| ())
     }
 
-    /// Asks the control daemon to end as soon as it has no client. It will do so, even much later. The error is
-    /// [`ControlError::Silent`] if the control daemon still has a client after `timeout`.
+    /// Asks the control daemon to end as soon as it has no client. The control daemon will do so, even much later. The error
+    /// is [`ControlError::Silent`] if the control daemon still has a client after `timeout`.
     pub(crate) async fn quit_when_idle(&self, timeout: Duration) -> Result<(), ControlError> {
         self.ask_within("quit", timeout).await.map(|_| ())
     }

@@ -25,7 +25,7 @@ const LINES_AT_A_TIME: u32 = 256;
 #[derive(Debug)]
 pub(crate) struct Follower {
     path: PathBuf,
-    /// The open file. It is never opened again by its path, since another user may have put another file there.
+    /// The open file. The log is never opened again by its path, since another user may have put another file there.
     file: File,
     /// The offset up to which the file has been read.
     read: u64,

@@ -22,7 +22,7 @@ pub(crate) enum Writer {
 }
 
 impl Line {
-    /// Parses a line. It never fails: an unknown line is ordinary text.
+    /// Parses a line. Parsing never fails: an unknown line is ordinary text.
     pub(crate) fn parse(line: &str) -> Self {
         let (writer, text) = split_prefix(line).unwrap_or((None, line));
         let meaning = meaning(writer, text);
@@ -72,8 +72,8 @@ fn meaning(writer: Option<Writer>, text: &str) -> Meaning {
 const OF_FAILURE: [&str; 9] =
     ["fatal", "fail", "error", "invalid", "cannot", "can't", "unable", "exception", "denied"];
 
-/// The meaning of a line that reports a failure. The control daemon logs each command, and for `ps` the table of
-/// clients. Both contain texts that tenants choose, so they do not count as failures.
+/// The meaning of a line that reports a failure. The control daemon logs each command, and for `ps` the table of clients. The
+/// commands and the table contain texts that tenants choose, so they do not count as failures.
 fn trouble(writer: Option<Writer>, text: &str) -> Option<Meaning> {
     let repeated = text.starts_with("Cmd:") || text.starts_with(|first: char| first.is_ascii_digit());
     if repeated && !matches!(writer, Some(Writer::Server(_))) {
@@ -90,8 +90,8 @@ fn server_starting(text: &str) -> Option<Meaning> {
 }
 
 fn said_by_control(text: &str) -> Option<Meaning> {
-    // These lines appear after a process has connected without sending anything. The service does so to find out which
-    // process listens.
+    // The control daemon writes these lines after a process has connected without sending anything. The service does so to
+    // find out which process listens.
     if ["User did not send valid credentials", "Unable to accept connection"].contains(&text.trim_end()) {
         return Some(Meaning::Noise);
     }

@@ -40,7 +40,7 @@ pub(crate) async fn ended(command: &mut Command) -> (Option<i32>, String, String
     (output.status.code(), text(&output.stdout), text(&output.stderr))
 }
 
-/// A dbus-daemon that the test has started. It ends when this value is dropped.
+/// A dbus-daemon that the test has started. The bus ends when this value is dropped.
 pub(crate) struct PrivateBus {
     daemon: Child,
     directory: TempDir,

@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::host::{Host, process_state, text};
 use super::wait::wait_for;
 
-/// A CUDA program that runs. It is killed when this value is dropped.
+/// A CUDA program that runs. The program is killed when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Client(Child);
 

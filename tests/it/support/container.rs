@@ -44,8 +44,8 @@ impl ContainerGroup {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
         let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // The container may be in any hierarchy. These two are tried first, since some others take no process before they are
-        // configured.
+        // The container may be in any hierarchy. The hierarchies of systemd are tried first, since some others take no
+        // process before they are configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
             let directory = Path::new(mount).join(name(&id));
@@ -92,7 +92,7 @@ pub(crate) const MOUNT_SLICE: &str = "set -e\n\
     mount --bind /mnt /run/yunion-mps\n\
     umount /mnt\n";
 
-/// A shell script in a new mount namespace. It sees the slice's directory read-only at its path in a container, and
+/// A shell script in a new mount namespace. The script sees the slice's directory read-only at its path in a container, and
 /// no pipe directory.
 pub(crate) fn contained(host: &Host, slice_directory: &Path, script: &str) -> Command {
     let read_only = "mount -o remount,bind,ro /run/yunion-mps\nmount -t tmpfs tmpfs \"$1\"\n";

@@ -244,7 +244,7 @@ impl Host {
         self.daemon_command().arg("--check").output().unwrap()
     }
 
-    /// Starts the service. Its messages go to a file.
+    /// Starts the service. The messages of the service go to a file.
     pub(crate) fn start(&mut self) {
         let daemon = self.daemon_command();
         self.spawn(daemon);
@@ -472,7 +472,7 @@ impl Host {
         wait_for("no process", || self.processes().is_empty().then_some(()));
     }
 
-    /// The PIDs of all processes of this host, the service included. They are found by an environment variable that
+    /// The PIDs of all processes of this host, the service included. The processes are found by an environment variable that
     /// they inherit.
     pub(crate) fn processes(&self) -> Vec<u32> {
         let mark = format!("YUNION_MPS_SIM={}", self.path("").display().to_string().trim_end_matches('/'));
@@ -530,7 +530,7 @@ fn replace(file: &Path, text: &str) {
     fs::rename(&new, file).unwrap();
 }
 
-/// Sends a signal to a process. It is no error if the process has ended.
+/// Sends a signal to a process. A process that has already ended is no error.
 pub(crate) fn signal_pid(pid: u32, signal: Signal) {
     let pid = Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
     let _ = kill_process(pid, signal);

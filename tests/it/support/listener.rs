@@ -7,7 +7,7 @@ use super::client::Client;
 use super::host::Host;
 use super::wait::wait_for;
 
-/// A gdbus that prints every signal of the service. It ends when this value is dropped.
+/// A gdbus that prints every signal of the service. The gdbus ends when this value is dropped.
 pub(crate) struct Listener {
     _gdbus: Client,
     file: PathBuf,

@@ -24,8 +24,8 @@ pub(crate) fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/schemas")
 }
 
-/// Checks documents with the schema of this name. Here a key that the schema does not describe is an error, although
-/// it is no error for a program that reads the documents.
+/// Checks documents with the schema of this name. A key that the schema does not describe is an error here, although it is no
+/// error for a program that reads the documents.
 #[track_caller]
 pub(crate) fn strict(schema: &str, documents: &[Value]) -> Keys {
     let mut checker = Command::new("/usr/bin/python3")

@@ -1,4 +1,5 @@
-//! The D-Bus part of the service, without the rest of it. It runs in the test's own process, on a private bus.
+//! The D-Bus part of the service, without the rest of it. This part of the service runs in the test's own process, on a
+//! private bus.
 
 use std::sync::Arc;
 

@@ -23,7 +23,7 @@ pub mod code {
     pub const NOT_SUPPORTED: u32 = 3;
     /// Only root may do this.
     pub const NO_PERMISSION: u32 = 4;
-    /// There is no such GPU.
+    /// NVML knows no such GPU.
     pub const NOT_FOUND: u32 = 6;
     /// Nothing happened within the time limit.
     pub const TIMEOUT: u32 = 10;

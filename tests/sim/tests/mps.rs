@@ -171,7 +171,7 @@ struct Control<'a> {
 }
 
 impl Control<'_> {
-    /// Runs a front end with these commands, and returns its output. Its exit status must be 0.
+    /// Runs a front end with these commands, and returns its output. The exit status of the front end must be 0.
     fn ask(&self, commands: &str) -> String {
         let output = self.host.front_end(commands);
         assert_eq!(output.status.code(), Some(0), "{commands}: {output:?}");
@@ -458,8 +458,8 @@ fn the_end_of_the_control_daemon_is_the_end_of_its_clients() {
         let none = host.front_end("get_server_list");
         assert_eq!(String::from_utf8(none.stderr).unwrap(), "Cannot find MPS control daemon process\n");
         assert_eq!(none.status.code(), Some(1));
-        // These files stay after the end of the control daemon. They do not prevent the next start, which is the second round
-        // of the loop.
+        // The control daemon leaves these files at its end. The files do not prevent the next start, which is the second
+        // round of the loop.
         for file in ["control", "control_lock", "control_privileged", "log", "nvidia-cuda-mps-control.pid"] {
             assert!(host.path("mps/pipe").join(file).exists(), "{file}");
         }

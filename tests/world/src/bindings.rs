@@ -293,7 +293,8 @@ impl World {
         );
     }
 
-    /// A new service reads the state file. It does not read a file that is too large, and then all bindings are lost.
+    /// A new service reads the state file. The service does not read a file that is too large, and then all bindings are
+    /// lost.
     pub(crate) fn read_state_file(&mut self) {
         let bindings: usize = self.bindings.registry.iter().map(bytes_of).sum();
         if bindings + self.state_file.daemons.len() * DAEMON_BYTES > FILE_BYTES {

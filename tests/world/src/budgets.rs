@@ -66,7 +66,7 @@ const SHARE: Duration = Duration::from_millis(250);
 
 type SimEnforcer = Enforcer<SimHeld>;
 
-/// A running attempt of the service to end clients. It returns its enforcer and its result.
+/// A running attempt of the service to end clients. The attempt returns its enforcer and its result.
 type SimAttempt = Pin<Box<dyn Future<Output = (SimEnforcer, Enforced)>>>;
 
 /// The service's watch over the budgets of one GPU.

@@ -37,7 +37,8 @@ pub(crate) struct Facts {
     /// The moment until which the attempt waits. None: it does not wait.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
-    /// The clients that were there before the service, or before the budgets became smaller. They must not be ended.
+    /// The clients that were there before the service, or before the budgets became smaller. The budget must not end these
+    /// clients.
     before: BTreeSet<ProcessId>,
     /// True until the first look after the service began or the budgets became smaller. Clients that come before that
     /// look may be spared too.

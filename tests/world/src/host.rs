@@ -17,7 +17,7 @@ pub(crate) struct SimNvml {
     /// The number of times that the driver was loaded again. A program that has opened the driver before has to open
     /// it again.
     loads: u32,
-    /// True while NVML does not list the GPUs. It still answers questions about each GPU.
+    /// True while NVML does not list the GPUs. NVML still answers questions about each GPU.
     lists_none: bool,
     /// The GPUs that have fallen off the bus.
     lost: BTreeSet<String>,

@@ -184,7 +184,7 @@ impl World {
         let place = LimitedGroup { gpu, group: self.bindings.any_group(dice) };
         match dice.below(3) {
             0 => _ = self.kernel.limits.remove(&place),
-            // This limit is lower than the limit of any slice.
+            // The new limit is lower than the limit of any slice.
             _ => _ = self.kernel.limits.insert(place.clone(), 7),
         }
         self.add_to_story(|| format!("somebody else changes the limit of {place:?}"));

@@ -117,7 +117,7 @@ struct ControlDaemon {
     mps: Arc<Mutex<Mps>>,
     /// True if the last order of the control daemon sets compute modes.
     sets_modes: bool,
-    /// True while the process waits for the byte with which it becomes the control daemon. It ends if the service
+    /// True while the process waits for the byte with which it becomes the control daemon. The process ends if the service
     /// ends.
     is_paused: bool,
 }

@@ -119,8 +119,8 @@ pub struct Mps {
     pub refuses_multiuser: bool,
     /// True if the control daemon serves one user after the other.
     pub(crate) serves_one_user: bool,
-    /// True if the control daemon was asked to end and still has a client. It answers no program any more, and the
-    /// client works on to its end.
+    /// True if the control daemon was asked to end and still has a client. The control daemon answers no program any more,
+    /// and the client works on to its end.
     pub(crate) quits_when_idle: bool,
     /// True if some link to the control daemon could not be changed when programs should wait.
     pub(crate) door_is_stuck: bool,
@@ -385,7 +385,7 @@ impl Mps {
         self.ends_if_idle();
     }
 
-    /// A server ends regularly, or is killed. Its clients end with it.
+    /// A server ends regularly, or is killed. The clients of the server end with it.
     pub(crate) fn end_server(&mut self, pid: u32, is_killed: bool, cause: Option<Cause>) {
         let Some(server) = self.servers.get_mut(&pid).filter(|one| !one.is_ending) else { return };
         server.is_ending = true;

@@ -52,7 +52,7 @@ impl Mps {
 }
 
 impl Overuse {
-    /// A slice with this number of clients. They have the PIDs 1, 2 and so on, and the last one is the newest.
+    /// A slice with this number of clients. The clients have the PIDs 1, 2 and so on, and the last one is the newest.
     pub fn with_clients(clients: u32) -> Self {
         let story = Story::with_gpus(&["A"]);
         story.host().server_comes(SERVER);

@@ -1,5 +1,5 @@
-//! All that a service knows, publishes and reports about one control daemon that it watches. This knowledge ends with
-//! the service.
+//! All that a service knows, publishes and reports about one control daemon that it watches. The knowledge of the service
+//! ends with the service.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;

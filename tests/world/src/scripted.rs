@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_secs(60);
 /// The most clients on a GPU before another client comes and meets an error.
 const CLIENTS: usize = 2;
 
-/// The payloads of orders. They differ in the limits.
+/// The payloads of orders. The payloads differ in the limits.
 const PAYLOADS: [u32; 3] = [0, 15, 40];
 
 /// The number of a client: the first client that comes has 0.

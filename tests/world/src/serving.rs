@@ -51,7 +51,7 @@ impl Watched {
     }
 }
 
-/// A running act. It returns its outcome, and true if the control daemon has ended.
+/// A running act. The act returns its outcome, and true if the control daemon has ended.
 pub(crate) type RunningAct = Pin<Box<dyn Future<Output = (ActOutcome, bool)>>>;
 
 impl ControlDaemon {
@@ -256,8 +256,8 @@ impl World {
             admission,
         };
         let (known, wanted, act) = (Rc::clone(&watched.known), wanted(task), task.act);
-        // The borrow is held across `await`. That is safe: a control daemon has one act at a time, and nothing else borrows
-        // these values during an act.
+        // The borrow is held across `await`. The borrow is safe: a control daemon has one act at a time, and nothing else
+        // borrows these values during an act.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let (mut known, mut reach) = (known.borrow_mut(), reach.borrow_mut());

@@ -109,7 +109,7 @@ impl Starter for SimStarter {
 }
 
 impl World {
-    /// The service begins the start of a control daemon. Its process does not exist yet.
+    /// The service begins the start of a control daemon. The process of the control daemon does not exist yet.
     pub(crate) fn begin_start(&mut self, id: &DaemonId, task: &Task, dice: &mut Dice) {
         let Some(admission) = self.admission(id, &task.order.gpus, false) else { return };
         self.next_pid += 1;
@@ -125,8 +125,8 @@ impl World {
         service.starting.insert(id.clone(), mps);
         let (reach, wanted) = (Rc::clone(service.reaches.entry(id.clone()).or_default()), wanted(task));
         let users = WantedUsers { multiuser: true, is_optional: true, without: "off" };
-        // The borrow is held across `await`. That is safe: a control daemon has one act at a time, and nothing else borrows
-        // this value during an act.
+        // The borrow is held across `await`. The borrow is safe: a control daemon has one act at a time, and nothing else
+        // borrows this value during an act.
         #[allow(clippy::await_holding_refcell_ref)]
         let under_way = async move {
             let mut starter = SimStarter { shell, in_the_way: None };

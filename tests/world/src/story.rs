@@ -58,7 +58,7 @@ pub struct Stage {
     /// True if the control daemon survives signals.
     pub survives: bool,
     pub log_is_unreadable: bool,
-    /// The clients that NVML lists on a GPU, or its error. They replace the true ones.
+    /// The clients that NVML lists on a GPU, or its error. The listed clients replace the true ones.
     pub nvml: BTreeMap<String, Result<BTreeSet<u32>, String>>,
     /// The PIDs of processes that have ended.
     pub gone: BTreeSet<u32>,
@@ -210,7 +210,7 @@ impl Mps {
         &mut self.clients.get_mut(&pid).unwrap().tenant
     }
 
-    /// The server with this PID handles a fatal GPU error. Its list of clients is empty meanwhile.
+    /// The server with this PID handles a fatal GPU error. The list of the server's clients is empty meanwhile.
     pub fn server_faults(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Fault);
         self.servers.entry(server).and_modify(|server| server.lists = false);

@@ -98,8 +98,8 @@ impl World {
         self.add_to_story(|| format!("somebody stops server {server:?} of {pid}, or {pid} itself"));
     }
 
-    /// The clients that were hit end just while the service looks which of them are left. Their server recovers, and
-    /// other clients come to it at once.
+    /// The clients that were hit end just while the service looks which of them are left. The server of these clients
+    /// recovers, and other clients come to it at once.
     fn others_come_after_a_fault(&mut self, pid: u32, dice: &mut Dice) {
         self.advance(self.now + Duration::from_secs(6));
         (0..dice.below(8)).for_each(|_| self.carry_on(dice));

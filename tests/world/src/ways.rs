@@ -220,7 +220,7 @@ impl SimAdmission {
 }
 
 impl World {
-    /// The links of a supervisor. They are made if the supervisor is new.
+    /// The links of a supervisor. The links are made if the supervisor is new.
     pub(crate) fn admission(
         &mut self,
         id: &DaemonId,

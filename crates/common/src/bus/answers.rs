@@ -15,8 +15,8 @@ use crate::bus::proxy::{BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::proc;
 
-/// The time that the daemon has to report its state, which needs no work. It is short, so that a daemon that is stopped or hangs
-/// is noticed earlier than a daemon that works on a request.
+/// The time that the daemon has to report its state, which needs no work. The time is short, so that a daemon that is stopped
+/// or hangs is noticed earlier than a daemon that works on a request.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// The daemon's answer, or the reason for its absence.

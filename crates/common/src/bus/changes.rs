@@ -7,11 +7,12 @@ use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
 
-/// Says that the service has published something new, has started, or has ended. It does not say what has changed.
+/// Says that the service has published something new, has started, or has ended. The signal does not say what has changed.
 #[derive(Debug)]
 pub struct ServiceChanges {
     told: watch::Receiver<()>,
-    /// The task that receives the signals. It takes every signal at once: an unread signal would delay the answers behind it.
+    /// The task that receives the signals. The task takes every signal at once: an unread signal would delay the answers
+    /// behind it.
     _hears: JoinSet<()>,
 }
 

@@ -81,7 +81,7 @@ impl From<fdo::Error> for BusError {
     }
 }
 
-/// A row of an answer. Its JSON has every key of the dictionary, also keys that this version does not know.
+/// A row of an answer. The JSON of the row has every key of the dictionary, also keys that this version does not know.
 #[derive(Debug, Clone)]
 pub struct Listed<R> {
     row: R,
@@ -367,7 +367,7 @@ impl DaemonProxy {
         for_root(self.control.apply(force).await)
     }
 
-    /// The Manager's properties. Their names have the form of the keys of other answers: `state_reason`.
+    /// The Manager's properties. The keys have names of the form of the keys of other answers: `state_reason`.
     pub async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
         let properties = PropertiesProxy::new(proxy.connection(), proxy.destination(), proxy.path()).await?;

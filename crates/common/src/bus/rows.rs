@@ -65,7 +65,8 @@ impl<R: Row> Serialize for Properties<R> {
     }
 }
 
-/// An object that shows a row as its properties. It has no copy of the row: each value is made when a caller asks for it.
+/// An object that shows a row as its properties. The object has no copy of the row: each value is made when a caller asks for
+/// it.
 pub trait Object: Interface + Clone {
     type Row: Row + PartialEq;
 
@@ -454,8 +455,8 @@ pub fn property_name(key: &str) -> String {
     name
 }
 
-/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay. It does not begin with a digit, since some
-/// languages use it as an identifier.
+/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay. The element does not begin with a
+/// digit, since some languages use it as an identifier.
 fn path_element(name: &str) -> String {
     let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {

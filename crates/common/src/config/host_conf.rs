@@ -104,7 +104,7 @@ const PRIVATE_SUFFIX: &str = ".private";
 pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
-    /// The path of the directory that only control daemons use. It is next to the pipe directory.
+    /// The path of the directory that only control daemons use. The directory is next to the pipe directory.
     pub fn private_directory(&self) -> PathBuf {
         let mut directory = self.pipe_directory.clone().into_os_string();
         directory.push(PRIVATE_SUFFIX);
@@ -148,7 +148,7 @@ impl Draft {
                 continue;
             }
             // A key without a value in the earlier file is excused if the later file has a text for it, as it is for the host
-            // agent. It stays a mistake if the host agent can't read the earlier file because of it.
+            // agent. The key stays a mistake if the host agent can't read the earlier file because of it.
             self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {

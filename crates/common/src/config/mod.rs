@@ -29,7 +29,7 @@ use yaml::Value;
 pub struct Settings {
     /// The key `enable_cuda_mps`. If it is false, no device is published.
     pub enabled: bool,
-    /// True if a file sets `enable_cuda_mps`. Otherwise `enabled` is false by default.
+    /// True if a file sets `enable_cuda_mps`. If no file sets the key, `enabled` is false by default.
     pub says_enabled: bool,
     /// `cuda_mps_pipe_directory`: the directory in which clients find the control daemon.
     pub pipe_directory: PathBuf,
@@ -254,8 +254,8 @@ impl Settings {
         })
     }
 
-    /// The reason why no GPU is served while MPS is not enabled. It names the files that do not exist, which shows a misspelt
-    /// directory.
+    /// The reason why no GPU is served while MPS is not enabled. The reason names the files that do not exist, which shows a
+    /// misspelt directory.
     pub fn why_not_enabled(&self) -> Problem {
         if self.says_enabled {
             return format!("{ENABLE_KEY} is false").into();
@@ -342,9 +342,10 @@ pub enum MayTerminate {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sources {
-    /// The main file, if the command line names it. Otherwise the service searches for it.
+    /// The main file, if the command line names it. Without this option, the service searches for the main file.
     pub config: Option<PathBuf>,
-    /// The directory below which every path is looked up, including the paths in the files. It is `/` on a real host.
+    /// The directory below which every path is looked up, including the paths in the files. The directory is `/` on a real
+    /// host.
     pub sysroot: PathBuf,
 }
 
@@ -357,7 +358,7 @@ pub struct Loaded {
     pub platform: bool,
     /// Settings that are correct for this service, but with which the platform's host agent or its containers fail.
     pub agent: Vec<agent::Trouble>,
-    /// The keys that this service does not know, with their places. They help only to find a typing error.
+    /// The keys that this service does not know, with their places. Such keys help only to find a typing error.
     pub unknown_keys: Vec<(Origin, String)>,
     /// The keys that a later file overrides, each with the overridden place and the place that counts.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
@@ -365,7 +366,7 @@ pub struct Loaded {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Every problem of every file, in the order of the files and their lines. There is at least one.
+    /// Every problem of every file, in the order of the files and their lines. The list has at least one problem.
     pub problems: Vec<LocatedProblem>,
     /// The warnings, one of which is often the reason for a problem.
     pub warnings: Vec<LocatedProblem>,
@@ -509,8 +510,8 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
     }
 }
 
-/// The warning about a device file without an entry of the type `NVIDIA_MPS`: every GPU is served then. There is no warning if
-/// the administrator has set `cuda_mps_replicas`, which is for this case.
+/// The warning about a device file without an entry of the type `NVIDIA_MPS`: every GPU is served then. The warning is left
+/// out if the administrator has set `cuda_mps_replicas`, which is for this case.
 fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     let Settings { enabled, devices, replicas, .. } = &draft.settings;
     let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());

@@ -2,7 +2,7 @@
 
 use mps_core::Tenure;
 
-/// The mode that decides which processes may open a context on a GPU. Its text is the text of `nvidia-smi
+/// The mode that decides which processes may open a context on a GPU. The text of the mode is that of `nvidia-smi
 /// --query-gpu=compute_mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, strum::Display, strum::EnumString)]
 pub enum ComputeMode {

@@ -1,7 +1,7 @@
 //! Control groups as the kernel shows them: the control group of a process, and the existence and use of a control group.
 //!
 //! On a host with several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts, in which the service manager and
-//! every container runtime put processes. Otherwise there is one hierarchy.
+//! every container runtime put processes. On other hosts there is one hierarchy.
 
 use std::fs::{self, Metadata};
 use std::io;

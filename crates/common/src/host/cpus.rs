@@ -8,7 +8,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::proc;
 
-/// A set of CPUs. It has at least one CPU.
+/// A set of CPUs. The set has at least one CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpus(CpuSet);
 

@@ -93,8 +93,8 @@ pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 /// A client can use a control daemon without the right to write to the pipe directory.
 pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
 
-/// A client of a multi-user server needs only a hard link to the control daemon's socket, in any directory. It needs no memory
-/// that it shares with the host.
+/// A client of a multi-user server needs only a hard link to the control daemon's socket, in any directory. Such a client
+/// needs no memory that it shares with the host.
 pub const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
 
 /// NVML lists the clients of MPS apart from the other processes on a GPU. Without this property an empty list of clients has no
@@ -140,8 +140,8 @@ pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
 /// daemon. If the control daemon can't make the FIFO, neither it nor a server writes a log.
 pub const LOG_FIFO: &str = "log";
 
-/// Returns whether the program starts a control daemon with these arguments. Otherwise the program is a front end, which sends
-/// a command to a control daemon.
+/// Returns whether the program starts a control daemon with these arguments. With other arguments the program is a front end,
+/// which sends a command to a control daemon.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
     arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }

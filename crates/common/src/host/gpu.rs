@@ -46,7 +46,7 @@ impl PcieLink {
     }
 }
 
-/// A display device on the PCI bus, from any vendor. It is known without any driver.
+/// A display device on the PCI bus, from any vendor. The device is known without any driver.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PciDevice {
     pub address: PciAddress,

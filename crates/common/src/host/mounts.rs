@@ -1,8 +1,8 @@
 //! The mounts that a process sees, as the kernel lists them, and the file systems and paths that are mounted there.
 //!
-//! One directory can have different paths in two mount namespaces. Its place is the same in both: the device of its file system
-//! and its path in that file system, from mountinfo. The device number of `stat` is not used, since btrfs and overlayfs invent
-//! numbers there.
+//! One directory can have different paths in two mount namespaces. The place of the directory is the same in both: the device
+//! of its file system and its path in that file system, from mountinfo. The device number of `stat` is not used, since btrfs
+//! and overlayfs invent numbers there.
 
 use std::ffi::OsString;
 use std::fmt::Display;

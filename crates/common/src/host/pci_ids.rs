@@ -36,8 +36,8 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
                 names.insert(id, name.to_owned());
             }
         } else if !text.is_empty() && !text.starts_with('#') {
-            // The list of device classes at the end has lines such as `C 03 ...`. They do not begin with a vendor's number,
-            // so the last vendor's devices end there.
+            // The list of device classes at the end has lines such as `C 03 ...`. Such a line does not begin with a vendor's
+            // number, so the last vendor's devices end there.
             vendor = numbered(text).map(|(vendor, _)| vendor);
         }
         line.clear();

@@ -1,9 +1,9 @@
 //! The files under /proc. No other module reads there.
 //!
-//! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So these files may not
-//! be valid text. They are read as bytes, up to a limit. If a process may end during a read, the caller needs a handle of the
-//! process (see `mps::hold`), since another process may get its PID at any moment. An error means that the process has ended or
-//! that the file can't be read.
+//! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So these files may
+//! not be valid text. The files are read as bytes, up to a limit. If a process may end during a read, the caller needs a
+//! handle of the process (see `mps::hold`), since another process may get its PID at any moment. An error means that the
+//! process has ended or that the file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;

@@ -35,8 +35,8 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // A late answer to an earlier question is outdated and dropped. Its thread has ended, so a new question about that
-        // thing can be asked.
+        // A late answer to an earlier question is outdated and dropped. The thread of that question has ended, so a new
+        // question about that thing can be asked.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }

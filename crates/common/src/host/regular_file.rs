@@ -1,4 +1,5 @@
-//! Reads a file that other users may have replaced. It accepts only a regular file of limited size, and never blocks.
+//! Reads a file that other users may have replaced. The function accepts only a regular file of limited size, and never
+//! blocks.
 
 use std::fs::{self, File, FileType};
 use std::io::{self, Read};

@@ -248,8 +248,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
             {
                 properties.pop();
             }
-            // The former control daemon had a scope with the same name. It has ended, but the scope stays while its servers
-            // are ending.
+            // The former control daemon had a scope with the same name. That control daemon has ended, but its scope stays
+            // while its servers are ending.
             Err(zbus::Error::MethodError(error, ..))
                 if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
             {
@@ -270,7 +270,7 @@ fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
         ("PIDs", Variant::from(vec![pid])),
         // systemd stops units in the reverse order: at a shutdown this service stops first, and ends the control daemon itself.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // Otherwise systemd would keep a failed scope, and no new scope could have its name.
+        // Without this property, systemd would keep a failed scope, and no new scope could have its name.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]

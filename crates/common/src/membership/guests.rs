@@ -1,7 +1,7 @@
 //! The host agent's records of its guests: which guest has which containers, and which devices the containers have.
 //!
-//! The agent writes the files in place, without renaming, so a reader may get half of a file. They contain credentials: only the
-//! names here are stored, logged or published.
+//! The agent writes the files in place, without renaming, so a reader may get half of a file. The records contain
+//! credentials: only the names here are stored, logged or published.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -62,8 +62,8 @@ pub(super) struct GuestRecord {
     pub(super) devices: Vec<DeviceName>,
 }
 
-/// The host agent's records of all guests. They are read when the first container is asked about, and are used for one look at
-/// processes.
+/// The host agent's records of all guests. The records are read when the first container is asked about, and are used for one
+/// look at processes.
 #[derive(Debug)]
 pub(super) struct GuestRecords {
     directory: PathBuf,
@@ -171,7 +171,8 @@ fn shortened(name: Option<&str>) -> String {
     name.unwrap_or_default().chars().take(NAME).map(plain).collect()
 }
 
-/// The reason why a record is not used at all, or not yet. It quotes nothing from the record, which may contain credentials.
+/// The reason why a record is not used at all, or not yet. The reason quotes nothing from the record, which may contain
+/// credentials.
 #[derive(Debug)]
 enum BadRecord {
     /// The record does not exist or can't be read.

@@ -224,8 +224,8 @@ impl SliceMounts {
 
     /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so
     /// the mounts of its ancestors count too. The mounts of ancestors in other namespaces count up to the host, for a sandbox
-    /// in a container: the sandbox has the slices of the container. But the sandbox reaches no directory that only its
-    /// ancestors see.
+    /// in a container: the sandbox has the slices of the container. The sandbox reaches no directory that only its ancestors
+    /// see.
     ///
     /// # Errors
     /// The process has ended, or can't be read.

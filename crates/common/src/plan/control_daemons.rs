@@ -29,8 +29,8 @@ pub struct ControlDaemonPlan {
     /// The directory that contains the directories of the control daemon's slices, each with a link to the control daemon's
     /// socket. None if clients have to connect in the pipe directory.
     pub slice_directories: Option<PathBuf>,
-    /// The control daemon's GPUs, in the order of `CUDA_VISIBLE_DEVICES`. They are sorted by address, so ordinals don't depend
-    /// on the order of entries.
+    /// The control daemon's GPUs, in the order of `CUDA_VISIBLE_DEVICES`. The GPUs are sorted by address, so ordinals don't
+    /// depend on the order of entries.
     pub gpus: Vec<ServedGpu>,
     /// The default active thread percentage: the largest percentage of the control daemon's slices.
     pub thread_percentage: u8,
@@ -137,7 +137,7 @@ impl ControlDaemonPlan {
     }
 }
 
-/// Plans the control daemons for the GPUs that can be served now. Also sets the directories of slices in `gpus`.
+/// Plans the control daemons for the GPUs that can be served now. The call also sets the directories of slices in `gpus`.
 pub(super) fn control_daemons(
     gpus: &mut [GpuPlan],
     settings: &Settings,
@@ -175,8 +175,9 @@ pub(super) fn control_daemons(
 /// The most bytes of a socket's path, with the zero at its end: the size of `sun_path` in `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 108;
 
-/// The private directory of the control daemon with this pipe directory. It is next to the configured pipe directory: on another
-/// file system no hard links would be possible, and everything inside the pipe directory is mounted in containers.
+/// The private directory of the control daemon with this pipe directory. The directory is next to the configured pipe
+/// directory: on another file system no hard links would be possible, and everything inside the pipe directory is mounted in
+/// containers.
 fn private_directory(pipe_directory: &Path, settings: &Settings) -> Option<PathBuf> {
     let below = pipe_directory.strip_prefix(&settings.pipe_directory).ok()?;
     let base = settings.private_directory();
@@ -247,8 +248,9 @@ fn control_daemon(
         gpus: gpus.iter().map(served).collect(),
         thread_percentage,
         multiuser,
-        // The multi-user option is optional only if the plan has no private directory and no directories of slices. They need
-        // it: without it, a server runs as the user of its clients and needs access to the control daemon's directory.
+        // The multi-user option is optional only if the plan has no private directory and no directories of slices. Both
+        // kinds of directories need multi-user mode: without it, a server runs as the user of its clients and needs access to
+        // the control daemon's directory.
         multiuser_optional: if_possible && slice_directories.is_none() && private_directory.is_none(),
         prewarm: settings.prewarm && multiuser,
         cpus: Cpus::union(gpus.iter().map(|(gpu, _)| gpu.cpus)).and_then(|cpus| inventory.if_not_all(cpus)),

@@ -1,4 +1,4 @@
-//! The plan: the control daemons to run, with their GPUs, slices and limits. It is a pure function of the settings and
+//! The plan: the control daemons to run, with their GPUs, slices and limits. The plan is a pure function of the settings and
 //! the host's GPUs.
 //!
 //! `entries` finds the GPUs that the configuration asks for, with `paths` for the GPU of each path. `gpus` plans each GPU, with

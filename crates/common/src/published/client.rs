@@ -5,7 +5,7 @@ use mps_core::register::KnownClient;
 /// A process that uses a GPU, as the service published it at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientView {
-    /// The process. Its slices are only those on this GPU.
+    /// The process. The client's slices are only those on this GPU.
     pub client: KnownClient,
     /// True if the process uses the GPU without an MPS server of this service.
     pub bypass: bool,

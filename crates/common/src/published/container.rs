@@ -141,7 +141,7 @@ pub enum ContainerError {
 }
 
 impl ContainerError {
-    /// The error while no plan exists. It gives the reason that the state of the service has.
+    /// The error while no plan exists. The error gives the reason that the state of the service has.
     pub fn not_ready(snapshot: &Snapshot) -> Self {
         Self::NotReady(match snapshot.reason.as_str() {
             "" => "the GPUs are not known yet; ask again in a moment".to_owned(),

@@ -13,7 +13,7 @@ use crate::host::cpus::Cpus;
 pub enum ControlDaemonState {
     /// The control daemon is being started and configured.
     Starting,
-    /// The control daemon serves clients. Its limits are confirmed as far as the driver allows.
+    /// The control daemon serves clients. The limits of the control daemon are confirmed as far as the driver allows.
     Ready,
     /// A server of the control daemon has met a fatal GPU error, from which it has not recovered yet.
     Faulted,

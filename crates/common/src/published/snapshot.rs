@@ -123,9 +123,9 @@ impl Snapshot {
         slices_of(self.gpus.as_deref().unwrap_or_default())
     }
 
-    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. An address may have its domain
-    /// and capital letters. It may lack a domain other than 0000 if no other GPU has the same short address. Each ordinal has
-    /// only one spelling, so that a slice has only one name.
+    /// The slice with a name such as `00:06.0-1`, or the GPU with the name `00:06.0` or a UUID. An address may have its
+    /// domain and capital letters. An address may lack a domain other than 0000 if no other GPU has the same short address.
+    /// Each ordinal has only one spelling, so that a slice has only one name.
     pub fn find(&self, name: &str) -> Option<Named<'_>> {
         let gpus = || self.gpus.iter().flatten();
         if let Some(gpu) = gpus().find(|gpu| !gpu.uuid().is_empty() && gpu.uuid().eq_ignore_ascii_case(name))
@@ -179,8 +179,8 @@ impl GpuView {
         joined(full.into_iter().chain(drained).chain(unserved).chain(over), &self.reason)
     }
 
-    /// The reason to publish for the GPU. It also gives the numbers of slices that are drained, have no link, or are over their
-    /// budgets.
+    /// The reason to publish for the GPU. The reason also gives the numbers of slices that are drained, have no link, or are
+    /// over their budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
         let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices()));

@@ -94,7 +94,8 @@ enum LinkTarget {
     Leads,
     /// The slice is closed: its directory has no link to any control daemon.
     Closed,
-    /// The directory has no link to this control daemon. It may have a link to another control daemon, which stays.
+    /// The directory has no link to this control daemon. The directory may have a link to another control daemon, which
+    /// stays.
     NotHere,
 }
 
@@ -283,8 +284,8 @@ impl<D: Clone + PartialEq> Links<D> {
         self.wanted.iter().flat_map(|wanted| wanted.slices.keys().cloned()).collect()
     }
 
-    /// Makes and removes links, until a pass over the directories changes nothing. Then every link still exists after other
-    /// users have lost the right to change the directories.
+    /// Makes and removes links, until a pass over the directories changes nothing. After that pass every link still exists
+    /// after other users have lost the right to change the directories.
     ///
     /// # Errors
     /// The control daemon's own directory can't be used.

@@ -86,8 +86,8 @@ impl FromStr for MayCommand {
     }
 }
 
-/// A client, or a program that uses a GPU without MPS. Its text names the process with its owner, and without its command: a
-/// tenant chooses the command, and could make it look like another client.
+/// A client, or a program that uses a GPU without MPS. The text of the client names the process with its owner, and without
+/// its command: a tenant chooses the command, and could make it look like another client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownClient {
     pub process: ProcessId,

@@ -58,8 +58,8 @@ impl FromStr for KnownBy {
 /// The slices of a process, and the source from which the service knows them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Membership {
-    /// The slices, each once. There is at least one. If the source is the records or the environment, a GPU may stand for one
-    /// of its slices.
+    /// The slices, each once. The list has at least one slice. If the source is the records or the environment, a GPU may
+    /// stand for one of its slices.
     pub slices: Vec<DeviceName>,
     /// The source from which the service knows the slices.
     pub known_by: KnownBy,
@@ -81,7 +81,8 @@ impl Membership {
         (!self.slices.is_empty()).then_some(self)
     }
 
-    /// Returns whether the process has several slices of one GPU. It uses only one of them, and its environment may say which.
+    /// Returns whether the process has several slices of one GPU. The process uses only one of these slices, and its
+    /// environment may say which.
     fn is_ambiguous(&self) -> bool {
         let gpus: BTreeSet<GpuId> = self.slices.iter().map(|one| one.gpu()).collect();
         gpus.len() < self.slices.len()

@@ -108,7 +108,7 @@ pub struct Register {
 impl Register {
     /// Records that the log reports a new client of a control daemon. `running` is the process that has the PID now. If the
     /// process has ended already, the client is the process that the register has as a client at work under this PID, or a
-    /// process that a look has found before the log's line was read. Otherwise the client stays unknown.
+    /// process that a look has found before the log's line was read. If neither is known, the client stays unknown.
     pub fn came(&mut self, daemon: &DaemonId, pid: u32, running: Option<ProcessId>, now: CoreTime) {
         let served = self.served.entry(daemon.clone()).or_default();
         if served.len() >= MOST {
@@ -287,7 +287,7 @@ impl Register {
         self.clients.get_mut(&process.pid).filter(|entry| entry.client.process == process)
     }
 
-    /// The last client with this PID. Its process may have ended.
+    /// The last client with this PID. The process of that client may have ended.
     pub fn get(&self, pid: u32) -> Option<&KnownClient> {
         self.clients.get(&pid).map(|entry| &entry.client)
     }

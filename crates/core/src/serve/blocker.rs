@@ -108,7 +108,7 @@ pub(super) enum Change {
     None,
     /// The control daemon has not answered this check, and had answered the check before.
     FirstMiss,
-    /// The control daemon answers again. It may have missed commands while it did not answer.
+    /// The control daemon answers again. The control daemon may have missed commands while it did not answer.
     AnswersAgain,
 }
 

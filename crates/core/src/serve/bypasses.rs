@@ -11,7 +11,7 @@ use crate::{CoreTime, GpuUuid};
 pub const CONFIRM_AFTER: Duration = Duration::from_secs(1);
 
 /// The processes that the last look has found on each GPU. Each has the time when a look has first found it, and true if a
-/// second look has confirmed it. They stay when the control daemon is replaced.
+/// second look has confirmed it. The bypasses stay known when the control daemon is replaced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Bypasses(BTreeMap<(GpuUuid, ProcessId), (CoreTime, bool)>);
 

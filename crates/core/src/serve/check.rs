@@ -15,7 +15,7 @@ use crate::mps::{Client, ServerStatus};
 use crate::terms::GpuProcess;
 
 impl<S: Shell> Serving<'_, S> {
-    /// The health check. It looks at the answers, servers, limits, compute modes and files of the control daemon.
+    /// The health check. The check looks at the answers, servers, limits, compute modes and files of the control daemon.
     pub(super) async fn check(&mut self) -> Result<Option<Ended>, Failure> {
         self.continue_if_stopped();
         let mut answer = None;
@@ -104,8 +104,8 @@ impl<S: Shell> Serving<'_, S> {
                 return;
             };
             let listed: BTreeSet<u32> = all.values().flatten().copied().collect();
-            // A client that the register has is missing from the list. This may be a fatal GPU error, after which the list is
-            // not reliable.
+            // A client that the register has is missing from the list. The reason may be a fatal GPU error, after which the
+            // list is not reliable.
             if !clients.is_subset(&listed) && self.is_any_server_faulted().await {
                 return;
             }
@@ -161,7 +161,8 @@ impl<S: Shell> Serving<'_, S> {
         self.keep_state_file();
     }
 
-    /// Records that the control daemon lives, but that its sockets were removed. It can't make them again.
+    /// Records that the control daemon lives, but that its sockets were removed. The control daemon can't make its sockets
+    /// again.
     pub(super) fn is_unreachable(&mut self, error: String) {
         self.run.blockers.observe(Some(Blocker::DirectoryGone(error)));
         self.show_state();

@@ -1,10 +1,10 @@
-//! The door of a control daemon: the links through which programs reach it. The service closes the door before a decision that
-//! depends on the number of clients. Otherwise a client could come between the count and the act, and would lose its work or
-//! delay the act.
+//! The door of a control daemon: the links through which programs reach it. The service closes the door before a decision
+//! that depends on the number of clients. With an open door a client could come between the count and the act, and would lose
+//! its work or delay the act.
 //!
-//! Measured: a program that finds no control daemon runs without MPS; a program that finds a socket on which no process answers
-//! waits. So programs wait while the door is closed. They are released once a server has the GPUs: in compute mode
-//! `EXCLUSIVE_PROCESS` the driver then refuses them (error 46). In compute mode `DEFAULT` nothing refuses them.
+//! Measured: a program that finds no control daemon runs without MPS; a program that finds a socket on which no process
+//! answers waits. So programs wait while the door is closed. The programs are released once a server has the GPUs: in compute
+//! mode `EXCLUSIVE_PROCESS` the driver then refuses them (error 46). In compute mode `DEFAULT` nothing refuses them.
 
 use alloc::borrow::ToOwned;
 use alloc::format;
@@ -31,8 +31,8 @@ pub(super) enum Door {
     Opened,
     /// The links point to the waiting socket: new programs wait.
     Closed,
-    /// The links point to the waiting socket, and the control daemon was asked to end. It does not answer programs any more,
-    /// unless the request got lost.
+    /// The links point to the waiting socket, and the control daemon was asked to end. The control daemon does not answer
+    /// programs any more, unless the request got lost.
     ClosedForGood,
 }
 

@@ -46,9 +46,9 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// The number of clients of the control daemon. The error is the reason why the number is not known. The control daemon
-    /// itself is asked first. Its list is not used if it does not answer, if another control daemon answers in its directory,
-    /// or after a fault. The processes of the control daemon are then looked at: clients need servers, which are its children.
-    /// NVML is asked last.
+    /// itself is asked first. The list of the control daemon is not used if it does not answer, if another control daemon
+    /// answers in its directory, or after a fault. The processes of the control daemon are then looked at: clients need
+    /// servers, which are its children. NVML is asked last.
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
             Ok(0) if self.is_any_server_faulted().await => {
@@ -113,8 +113,8 @@ impl<S: Shell> Serving<'_, S> {
         self.shell.listener() == Some(self.shell.pid())
     }
 
-    /// Ends the control daemon. Its clients, which the caller has reported, end with it. With a permit for an unused control
-    /// daemon, the control daemon stays if a client has come since the count.
+    /// Ends the control daemon. The clients of the control daemon, which the caller has reported, end with it. With a permit
+    /// for an unused control daemon, the control daemon stays if a client has come since the count.
     ///
     /// # Errors
     /// The control daemon has not ended.
@@ -138,8 +138,8 @@ impl<S: Shell> Serving<'_, S> {
         if has_ended {
             return Ok(());
         }
-        // If the request to end the control daemon got lost, the next check finds that it lives. Then it gets its order
-        // again, and new clients are let in.
+        // If the request to end the control daemon got lost, the next check finds that it lives. In that case the control
+        // daemon gets its order again, and new clients are let in.
         let lives = "the control daemon was asked to end, and has not yet";
         self.missed(lives.to_owned());
         self.show_state();

@@ -49,7 +49,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the log reports a fatal GPU error of the server. It may be another error than the known one.
+    /// Records that the log reports a fatal GPU error of the server. The error may be another one than the known one.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {
@@ -82,8 +82,8 @@ impl<S: Shell> Serving<'_, S> {
         let known = fault.clone();
         let status = self.server_status(server).await?;
         match next_step(status, age, self.wanted.fault_grace) {
-            // Another control daemon has the directory and has answered. It does not know the server, so its answer says
-            // nothing about the server.
+            // Another control daemon has the directory and has answered. That control daemon does not know the server, so its
+            // answer says nothing about the server.
             HealStep::Recovered | HealStep::ServerGone if self.place_is_taken() => {}
             HealStep::Recovered => self.well_again(server).await?,
             HealStep::ServerGone => self.server_gone(server).await,

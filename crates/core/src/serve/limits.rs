@@ -62,8 +62,9 @@ impl<S: Shell> Serving<'_, S> {
         Ok(())
     }
 
-    /// Sets the limits of a running server for its next clients. Its present clients keep their limits. A server that is just
-    /// starting has the defaults of the moment when it was started, so this function waits until it has started.
+    /// Sets the limits of a running server for its next clients. The present clients of the server keep their limits. A
+    /// server that is just starting has the defaults of the moment when it was started, so this function waits until it has
+    /// started.
     pub(super) async fn set_live(&mut self, server: u32, limits: &Limits) -> Result<(), Failure> {
         let deadline = self.shell.now() + SERVER_TIMEOUT;
         let look = loop {

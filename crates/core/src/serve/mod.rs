@@ -78,7 +78,7 @@ pub struct Wanted {
     pub thread_percentage: u8,
     /// True if a server should run before its first client comes.
     pub prewarm: bool,
-    /// True if only the present clients need the control daemon. It then ends after its last client.
+    /// True if only the present clients need the control daemon. The control daemon then ends after its last client.
     pub retiring: bool,
     /// The time between two looks for programs without MPS. None if this control daemon does not look for them. Of the control
     /// daemons that take turns on a GPU, one looks for such programs: no compute mode refuses them.
@@ -231,8 +231,8 @@ impl<'s, S: Shell> Serving<'s, S> {
             self.read_gpus().await?;
         }
         match self.configure().await {
-            // The control daemon can't be reached but lives, so the service watches it. It ends once it has no client, or by
-            // force, as if its directory had been removed later.
+            // The control daemon can't be reached but lives, so the service watches it. The control daemon ends once it has
+            // no client, or by force, as if its directory had been removed later.
             Err(Failure::Unreachable(error)) => self.is_unreachable(error),
             done => done?,
         }

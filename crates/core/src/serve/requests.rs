@@ -49,8 +49,8 @@ impl<S: Shell> Serving<'_, S> {
         self.end(may_end).await.map(|()| true)
     }
 
-    /// Replaces the servers. Programs that come meanwhile wait. Otherwise a server could get a client after it was asked to
-    /// end: it would stay for this client and take no other.
+    /// Replaces the servers. Programs that come meanwhile wait. Without a closed door a server could get a client after it
+    /// was asked to end: it would stay for this client and take no other.
     async fn restart_servers(&mut self) -> Result<(), String> {
         let clients = self.in_use().await?;
         if clients == 0 {

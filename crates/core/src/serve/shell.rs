@@ -64,8 +64,8 @@ pub enum Failure {
     },
     /// Something outside of the control daemon must change first.
     Waiting(String),
-    /// A control daemon that the service has not started is in the control daemon's directory, and has clients. It stays until
-    /// they have ended.
+    /// A control daemon that the service has not started is in the control daemon's directory, and has clients. That control
+    /// daemon stays until its clients have ended.
     InUse(String),
     /// Something outside of the control daemon is not ready: a part of the driver that is loaded later, or the front end's
     /// program while an upgrade replaces it. The control daemon itself may work.

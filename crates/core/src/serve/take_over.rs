@@ -27,7 +27,8 @@ impl<S: Shell> Serving<'_, S> {
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
-            // The control daemon hangs or can't be reached. It may have clients, so the service takes it over with a blocker.
+            // The control daemon hangs or can't be reached. The control daemon may have clients, so the service takes it over
+            // with a blocker.
             Err(failure) => {
                 self.run.blockers.observe(Some(Blocker::no_answer(failure.into_text())));
             }

@@ -80,8 +80,8 @@ pub enum TerminateAnswer {
     NoSuchServer,
 }
 
-/// The clients of the control daemons that have answered, each with its control daemon. Also the first reason why clients may
-/// be missing.
+/// The clients of the control daemons that have answered, each with its control daemon. The result also has the first reason
+/// why clients may be missing.
 pub fn known_clients<C>(
     listed: Vec<(C, Result<DaemonClients, UnknownClients>)>,
 ) -> (Vec<(C, DaemonClients)>, Option<String>) {
@@ -106,7 +106,7 @@ pub trait ClientShell: Send {
     /// Reaches one control daemon.
     type Control: Clone + Send + Sync;
 
-    /// A handle of a process. It never refers to a later process with the same PID.
+    /// A handle of a process. The handle never refers to a later process with the same PID.
     type Held: Clone + Send + Sync;
 
     /// Keeps a process running that was stopped: until this value is dropped, the process is continued each time that it is

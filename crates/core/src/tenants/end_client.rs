@@ -9,7 +9,8 @@ use crate::mps::ServerStatus;
 /// The result of an attempt to end a client's GPU work at one server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ClientEnd {
-    /// The client's GPU work has ended. Its connections stay listed until its next call to CUDA, but are useless.
+    /// The client's GPU work has ended. The connections of the client stay listed until its next call to CUDA, but are
+    /// useless.
     Done,
     /// The server has no such client: the client has just ended, or has not connected to the server yet.
     NotThere,

@@ -59,8 +59,8 @@ impl Stop {
     }
 
     /// Returns true if a program may end after a signal that asks programs to end. The container's first process gets the
-    /// signal. It either passes the signal on, or ends, and then all other processes end too. None stands for a process that
-    /// has ended.
+    /// signal. The first process either passes the signal on, or ends, and then all other processes end too. None stands for
+    /// a process that has ended.
     pub(super) fn ends(program: Option<Reception>, first: Option<Reception>) -> bool {
         program == Some(Reception::Fatal) && first != Some(Reception::Ignored)
     }

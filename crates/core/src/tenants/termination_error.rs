@@ -76,8 +76,8 @@ pub enum TerminationError<O> {
         /// The reason why the facts can't be read.
         why: String,
     },
-    /// Clients, in words, on the GPUs of the request's slices. Their slices are not known, so the request may or may not mean
-    /// them. The work of the other clients was ended.
+    /// Clients, in words, on the GPUs of the request's slices. The slices of these clients are not known, so the request may
+    /// or may not mean them. The work of the other clients was ended.
     Unplaced(Vec<String>),
     /// A control daemon has not answered. The work of the clients of the other control daemons was ended.
     Silent {

@@ -30,7 +30,7 @@ macro_rules! debug_is_the_name {
 
 debug_is_the_name!(PciAddress, GpuId, SliceId, DeviceName, DaemonId);
 
-/// A GPU as the service publishes it. Its name is the short form of its PCI address.
+/// A GPU as the service publishes it. The name of the GPU is the short form of its PCI address.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuId(pub PciAddress);
 
@@ -169,7 +169,7 @@ impl From<DeviceName> for String {
     }
 }
 
-/// The id of a control daemon. It says which GPUs and slices the control daemon serves, and with which tenure.
+/// The id of a control daemon. The id says which GPUs and slices the control daemon serves, and with which tenure.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(
     feature = "serde",

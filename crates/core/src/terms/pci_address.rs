@@ -8,10 +8,10 @@ use core::fmt;
 use core::ops::RangeInclusive;
 use core::str::FromStr;
 
-/// A PCI address. It consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
+/// A PCI address. The address consists of numbers, not of text, so `1A` equals `1a`, and `0000:00:06.0` equals `00:06.0`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct PciAddress {
-    /// The domain. It is above 0xffff behind some host bridges.
+    /// The domain. The domain is above 0xffff behind some host bridges.
     pub domain: u32,
     /// The bus, 0 to 255.
     pub bus: u8,

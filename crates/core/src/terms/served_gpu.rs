@@ -28,7 +28,7 @@ impl SliceSize {
     }
 }
 
-/// A GPU of a control daemon. Its position in the list of the control daemon's GPUs is its ordinal.
+/// A GPU of a control daemon. The position of the GPU in the list of the control daemon's GPUs is its ordinal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServedGpu {
     pub uuid: GpuUuid,

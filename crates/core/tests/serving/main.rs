@@ -1,5 +1,5 @@
-//! Stories of serving: a host behaves as the story says, and the service works on it. They test what no promise of the histories
-//! covers: messages, questions, and their order.
+//! Stories of serving: a host behaves as the story says, and the service works on it. The stories test what no promise of the
+//! histories covers: messages, questions, and their order.
 
 // clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
 // too.

@@ -129,7 +129,7 @@ struct Scope {
 }
 
 impl Scope {
-    /// Asks the service which slices the names mean. This is done once: a reload may remove a GPU that still has
+    /// Asks the service which slices the names mean. The service is asked only once: a reload may remove a GPU that still has
     /// clients.
     async fn new(daemon: &DaemonProxy, names: &[String]) -> Result<Self, BusError> {
         if names.is_empty() {
@@ -295,8 +295,8 @@ async fn wait(daemon: &DaemonProxy, scope: &Scope, out: &mut dyn Write) -> Resul
 /// The clients that the drain waits for, as the screen shows them.
 #[derive(Default)]
 struct DrainScreen {
-    /// True for a terminal, where the present clients are drawn. Otherwise each client gets a line when it is found, comes or
-    /// ends.
+    /// True for a terminal, where the present clients are drawn. False for other output, which gets a line for each client
+    /// when the client is found, comes or ends.
     redraws: bool,
     drawn: Passing,
     /// The summary that was printed last.

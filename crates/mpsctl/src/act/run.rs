@@ -120,10 +120,10 @@ pub(crate) async fn run(daemon: DaemonProxy, arguments: &Arguments) -> Result<u8
     }
 }
 
-/// Tries to put this process, if it runs as root, into a control group of its own, and returns true if it is alone there. Then
-/// the control group can be bound to slices, and the environment of the command does not count. A command in a session, or in a
-/// terminal of a desktop, gets a scope. A command in a unit with other processes stays there, since systemd has to end it
-/// together with the unit; a command of Slurm stays too, since Slurm ends its jobs in the same way.
+/// Tries to put this process, if it runs as root, into a control group of its own, and returns true if it is alone there. In
+/// that case the control group can be bound to slices, and the environment of the command does not count. A command in a
+/// session, or in a terminal of a desktop, gets a scope. A command in a unit with other processes stays there, since systemd
+/// has to end it together with the unit; a command of Slurm stays too, since Slurm ends its jobs in the same way.
 async fn takes_control_group(command: &[OsString]) -> bool {
     if !geteuid().is_root() || !systemd::runs_host() {
         return false;

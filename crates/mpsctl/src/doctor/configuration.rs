@@ -58,7 +58,7 @@ fn configuration(facts: &Facts) -> Outcome {
     Ok(findings)
 }
 
-/// True if only root can read the file. That is no mistake in the configuration.
+/// True if only root can read the file. A file that only root can read is no mistake in the configuration.
 fn for_root(facts: &Facts, file: &Path) -> bool {
     let opened = File::open(facts.file(file));
     !rustix::process::geteuid().is_root()

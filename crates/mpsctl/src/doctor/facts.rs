@@ -1,4 +1,4 @@
-//! The facts about the host at this moment. They are gathered once; other modules judge them.
+//! The facts about the host at this moment. The facts are gathered once; other modules judge them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -77,8 +77,8 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 ),
             )),
             ControlDaemonState::Waiting => {
-                // A control daemon that waits without a process waits for something outside of the service. Its reason says
-                // what has to be done.
+                // A control daemon that waits without a process waits for something outside of the service. The reason of the
+                // control daemon says what has to be done.
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
                 } else {
@@ -155,8 +155,8 @@ fn service(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds slices whose memory limit the kernel should enforce for a control group, and does not. It is no error, since
-/// the service watches the memory too.
+/// Finds slices whose memory limit the kernel should enforce for a control group, and does not. Such a slice is no error,
+/// since the service watches the memory too.
 fn kernel_limits(facts: &Facts) -> Outcome {
     let devices = facts.published()?.devices.as_deref().unwrap_or_default().iter();
     each(devices, |device| {
@@ -285,7 +285,7 @@ fn records(facts: &Facts) -> Outcome {
     )])
 }
 
-/// Finds full slices and GPUs. That is no error: all their clients are served.
+/// Finds full slices and GPUs. A full GPU is no error: all its clients are served.
 fn full(facts: &Facts) -> Outcome {
     let published = facts.published()?;
     let is_full = |device: &&Listed<Device>| {

@@ -1,5 +1,6 @@
-//! A CUDA client for measurements: this program is started again, in the environment of a slice. Its argument is the request, and
-//! it prints the answer to stdout and ends. It runs no kernel, so it causes no fault for other clients, even if it is killed.
+//! A CUDA client for measurements: this program is started again, in the environment of a slice. The argument of the client
+//! is the request, and the client prints the answer to stdout and ends. The client runs no kernel, so it causes no fault for
+//! other clients, even if it is killed.
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -78,7 +79,7 @@ impl Environment {
     /// Starts a client in this environment, and waits for its answer and its end.
     pub(super) async fn ask<T: DeserializeOwned>(&self, request: CudaRequest) -> Result<T> {
         let mut command = Command::new(proc::OWN_PROGRAM);
-        // These variables of the caller's own environment would make the probe a client of another slice, so they are
+        // The caller's own environment may have variables that would make the probe a client of another slice, so they are
         // removed.
         let ours = |name: &str| name.starts_with("CUDA_MPS_") || name == "CUDA_VISIBLE_DEVICES";
         for (name, _) in std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(ours)) {

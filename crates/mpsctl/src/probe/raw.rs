@@ -11,7 +11,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr};
 use cudarc::driver::{CudaContext, DriverError, result};
 
-/// A block of memory of a GPU. Its content is never read.
+/// A block of memory of a GPU. The content of the block is never read.
 #[derive(Debug)]
 pub(super) struct Block {
     context: Arc<CudaContext>,

@@ -27,8 +27,9 @@ pub(super) struct Answers {
 impl Answers {
     /// Makes the answers. `slices` has the number of slices for each group of GPUs; 0 leaves the group out.
     ///
-    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next
-    /// boot, and a new GPU is served at once. But the platform knows only the GPUs in the device file.
+    /// Without a device file it does not matter if the kernel numbers the render nodes differently after the next boot, and a
+    /// new GPU is served at once. Without a device file, the platform knows none of the GPUs: it knows only the GPUs in that
+    /// file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
         let mut gpus: Vec<(Gpu, u32)> = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {

@@ -166,7 +166,7 @@ pub(crate) const PLATFORM_GPUS: &[Column<Gpu>] = &[
     OfGpu::new("Health", |one| for_the_platform(one.healthy, &one.reason)),
 ];
 
-/// The columns of the control daemons in `status`. Their ids are replaced by names for people.
+/// The columns of the control daemons in `status`. The ids of the control daemons are replaced by names for people.
 pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("CONTROL DAEMON", |one| one.id.shown()),
     OfDaemon::new("STATE", |one| one.state.shown()).toned(tone_of_daemon),
@@ -184,7 +184,7 @@ pub(crate) const CONTROL_DAEMONS: &[Column<ControlDaemon>] = &[
     OfDaemon::new("SERVER", |one| one.servers.shown()).number(),
 ];
 
-/// The columns of `clients`. Their GPUs are replaced by the GPUs' addresses.
+/// The columns of `clients`. The GPUs of the clients are replaced by the GPUs' addresses.
 pub(crate) const CLIENTS: &[Column<Client>] = &[
     PID,
     USER,

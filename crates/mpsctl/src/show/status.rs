@@ -24,8 +24,8 @@ use common::published::control_daemon::ControlDaemonState;
 use common::published::snapshot::State;
 use common::text::printable;
 
-/// The number of attempts to get consistent answers. They are not consistent if the service changes between two
-/// answers.
+/// The number of attempts to get consistent answers. The answers are not consistent if the service changes between two of
+/// them.
 const ATTEMPTS: usize = 3;
 
 /// The longest time for the list of clients.
@@ -121,7 +121,8 @@ impl StatusAnswers {
         }
         let control_daemons = daemon.control_daemons().await?;
         let events = daemon.events().await?;
-        // While the service is starting it does not know its GPUs. Its state shows that, and the rest is shown.
+        // While the service is starting it does not know its GPUs. The state of the service shows that, and the rest is
+        // shown.
         let gpus = known(daemon.gpus().await)?.unwrap_or_default();
         Ok(Self { service, control_daemons, gpus, events })
     }

@@ -1,5 +1,5 @@
-//! Tables and texts for people. They fit the width in COLUMNS or of the terminal, and have colours on a terminal. Without a known
-//! width, each row is one line of any length, for programs that search the text.
+//! Tables and texts for people. The texts fit the width in COLUMNS or of the terminal, and have colours on a terminal.
+//! Without a known width, each row is one line of any length, for programs that search the text.
 
 use std::fmt;
 use std::iter;
@@ -64,10 +64,10 @@ pub(crate) struct Head {
     pub(crate) name: &'static str,
     /// True for a column of numbers, which are aligned at the right.
     pub(crate) is_number: bool,
-    /// True if the end of a text is more important than its beginning, as in a path. Then texts are cut in front.
+    /// True if the end of a text is more important than its beginning, as in a path. Such texts are cut in front.
     pub(crate) ends: bool,
-    /// If not all columns fit, the column with the highest number is left out first. 0: it is never left out. Nor is the last
-    /// column.
+    /// If not all columns fit, the column with the highest number is left out first. 0: it is never left out. The last column
+    /// is never left out either.
     pub(crate) expendable: u8,
 }
 

@@ -69,8 +69,8 @@ fn describe(error: &BusError) -> String {
     }
 }
 
-/// True if the reader of the output has closed the pipe. Otherwise the command would notice that only at the next
-/// event.
+/// True if the reader of the output has closed the pipe. Without this look, the command would notice the closed pipe only at
+/// the next event.
 fn reader_has_gone() -> bool {
     let stdout = rustix::stdio::stdout();
     let mut asked = [PollFd::new(&stdout, PollFlags::empty())];

@@ -1,5 +1,6 @@
-//! A CUDA program: `cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | fault |
-//! long SECONDS | train FILE`. If a control daemon answers, the program is an MPS client. Otherwise it uses the GPU directly.
+//! A CUDA program: `cuda-client hold SECONDS [--mib MIB] [--stay | --tell | --again] | props | alloc MIB | fault | long
+//! SECONDS | train FILE`. If a control daemon answers, the program is an MPS client. Without an answer the program uses the
+//! GPU directly.
 
 use std::fs;
 use std::io::{self, Write};
@@ -363,7 +364,8 @@ fn long(context: &Context, start: Instant, time: Duration) -> u8 {
 /// The duration of one kernel of a training.
 const STEP: Duration = Duration::from_millis(50);
 
-/// Runs one long kernel after the other, until SIGTERM asks the program to end. Then it writes a checkpoint from the GPU.
+/// Runs one long kernel after the other, until SIGTERM asks the program to end. At the end the program writes a checkpoint
+/// from the GPU.
 fn train(context: &Context, file: &str) -> u8 {
     let is_asked_to_end = Arc::new(AtomicBool::new(false));
     if signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&is_asked_to_end)).is_err() {

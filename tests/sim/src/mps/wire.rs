@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 /// The first packet to a control daemon.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Hello {
-    /// A front end. Its commands follow, one per packet. Each command is answered by one packet of text.
+    /// A front end. The commands of the front end follow, one per packet. Each command is answered by one packet of text.
     FrontEnd,
     /// A CUDA program that wants to be a client.
     Client(ClientHello),

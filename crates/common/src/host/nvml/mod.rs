@@ -178,8 +178,8 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            // NVML may not know the UUID of a GPU that has fallen off the bus. Then the error is reported for every GPU that
-            // does not answer.
+            // NVML may not know the UUID of a GPU that has fallen off the bus. In that case the error is reported for every
+            // GPU that does not answer.
             let met = event.device.uuid().map_or_else(
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],

@@ -38,8 +38,8 @@ impl Model {
         match answer {
             Ok(TopAnswers { service, devices, events }) => {
                 (self.service, self.events, self.silent) = (Some(service), events, None);
-                // A service that was just restarted does not know its GPUs yet. Its former slices stay on the screen until
-                // then.
+                // A service that was just restarted does not know its GPUs yet. The former slices stay on the screen until
+                // the service knows its GPUs.
                 if let Some(devices) = devices {
                     self.devices = devices;
                     self.published = Some(Instant::now());

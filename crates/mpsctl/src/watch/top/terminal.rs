@@ -1,4 +1,4 @@
-//! The terminal: the whole screen, without echo and line mode. It is restored in every case.
+//! The terminal: the whole screen, without echo and line mode. The terminal is restored in every case.
 
 use std::fs::File;
 use std::io;
