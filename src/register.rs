@@ -1,7 +1,7 @@
-//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all who want to know: clients
-//! that come together share a look, and nothing of it is done on the loop's thread. A caller that wants to know more than the
-//! register has waits for the next look, which takes microseconds. A process that is stuck in the driver holds up all callers
-//! that reads its memory, so that part of a look has a deadline for each process, and an answer that comes later is kept then.
+//! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all callers: clients that come
+//! together share a look, and no part of it runs on the loop's thread. A caller that wants to know more than the register has
+//! waits for the next look, which takes microseconds. A process that is stuck in the driver holds up all callers that reads
+//! its memory, so that part of a look has a deadline for each process, and an answer that comes later is kept then.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -119,7 +119,8 @@ impl Clients {
         self.known().slices.clone()
     }
 
-    /// Takes note of a line of a control daemon's log. A client that has come is looked at at once: it may not live long.
+    /// Takes note of a line of a control daemon's log. The register looks at a client as soon as it has come: the client may
+    /// not live long.
     pub(crate) fn observe(&self, daemon: &DaemonId, meaning: &Meaning) {
         let now = self.0.begun.elapsed();
         match meaning {
@@ -170,12 +171,12 @@ impl Clients {
         self.known().register.at_work(daemon)
     }
 
-    /// Has the processes with these PIDs looked at, beside the loop, unless they are known.
+    /// Makes the register's task look at the processes with these PIDs, unless they are known. The caller does not wait.
     pub(crate) fn want(&self, pids: impl IntoIterator<Item = u32>) {
         self.want_all(&running(pids));
     }
 
-    /// Has all clients looked at anew, beside the loop.
+    /// Makes the register's task look at all clients again. The caller does not wait.
     pub(crate) fn want_anew(&self) {
         let mut known = self.known();
         let all = known.register.processes();
@@ -252,7 +253,7 @@ impl Clients {
         self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the task begin the next look if some process has to be looked at.
+    /// Makes the task begin the next look if the register needs one.
     fn wake(&self, known: &LookedAt) {
         if known.register.wants_look() {
             self.0.looks.send_modify(|looks| looks.is_wanted = true);

@@ -198,7 +198,7 @@ struct Daemon {
     state_file: SharedStateFile,
     /// Wakes the main loop.
     changed: Arc<Notify>,
-    /// The moment of the next check of the control groups that are bound to slices. None: no control group is bound.
+    /// The moment of the next check of the control groups that are bound to slices. None if no control group is bound.
     next_look_at_groups: Option<Instant>,
     snapshot: watch::Sender<Arc<Snapshot>>,
     on_the_bus: Arc<AtomicBool>,

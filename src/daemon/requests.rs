@@ -45,14 +45,14 @@ pub(super) struct Requests {
     /// Runs questions to the kernel: which processes a request to end GPU work is about.
     kernel: Blocking,
     nvml: NvmlWorker,
-    /// The requests that tasks carry out beside the loop. Each is answered after the next Snapshot is published.
+    /// The requests that tasks carry out while the loop goes on. Each is answered after the next Snapshot is published.
     pub(super) beside: JoinSet<Finished>,
 }
 
-/// The result of a request that a task has carried out beside the loop.
+/// The result of a request that a task has carried out while the loop went on.
 #[derive(Debug)]
 pub(super) struct Finished {
-    /// The event that names the clients whose work was ended. None: no client had work.
+    /// The event that names the clients whose work was ended. None if no client had work.
     pub(super) event: Option<Event>,
     pub(super) answer: Result<(), RequestError>,
     pub(super) reply: Reply<()>,

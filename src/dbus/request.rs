@@ -139,8 +139,8 @@ impl Callers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The path of the control group of the calling process. None: the process has ended, or the kernel does not name
-    /// its control group.
+    /// The path of the control group of the calling process. None if the process has ended, or the kernel does not name its
+    /// control group.
     pub(super) async fn control_group_of(
         &self,
         connection: &Connection,

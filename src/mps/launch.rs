@@ -25,7 +25,7 @@ pub(crate) struct Launch<'a> {
     /// The control daemon's program.
     pub program: &'a Path,
     pub arguments: &'a [&'a str],
-    /// The CPUs to which the control daemon is bound. None: it may run on all CPUs.
+    /// The CPUs to which the control daemon is bound. None if the control daemon may run on all CPUs.
     pub cpus: Option<Cpus>,
     /// Variables that are added to the service's own environment. From that environment the server needs PATH and
     /// `LD_LIBRARY_PATH`.

@@ -40,7 +40,7 @@ impl ToldBypasses {
         come.into_iter().filter(|bypass| told.insert(key(bypass))).collect()
     }
 
-    /// Returns the processes in `gone` that were reported, and forgets them, so that the end of each is reported
+    /// Returns the processes in `gone` whose use of a GPU was reported, and forgets them, so that the end of each is reported
     /// once.
     pub(super) fn newly_gone<'b>(&self, gone: Vec<&'b Bypass>) -> Vec<&'b Bypass> {
         let mut told = self.lock();

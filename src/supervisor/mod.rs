@@ -78,7 +78,7 @@ pub(crate) struct Instructions {
 #[derive(Debug)]
 struct SupervisorCommand {
     request: Requested,
-    /// The channel for the answer to the request. None: the request has no answer.
+    /// The channel for the answer to the request. None if the request has no answer.
     reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 
@@ -138,7 +138,7 @@ impl From<ControlError> for Failure {
 struct Failing {
     state: ControlDaemonState,
     reason: String,
-    /// The wait that the reason is about. None: an administrator has to do something.
+    /// The wait that the reason is about. None if an administrator has to do something.
     waits: Option<PlannedWait>,
     /// The reason that the status showed before.
     before: String,
@@ -218,7 +218,7 @@ struct Worker {
 struct Machine {
     worker: Worker,
     reach: GpuReach,
-    /// The running control daemon, and all facts on which decisions about it depend. None: no control daemon runs.
+    /// The running control daemon, and all facts on which decisions about it depend. None if no control daemon runs.
     run: Option<(DaemonRun, Known)>,
     /// The last failure, until the status shows it.
     failing: Option<Failing>,

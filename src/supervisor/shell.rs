@@ -37,7 +37,7 @@ pub(super) struct RunShell<'m> {
     pub(super) run: &'m mut DaemonRun,
     /// The queue of requests. None if this act takes no requests.
     pub(super) requests: Option<&'m mut mpsc::Receiver<SupervisorCommand>>,
-    /// The channel for the answer to the last request that was taken. None: that request has no answer.
+    /// The channel for the answer to the last request that was taken. None if that request has no answer.
     pub(super) reply: Option<oneshot::Sender<Result<(), Problem>>>,
 }
 

@@ -42,7 +42,7 @@ pub(crate) struct StateFile {
     directory: RuntimeDirectory,
     contents: Contents,
     written: WrittenBindings,
-    /// The stamp of the file when the service last read or wrote it. None: there was no file.
+    /// The stamp of the file when the service last read or wrote it. None if the file did not exist.
     whole: Option<Stamp>,
 }
 
@@ -145,7 +145,7 @@ impl StateFile {
         self.change(|contents| _ = contents.control_daemons.remove(id))
     }
 
-    /// Records the path of a CDI spec before the spec is written. None: there is none any more.
+    /// Records the path of a CDI spec before the spec is written. None if there is no spec any more.
     pub(crate) fn remember_cdi_spec(&mut self, file: Option<PathBuf>) -> io::Result<()> {
         self.change(|contents| contents.cdi_spec = file)
     }

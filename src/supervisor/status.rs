@@ -65,8 +65,8 @@ pub(crate) struct Status {
     /// True if the next step of the supervisor waits for the end of clients, or follows after a failure. That may
     /// take days.
     pub put_off: bool,
-    /// The wait because of which the control daemon does not serve. None: it serves, or an administrator has to do
-    /// something.
+    /// The wait because of which the control daemon does not serve. None if the control daemon serves, or an administrator
+    /// has to do something.
     pub waits: Option<PlannedWait>,
     /// True if the control daemon runs, and ends as soon as it has no client.
     pub ends_when_idle: bool,

@@ -19,7 +19,7 @@ use super::{Assignment, Instructions, LINES, Machine, SupervisorCommand, Tools, 
 pub(crate) struct SupervisorHandle {
     order: Instructions,
     assignments: mpsc::UnboundedSender<Assignment>,
-    /// The sender that interrupts the running act. None: no act can be interrupted.
+    /// The sender that interrupts the running act. None if no act can be interrupted.
     interrupt: Option<oneshot::Sender<()>>,
     status: channel::Receiver<Status>,
     front_ends: FrontEnds,

@@ -167,8 +167,8 @@ impl Budgets {
         WatchHandle { budget: sender, looked: looked_seen, wake_ups, task }
     }
 
-    /// Has every GPU looked at, except those with a recent look, and waits for these looks. A GPU that does not answer in time
-    /// does not delay the others.
+    /// Makes the tasks look at every GPU, except those with a recent look, and waits for these looks. A GPU that does not
+    /// answer in time does not delay the others.
     pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
         let is_fresh =

@@ -113,7 +113,8 @@ async fn find_processes(statuses: &[Status], tools: &Tools) -> (ProcessesByGpu, 
     for (uuid, there) in processes.iter().filter(|(uuid, _)| searched.contains(*uuid)) {
         let mut strangers = there.clone();
         strangers.retain(|process| !process.via_mps || is_told(uuid, process.pid));
-        // The parent of each MPS server is its control daemon, so a process with such a parent is no stranger.
+        // The parent of each MPS server is its control daemon, so a process with such a parent counts as an MPS server and
+        // not as a bypass.
         strangers.retain(|one| !proc::stat(one.pid).is_ok_and(|stat| daemons.contains(&stat.parent)));
         bypasses.extend(bypass::find(uuid, &strangers, &[], &clients));
     }

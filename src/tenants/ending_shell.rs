@@ -27,10 +27,10 @@ const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
-    /// The only slice that the control daemon serves. None: the control daemon serves all slices of its GPUs.
+    /// The only slice that the control daemon serves. None if the control daemon serves all slices of its GPUs.
     pub slice: Option<SliceId>,
-    /// The process and the GPUs of a control daemon of the service. None: a foreign control daemon listens in the
-    /// place of a control daemon of the service.
+    /// The process and the GPUs of a control daemon of the service. None if a foreign control daemon listens in the place of
+    /// a control daemon of the service.
     pub ours: Option<OwnDaemon>,
 }
 

@@ -199,8 +199,8 @@ fn a_gpu_that_has_gone_before_the_start() {
     }
 }
 
-/// One of eight GPUs is lost while it is served: its devices stay, unhealthy, even through a reload, and no job on the others is
-/// hurt. After a restart the seven are served.
+/// One of eight GPUs is lost while it is served: its slices stay listed as unhealthy, even after a reload, and jobs on the
+/// other GPUs go on. After a restart the seven are served.
 #[test]
 fn a_gpu_that_goes_while_it_is_served() {
     let mut host = Host::new("h200x8");
@@ -653,7 +653,7 @@ fn a_driver_that_is_loaded_later() {
     stops(host);
 }
 
-/// One GPU of eight is out of order: it says why, and the others are served.
+/// One GPU of eight can't be served: its slices give the reason, and the other GPUs are served.
 fn one_out_of_eight(faults: &[(&str, &str)], reason: &str) {
     let mut host = Host::new("h200x8");
     for (fault, text) in faults {

@@ -152,8 +152,9 @@ fn a_process_chooses_between_the_slices_of_its_control_group() {
     assert!(alive(tasks[0].id()));
 }
 
-/// Root in a bound container mounts directories, makes namespaces and control groups, and claims any slice: neither the slice of
-/// the container nor that of another one changes, and its work ends only with the work of its own slice.
+/// Root in a bound container mounts directories, makes namespaces and control groups, and claims any slice: neither the slice
+/// of that container nor the slice of another container changes, and the work of the container ends only with the work of its
+/// own slice.
 #[test]
 fn a_tenant_in_a_bound_control_group_changes_nobodys_slice() {
     let test = "a_tenant_in_a_bound_control_group_changes_nobodys_slice";

@@ -195,7 +195,7 @@ fn the_spec_follows_the_configuration() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// An engine tries once. So the slice stays there, and the hook waits for it.
+/// An engine tries once. So the slice stays in the CDI spec, and its hook waits for the slice.
 #[test]
 fn a_slice_that_is_not_served_stays_in_the_spec() {
     let mut host = host("tesla-p40");

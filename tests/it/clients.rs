@@ -292,7 +292,7 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// One that is there before any server is a reason not to serve that GPU at all.
+/// A program without MPS that uses the GPU before the first server keeps that GPU from being served at all.
 #[test]
 fn a_bypass_before_the_first_server_is_the_reason() {
     let mut host = Host::serving("tesla-p40");

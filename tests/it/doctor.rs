@@ -206,7 +206,7 @@ fn a_compute_mode_that_cannot_be_set_is_an_error() {
     }
 }
 
-/// The same for obstacles that only root can plant.
+/// Tests of doctor's findings like those of the macro above, for obstacles that only root can plant.
 macro_rules! faults_for_root {
     ($($name:ident: $board:literal, $when:ident, $plant:expr => [$($expected:literal),*];)*) => {
         $(

@@ -399,7 +399,7 @@ fn status_of(host: &Host, environment: &[(String, String)]) -> Option<i32> {
     program.arg("props").envs(environment.iter().cloned()).output().unwrap().status.code()
 }
 
-/// The same while the control daemon does not answer, before the service has noticed that.
+/// Drain and undrain while the control daemon does not answer, before the service has noticed that.
 #[test]
 fn drain_and_undrain_hold_while_the_control_daemon_is_silent() {
     let mut host = Host::serving("h200");

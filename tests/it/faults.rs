@@ -69,7 +69,7 @@ fn server(status: &Value) -> u32 {
     u32::try_from(servers[0].as_u64().unwrap()).unwrap()
 }
 
-/// The same while things change: the first of those there are, if there are any.
+/// The PID of the first server, or None if no server runs now.
 fn some_server(status: &Value) -> Option<u32> {
     u32::try_from(control_daemon(status)["servers"].as_array()?.first()?.as_u64()?).ok()
 }
@@ -311,8 +311,8 @@ fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     restart(host);
 }
 
-/// The same if the daemon dies after it has read of the fault. If several control daemons use the GPU, it is then unknown which
-/// of them the remaining client belongs to.
+/// The fault is also healed if the service dies after it has read about the fault in the log. If several control daemons use
+/// the GPU, it is then unknown which of them the remaining client belongs to.
 #[test]
 fn a_fault_that_a_former_service_has_read_is_healed_after_the_grace() {
     is_healed_after_the_grace(Topology::Shared, |host| {
@@ -671,8 +671,8 @@ fn the_log_is_rotated_under_load(topology: Topology) {
     assert_eq!(exit_code(hit), Some(4));
 }
 
-/// A GPU falls off the bus and comes back while another one computes: its devices stay listed as unhealthy, and the client of the
-/// other one goes on.
+/// A GPU falls off the bus and comes back while another GPU computes: the slices of the lost GPU stay listed as unhealthy,
+/// and the client of the other GPU goes on.
 fn a_gpu_that_is_lost_and_back(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
@@ -807,8 +807,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The same for a GPU that falls off the bus at that moment, and has no UUID any more. Errors of other GPUs are reported after
-/// that, too.
+/// A GPU with a critical error that falls off the bus at that moment, and so has no UUID any more, is reported too. Errors of
+/// other GPUs are reported after that, too.
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
@@ -888,8 +888,8 @@ fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, 
     (taken.get(taken.len() / 2).copied().unwrap_or_default(), taken.last().copied().unwrap_or_default())
 }
 
-/// 64 MiB at once in the log, as a tenant can have it written: nobody waits for the service meanwhile, the log is kept and
-/// rotated, a fault is understood after it, and a control daemon that dies in the middle is replaced.
+/// A tenant can cause 64 MiB of lines in the log at once: no caller waits for the service meanwhile, the log is rotated, a
+/// fault after these lines is understood, and a control daemon that ends meanwhile is replaced.
 fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.configure("cuda_mps_log_max_size: 1");
@@ -973,7 +973,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topo
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The same of what is said at a regular look.
+/// Waits for words in the log of the service that only a health check writes, by reloading the service again and again.
 fn waits_for_log_with_reloads(host: &Host, words: &str) {
     wait_for(words, || {
         host.reload();
@@ -1092,7 +1092,7 @@ fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The PID of the control daemon that has taken the place of this one, once it serves.
+/// Waits until another control daemon than the one with the PID `before` serves, and returns its PID.
 fn recovered_after(host: &Host, before: u32) -> u32 {
     let status = host.wait_for_status("another control daemon", |status| {
         let pid = control_daemon(status)["pid"].as_u64();
@@ -1101,8 +1101,8 @@ fn recovered_after(host: &Host, before: u32) -> u32 {
     control_pid(&status)
 }
 
-/// A fully used GPU, with 12 of 12 clients in each of its four slices, is healthy: all clients compute. Only the next client is
-/// refused, which is reported, and when a client has left, another one is accepted.
+/// A fully used GPU, with 12 of 12 clients in each of its four slices, is healthy: all clients compute. Only the 49th client
+/// is refused, which is reported, and when a client has left, the next client is accepted.
 #[test]
 fn a_full_gpu_stays_healthy_and_says_so() {
     let mut host = Host::serving("h200");

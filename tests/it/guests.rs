@@ -375,8 +375,8 @@ fn bad_records_bind_nobody() {
     assert!(!platform.host.log().contains('\u{1b}'), "{}", platform.host.log());
 }
 
-/// The newest agent names a GPU, and no slice. So each container gets the lowest free slice of that GPU with its first client, and
-/// keeps it while it lives.
+/// The newest agent names a GPU, and no slice. So each container gets the lowest free slice of that GPU with its first
+/// client, and has this slice until the container ends.
 #[test]
 fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     let test = "a_container_with_a_gpu_in_the_records_gets_a_free_slice";

@@ -1,5 +1,6 @@
-//! The world of the core's tests against the truth: the same deeds are done in the world (`tests/world/src/scripted.rs`)
-//! and on a simulated host with the shipped programs, or with NVIDIA's own control daemons. After each deed both show the same.
+//! Compares the world of the core's tests with real programs: the same scripts are played in the world
+//! (`tests/world/src/scripted.rs`) and on a simulated host with the shipped programs, or with NVIDIA's own control daemons.
+//! After each step both must show the same.
 //!
 //! `HOST_HISTORIES` says how many are tried, `HISTORY_SEED` where they begin, and `HISTORY_STEPS` how many deeds each has.
 
@@ -44,7 +45,7 @@ struct Guest {
     server: u32,
 }
 
-/// A host on which the deeds of a script are done.
+/// A host on which the steps of a script are played.
 struct Twin {
     // The guests are dropped before the host, since the host ends what it has started.
     guests: BTreeMap<ClientNumber, Guest>,

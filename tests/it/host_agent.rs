@@ -112,7 +112,7 @@ fn the_examples_of_the_page_are_compiled() {
     }
 }
 
-/// The other tests run each of these.
+/// Other tests run each of the program's commands.
 #[test]
 fn the_page_has_every_command_of_the_program() {
     let page = fs::read_to_string(PAGE).unwrap();

@@ -173,8 +173,8 @@ fn the_limits_of_another_hook_are_replaced_within_seconds_and_told() {
     }
 }
 
-/// A control group reads the limit of the one above it, which others share. The limit that a control group shares with others
-/// is no limit of its own.
+/// The file of a control group shows the limit of its parent group, which other control groups share. Such a limit does not
+/// count as the control group's own limit.
 #[test]
 fn a_limit_above_a_control_group_is_not_its_own() {
     let test = "a_limit_above_a_control_group_is_not_its_own";

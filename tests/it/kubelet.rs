@@ -55,7 +55,7 @@ fn group(test: &str, of: fn() -> Option<ContainerGroup>) -> Option<ContainerGrou
     group
 }
 
-/// A list of devices that is no older than this call. Another slice is drained for that, and stays so.
+/// A list of devices that is no older than this call. For that list another slice is drained, and stays drained.
 fn a_new_list(host: &Host, kubelet: &mut FakeKubelet, drained: &str) {
     succeeded(&host.mpsctl(&["drain", drained]));
     kubelet.wait_for_devices(QUARTER, 4, &[drained]);

@@ -178,7 +178,7 @@ impl Row {
         row.configured()
     }
 
-    /// The same with a control daemon for each of these slices.
+    /// Changes this row to one with a control daemon for each of these slices.
     fn per_slice(self, slices: u64) -> Self {
         self.host.configure("cuda_mps_topology: per_slice");
         let daemons = self.nodes.len() * usize::try_from(slices).unwrap();
@@ -191,7 +191,8 @@ impl Row {
         self
     }
 
-    /// Another number of slices; another percentage, where each slice has a control daemon.
+    /// Writes a configuration with another number of slices, or, if each slice has a control daemon, with another thread
+    /// percentage.
     fn configure(&mut self) {
         let before = self.slices;
         let mut percentage = String::new();
@@ -455,7 +456,7 @@ fn killed_at_every_step() {
     let _ = writeln!(std::io::stdout(), "{:?}", row.kills);
 }
 
-/// The same with a control daemon for each GPU, some times.
+/// Kills the service at random steps like the test above, with a control daemon for each GPU.
 #[test]
 fn killed_with_a_control_daemon_for_each_gpu() {
     let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_gpu");
@@ -467,7 +468,7 @@ fn killed_with_a_control_daemon_for_each_gpu() {
     Row::new(host, random, 3, &[128, 129, 131]).live();
 }
 
-/// The same with a control daemon for each slice, some times.
+/// Kills the service at random steps like the test above, with a control daemon for each slice.
 #[test]
 fn killed_with_a_control_daemon_for_each_slice() {
     let (random, _seed) = Random::seeded("killed_with_a_control_daemon_for_each_slice");

@@ -53,8 +53,8 @@ impl Scene {
         self.host.path("mps/pipe/slices").join(slice.replace(':', "_"))
     }
 
-    /// Runs a script with this directory mounted, with the environment of a container that has one slice and claims
-    /// another one.
+    /// Runs a script with this directory mounted, in the environment of a container that has one slice and claims another
+    /// slice.
     fn start(&self, mut unshare: Command, mounted: PathBuf, script: &str, claim: Option<&str>) -> Tenant {
         let before: BTreeSet<u32> = pids(&self.host);
         let container = self.host.container_of(OWN);
@@ -106,8 +106,9 @@ fn pids(host: &Host) -> BTreeSet<u32> {
     host.clients().iter().map(|client| client["pid"].as_u64().unwrap().try_into().unwrap()).collect()
 }
 
-/// A claim changes nothing for a client in a container: not in the list, not for a release of the claimed slice, not for
-/// a release of its own, and not in the words about its end. The same without any claim.
+/// A claim changes nothing for a client in a container: not in the list, not for a release of the claimed slice, not for a
+/// release of its own, and not in the words about its end. A container without a claim is listed and released in the same
+/// way.
 #[test]
 fn a_forged_environment_changes_nothing_in_a_container() {
     if !root_or_skip("a_forged_environment_changes_nothing_in_a_container") {
@@ -136,7 +137,8 @@ fn a_forged_environment_changes_nothing_in_a_container() {
     scene.end();
 }
 
-/// The service has a mount namespace of its own in its unit. The host has another one, and is no container for that.
+/// The service has a mount namespace of its own in its unit. The host has another mount namespace, and programs on the host
+/// are not in a container for that reason.
 #[test]
 fn the_services_own_namespace_is_not_the_hosts() {
     if !root_or_skip("the_services_own_namespace_is_not_the_hosts") {

@@ -88,7 +88,7 @@ fn promtool_has_no_remark_about_the_metrics() {
     }
 }
 
-/// Otherwise the test above would prove nothing.
+/// The check of the test above does have remarks about wrong metrics.
 #[test]
 fn promtool_has_remarks_about_wrong_metrics() {
     for (_, newer) in recorded("metrics.txt") {

@@ -222,7 +222,7 @@ fn the_index_has_every_document_and_links_lead_somewhere() {
     assert!(links > 20, "{links}");
 }
 
-/// A stranger reads a page once. docs/dbus.md is a reference, which `scripts/interface-docs.py` makes.
+/// A reader reads a page once, so no page may be long.
 #[test]
 fn no_page_is_too_long_to_read() {
     for entry in fs::read_dir(source("docs")).unwrap() {
@@ -249,7 +249,7 @@ fn the_readme_begins_with_a_picture_the_installation_and_a_screen() {
     }
 }
 
-/// So no figure in a text differs from the measured one.
+/// With this check, no figure in a text differs from the measured one.
 #[test]
 fn the_performance_page_is_what_the_figures_make_of_it() {
     printed(Command::new("python3").arg(source("benches/gpu/pictures.py")).arg("--check"));
@@ -381,7 +381,7 @@ fn the_manual_pages_in_chinese_fit_a_terminal() {
     }
 }
 
-/// Otherwise the test above would prove nothing.
+/// The tools of the test above do complain about a wrong manual page.
 #[test]
 fn a_wrong_manual_page_is_complained_about() {
     let directory = tempfile::tempdir().unwrap();

@@ -261,7 +261,7 @@ fn with_pods(test: &str) -> Option<Node> {
     with_pods_on("h200", 4, test)
 }
 
-/// The same on a board with so many slices.
+/// Makes a node with pods, like [`with_pods`], on this board with this number of slices.
 fn with_pods_on(board: &str, slices: usize, test: &str) -> Option<Node> {
     if !root_or_skip(test) {
         return None;
@@ -334,7 +334,7 @@ impl Node {
         self.host.list().into_iter().map(owner).filter(|(_, owners)| !owners[0].is_empty()).collect()
     }
 
-    /// The same as the kubelet has it, which must be one container for each slice.
+    /// The containers that have slices, by slice, as the kubelet knows them: each slice must have one container.
     fn given(&mut self) -> BTreeMap<String, Vec<String>> {
         let given = self.kubelet.given();
         let labels = |owners: Vec<String>| owners.iter().map(|owner| format!("ml/{owner}")).collect();
@@ -351,7 +351,7 @@ impl Node {
     }
 }
 
-/// The control groups in another one.
+/// The child groups of a control group.
 fn groups_in(group: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(group).into_iter().flatten().flatten().map(|entry| entry.path());
     entries.filter(|path| path.is_dir()).collect()

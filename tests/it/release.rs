@@ -353,7 +353,8 @@ fn a_client_that_is_stopped_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// The same by a debugger, which the client's owner may be: no signal lets it go on.
+/// If a debugger stops the client, no signal continues it, and the request must not block. The client's owner may be that
+/// debugger.
 #[test]
 fn a_client_that_a_debugger_holds_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -421,7 +422,7 @@ struct Freezer {
 }
 
 impl Freezer {
-    /// One of each kind that may be made here.
+    /// A control group of each kind that can be made on this machine.
     fn all() -> Vec<Self> {
         let kinds = [
             ("/sys/fs/cgroup/unified", "cgroup.freeze", ["0", "1"]),
@@ -586,7 +587,7 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
 }
 
 /// A control daemon that the next service does not need still has clients: they are listed, and the answer that none is left
-/// comes only when that is true. The same for a control daemon that was forgotten.
+/// comes only when that is true. A control daemon whose configuration was removed is asked, too.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {

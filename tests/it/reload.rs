@@ -485,7 +485,8 @@ fn a_reload_while_a_gpu_hangs_serves_the_others() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Another topology: the control daemon of all GPUs makes room for one each, and back.
+/// A reload changes the topology: the control daemon of all GPUs is replaced by one for each GPU, and later the other way
+/// round.
 #[test]
 fn another_topology() {
     let mut host = Host::new("mixed");
@@ -506,8 +507,8 @@ fn another_topology() {
     host.nothing_runs();
 }
 
-/// Another topology while a client runs: the control daemon that is not needed any more is the client's until it is
-/// done, however often it is looked at, and the new ones wait for its GPUs.
+/// A reload changes the topology while a client runs: the former control daemon stays until the client has ended, however
+/// often the service checks it, and the new control daemons wait for its GPUs.
 #[test]
 fn another_topology_waits_for_clients() {
     let mut host = Host::serving("h200");
@@ -608,7 +609,8 @@ fn switched_off_between_two_services() {
     }
 }
 
-/// A second change while the first one is being made: what the log says of the first is not taken for the second's.
+/// A second change is made before the first one is complete: lines of the log about the first change do not count for the
+/// second.
 #[test]
 fn changes_that_follow_each_other_restart_nothing() {
     let mut host = Host::new("h200x8");
@@ -690,8 +692,8 @@ fn gpu_of<'s>(status: &'s Value, gpu: (&str, &str)) -> &'s Value {
     gpus.iter().find(|one| one["addr"] == gpu.0).unwrap_or_else(|| panic!("no {} in {status:#}", gpu.0))
 }
 
-/// One control daemon for all GPUs waits for the client of one of them, then it starts once, with all. If it started without
-/// that GPU, later clients could keep it from the GPU for ever.
+/// A control daemon for all GPUs waits for the client of one of the GPUs. Then the control daemon starts once, with all GPUs.
+/// If it started without that GPU, later clients could keep it from the GPU for ever.
 #[test]
 fn a_control_daemon_starts_once_with_all_its_gpus() {
     let mut host = serving("per_gpu", &[A, B]);

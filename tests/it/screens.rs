@@ -71,7 +71,7 @@ impl Played {
         }
     }
 
-    /// The same host, on which a fault lies longer back than more events than a status has lines for.
+    /// The same recorded host, with a fault that is older than more events than a status has lines for.
     fn after_a_fault(mut self) -> Self {
         let events = self.status["events"].as_array_mut().unwrap();
         let at = events[0]["at"].clone();

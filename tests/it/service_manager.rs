@@ -100,7 +100,7 @@ fn ready_is_said_even_without_a_driver() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The next service over what the one before has left, none of which has a place in its plan.
+/// Starts a service whose plan needs none of the control daemons that the former service has left.
 fn started_with_another_topology(host: &mut Host) -> ServiceManager {
     host.signal(Signal::KILL);
     host.ended();

@@ -201,7 +201,7 @@ fn a_configuration_that_disables_names_the_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// No control daemon is asked for the names: this one would never answer.
+/// The service names the clients without asking the control daemon, since this control daemon would never answer.
 #[test]
 fn the_clients_of_a_control_daemon_that_hangs_are_named() {
     let mut host = Host::new("h200");

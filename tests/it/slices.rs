@@ -76,7 +76,7 @@ fn another_control_daemon(host: &Host) {
     another_control_daemon_in(host, "ready");
 }
 
-/// The same for a service that is in another state before and after.
+/// Kills the control daemon, and waits until another one serves, for a service that is in this state before and after.
 fn another_control_daemon_in(host: &Host, state: &str) {
     let before = control_pid(&host.wait_for_state(state));
     signal_pid(before, Signal::KILL);
@@ -306,7 +306,7 @@ fn directories_are_given_back() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Another program that needs the directory can go on changing it.
+/// If another program has files in the directory, the service does not make the directory immutable.
 #[test]
 fn a_directory_with_things_of_others_stays_changeable() {
     let mut host = Host::new("h200");

@@ -446,7 +446,8 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A newer driver's control daemon may answer in other words. Another one would answer in the same, so this one runs on.
+/// A newer driver's control daemon may answer in other words. Another control daemon of the same driver would answer in the
+/// same words, so the present one runs on.
 fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -528,7 +529,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     (output.status.code(), text(&output))
 }
 
-/// A second daemon with the same runtime directory names the first one and ends, which has no effect on others.
+/// A second daemon with the same runtime directory names the first one and ends. The first one and its clients go on.
 fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");

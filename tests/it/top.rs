@@ -185,7 +185,7 @@ fn the_terminal_is_given_back_after_a_signal_and_for_the_shell() {
         screen.wait_until_restored();
     }
     // In a shell, Ctrl-Z would stop the program. In this test the program is the only one of its session, and the kernel
-    // ignores such a stop. So the test stops it by a signal.
+    // ignores such a stop. So the test stops the program by a signal.
     let mut screen = started(&host, 24, 80);
     signal_pid(screen.pid(), Signal::STOP);
     wait_for("a stopped program", || (process_state(screen.pid()) == Some('T')).then_some(()));

@@ -305,8 +305,8 @@ fn bindings_fit_into_the_state_file() {
     bindings.bind(binding(2), false, bytes_of).unwrap();
 }
 
-/// A new binding is reported as the only change if all others are the same, and nothing is reported as new if another one has
-/// changed.
+/// A new binding is reported as the only change if all other bindings are the same. If another binding has changed too, no
+/// binding is reported as new.
 #[test]
 fn new_bindings_are_told_from_changes() {
     let binding = |path: &str, slice: u64| Binding {
@@ -331,8 +331,8 @@ fn new_bindings_are_told_from_changes() {
     assert_eq!(added(&|all| _ = all.end(0, |_| GroupUse::Used)), None);
 }
 
-/// A control group that has never had a process keeps its binding for some time. One whose processes have ended loses its binding
-/// as soon as another control group asks for the slice, and not before.
+/// A control group that has never had a process keeps its binding for some time. A control group whose processes have ended
+/// loses its binding as soon as another control group asks for the slice, and not before.
 #[test]
 fn a_control_group_that_has_ended_gives_way() {
     let group = |path: &str| ControlGroup { path: path.to_owned(), inode: 1 };

@@ -102,7 +102,7 @@ fn story(seed: u64) -> String {
     format!("{why}\n{} steps:\n{story}", steps.len())
 }
 
-/// The scripts that are also tried on a simulated host: the promises hold in them, and each kind of deed occurs.
+/// The scripts that are also tried on a simulated host: the promises hold in them, and each kind of act occurs.
 #[test]
 fn scripts_try_every_kind_of_deed() {
     let play = |seed| {

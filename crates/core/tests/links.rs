@@ -24,7 +24,7 @@ struct Disk {
     found: Option<SocketId>,
     pipes: BTreeMap<Path, SocketId>,
     slices: BTreeMap<(Path, String), SocketId>,
-    /// The reason why the directory that contains the directories of slices can't be used. None: it can be used.
+    /// The reason why the directory that contains the directories of slices can't be used. None if the directory can be used.
     bad: Option<Bad>,
     /// True if the directory that contains the directories of slices exists.
     is_there: bool,

@@ -91,7 +91,7 @@ impl Remembered {
     }
 }
 
-/// The reason why a slice is not healthy for the kubelet. None: the slice is healthy.
+/// The reason why a slice is not healthy for the kubelet. None if the slice is healthy.
 fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<Unusable> {
     if slice.has_pod && slice.served {
         None
@@ -102,7 +102,7 @@ fn unusable(slice: &NodeSlice, unwatched: bool) -> Option<Unusable> {
     }
 }
 
-/// The reason why a slice must not be given to a container now. None: it may be given.
+/// The reason why a slice must not be given to a container now. None if the slice may be given to a container.
 pub(crate) fn refusal(slice: &NodeSlice) -> Option<Unusable> {
     if !slice.healthy {
         Some(Unusable::Unhealthy(slice.reason.clone()))

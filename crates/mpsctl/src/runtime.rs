@@ -141,8 +141,8 @@ impl<'a> SignalCommand<'a> {
         is_forced.then_some(Self { options, container, signal: 9, to_all: true })
     }
 
-    /// Ends the GPU work of the programs that the signal may end, and returns the first process of the container.
-    /// None: as far as is known, no process of the container runs.
+    /// Ends the GPU work of the programs that the signal may end, and returns the first process of the container. None if no
+    /// process of the container runs, as far as is known.
     fn prepare(&self, runtime: &OsStr) -> Option<ProcessId> {
         let mut first = None;
         let ended = in_time(async {
@@ -163,7 +163,7 @@ impl<'a> SignalCommand<'a> {
         first
     }
 
-    /// The first process of the container, as the runtime reports it. None: no process of the container runs.
+    /// The first process of the container, as the runtime reports it. None if no process of the container runs.
     async fn first_process(&self, runtime: &OsStr) -> Result<Option<u32>, String> {
         let mut command = tokio::process::Command::new(runtime);
         command.args(&self.options).arg("state").arg(self.container);

@@ -111,8 +111,8 @@ impl Follower {
         }
     }
 
-    /// The outcome of a rotation that has finished since the last call. None: no rotation has finished. The inner
-    /// error: the contents could not be copied.
+    /// The outcome of a rotation that has finished since the last call. None if no rotation has finished. The inner error:
+    /// the contents could not be copied.
     pub(crate) fn rotated(&mut self) -> Option<io::Result<()>> {
         self.rotated.take()
     }
@@ -122,8 +122,8 @@ impl Follower {
         let Some(rotation) = &mut self.rotation else { return Ok(()) };
         let length = self.file.metadata()?.len();
         let copied = rotation.copy_on(&self.file, length);
-        // Truncating the file also removes lines that this reader has not read. So it is truncated only if few bytes are
-        // unread, and these are read first.
+        // Truncating the file also removes lines that this reader has not read. So the file is truncated only if few bytes
+        // are unread, and these are read first.
         if !copied || length.saturating_sub(self.read) > CHUNK_BYTES as u64 {
             return Ok(());
         }

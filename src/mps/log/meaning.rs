@@ -39,8 +39,8 @@ impl Line {
     }
 }
 
-/// Splits a line `[2026-11-21 02:13:53.814 Control 879] text` into the process that wrote it and the text. None: the
-/// line has no such prefix. One command has an answer of several lines without a prefix.
+/// Splits a line `[2026-11-21 02:13:53.814 Control 879] text` into the process that wrote it and the text. None if the line
+/// has no such prefix. One command has an answer of several lines without a prefix.
 fn split_prefix(line: &str) -> Option<(Option<Writer>, &str)> {
     let (prefix, text) = line.strip_prefix('[')?.split_once(']')?;
     let mut words = prefix.split_ascii_whitespace();

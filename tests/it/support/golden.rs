@@ -11,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The directories of tests/golden, and the recorded outputs in each. None: all outputs are recorded.
+/// The directories of tests/golden, and the recorded outputs in each. `None` means that all outputs are recorded.
 const RECORDED: [(&str, Option<&[&str]>); 15] = [
     ("help", None),
     ("h200x8", None),

@@ -1,4 +1,4 @@
-//! Deeds of administrators and of tenants, and accidents, in the world.
+//! Acts of administrators and of tenants, and accidents, in the world.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -178,7 +178,7 @@ impl World {
         watched.filter_map(of).min()
     }
 
-    /// One watch makes a step: it looks at its clients, or its attempt goes on by one turn.
+    /// One watch makes a step: it looks at its clients, or its attempt goes on.
     pub(crate) fn carry_on_budgets(&mut self, dice: &mut Dice) {
         let now = self.now;
         let Some(service) = &self.service else { return };

@@ -38,8 +38,8 @@ impl SimClient {
 }
 
 impl Mps {
-    /// A client comes to the GPUs with these ordinals. Returns its PID. None: no directory leads the client to this
-    /// control daemon, or the client has to wait.
+    /// A client comes to the GPUs with these ordinals. Returns its PID. None if no directory leads the client to this control
+    /// daemon, or the client has to wait.
     pub(crate) fn client_comes(&mut self, ordinals: BTreeSet<usize>) -> Option<u32> {
         if !ordinals.iter().all(|ordinal| self.is_led_to(*ordinal)) {
             return None;
@@ -104,9 +104,9 @@ impl Mps {
         is_another
     }
 
-    /// The control daemon admits a client that has connected. Returns the client's PID. None: it has to wait. The
-    /// promise the-door-is-closed-first is checked: a client that has connected to a control daemon which was told to
-    /// end gets error 805.
+    /// The control daemon admits a client that has connected. Returns the client's PID. None if the client has to wait. The
+    /// promise the-door-is-closed-first is checked: a client that has connected to a control daemon which was told to end
+    /// gets error 805.
     pub(crate) fn client_is_admitted(&mut self, ordinals: BTreeSet<usize>, pid: Option<u32>) -> Option<u32> {
         assert!(!self.quits_when_idle, "the-door-is-closed-first: a client of {} gets error 805", self.pid);
         if self.is_hung() || self.listener() != Some(self.pid) {

@@ -144,7 +144,7 @@ impl RequestState {
 pub(crate) struct Reached {
     pub(crate) pid: u32,
     pub(crate) mps: Arc<Mutex<Mps>>,
-    /// The GPUs of the control daemon. None: the service does not know them.
+    /// The GPUs of the control daemon. None if the service does not know them.
     pub(crate) gpus: Option<Vec<String>>,
 }
 

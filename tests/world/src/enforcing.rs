@@ -34,7 +34,7 @@ const MOST_TOLD: usize = 20;
 #[derive(Debug)]
 pub(crate) struct Facts {
     pub(crate) now: Duration,
-    /// The moment until which the attempt waits. None: it does not wait.
+    /// The moment until which the attempt waits. None if the attempt does not wait.
     pub(crate) waits_until: Option<Duration>,
     budgets: Option<SliceBudgets>,
     /// The clients that were there before the service, or before the budgets became smaller. The budget must not end these
@@ -57,7 +57,7 @@ pub(crate) struct Facts {
     /// The clients that could not be ended, each with the moment of the attempt.
     refused: BTreeMap<ProcessId, Duration>,
     told: BTreeMap<u32, Vec<Duration>>,
-    /// The client that the service has chosen last, and the reason why it must not be ended. None: it may be ended.
+    /// The client that the service has chosen last, and the reason why it must not be ended. None if the client may be ended.
     chosen: Option<(ProcessId, Option<&'static str>)>,
 }
 
@@ -121,7 +121,7 @@ impl Facts {
         );
     }
 
-    /// The service has looked up which process has this PID. None: no process has it.
+    /// The service has looked up which process has this PID. None if no process has the PID.
     fn is_found(&mut self, pid: u32, process: Option<ProcessId>) {
         self.listed.retain(|one, _| one.pid != pid || process == Some(*one));
     }
@@ -130,7 +130,7 @@ impl Facts {
         self.refused.insert(process, self.now);
     }
 
-    /// The reason why the service must not end this client now. None: it may end the client.
+    /// The reason why the service must not end this client now. None if the service may end the client.
     fn forbids(&self, victim: ProcessId) -> Option<&'static str> {
         let Some(SliceBudgets { budgets, terminate }) = &self.seen_budgets else {
             return Some("no budget");

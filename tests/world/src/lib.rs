@@ -105,7 +105,7 @@ struct GpuState {
     mode: Mode,
     /// The compute mode that an administrator has set last.
     own: Mode,
-    /// The compute mode that the service has set last. None: the service has set none.
+    /// The compute mode that the service has set last. None if the service has set no mode.
     ours: Option<Mode>,
 }
 
@@ -428,7 +428,8 @@ impl World {
     /// Gives the core the outcome of the act about this control daemon.
     fn finish(&mut self, id: &DaemonId, outcome: ActOutcome) {
         self.add_to_story(|| format!("  <- {id}: {outcome:?}"));
-        // The act has ended, but NVML still carries out the change of a compute mode. The next change waits for that one.
+        // The act has ended, but NVML still carries out the change of a compute mode. The next change of that mode waits for
+        // the present one.
         self.change_modes(id);
         let written = self.state_file.daemons.get(id).cloned();
         let Some(service) = &mut self.service else { return };

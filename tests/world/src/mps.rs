@@ -47,7 +47,7 @@ pub struct SimServer {
     pub(crate) lists: bool,
     /// True while the server is stopped by SIGSTOP. It takes no client.
     pub(crate) is_stopped: bool,
-    /// The number of the line in the log that reports the server's fatal GPU error. None: no line reports one.
+    /// The number of the line in the log that reports the server's fatal GPU error. None if no line reports the error.
     pub(crate) fault_line: Option<usize>,
 }
 
@@ -124,7 +124,7 @@ pub struct Mps {
     pub(crate) quits_when_idle: bool,
     /// True if some link to the control daemon could not be changed when programs should wait.
     pub(crate) door_is_stuck: bool,
-    /// The directories of slices, with their links. None: every client finds the control daemon without a link.
+    /// The directories of slices, with their links. None if every client finds the control daemon without a link.
     pub(crate) ways: Option<Ways>,
     pub(crate) disk_is_full: bool,
     pub defaults: Setting,

@@ -42,7 +42,7 @@ pub struct Reader {
     pub(crate) ended: VecDeque<u32>,
     /// The requests that the service has not taken yet, each with the moment at which a caller made it.
     pub(crate) requests: VecDeque<(Duration, Requested)>,
-    /// The moment at which the request was made that the service is carrying out. None: there is no such request.
+    /// The moment at which the request was made that the service is carrying out. None if the service carries out no request.
     pub(crate) asked_at: Option<Duration>,
     /// The moment at which the service has decided to end the control daemon with its clients.
     pub(crate) end_begun: Duration,

@@ -1,5 +1,5 @@
-//! Scripts: a few deeds of users and a few accidents, one after the other, each with the time that it needs. Nothing
-//! else goes wrong in between, so that a simulated host can repeat the same deeds and must have the same result.
+//! Scripts: a few acts of users and a few accidents, each with the time that it needs. Nothing else goes wrong in between, so
+//! that a simulated host can repeat the script and must have the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -19,12 +19,12 @@ use super::{Dice, Ending, GpuState, Mode, Mood, World};
 /// The GPUs of scripts. On an older GPU, servers would serve one user each, so there is none.
 const GPUS: [&str; 3] = ["A", "B", "D"];
 
-/// The number of scripts that are tried on a host, and the number of deeds of each.
+/// The number of scripts that are tried on a host, and the number of steps of each.
 pub const SCRIPTS: u64 = 24;
 pub const DEEDS: u64 = 10;
 
-/// The time that passes after each deed. Within this time the grace period after a fault ends, and health checks are
-/// made.
+/// The time that passes after each step of a script. Within this time the grace period after a fault ends, and health checks
+/// are made.
 const PAUSE: Duration = Duration::from_secs(60);
 
 /// The most clients on a GPU before another client comes and meets an error.
@@ -36,7 +36,7 @@ const PAYLOADS: [u32; 3] = [0, 15, 40];
 /// The number of a client: the first client that comes has 0.
 pub type ClientNumber = usize;
 
-/// A deed of a user, or an accident.
+/// A deed: one step of a script, which is an act of a user or an accident.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Deed {
     Reload {
@@ -135,7 +135,7 @@ pub struct Script {
     turns: Dice,
     /// False: the script has no clients, no faults, and no directories of slices.
     has_servers: bool,
-    /// The number of deeds that were done.
+    /// The number of steps of the script that the world has played.
     played: usize,
     clients: BTreeMap<ClientNumber, Attendant>,
     /// The number of clients that have come.
@@ -169,7 +169,7 @@ impl Script {
         self.world.story()
     }
 
-    /// Chooses a deed that is possible now. The first deed starts the service.
+    /// Chooses a next step of the script that is possible now. The first step starts the service.
     pub fn choose(&mut self) -> Deed {
         match self.played {
             0 => return reload(&mut self.dice),
@@ -245,7 +245,7 @@ impl Script {
         self.dice.pick(&living).cloned()
     }
 
-    /// Does a deed, and lets the world go on until nothing happens any more.
+    /// Plays a step of the script, and lets the world go on until nothing happens any more.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
         // A control daemon that ends is removed from the world together with its reports. So the present ones are remembered.
@@ -376,7 +376,7 @@ fn has_well_server(mps: &Mps) -> bool {
     !mps.servers.is_empty() && mps.servers.values().all(|server| server.status == ServerStatus::Active)
 }
 
-/// Makes up a deed: a reload of a configuration that names one GPU or more.
+/// Makes a step: a reload of a configuration that names one GPU or more.
 fn reload(dice: &mut Dice) -> Deed {
     let set = 1 + dice.below(7);
     let gpus = GPUS.into_iter().enumerate().filter(|(place, _)| set >> place & 1 == 1);

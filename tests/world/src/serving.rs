@@ -80,7 +80,7 @@ pub(crate) fn size_of(payload: u32, slice: u32) -> u64 {
     1024 * u64::from(1 + payload % 7) - 256 * u64::from((LARGEST - slice) * (payload % 2))
 }
 
-/// The ordinal of the only slice of a control daemon. None: the control daemon serves whole GPUs.
+/// The ordinal of the only slice of a control daemon. None if the control daemon serves whole GPUs.
 pub(crate) fn only_slice(id: &DaemonId) -> Option<u32> {
     Some(id.only_slice()?.ordinal)
 }
@@ -223,7 +223,8 @@ impl World {
         }
     }
 
-    /// A supervisor takes hold of the process that the state file has. None: it has succeeded, and the act goes on.
+    /// A supervisor takes hold of the process that the state file has. None if the supervisor has succeeded, and the act goes
+    /// on.
     fn adopt(&mut self, id: &DaemonId, dice: &mut Dice) -> Option<ActOutcome> {
         let living = self.living(id).map(|(pid, _)| pid);
         let Some(pid) = living else {

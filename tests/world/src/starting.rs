@@ -24,8 +24,8 @@ pub(crate) enum Spawning {
 /// The shell by which the real code of a start reaches the world.
 struct SimStarter {
     shell: SimShell,
-    /// The number of clients of the foreign control daemon that is in the way. None: there is none, or its clients
-    /// are not known.
+    /// The number of clients of the foreign control daemon that is in the way. None if there is no such control daemon, or
+    /// its clients are not known.
     in_the_way: Option<usize>,
 }
 

@@ -48,7 +48,7 @@ pub struct Stage {
     later: Vec<(Duration, Turn)>,
     /// The events that happen just before the answer to the next question of this name.
     during: Vec<(&'static str, Turn)>,
-    /// The error with which every question fails. None: questions get true answers.
+    /// The error with which every question fails. None if questions get true answers.
     pub answers: Option<Failure>,
     /// The error with which each question of this name fails.
     pub answers_to: BTreeMap<&'static str, Failure>,

@@ -74,8 +74,8 @@ fn linked(gpus: &[String]) -> Linked<u8> {
 /// The directories of slices during one pass over the links.
 struct SimDirectories<'w> {
     ways: MutexGuard<'w, BTreeMap<String, u32>>,
-    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. None: there is no
-    /// socket.
+    /// The socket in the control daemon's directory: the PID of the control daemon, or [`WAITING`]. None if the directory has
+    /// no socket.
     socket: Option<u32>,
     /// The slice whose link can't be changed in this pass.
     stuck: Option<String>,
@@ -156,7 +156,7 @@ impl SimAdmission {
         self.apply(Some(mps))
     }
 
-    /// Makes and removes links. `mps` is the control daemon. None: no control daemon runs.
+    /// Makes and removes links. `mps` is the control daemon. None if no control daemon runs.
     pub(crate) fn apply(&self, mps: Option<&mut Mps>) -> Result<(), Bad> {
         let mut ways = self.ways.lock().unwrap();
         let (mut socket, mut stuck) = (None, None);
@@ -257,7 +257,8 @@ impl World {
         self.drained.lock().unwrap().0.contains(slice)
     }
 
-    /// The PID of the control daemon to which the directory of a slice leads. None: it leads to no control daemon.
+    /// The PID of the control daemon to which the directory of a slice leads. None if the directory leads to no control
+    /// daemon.
     pub(crate) fn leads_to(&self, slice: &str) -> Option<u32> {
         let pid = self.ways.lock().unwrap().get(slice).copied();
         pid.filter(|pid| self.daemons.contains_key(pid))

@@ -32,8 +32,8 @@ pub enum State {
     Starting,
     /// Every configured GPU is served.
     Ready,
-    /// Only some GPUs are served. Or no GPU is served, but that will end without an administrator, as when a control daemon
-    /// that should end has clients, a server recovers from a fatal GPU error, or something beside the control daemon is not
+    /// Only some GPUs are served. Or no GPU is served, but that will end without an administrator, for example when a control
+    /// daemon that should end has clients, when a server recovers from a fatal GPU error, or when the fabric manager is not
     /// ready. Or all GPUs are served, but something needs an administrator's attention.
     Degraded,
     /// No GPU is served, and an administrator has to change that.

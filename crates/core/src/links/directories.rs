@@ -42,7 +42,7 @@ pub trait ClosedSlices {
     /// Returns true if all slices are closed, including those of a GPU that is added later.
     fn is_all(&self) -> bool;
 
-    /// Returns whether the slice with a directory of this name is closed. None: no slice can have a directory of this name.
+    /// Returns whether the slice with a directory of this name is closed. None if no slice can have a directory of this name.
     fn closes(&self, directory: &str) -> Option<bool>;
 }
 

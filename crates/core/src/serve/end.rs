@@ -156,8 +156,8 @@ impl<S: Shell> Serving<'_, S> {
         if self.shell.quit_if_idle(may_end).await {
             return Ok(true);
         }
-        // The control daemon hangs, or it had a client that the service did not see when it was asked to end. So its use is
-        // judged again.
+        // The control daemon hangs, or it had a client that the service did not see when it was asked to end. So the clients
+        // of the control daemon are counted again.
         match Permit::unused(self.in_use().await.ok()) {
             Some(may_end) => Ok(self.shell.end_by_signal(may_end).await),
             None => Ok(false),

@@ -65,7 +65,7 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) fn client_hit(&mut self, server: u32, client: u32, ordinal: usize) {
         self.fault_seen(server);
         // The client may run for only another moment, and a service that has started after the client may not know it. So the
-        // register looks at it now.
+        // register looks at the client now.
         self.shell.remember_clients(&[client].into());
         if let Some(fault) = self.fault() {
             fault.clients.insert((ordinal, client));
@@ -354,8 +354,8 @@ impl<S: Shell> Serving<'_, S> {
         let before = self.run.blockers.revival().map(|(_, reason)| reason.to_owned()).unwrap_or_default();
         self.run.blockers.clear(ClearedBy::Revival);
         let limits = self.limits();
-        // Another program may have changed the defaults of the control daemon, with which the next server starts. So they are
-        // read and corrected first.
+        // Another program may have changed the defaults of the control daemon, with which the next server starts. So the
+        // defaults are read and corrected first.
         let look = self.shell.inspect(&[], Some(&limits)).await?;
         self.keep_defaults(&look, &limits).await?;
         match self.prewarm(&limits).await {

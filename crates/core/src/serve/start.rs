@@ -24,13 +24,13 @@ pub enum StartPlace {
 /// A control daemon in one of the start's directories that the service has not started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stranger {
-    /// The PID of the stranger. None if it is not known.
+    /// The PID of the foreign control daemon. None if it is not known.
     pub pid: Option<u32>,
-    /// The directory in which the stranger listens, for messages.
+    /// The directory in which the foreign control daemon listens, for messages.
     pub directory: String,
-    /// The command with which an administrator can end the stranger.
+    /// The command with which an administrator can end the foreign control daemon.
     pub end_it: String,
-    /// The number of the stranger's clients. An error is the reason why it is not known.
+    /// The number of clients of the foreign control daemon. An error is the reason why it is not known.
     pub clients: Result<usize, String>,
 }
 
@@ -58,7 +58,7 @@ pub trait Starter: Send {
         place: StartPlace,
     ) -> impl Future<Output = Result<Option<Stranger>, Failure>> + Send;
 
-    /// Asks a stranger to end as soon as it has no client. Returns true if it has ended.
+    /// Asks a foreign control daemon to end as soon as it has no client. Returns true if it has ended.
     fn end_stranger(
         &mut self,
         place: StartPlace,
@@ -150,8 +150,8 @@ pub async fn start(
     Ok(multiuser)
 }
 
-/// Makes sure that no other control daemon listens in this directory. A stranger without clients is ended, no matter who
-/// started it. A stranger with clients stays, and the start fails.
+/// Makes sure that no other control daemon listens in this directory. Makes sure that no foreign control daemon listens in
+/// this directory. A foreign control daemon without clients is ended, no matter who started it.
 async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Failure> {
     let Some(Stranger { pid, directory, end_it, clients }) = shell.stranger(place).await? else {
         return Ok(());

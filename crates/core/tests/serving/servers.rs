@@ -59,7 +59,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
     assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
 }
 
-/// The process of a killed server ends before its control daemon notices that and allows another one.
+/// The process of a killed server ends before its control daemon notices that and lets the next server start.
 #[test]
 fn a_killed_server_has_a_successor_as_soon_as_its_end_is_noted() {
     let mut story = Story::with_gpus(&["A"]);

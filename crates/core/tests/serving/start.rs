@@ -16,7 +16,7 @@ struct HostStart {
     has_pipe: bool,
     stays: bool,
     has_no_program: bool,
-    /// The result of each attempt to start the process, one after the other.
+    /// The results of the attempts to start the process, in order.
     come_up: Vec<Result<(), Failure>>,
     spawned: Vec<(Vec<GpuUuid>, bool)>,
     forgotten: usize,

@@ -180,7 +180,7 @@ impl Scope {
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
     }
 
-    /// The clients that the drain still waits for. None: the service or a control daemon is starting, and its clients
+    /// The clients that the drain still waits for. None while the service or a control daemon is starting, since its clients
     /// are not known yet.
     async fn remaining_clients(&self, daemon: &DaemonProxy) -> Result<Option<RemainingClients>, BusError> {
         if !knows_its_clients(daemon).await? {

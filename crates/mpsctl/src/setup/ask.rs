@@ -9,7 +9,7 @@ pub(super) const MOST: u32 = 999;
 
 /// Asks an administrator the questions of setup.
 pub(super) struct Questions {
-    /// The input with the answers. None: no question is asked, and every answer is the default.
+    /// The input with the answers. None if no question is asked and every answer is the default.
     answers: Option<Box<dyn BufRead>>,
 }
 

@@ -241,14 +241,14 @@ struct TopTable<'t, R> {
     name: String,
     columns: &'t [Column<R>],
     rows: &'t [&'t Listed<R>],
-    /// The text of a row before all others. None: there is no such row.
+    /// The text of a row before all others. None if the table has no such row.
     front: Option<&'static str>,
     sort: Sort,
     /// True if keys apply to this table.
     is_focused: bool,
     /// The index of the selected row. The row before all others counts.
     selected: Option<usize>,
-    /// The time of the rows, if they are outdated. None: the rows are current.
+    /// The time of the rows, if they are outdated. None if the rows are current.
     of: Option<SystemTime>,
 }
 

@@ -75,7 +75,7 @@ pub(super) struct TopState {
     pub(super) client: Option<ClientId>,
     pub(super) sort_slices: Sort,
     pub(super) sort_clients: Sort,
-    /// The client whose work the question on the screen is about, and the text of the question. None: there is no
+    /// The client whose work the question on the screen is about, and the text of the question. None if the screen has no
     /// question.
     pub(super) question: Option<(ClientId, String)>,
     /// The process whose GPU work the service is ending. None: there is none.
