@@ -1,9 +1,9 @@
 //! A small service for the tests of `common::host::systemd`. The service asks systemd the questions that yunion-mps-daemon
 //! asks, and prints the answers.
 //!
-//! The file /run/asker names the scope that it asks systemd for. If there is no such file, it asks for none. The
-//! process to be moved into the scope is a shell that prints a line when it ends. The answers go to standard output,
-//! which is the journal, and to /var/order.
+//! The file /run/asker names the scope that it asks systemd for. If there is no such file, the small service asks for no
+//! scope. The process to be moved into the scope is a shell that prints a line when it ends. The answers go to standard
+//! output, which is the journal, and to /var/order.
 
 use std::io::Write;
 use std::process::{Command, ExitCode, Stdio};

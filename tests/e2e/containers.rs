@@ -537,7 +537,7 @@ const PASSES_TERM_ON: &str = "sh -c 'trap \"kill -TERM \\$!\" TERM; cuda-client 
 /// slice 1.
 fn stopped(machine: &Machine, engine: &str, run: &str) {
     let run = run.replace("--rm", "--detach");
-    // podman removes a container by a stop, which waits ten seconds for it. With `--time 0` it does not wait.
+    // podman removes a container by a stop, which waits ten seconds for it. With `--time 0`, podman does not wait.
     let remove = format!("{engine} rm --force{}", if engine == "podman" { " --time 0" } else { "" });
     let start = |slice: &str, program: &str| {
         let run = run.replace("00:06.0-1", slice).replace("cuda-client hold 600", program);
@@ -571,7 +571,7 @@ fn stopped(machine: &Machine, engine: &str, run: &str) {
     machine.sh(&format!("{remove} {careful}"));
     assert_eq!(state().trim(), "running");
 
-    // A service that hangs does not delay the stop of a container. The journal says then that other clients may have lost
+    // A service that hangs does not delay the stop of a container. The journal then says that other clients may have lost
     // their work.
     let calm = start("00:06.0-1", "cuda-client hold 600");
     clients(machine, 2);

@@ -49,7 +49,7 @@ use std::time::Instant;
 
 use machine::{Hierarchy, Machine, Stage};
 
-/// The number of machines that run at the same time. Each waits most of its time.
+/// The number of machines that run at the same time. Each machine waits most of its time.
 const MACHINES: usize = 2;
 
 /// A check with its name. The check runs on a machine that other checks have used before.

@@ -78,7 +78,7 @@ pub(crate) fn built_package(name: &str, ending: &str) -> PathBuf {
     package.clone()
 }
 
-/// A file in this directory that was changed after the time `than`. None if there is none.
+/// A file in this directory that was changed after the time `than`. None if no file was changed since then.
 fn newer(path: &Path, than: std::time::SystemTime) -> Option<PathBuf> {
     if path.is_dir() {
         return fs::read_dir(path).unwrap().find_map(|entry| newer(&entry.unwrap().path(), than));

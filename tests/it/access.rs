@@ -36,7 +36,7 @@ struct Scene {
     next: ContainerGroup,
 }
 
-/// The answers of the doors, each with the door and its caller.
+/// The answers of the methods that give out slices (the doors), each with the method and its caller.
 type Answers = BTreeMap<String, String>;
 
 /// The answer of a method: `yes`, or the name of its error and its words.
@@ -78,7 +78,7 @@ impl Scene {
         }
     }
 
-    /// The answers of the doors that bind nothing.
+    /// The answers of the methods that give out a slice without binding it.
     fn taken(&self, asker: Asker, share: bool) -> Answers {
         let devices = format!("['{SLICE}']");
         let take = |free| {
@@ -119,7 +119,8 @@ impl Scene {
         answers
     }
 
-    /// Waits until root gets this answer. All doors give it then, and one of their own to the container.
+    /// Waits until root gets this answer from every method. The container, which may have the slice already, gets the answer
+    /// `to_container` from its own methods.
     #[track_caller]
     fn all_answer(&self, expected: &str, to_container: &str) {
         wait_for(expected, || {
@@ -171,8 +172,8 @@ impl Scene {
         succeeded(&self.host.mpsctl(&["unbind", "--control-group", &path(&self.container)]));
     }
 
-    /// No control daemon starts. A slice that is on its way is waited for: by the command of a person as well as by the hook of a
-    /// container.
+    /// No control daemon starts. Both the command of a person and the hook of a container wait for a slice that will soon be
+    /// served.
     fn without_a_control_daemon(&self) {
         self.host.plant("mps/fault/start-exits", "");
         self.kill_control_daemon();

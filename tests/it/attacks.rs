@@ -50,8 +50,8 @@ fn attacker(host: &Host, kind: &str, connections: usize) -> Child {
     command.stdin(fs::File::open(program).unwrap()).stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// One attack from its beginning to its end. A control daemon that is killed meanwhile is replaced, the client of another
-/// one stays at work, and root is answered as soon as the attack is over.
+/// One attack from its beginning to its end. A control daemon that is killed meanwhile is replaced, the clients of other
+/// control daemons stay at work, and root gets answers as soon as the attack is over.
 fn attack(kind: &str, connections: usize) {
     if !root_or_skip(kind) {
         return;

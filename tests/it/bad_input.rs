@@ -1,5 +1,5 @@
-//! Obstacles on the host: the service names each with its remedy, changes nothing for it, and where
-//! it can go away by itself the GPUs are served once it has.
+//! Obstacles on the host: the service names each with its remedy and changes nothing on the host. If an obstacle can end by
+//! itself, the GPUs are served after that.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,7 +31,8 @@ fn tree(root: &Path) -> BTreeMap<PathBuf, (i64, i64, u64)> {
     found
 }
 
-/// A configuration that is wrong: `--check` and a start say the same and end with 78, and nothing was changed.
+/// A configuration that is wrong: `--check` and a start of the service report the same mistake and exit with 78, and nothing
+/// has changed on the host.
 fn refused(mut host: Host, message: &str) {
     let before = tree(&host.path(""));
     let checked = host.check();
@@ -283,7 +284,7 @@ fn check_in_time(host: &Host) -> (Option<i32>, String) {
     (checked.status.code(), text(&checked))
 }
 
-/// A file of /proc looks like any other, and some of them are waited for: the kernel's log is one.
+/// A file of /proc looks like any other file, and reading some of these files blocks, such as the kernel's log.
 #[test]
 fn a_file_of_proc_as_configuration() {
     for (file, key) in [("host.conf", "enable_cuda_mps"), ("host_container_device.yml", "devices")] {
@@ -316,7 +317,7 @@ fn a_device_file_of_fifteen_thousand_entries() {
     refused(host, "host_container_device.yml:1: devices: 15000 entries, the limit is 1024");
 }
 
-/// The state file is removed for good, and a file with its name does no harm.
+/// A directory or a FIFO with the name of the state file does no harm: the service replaces it with the state file.
 #[test]
 fn a_state_file_that_is_no_file() {
     let fifo = |path: &Path| assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
@@ -362,7 +363,8 @@ fn a_check_of_what_is_right_changes_nothing() {
     host.nothing_runs();
 }
 
-/// A pipe directory in which another user can write is not used, and nothing is started. When it is removed, the GPUs are served.
+/// A pipe directory in which another user can write is not used, and nothing is started. When that directory is removed, the
+/// GPUs are served.
 fn refused_pipe_directory(make: impl FnOnce(&Path), reason: &str) {
     let mut host = Host::new("tesla-p40");
     let pipe = host.path("mps/pipe");
@@ -491,7 +493,7 @@ fn a_control_daemon_that_hangs() {
     stops(host);
 }
 
-/// A stop in the middle of a start that leads nowhere.
+/// The service is stopped while it starts a control daemon that hangs.
 #[test]
 fn a_stop_while_a_control_daemon_hangs() {
     let script = format!("#!/bin/sh\n[ \"$1\" = -f ] && exec /bin/sleep 600\n{NOBODY}\n");
@@ -528,7 +530,7 @@ fn a_log_with_garbage_in_it() {
     stops(host);
 }
 
-/// True if another NVML than the simulated one would be found.
+/// True if this machine has another NVML than the simulated one.
 fn has_nvml() -> bool {
     let known = Command::new("/sbin/ldconfig").arg("-p").output();
     known.is_ok_and(|known| text(&known).contains("libnvidia-ml.so.1"))
@@ -612,7 +614,8 @@ fn an_nvml_that_lacks_any_one_function() {
     }
 }
 
-/// Functions that only matter once it serves: what can't be read is said, and it can still be stopped.
+/// Functions of NVML that the service needs only while it serves: the state says what can't be read, and the service can
+/// still be stopped.
 #[test]
 fn an_nvml_that_cannot_set_the_compute_mode() {
     for function in ["nvmlDeviceSetComputeMode", "nvmlDeviceGetHandleByUUID"] {
@@ -679,14 +682,14 @@ fn a_gpu_that_is_lost() {
     one_out_of_eight(&[("gpus/3/lost", "")], "lost");
 }
 
-/// NVML never answers about it.
+/// NVML never answers a question about this GPU.
 #[test]
 fn a_gpu_that_hangs() {
     one_out_of_eight(&[("gpus/3/hangs", "")], "NVML did not answer within 10 s");
 }
 
-/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the longest wait for a look. The
-/// driver stays open, and the answer counts when it comes.
+/// Without nvidia-persistenced the driver wakes one GPU after the other, which takes longer than the longest wait for a look.
+/// The driver stays open meanwhile, and the late answer counts.
 #[test]
 fn gpus_that_sleep_are_served_when_all_are_awake() {
     let mut host = Host::new("h200x8");
@@ -729,7 +732,7 @@ fn a_gpu_without_a_handle_by_its_index() {
     stops(host);
 }
 
-/// The only GPU keeps its compute mode against the service: no control daemon starts, and the GPU says why.
+/// The compute mode of the only GPU can't be set: no control daemon starts, and the state of the GPU says why.
 #[test]
 fn a_compute_mode_that_cannot_be_set() {
     let mut host = Host::new("tesla-p40");

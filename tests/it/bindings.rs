@@ -46,7 +46,7 @@ pub(crate) fn path(group: &ContainerGroup) -> String {
     format!("/{}", below.display())
 }
 
-/// A client in this control group, once it is served.
+/// A client in this control group; the function returns when the client is served.
 pub(crate) fn client(host: &Host, directory: &Path, work: &[&str], claim: &str) -> Client {
     let enter = "echo $$ > \"$0/cgroup.procs\" && exec cuda-client \"$@\"";
     let mut command = host.command("sh");
@@ -132,7 +132,8 @@ fn the_processes_of_a_bound_control_group_have_its_slices() {
     assert!(!told.contains(" bound to ") && !told.contains(" not bound "), "{told}");
 }
 
-/// A control group may have several slices of one GPU, as a job with a slice for each task has. Each process uses one of them.
+/// A control group may have several slices of one GPU, as a job with a slice for each task has. Each process uses one of
+/// these slices.
 #[test]
 fn a_process_chooses_between_the_slices_of_its_control_group() {
     let test = "a_process_chooses_between_the_slices_of_its_control_group";
@@ -260,7 +261,7 @@ fn a_bound_job_keeps_its_slice_when_its_gpu_leaves_the_configuration() {
     assert_eq!(known(&host, &job), has(&slice, "job 7"));
 }
 
-/// A GPU stands for its lowest slice that is free. The binding goes with its control group, without a question.
+/// The name of a GPU means its lowest free slice. The binding ends when its control group is removed, without any request.
 #[test]
 fn a_binding_ends_with_its_control_group() {
     let Some((host, [one, other])) = with_containers("a_binding_ends_with_its_control_group", "") else {
@@ -279,8 +280,8 @@ fn a_binding_ends_with_its_control_group() {
     assert_eq!(bound(&other), NEIGHBOURS);
 }
 
-/// A container that has ended may leave an empty control group for a while. The next container gets the slice nevertheless, and
-/// at once; but the slice of a control group that waits for its first process is not given away.
+/// A container that has ended may leave an empty control group for a while. The next container gets the slice at once
+/// nevertheless. The slice of a control group that waits for its first process is not given away.
 #[test]
 fn an_empty_control_group_that_had_its_program_gives_its_slice_away() {
     let test = "an_empty_control_group_that_had_its_program_gives_its_slice_away";
@@ -341,7 +342,8 @@ impl Waits {
     }
 }
 
-/// The hook of a runtime: refused with the reason in the runtime's error, and bound under the container's id otherwise.
+/// A hook of the container runtime binds the container under its id. If the service refuses, the runtime's error has the
+/// reason.
 #[test]
 fn a_runtime_binds_by_its_hook() {
     let Some((host, [group, other])) = with_containers("a_runtime_binds_by_its_hook", "") else { return };
@@ -379,8 +381,7 @@ fn a_runtime_binds_by_its_hook() {
     refused(&run(&other, "c-2").1, &format!("{OWN} is drained"));
 }
 
-/// If a service is killed before it answers a hook, that is the same as if it did not run yet: the container waits for the next
-/// service.
+/// If a service is killed before it answers a hook, the container waits for the next service, as if the service had not run.
 #[test]
 fn a_hook_asks_again_when_the_service_ends_before_its_answer() {
     let test = "a_hook_asks_again_when_the_service_ends_before_its_answer";

@@ -32,7 +32,7 @@ fn wait_for_device(host: &Host, name: &str, what: &str, check: impl Fn(&Value) -
     wait_for(what, || Some(device_of(host, name)).filter(|device| check(device)))
 }
 
-/// A client that holds this much, once it is served.
+/// A client that holds this much memory; the function returns when the client is served.
 fn holding(host: &Host, slice: &str, mib: u32, more: &[&str]) -> Client {
     let allocated = (mib - CONTEXT_MIB).to_string();
     let mut command = host.program_of(slice, &["hold", "600", "--mib", &allocated]);
@@ -54,7 +54,8 @@ impl Container {
         Self { slice, first }
     }
 
-    /// A client in it that holds this much and claims this slice, once it is served.
+    /// A client in the container that holds this much memory and claims this slice; the function returns when the client is
+    /// served.
     fn claiming(&self, host: &Host, claims: &str, mib: u32, more: &[&str]) -> Client {
         let mut command = host.command("nsenter");
         command.arg(format!("--mount=/proc/{}/ns/mnt", self.first.id()));
@@ -100,7 +101,7 @@ fn serving(lines: &str) -> Host {
     host
 }
 
-/// A list that NVML does not give is no empty list: the slice does not stay published as one without clients.
+/// If NVML does not give the list of clients, the slice is not published as one without clients.
 #[test]
 fn clients_that_nvml_does_not_list_are_not_counted_as_none() {
     let host = Host::serving("h200");
@@ -235,7 +236,7 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client that stays after the end of its work is left alone. A client that begins to work again is ended again.
+/// A client that runs on after the end of its GPU work is left alone. A client that begins GPU work again is ended again.
 #[test]
 fn nobody_is_ended_again_without_new_work() {
     if !root_or_skip("nobody_is_ended_again_without_new_work") {
@@ -311,7 +312,8 @@ fn a_slice_in_two_containers_ends_nobody() {
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4";
 
-/// A reload ends no client: clients that were there before stay, and are reported. Clients that come later have the new budget.
+/// A reload ends no client: clients that were there before stay, and are reported. For clients that come later the new budget
+/// counts.
 #[test]
 fn a_reload_ends_nobody() {
     if !root_or_skip("a_reload_ends_nobody") {
@@ -360,7 +362,8 @@ fn a_restart_of_the_service_ends_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client that can't be ended is tried again after longer and longer pauses, and the next newest goes in its place.
+/// The service tries again to end such a client, after longer and longer pauses, and ends the next newest client in its
+/// place.
 #[test]
 fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     if !root_or_skip("a_client_that_a_debugger_holds_is_told_and_left_alone") {
@@ -388,7 +391,7 @@ fn a_client_that_a_debugger_holds_is_told_and_left_alone() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A user who starts clients all the time has no more looks made than one every 250 ms.
+/// However often a user starts clients, the service looks at the GPU at most every 250 ms.
 #[test]
 fn clients_that_come_together_share_a_look() {
     let mut host = serving("");
@@ -406,7 +409,7 @@ fn clients_that_come_together_share_a_look() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The looks at an idle host, and at one with a client for each slice, come with the health checks alone.
+/// The service looks at an idle host, and at a host with one client for each slice, only with the health checks.
 #[test]
 fn one_client_of_each_slice_wakes_nobody() {
     let mut host = serving("");

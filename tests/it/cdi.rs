@@ -159,7 +159,7 @@ fn the_validator_can_complain() {
     }
 }
 
-/// A reload changes the file, says the same without touching it, moves it and takes it away.
+/// A reload changes the spec, leaves the file alone if nothing has changed, and moves or removes it.
 #[test]
 fn the_spec_follows_the_configuration() {
     let mut host = host("tesla-p40");
@@ -241,7 +241,8 @@ fn a_crash_leaves_no_stale_spec_behind() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service that starts has the slices that it plans, and not those of the one before, although its control daemon still runs.
+/// A service that starts offers the slices that it plans, even if a control daemon of the former service, with other slices,
+/// still runs.
 #[test]
 fn a_start_offers_the_slices_that_are_planned() {
     let mut host = host("h200");
@@ -261,7 +262,7 @@ fn a_start_offers_the_slices_that_are_planned() {
     host.wait_for_state("ready");
 }
 
-/// Without the spec, GPUs are served, but there is a message; writing the spec is tried again.
+/// Without the spec, GPUs are served and the state has a message. The service tries to write the spec again.
 #[test]
 fn a_spec_that_cannot_be_written_degrades() {
     let mut host = host("h200");

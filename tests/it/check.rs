@@ -38,7 +38,8 @@ fn differences(host: &Host) -> Vec<[String; 5]> {
     document["differences"].as_array().unwrap().iter().map(of).collect()
 }
 
-/// A control daemon on its way out is called back with its clients: the next change does not concern them.
+/// A control daemon that was about to end serves again with its clients when the change is taken back, so the next change
+/// does not concern them.
 #[test]
 fn a_change_that_was_taken_back_is_in_force() {
     let mut host = Host::serving("h200");
@@ -150,7 +151,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon for each GPU instead of one for all, and a GPU less.
+/// The new configuration has a control daemon for each GPU instead of one for all, and one GPU less.
 #[test]
 fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     let mut host = Host::serving("h200x8");
@@ -176,7 +177,7 @@ fn a_gpu_that_goes_takes_the_control_daemon_with_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Today's agent reads the same files by itself, and ends or breaks its containers on them.
+/// The present host agent reads the same files, and some mistakes in them end the agent or break its containers.
 #[test]
 fn what_stops_the_host_agent_is_told_everywhere() {
     let mut host = Host::new("h200");
@@ -236,7 +237,7 @@ fn warnings_stand_beside_errors() {
     assert!(log.contains(warning) && log.contains(error), "{log}");
 }
 
-/// The service has another file: neither a file in the usual place nor a missing one counts.
+/// The service was started with another file, so neither a file in the usual place nor its absence counts.
 #[test]
 fn the_file_that_the_service_reads_is_looked_at() {
     let host = Host::new("h200");
@@ -262,7 +263,7 @@ fn the_file_that_the_service_reads_is_looked_at() {
     assert!(daemon.wait().unwrap().success());
 }
 
-/// Where no file is read at all, the one is named in which the keys belong.
+/// If no file is read at all, the message names the file in which the keys belong.
 #[test]
 fn a_configuration_that_is_gone_has_a_name() {
     let mut host = Host::serving("h200");
@@ -293,7 +294,7 @@ fn a_gpu_that_another_entry_claims_is_told_with_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The host was not asked about it.
+/// A service with MPS disabled has not asked the host about a driver.
 #[test]
 fn a_service_that_is_switched_off_denies_no_driver() {
     let mut host = Host::new("h200");

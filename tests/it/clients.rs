@@ -1,5 +1,5 @@
-//! Who uses the GPUs, through MPS and past it: `yunion-mpsctl clients`, `yunion-mpsctl metrics`, and the state of the
-//! service.
+//! The programs that use the GPUs, with MPS or without: `yunion-mpsctl clients`, `yunion-mpsctl metrics`, and the state of
+//! the service.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -118,8 +118,8 @@ fn clients_are_shown_with_their_containers() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program has a name with line breaks and whole rows of `ps`: no other process counts as a client because of it, no release
-/// waits for one, and its control characters reach no terminal and no log.
+/// A program has a name with line breaks and whole rows of `ps`: no other process counts as a client for that reason, no
+/// release waits for such a process, and the control characters reach no terminal and no log.
 #[test]
 fn a_name_makes_nobody_a_client() {
     let mut host = Host::serving("h200");
@@ -174,8 +174,9 @@ fn a_name_makes_nobody_a_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A program starts without MPS after another program has changed the compute mode: the state says so, clients that are served
-/// lose nothing, and the message ends with the program. A reload does not take the GPU away from its clients because of it.
+/// A program starts without MPS after another program has changed the compute mode: the state says so, clients that are
+/// served lose nothing, and the message ends with the program. A reload does not take the GPU from its clients because of
+/// that program.
 #[test]
 fn a_bypass_is_told_and_nobody_loses_anything() {
     let mut host = Host::serving("h200");
@@ -261,7 +262,7 @@ fn drawing_coming_and_going_is_no_bypass() {
 }
 
 /// A program that bypasses MPS prevents the start of the next server: then the slices are not served, and the state names the
-/// program. When the program has ended, they are served again.
+/// program. When the program has ended, the slices are served again.
 #[test]
 fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     let mut host = Host::serving("h200");
@@ -479,8 +480,8 @@ fn clients_of_a_control_daemon_that_is_on_its_way_out_are_listed() {
     assert!(host.listed(client.id()).is_some(), "{:?}", host.clients());
 }
 
-/// Today's host agent mounts the pipe directory and names no slice. Such clients and their memory are the GPU's all the
-/// same; a client that connects through a slice's directory has that slice, even if nothing names it.
+/// Today's host agent mounts the pipe directory and names no slice. Such clients and their memory count for the GPU. A client
+/// that connects through a slice's directory has that slice, even if no variable names it.
 #[test]
 fn clients_without_a_slice_count_for_their_gpu() {
     let host = Host::serving("h200");
@@ -542,8 +543,8 @@ fn clients_before_volta_are_counted_by_the_control_daemon() {
     assert_eq!(none["memory_used"], 0);
 }
 
-/// The clients of an idle GPU are not looked at until a caller asks for them. A GPU is looked at once a second at most, however
-/// often callers ask.
+/// The service does not look at the clients of an idle GPU until a caller asks for them. The service looks at a GPU at most
+/// once a second, however often callers ask.
 #[test]
 fn who_asks_for_the_slices_gets_the_clients_as_they_are() {
     let mut host = Host::new("h200");
@@ -579,8 +580,8 @@ fn foreign_control_daemon(host: &Host) -> Client {
     foreign
 }
 
-/// The platform's control daemon on the platform's host, with two jobs: they compute, the service waits for them, and nothing has
-/// failed.
+/// The platform's control daemon runs on the platform's host with two jobs: the jobs compute, the service waits for them, and
+/// nothing counts as a failure.
 #[test]
 fn a_planned_wait_is_no_failure() {
     let mut host = Host::new("tesla-p40");
@@ -625,8 +626,8 @@ fn a_change_of_the_isolation_that_waits_is_no_failure() {
     assert!(!host.log().contains("failed"), "{}", host.log());
 }
 
-/// The service waits for a control daemon in the pipe directory that it has not started, while that has clients. The clients are
-/// listed.
+/// While a foreign control daemon in the pipe directory has clients, the service waits for it, and lists these clients. The
+/// clients are listed.
 #[test]
 fn the_clients_of_a_foreign_control_daemon_are_listed() {
     let mut host = Host::new("h200");

@@ -44,7 +44,7 @@ fn program(folder: &Path, name: &str, mode: u32) {
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// Its complaints with these programs and packages, but for the rights of root and openssl.
+/// The messages of the script about missing things with these programs and packages, without those about root and openssl.
 fn missing(programs: Option<&Path>, packages: &Path) -> Vec<String> {
     let mut check = python(&cluster("run.py"));
     check.arg("--check").env_remove("KUBERNETES").env("PACKAGES", packages);
@@ -90,7 +90,7 @@ fn exactly_the_missing_programs_are_named_with_their_origins() {
     assert_eq!(missing(Some(&programs), &packages), expected);
 }
 
-/// Before anything is installed or built.
+/// The script names all that is missing before it installs or builds anything.
 #[test]
 fn make_cluster_without_the_programs_says_first_what_it_wants() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -174,7 +174,8 @@ fn systemd_has_no_complaint_about_the_units_of_the_machine() {
     assert!(found.iter().any(|line| line.contains("Restrat")), "{found:?}");
 }
 
-/// Reads every file of configuration in its own language, and says what the machine's parts have to agree on.
+/// Reads each configuration file with a parser of its language, and prints the values in which the parts of the machine must
+/// agree.
 const READ: &str = r#"
 import json, pathlib, sys, tomllib, yaml
 etc = pathlib.Path(sys.argv[1], "etc")

@@ -32,7 +32,7 @@ struct Shell {
 }
 
 impl Shell {
-    /// Starts it, and types the preparation: `shown` is to print what stands on the command line at Ctrl-X Ctrl-P.
+    /// Starts the shell, and types the preparation: `shown` must print the present command line at Ctrl-X Ctrl-P.
     fn start(host: &Host, command: &str, preparation: &str) -> Self {
         let mut script = host.command("script");
         script.args(["-qec", command, "/dev/null"]).env("SHELL", "/bin/sh").env("TERM", "xterm");

@@ -47,7 +47,7 @@ fn two_parts(what: &str) -> Option<[String; 2]> {
 }
 
 impl Host {
-    /// Says which CPUs are near a GPU.
+    /// Makes the simulated /sys say which CPUs are near a GPU.
     fn near(&self, address: &str, cpus: &str) {
         fs::write(self.file(&format!("/sys/bus/pci/devices/{address}/local_cpulist")), cpus).unwrap();
     }
@@ -123,7 +123,7 @@ fn by_default_nothing_is_bound() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A control daemon of several GPUs runs near any of them. All CPUs together are no binding.
+/// A control daemon of several GPUs runs near any of them. If these are all CPUs, the control daemon is not bound.
 #[test]
 fn a_shared_control_daemon_runs_near_all_its_gpus() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -149,7 +149,7 @@ fn a_shared_control_daemon_runs_near_all_its_gpus() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Whatever /sys says, the GPU is served, on the CPUs that may be used.
+/// Whatever /sys says, the GPU is served, on the CPUs that the service may use.
 #[test]
 fn a_list_that_is_of_no_use_binds_nothing() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -179,7 +179,7 @@ fn a_list_that_is_of_no_use_binds_nothing() {
     }
 }
 
-/// Another binding needs another control daemon, which waits for the clients of the present one.
+/// A change of the CPUs needs a new control daemon, which waits for the clients of the present one.
 #[test]
 fn a_changed_key_waits_for_clients() {
     let Some(parts) = two_parts("binding to CPUs") else { return };
@@ -202,7 +202,7 @@ fn a_changed_key_waits_for_clients() {
     let bound = host.wait_for_state("ready");
     assert_ne!(control_pid(&bound), control_pid(&before));
     assert_on(control_daemon(&bound), &parts[0]);
-    // A reload without a change needs no new control daemon. The former value of the key needs one.
+    // A reload without a change needs no new control daemon. The former value of the key needs a new control daemon.
     host.reload();
     assert_eq!(control_pid(&host.wait_for_state("ready")), control_pid(&bound));
     host.configure("cuda_mps_cpu_affinity: none");
@@ -237,7 +237,7 @@ fn a_take_over_shows_the_cpus_in_force() {
     let both = format!("{} (wanted: {})", parts[1], parts[0]);
     assert!(shown(&host).contains(&both), "{}", shown(&host));
 
-    // Another program has bound the control daemon to all CPUs. The next check finds and shows that.
+    // Another program has bound the control daemon to all CPUs. The next check finds and shows the other CPUs.
     sched_setaffinity(pid, &all).unwrap();
     host.reload();
     wait_for("all CPUs", || {

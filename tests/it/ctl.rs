@@ -241,7 +241,8 @@ async fn env_speaks_podman_compose_and_cdi() {
     }
 }
 
-/// Two slices of one GPU count as one slice, and a user who asks for two gets a note. The answer is the same.
+/// Two slices of one GPU count as one slice, and a user who asks for two gets a note. The answer is the same as for one
+/// slice.
 #[tokio::test]
 async fn slices_of_one_gpu_are_said_to_be_one_slice() {
     const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are of one GPU, and MPS can't join slices: \
@@ -391,7 +392,7 @@ async fn a_reader_that_leaves_is_no_error() {
     }
 }
 
-/// A script that reads nothing of it asks for the exit status all the more.
+/// A script that stops reading the output finds the failure in the exit status.
 #[tokio::test]
 async fn a_reader_that_leaves_does_not_change_the_answer() {
     let bus = PrivateBus::start();

@@ -125,7 +125,7 @@ fn camel(golden: &Value) -> Value {
     golden.as_object().unwrap().iter().map(|(key, value)| (name(key), value.clone())).collect()
 }
 
-/// busctl's `{"type": "s", "data": "x"}` as `["s", "x"]`.
+/// Converts busctl's `{"type": "s", "data": "x"}` to `["s", "x"]`.
 fn typed(busctl: &Value) -> Value {
     match busctl {
         Value::Object(fields) if fields.len() == 2 && fields.contains_key("type") => {
@@ -295,7 +295,7 @@ impl Caller {
     }
 }
 
-/// The large answers are made once, but not for both orders of bytes.
+/// Large answers are stored, separately for the two orders of bytes.
 #[tokio::test]
 async fn a_list_has_the_order_of_bytes_of_its_caller() {
     let service = Service::start(p40_board()).await;
@@ -738,7 +738,7 @@ async fn changes_are_told_once_and_nothing_else_is() {
     assert_eq!(all[0]["Healthy"], json!(["b", false]));
 }
 
-/// Clients and their memory change all the time. No signal reports that, and each caller gets the present values.
+/// Clients and their memory change all the time. No signal reports such changes, and each caller gets the present values.
 #[tokio::test]
 async fn overuse_is_told_and_use_is_not() {
     let used = |clients, overuse: &str| {
@@ -928,7 +928,7 @@ async fn a_site_may_let_everybody_read() {
     assert!(complaint.contains("Rejected send message"), "{complaint}");
 }
 
-/// The bus refuses first, and the service does too: an administrator's policy may allow everything.
+/// The bus policy refuses such calls, and the service refuses them too, since an administrator's policy may allow everything.
 #[tokio::test]
 async fn control_is_roots_whatever_the_policy_says() {
     if !root_or_skip("control_is_roots_whatever_the_policy_says") {
@@ -958,8 +958,8 @@ async fn control_is_roots_whatever_the_policy_says() {
     assert!(service.requests.try_recv().is_err(), "a call has reached the daemon");
 }
 
-/// A member who may not end GPU work is refused without a question to the daemon, and where members may, eight of them wait for
-/// its answer at a time: however many ask, root is the next.
+/// If a member of the group may not end GPU work, the service refuses the call without asking the daemon. If members may, at
+/// most eight of their calls wait at a time, and a call of root is the next one.
 #[tokio::test]
 async fn terminations_of_members_hold_up_nobody() {
     if !root_or_skip("terminations_of_members_hold_up_nobody") {

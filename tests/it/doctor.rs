@@ -566,7 +566,7 @@ fn no_remedy_sends_an_administrator_round_in_a_circle() {
     );
 }
 
-/// A program without a slice gets into a GPU whose slices take turns, and has all of it.
+/// A program without a slice can open a GPU whose slices have control daemons of their own, and gets all of the GPU.
 #[test]
 fn what_a_program_without_slice_gets_goes_by_the_isolation() {
     let mut scene = Scene::new("h200x8");
@@ -590,7 +590,7 @@ fn what_a_program_without_slice_gets_goes_by_the_isolation() {
     assert!(found.contains("on a GPU with isolation: slice, and gets the error 46"), "{found}");
 }
 
-/// systemd gives `RUNTIME_DIRECTORY` to every unit that has one, and doctor may run in any.
+/// systemd sets `RUNTIME_DIRECTORY` for every unit with a runtime directory, and doctor may run in such a unit.
 #[test]
 fn the_runtime_directory_of_another_unit_is_not_the_services() {
     let mut scene = Scene::new("h200");
@@ -603,7 +603,8 @@ fn the_runtime_directory_of_another_unit_is_not_the_services() {
     scene.finds(&["service-not-running"]);
 }
 
-/// A remedy is typed by root, and a process may say anything of itself.
+/// Root types the remedies, and a process can choose its own name and environment. So a remedy must not contain text that
+/// acts as a command.
 #[test]
 fn a_remedy_does_not_let_others_type() {
     let mut scene = Scene::new("h200");

@@ -1,5 +1,5 @@
-//! Changes that need another control daemon, among programs that follow one another: no program gets error 805 or begins without MPS,
-//! however late front ends are.
+//! Changes that need a new control daemon happen while programs start one after another: no program gets error 805 or begins
+//! without MPS, however late front ends are.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -40,7 +40,7 @@ fn outcome(said: &str) -> &'static str {
     }
 }
 
-/// Says that it is over when it is dropped, and shows the service's log where a change has failed.
+/// Sets the flag when it is dropped, and prints the service's log if a change has failed.
 struct Over<'a>(&'a AtomicBool, &'a Host);
 
 impl Drop for Over<'_> {
@@ -52,7 +52,8 @@ impl Drop for Over<'_> {
     }
 }
 
-/// Makes changes that need another control daemon, while programs follow one another. Returns what became of the programs.
+/// Makes changes that need a new control daemon, while programs start one after another. Returns how many programs had each
+/// outcome.
 fn changes_among_programs(changes: usize) -> BTreeMap<&'static str, usize> {
     let mut host = Host::new("h200");
     delay_front_ends(&mut host);

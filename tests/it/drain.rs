@@ -50,7 +50,7 @@ fn refused(output: &Output, reason: &str) {
     assert!(output.status.code() == Some(1) && text(output).contains(reason), "{}", text(output));
 }
 
-/// A slice is drained everywhere, and nothing else is.
+/// Fails unless exactly this slice is drained, in all outputs.
 fn assert_only_drained(host: &Host, name: &str) {
     let listed = host.list();
     assert_eq!(names(&listed, |device| device["drained"] == true), [name]);
@@ -196,7 +196,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     assert!(drained(&host).is_empty());
 }
 
-/// A reload may take a drained slice away and bring it back.
+/// A reload may remove a drained slice from the configuration and add it again.
 #[test]
 fn a_drained_name_without_a_slice_is_kept() {
     let host = serving("tesla-p40");

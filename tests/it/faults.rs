@@ -57,7 +57,7 @@ in_both_topologies! {
     the_name_of_a_process_makes_no_line_of_the_log,
 }
 
-/// A client that comes and goes in good order.
+/// Starts a client, and checks that it is served and ends without an error.
 fn a_client_is_served(host: &Host) {
     Bystander::start(host, &host.pipe(), Duration::from_millis(200)).wait();
 }
@@ -78,7 +78,7 @@ fn stopped(pid: u32) -> bool {
     process_state(pid) == Some('T')
 }
 
-/// Everything is there again: the devices as soon as a caller gets an answer, and then the service.
+/// Waits until the service is ready. Each list of slices until then must have this number of slices.
 fn recovered(host: &Host, devices: usize) -> Value {
     wait_for("the service's recovery", || {
         let listed = host.json(&["list"])?;
@@ -87,7 +87,7 @@ fn recovered(host: &Host, devices: usize) -> Value {
     })
 }
 
-/// Reloads, which makes the daemon look at once at what it looks at every half minute.
+/// Waits for words in the log after a reload, which makes the service check at once what it checks every half minute.
 fn waits_for_log(host: &Host, words: &str) {
     wait_for(words, || host.log().contains(words).then_some(()));
 }
@@ -301,7 +301,7 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// The daemon writes down how far it has read, and then dies. The next one has another patience.
+/// The service saves how far it has read the log, and is then killed. The next service has another grace period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -340,8 +340,8 @@ fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(
     stays.end();
 }
 
-/// The control daemon of driver 535 can't say how its server is: the fault lasts as long as a client that was hit. The
-/// server is not ended for it, since others may be at work there.
+/// With driver 535 the control daemon can't report the status of its server, so a fault lasts as long as a client that was
+/// hit. The server is not ended because of the fault, since other clients may be at work there.
 #[test]
 fn a_fault_lasts_where_nobody_tells_of_its_end() {
     let mut host = Host::new("h200");
@@ -369,7 +369,7 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The clients on the other GPUs of a server with a fault compute on to their end: the server is not ended before.
+/// On a server with a fault, the clients on its other GPUs go on to their end, and the server is not ended before.
 #[test]
 fn a_fault_spares_clients_on_other_gpus() {
     let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
@@ -385,7 +385,7 @@ fn a_fault_spares_clients_on_other_gpus() {
     stays.end();
 }
 
-/// A server with a fault, a client on another of its GPUs, and one on the same GPU that stays.
+/// A host with a faulted server, a client on another GPU of that server, and a client on the faulted GPU that stays.
 fn faulted_beside_a_client_that_is_well() -> (Host, Client, Client) {
     let mut host = Host::new("h200x8");
     host.configure("cuda_mps_fault_grace: 1");
@@ -473,8 +473,8 @@ fn no_room_for_the_state_file(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The bus goes and comes back while clients compute: they and their control daemon notice nothing, and the same
-/// devices are on the new bus.
+/// The bus ends and is started again while clients compute: the clients and their control daemon go on, and the same slices
+/// are on the new bus.
 fn the_bus_restarts_while_clients_run(topology: Topology) {
     let (mut random, _seed) = Random::seeded("the_bus_restarts_while_clients_run");
     let mut host = Host::serving_as(topology, "h200");
@@ -582,8 +582,8 @@ fn a_state_file_lost_while_down_costs_no_client(topology: Topology) {
     }
 }
 
-/// Removing the directory of a control daemon ends no client. Commands can't reach the control daemon any more, which the state
-/// says, and it is started again: at once if it has no clients, otherwise after their end.
+/// Removing the directory of a control daemon ends no client. Commands can't reach the control daemon any more, which the
+/// state says. A new control daemon is started: at once if there are no clients, otherwise after their end.
 fn a_removed_pipe_directory_is_made_again(topology: Topology) {
     for with_client in [false, true] {
         let mut host = Host::serving_as(topology, "h200");
@@ -730,7 +730,7 @@ fn xid_is_told(host: &Host, gpu: usize, number: u32) {
 /// A third of the time until the next health check of an unused GPU.
 const BEFORE_THE_NEXT_LOOK: Duration = Duration::from_secs(10);
 
-/// Trouble that a later look would find as well must not wait for that look.
+/// Waits at most `longest`, for effects that the next health check would find too, and that must be found before that check.
 fn wait_within<T>(longest: Duration, what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + longest;
     wait_for(what, || {
@@ -752,8 +752,8 @@ fn a_critical_error_is_told_and_looked_into(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU with an error that asks for a reset takes no new client, even after a restart of the service, and its present clients go
-/// on. An administrator's reload ends that.
+/// A GPU with an error that asks for a reset takes no new client, even after a restart of the service, and its present
+/// clients go on. An administrator's reload lets the GPU take clients again.
 #[test]
 fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let mut host = Host::serving("h200x8");
@@ -807,8 +807,8 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A GPU with a critical error that falls off the bus at that moment, and so has no UUID any more, is reported too. Errors of
-/// other GPUs are reported after that, too.
+/// A GPU with a critical error that falls off the bus at that moment, and so has no UUID any more, is reported too. After
+/// such an error, errors of other GPUs are still reported.
 fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     host.plant("gpus/3/lost", "");
@@ -831,8 +831,8 @@ fn fake_clock() -> PathBuf {
     places.find(|library| library.exists()).expect("libfaketime is not there; install faketime")
 }
 
-/// The time of day jumps by days while a client runs: nothing that is done or waited for depends on it, neither while
-/// the daemon serves nor when it takes over what it has started at another time.
+/// The time of day jumps by days while a client runs: no act and no wait depends on it, neither while the service runs nor
+/// when it takes over control daemons that were started at another time.
 fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     let clock = host.path("clock");
@@ -874,7 +874,7 @@ fn a_clock_that_jumps_disturbs_nobody(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The median and the longest of what `yunion-mpsctl status` takes, asked again and again until `done`.
+/// The median and the longest time of `yunion-mpsctl status`, which is run again and again until `done`.
 fn latency_of_status(host: &Host, mut done: impl FnMut() -> bool) -> (Duration, Duration) {
     let mut taken = Vec::new();
     let deadline = Instant::now() + DEADLINE * 4;
@@ -942,7 +942,7 @@ fn a_burst_in_the_log_keeps_nobody_waiting(topology: Topology) {
     host.nothing_runs();
 }
 
-/// A tenant's lines do not fill the journal of the host: what is too much is left out, and counted.
+/// A tenant's lines do not fill the journal of the host: lines beyond a limit are left out and counted.
 fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
@@ -981,7 +981,7 @@ fn waits_for_log_with_reloads(host: &Host, words: &str) {
     });
 }
 
-/// A foreign file in the place of the log is neither written to nor waited for.
+/// If a foreign file has the name of the log, the service neither writes to it nor waits for it.
 fn only_a_file_of_ours_is_the_log(topology: Topology) {
     for kind in ["link", "fifo", "hard link", "theirs"] {
         if kind == "theirs" && !root_or_skip("only_a_file_of_ours_is_the_log (theirs)") {
@@ -1013,7 +1013,7 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
     }
 }
 
-/// A link to another file takes the place of the log while the log is copied: the other file is no log.
+/// While the log is copied, a link to another file replaces it: the other file is not changed.
 fn a_rotated_log_empties_no_other_file(topology: Topology) {
     for _ in 0..2 {
         let mut host = Host::with_topology(topology, "h200");
@@ -1045,7 +1045,7 @@ fn event_texts(status: &Value) -> Vec<&str> {
     status["events"].as_array().unwrap().iter().map(|event| event["text"].as_str().unwrap()).collect()
 }
 
-/// Modes that let no user in: put right at a look and when a control daemon is taken over, and said.
+/// If modes of files keep users out, a health check and a take-over of the control daemon restore the modes, and report that.
 fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -1072,8 +1072,8 @@ fn users_that_were_kept_out_are_let_in_again(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A socket that is not root's any more lets its owner decide who gets in: the GPUs are not healthy, and it is made again
-/// as soon as there are no clients.
+/// A socket that belongs to another user than root lets that user decide who may connect: the GPUs are not healthy, and a new
+/// socket is made as soon as the control daemon has no clients.
 fn a_socket_of_another_user_is_not_healthy(topology: Topology) {
     if !root_or_skip("a_socket_of_another_user_is_not_healthy") {
         return;
@@ -1160,8 +1160,8 @@ fn a_full_gpu_stays_healthy_and_says_so() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without multi-user mode a client of another user waits until the first one's have ended. The wait is an event, and the
-/// client is listed.
+/// Without multi-user mode a client of another user waits until all clients of the first user have ended. The wait is an
+/// event, and the client is listed.
 #[test]
 fn a_client_that_waits_for_another_user_is_told() {
     if !root_or_skip("a_client_that_waits_for_another_user_is_told") {
@@ -1246,7 +1246,7 @@ fn too_few_descriptors_are_called_so() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A process has any name it likes, and no line of the service's log is its.
+/// A process may have any name, and a name with a line break must not look like a line of the service's log.
 fn the_name_of_a_process_makes_no_line_of_the_log(topology: Topology) {
     let host = Host::serving_as(topology, "h200");
     let program = host.path("a\nFORGED line");

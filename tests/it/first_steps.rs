@@ -76,7 +76,7 @@ fn run_free_takes_the_slice_with_the_fewest_clients() {
     }
 }
 
-/// A container is a client only once its program has started CUDA, so the next choice must know of the last one.
+/// A container is a client only once its program has started CUDA, so each choice must know of the choices just before.
 #[test]
 fn each_choice_of_a_moment_is_another_slice() {
     let mut host = Host::new("tesla-p40");
@@ -101,7 +101,7 @@ fn each_choice_of_a_moment_is_another_slice() {
     assert_eq!(outputs.collect::<BTreeSet<_>>().len(), 3, "commands of one moment");
 }
 
-/// Who starts the service before there is a configuration learns how to write one.
+/// A service without a configuration says how to write one.
 #[test]
 fn a_service_without_configuration_names_setup() {
     let mut host = fresh("tesla-p40");
@@ -244,7 +244,7 @@ fn setup_of_a_host_without_the_platform_is_one_file() {
     assert_eq!(files(&host), written);
 }
 
-/// The share surprises users whose program has used the GPU alone so far. Before Volta a GPU enforces no share.
+/// The share surprises users whose program has used the GPU alone so far. GPUs before Volta enforce no share.
 #[test]
 fn setup_says_how_much_of_a_gpu_every_program_has() {
     let said = |board: &str, arguments: &[&str]| text(&setup(&fresh(board), arguments));

@@ -29,8 +29,8 @@ use crate::support::golden::{Golden, is_update, unknown_directories};
 use crate::support::host::{Host, binaries, signal_pid, text};
 use crate::support::wait::wait_for;
 
-/// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`.
-/// DEVICE is the second slice, CLIENT the PID of one of its clients. One host sees all of them, in this order.
+/// The name of a file without its extension, and the command with this output. Names of JSON output end in `json`. DEVICE is
+/// the second slice, CLIENT the PID of one of its clients. One host runs all of these commands, in this order.
 const CASES: &[(&str, &[&str])] = &[
     ("yunion-mps-daemon-check", &["yunion-mps-daemon", "--check"]),
     ("list", &["yunion-mpsctl", "list", "--json"]),
@@ -68,7 +68,7 @@ const CASES: &[(&str, &[&str])] = &[
     ("reload", &["yunion-mpsctl", "reload", "--json"]),
 ];
 
-/// The commands on a host with a GPU that is lost. Errors are as good as answers.
+/// The commands on a host with a GPU that is lost. A recorded output may be an error, too.
 const BROKEN: &[(&str, &[&str])] = &[
     ("list", &["yunion-mpsctl", "list", "--json"]),
     ("list-gpus", &["yunion-mpsctl", "list", "--gpus", "--json"]),
@@ -279,7 +279,7 @@ fn ensure_client(host: &Host, device: &str, client: &mut Option<Child>) {
     });
 }
 
-/// As Ctrl-C does: a client that is there at the stop would hold it up.
+/// Ends the client as Ctrl-C does: a client that runs at the stop of the service would delay that stop.
 fn end(client: &mut Option<Child>) {
     if let Some(mut client) = client.take() {
         signal_pid(client.id(), Signal::TERM);

@@ -1,5 +1,5 @@
-//! Clients in containers of the platform's guests, as today's host agent leaves them: it has mounted the whole pipe directory,
-//! names no slice to the container, and has written down for itself which container has which device.
+//! Clients in containers of the platform's guests, as the present host agent makes them: it mounts the whole pipe directory,
+//! gives the container no name of a slice, and records which container has which device.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -29,7 +29,7 @@ struct Platform {
 }
 
 impl Platform {
-    /// None where no control group can be made, or where the mounts of others prove nothing.
+    /// None if no control group can be made, or if mounts prove nothing on this machine.
     fn with(test: &str, lines: &str) -> Option<(Self, ContainerGroup)> {
         Self::on("h200", test, lines)
     }
@@ -158,7 +158,7 @@ fn a_client_of_a_guest_is_known_by_the_records_of_the_host_agent() {
     assert!(!log.contains("hunter2"), "{log}");
 }
 
-/// The farewell and the news of a fault name the guest.
+/// The messages about ended work and about a fault name the guest.
 #[test]
 fn people_read_of_guests_when_their_work_ends() {
     let test = "people_read_of_guests_when_their_work_ends";
@@ -183,7 +183,7 @@ fn people_read_of_guests_when_their_work_ends() {
     assert!(log.contains(&format!("the stop ends the work of 1 client: {words}")), "{log}");
 }
 
-/// A budget holds for the containers of an unmodified agent.
+/// A budget also holds for the containers of a host agent that knows nothing of slices.
 #[test]
 fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     let test = "the_newest_client_of_a_guest_over_its_budget_is_ended";
@@ -205,9 +205,9 @@ fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     wait_for(&words, || platform.host.log().contains(&words).then_some(()));
 }
 
-/// A user who owns a control group (a unit with Delegate=) makes other control groups in it, and gives one the name of another
-/// tenant's container. The user's program does not count as that guest's, the guest keeps its work, and its runtime can bind its
-/// slice.
+/// A user who owns a control group (a unit with Delegate=) makes other control groups in it, and gives one the name of
+/// another tenant's container. The user's program does not count as that guest's client, the guest keeps its work, and the
+/// guest's runtime can bind its slice.
 #[test]
 fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     let test = "a_control_group_of_a_users_is_no_guest_whatever_its_name_is";
@@ -236,7 +236,8 @@ fn a_control_group_of_a_users_is_no_guest_whatever_its_name_is() {
     wait_for("no process in the control group", || fs::remove_dir(&delegated).ok());
 }
 
-/// The records name a container, and root may know better: the control group that root binds to its slice has it from then on.
+/// The records name a container for a slice, and root binds another control group to that slice: from then on the other
+/// control group has the slice.
 #[test]
 fn root_takes_a_slice_from_a_container_that_the_records_name() {
     let test = "root_takes_a_slice_from_a_container_that_the_records_name";
@@ -421,7 +422,7 @@ fn a_container_with_a_gpu_in_the_records_gets_a_free_slice() {
     assert_eq!(known(&platform.listed(&neighbour)), ["00:06.0-3", "bound"]);
 }
 
-/// A container with slices of several GPUs is bound to them GPU by GPU, and each is known from the beginning.
+/// A container with slices of several GPUs is bound to one slice of each GPU, and each of these is known from the beginning.
 #[test]
 fn a_container_has_its_recorded_slice_of_each_gpu() {
     let test = "a_container_has_its_recorded_slice_of_each_gpu";

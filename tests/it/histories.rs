@@ -25,7 +25,7 @@ use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, See
 /// The histories of `make test` with each of NVIDIA's control daemons.
 const WITH_NVIDIAS: u64 = 3;
 
-/// The hosts at a time. Each waits most of the time.
+/// The hosts at a time. Each host waits most of the time.
 const HOSTS: usize = 3;
 
 /// The time until a host shows what the world shows. The time is reached only if something is broken.
@@ -41,7 +41,7 @@ const GPUS: [(&str, &str, u32); 3] = [("A", "1b:00.0", 128), ("B", "2d:00.0", 12
 struct Guest {
     program: Client,
     stays: bool,
-    /// The server that it came to.
+    /// The server to which the client has connected.
     server: u32,
 }
 
@@ -177,13 +177,14 @@ impl Twin {
         assert_eq!(status.code(), Some(4), "the culprit was no client");
     }
 
-    /// A server ends, and its clients with it: before they do, the simulator lets no server onto their GPUs.
+    /// A server ends, and its clients with it: until the clients have ended, the simulator lets no other server open their
+    /// GPUs.
     fn end_with(&mut self, server: u32) {
         wait_for("the server's end", || (!alive(server)).then_some(()));
         self.guests.retain(|_, guest| guest.server != server);
     }
 
-    /// Clients that stay though their server has ended would stay for ever.
+    /// Kills clients that still run although their server has ended.
     fn tidy_up(&mut self) {
         self.guests.retain(|_, guest| {
             let has_ended = guest.program.try_wait().unwrap().is_some();
@@ -229,7 +230,7 @@ impl Twin {
         all.into_iter().flatten().filter_map(one).collect()
     }
 
-    /// Without a service and clients nothing is left.
+    /// Stops the service and the clients, and checks that no process is left.
     fn end(mut self) {
         self.guests.clear();
         if !self.is_up {
@@ -370,7 +371,7 @@ fn number(name: &str) -> Option<u64> {
     Some(text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
 }
 
-/// Does the same in the world and on a host. The error says where they differ.
+/// Plays the same script in the world and on a host. The error says where the two differ.
 fn play(seed: u64, control_daemon: Option<(&str, &Path)>) -> Result<(), String> {
     let mut script = Script::new(seed, control_daemon.is_none());
     let mut twin = Twin::new(control_daemon);

@@ -22,7 +22,7 @@ const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/host-agent.md");
 /// Where golang-dbus-dev has it.
 const GODBUS: &str = "/usr/share/gocode/src/github.com/godbus/dbus";
 
-/// A file of the build, beside cargo's own.
+/// A file that the tests build, next to cargo's files.
 fn built(name: &str) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join("host-agent");
     fs::create_dir_all(&directory).unwrap();
@@ -36,7 +36,7 @@ fn succeeded(command: &mut Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// `go` in the package, without network: godbus is Debian's, and the package names no place of it.
+/// `go` in the package, without network: godbus is Debian's.
 fn go(arguments: &[&str]) -> Command {
     static MODULE: OnceLock<PathBuf> = OnceLock::new();
     let module = MODULE.get_or_init(|| {
@@ -55,7 +55,7 @@ fn go(arguments: &[&str]) -> Command {
     without_network(command)
 }
 
-/// A command in the package's directory that uses nothing of its user's.
+/// A command in the package's directory that uses no files of the user.
 fn without_network(mut command: Command) -> Command {
     command.current_dir(PACKAGE).env("GOCACHE", built("cache")).env("GOPATH", built("path"));
     command
@@ -99,7 +99,7 @@ fn it_is_formatted_vetted_and_its_own_tests_pass() {
     succeeded(&mut go(&["test", "./..."]));
 }
 
-/// The Go in the page is compiled by the test above.
+/// The test above compiles the Go code in the page.
 #[test]
 fn the_examples_of_the_page_are_compiled() {
     let page = fs::read_to_string(PAGE).unwrap();
@@ -243,7 +243,7 @@ impl Watch {
         Self { process: Client::start(&mut command), shown }
     }
 
-    /// Waits until its last line is about this.
+    /// Waits until the last line satisfies `holds`.
     #[track_caller]
     fn wait(&self, what: &str, holds: impl Fn(&Value) -> bool) {
         wait_for(what, || {
@@ -292,7 +292,7 @@ fn it_follows_every_change_and_every_restart() {
     host.start();
     watch.wait("the service is back", |seen| healthy(seen, 2));
 
-    // The drain causes only one signal. The end of the service is noticed after it.
+    // The drain causes only one signal. The test then waits until the end of the service is noticed.
     let drained = |seen: &Value| seen["slices"][0]["drained"] == true && seen["slices"][1]["healthy"] == true;
     assert!(host.mpsctl(&["drain", "00:06.0-0"]).status.success());
     watch.wait("a drained slice", drained);
@@ -397,7 +397,8 @@ fn releasing_a_container_spares_its_neighbours() {
     );
 }
 
-/// PID 1 of a host with the bus at its place, as far as the kernel goes: PIDs and mounts of its own.
+/// Runs a script as PID 1 of a simulated host that has the bus at its usual path, as far as the kernel allows: the script has
+/// PIDs and mounts of its own.
 fn as_pid_1_of_a_host(host: &Host, script: &str) -> Output {
     let bus = host.bus_address();
     let socket = bus.strip_prefix("unix:path=").unwrap();

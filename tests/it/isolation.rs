@@ -115,7 +115,7 @@ fn a_fault_stays_in_its_slice() {
     host.nothing_runs();
 }
 
-/// While it is not there, its slice alone is not served, and the state says so.
+/// While the control daemon is missing, only its slice is not served, and the state says so.
 #[test]
 fn a_killed_control_daemon_takes_its_slice_alone() {
     let mut host = serving();
@@ -234,7 +234,7 @@ fn slices_come_and_go_beside_the_others() {
     host.nothing_runs();
 }
 
-/// The previous mode is put back, whichever it was.
+/// The mode from before is restored, whichever it was.
 #[test]
 fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     let mut host = Host::new("h200");
@@ -313,7 +313,7 @@ fn a_program_without_mps_is_told_once() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A drained slice has no way in any more, and its clients stay.
+/// A drained slice takes no new clients, and its present clients stay.
 #[test]
 fn a_drained_slice_takes_nobody() {
     let mut host = serving();
@@ -330,8 +330,8 @@ fn a_drained_slice_takes_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A client that stays after a fault keeps its own slice from new clients until its time is over, even if the service restarts
-/// meanwhile.
+/// A client that stays after a fault keeps its own slice from new clients until the grace period is over, even if the service
+/// restarts meanwhile.
 #[test]
 fn a_fault_outlives_the_service_in_its_slice_alone() {
     let mut host = Host::new("h200");
@@ -404,7 +404,7 @@ fn a_control_daemon_that_hangs_keeps_its_slice_alone_from_clients() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Each slice has its own 48 places.
+/// Each slice can have 48 clients of its own.
 #[test]
 fn a_full_slice_takes_no_place_of_another() {
     let mut host = serving();

@@ -38,7 +38,7 @@ fn source_catalogs_and_page_have_the_same_ids() {
     assert_eq!(ids("(?m)^\\| `ID` \\|", &read("docs/journal.md")), known);
 }
 
-/// A field that no message has would leave a hole in the explanation.
+/// A field that no message has would make the explanation incomplete.
 #[test]
 fn catalogs_name_fields_that_the_page_explains() {
     let page = read("docs/journal.md");

@@ -1,4 +1,4 @@
-//! The memory limits that the kernel holds for bound control groups, with a simulated driver that has them.
+//! The memory limits that the kernel enforces for bound control groups, with a simulated driver that supports them.
 
 use std::fs;
 use std::path::PathBuf;

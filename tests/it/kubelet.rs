@@ -43,7 +43,7 @@ impl Container {
     }
 }
 
-/// None where no control group can be made.
+/// None if no control group can be made.
 fn group(test: &str, of: fn() -> Option<ContainerGroup>) -> Option<ContainerGroup> {
     if !root_or_skip(test) {
         return None;
@@ -81,7 +81,7 @@ fn a_pod_hands_the_slice_of_its_ended_init_container_on() {
     assert_eq!(kubelet.admitted("train-5", 1).0, [device]);
 }
 
-/// A refusal of the plugin ends the pod with its words.
+/// If the plugin refuses the devices, the pod is rejected with the plugin's reason.
 #[test]
 fn a_pod_that_asks_for_two_slices_of_one_gpu_is_not_admitted() {
     let (_host, mut kubelet, _plugin) = node("h200", &[]);
@@ -94,7 +94,8 @@ fn a_pod_that_asks_for_two_slices_of_one_gpu_is_not_admitted() {
     assert!(kubelet.given().is_empty(), "{:?}", kubelet.given());
 }
 
-/// At its start the kubelet admits each pod again, and an ended init container and a container in back-off have to pass.
+/// A kubelet that starts admits each pod again, including pods with an ended init container or a container in back-off. These
+/// must not be rejected.
 #[test]
 fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     let test = "a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served";
@@ -135,8 +136,8 @@ fn a_restart_of_the_kubelet_rejects_no_pod_whose_slice_is_served() {
     assert!(kubelet.given().is_empty());
 }
 
-/// A kubelet that starts may remove the socket of a plugin that has just asked it for a registration, and reaches for that
-/// socket before it answers.
+/// A kubelet that starts may remove the socket of a plugin that is just registering, and connects to that socket before it
+/// answers.
 #[test]
 fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     let host = Host::serving("h200");
@@ -153,7 +154,7 @@ fn a_removed_socket_is_made_again_while_the_kubelet_does_not_answer() {
     FakeKubelet::start(&host).wait_for_devices(QUARTER, 4, &[]);
 }
 
-/// The kubelet frees the device of a pod that was deleted by force at once, and its container may live for a while.
+/// The kubelet frees the device of a pod that was deleted by force at once, but the pod's container may run for a while.
 #[test]
 fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     let test = "after_a_forced_deletion_the_next_pod_gets_another_slice";
@@ -172,8 +173,8 @@ fn after_a_forced_deletion_the_next_pod_gets_another_slice() {
     drop(container);
 }
 
-/// The control group of an owner decides if it is a pod, no matter to which pods the kubelet has given slices, and which names
-/// the owner uses.
+/// The control group of a slice's owner decides if the owner is a pod, whatever the kubelet has given to pods, and whatever
+/// the owner's name is.
 #[test]
 fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     let test = "a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is";
@@ -218,8 +219,8 @@ fn a_slice_of_a_pod_stays_healthy_and_one_of_a_stranger_never_is() {
     }
 }
 
-/// The slices of running pods keep their resource, whatever is done to other GPUs: a new resource has no pods, so the kubelet
-/// would give all its devices away.
+/// The slices of running pods keep the name of their resource, whatever is done to other GPUs: the kubelet would take all
+/// devices of a new resource for free.
 #[test]
 fn a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus() {
     let test = "a_gpu_that_is_cut_anew_changes_nothing_for_pods_on_other_gpus";
@@ -305,7 +306,7 @@ fn a_plugin_that_does_not_reach_the_service_says_why() {
     );
 }
 
-/// A sandbox of systemd has the directory that was there at its start, and a new directory is read-only in it.
+/// A systemd sandbox keeps the directory that existed at its start, and a directory that is made later is read-only in it.
 #[test]
 fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox() {
     let test = "a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox";
@@ -332,7 +333,7 @@ fn a_plugin_whose_directory_was_made_anew_ends_so_that_it_gets_another_sandbox()
     assert!(plugin.said().contains("Read-only file system"), "{}", plugin.said());
 }
 
-/// As `ProtectSystem=strict` with `StateDirectory=`: a directory is read-only, and one in it is not.
+/// Mounts as with `ProtectSystem=strict` and `StateDirectory=`: a directory is read-only, and one directory inside it is not.
 const SANDBOX: &str = "mount --bind \"$1\" \"$1\" && mount --bind \"$2\" \"$2\" && mount -o remount,bind,ro \"$1\" && \
                        shift 2 && exec \"$@\"";
 
@@ -371,7 +372,7 @@ fn without_an_inotify_instance_the_plugin_names_the_setting_and_goes_on() {
     assert!(!plugin.said().contains("which makes this directory"), "{}", plugin.said());
 }
 
-/// Kubelets before 1.26 take the registration, and can't ask for the list.
+/// A kubelet before 1.26 accepts the registration, but can't ask for the list of devices.
 #[test]
 fn a_kubelet_that_never_asks_for_devices_is_named() {
     let host = Host::serving("h200");

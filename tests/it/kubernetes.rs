@@ -118,8 +118,8 @@ fn the_kubelet_is_told_which_slice_to_prefer() {
 fn a_kubelet_that_restarts_is_registered_with_again() {
     let (host, mut first, _plugin) = node("h200", &[]);
     first.wait_for_devices(QUARTER, 4, &[]);
-    // A kubelet that ends leaves its own socket. The next one removes all sockets in the directory, or with `--leave` none of
-    // the plugin's.
+    // A kubelet that ends leaves its own socket. The next kubelet removes all sockets in the directory, or with `--leave`
+    // none of the plugin's.
     for words in [&[][..], &["--leave"], &[], &["--leave"]] {
         drop(first);
         first = FakeKubelet::start_with(&host, words);
@@ -263,7 +263,7 @@ fn the_manifests_are_objects_of_kubernetes() {
     }
 }
 
-/// The policy's answers about objects, each with the object before the change: a line for each.
+/// The policy's answers about objects, with a line for each. Each object is given with its state before the change.
 fn policy_on(objects: &[(Value, Value)]) -> Vec<String> {
     let cel = Path::new(env!("CARGO_MANIFEST_DIR")).join(".cache/cel");
     assert!(cel.is_dir(), "{} is missing; make it with scripts/fetch-cel.sh", cel.display());
@@ -288,7 +288,7 @@ fn pod_with(containers: &[Value], init_containers: &[Value]) -> Value {
     pod
 }
 
-/// An object that makes pods with the specification of this one.
+/// An object, such as a Deployment, that makes pods with the specification of `pod`.
 fn maker(version: &str, kind: &str, pod: &Value) -> Value {
     json!({"apiVersion": version, "kind": kind, "spec": {"template": {"spec": pod["spec"]}}})
 }

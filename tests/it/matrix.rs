@@ -20,8 +20,8 @@ use crate::support::random::Random;
 use crate::support::slice::leads_to;
 use crate::support::wait::{DEADLINE, wait_for};
 
-/// Where a start can be killed that finds nothing to take over, one that does, a reload, and a stop. The names are those
-/// of the daemon's log.
+/// The steps of a start without control daemons, of a start that takes control daemons over, of a reload, and of a stop, at
+/// which the service can be killed. The names are those of the daemon's log.
 const COLD: [&str; 12] = [
     "mode-written-down",
     "mode-set",
@@ -40,10 +40,10 @@ const WARM: [&str; 5] = ["taken-over", "defaults", "linked", "limits", "ready"];
 const RELOAD: [&str; 6] = ["granted", "defaults", "linked", "live", "limits", "ready"];
 const STOP: [&str; 5] = ["quit", "ended", "forgotten", "mode-back", "mode-forgotten"];
 
-/// A kill at no step: at any time at all.
+/// A kill at any time, and not at a step.
 const ANY_TIME: &str = "any time";
 
-/// The most kills until each step has met one.
+/// The most kills of one test until each step has had one.
 const MOST_KILLS: u32 = 200;
 
 /// The moment at which the daemon is killed: a delay after a step, or, for [`ANY_TIME`], after the test has chosen the moment.
@@ -127,13 +127,13 @@ fn read_log(stderr: ChildStderr, mut log: File, mut step: impl FnMut(&str)) {
     }
 }
 
-/// One host that lives through all this.
+/// One host of this test, and the facts that the test knows about it.
 struct Row {
     host: Host,
     random: Random,
     /// The former compute modes, by GPU.
     modes: Vec<String>,
-    /// The number of control daemons when all is well.
+    /// The number of control daemons while everything is served.
     daemons: usize,
     /// The compute mode of GPUs that are served.
     served: &'static str,
@@ -142,11 +142,11 @@ struct Row {
     slices: u64,
     /// The number of configurations until now.
     reloads: u64,
-    /// The numbers of devices that may be listed now.
+    /// The numbers of slices that may be listed at this moment.
     devices: Vec<usize>,
     service: Option<Service>,
     clients: Vec<Bystander>,
-    /// The control daemons that clients hang on.
+    /// The control daemons with clients, which must not end.
     held: Vec<u32>,
     /// The pipe directories of all control daemons.
     pipes: Vec<PathBuf>,
@@ -154,7 +154,7 @@ struct Row {
 }
 
 impl Row {
-    /// On a host with so many control daemons when all is well.
+    /// Makes a row for a host with this number of control daemons while everything is served.
     fn new(host: Host, random: Random, daemons: usize, nodes: &'static [u64]) -> Self {
         host.configure("log_level: debug");
         host.plant("mps/start-ms", "40");
@@ -213,21 +213,21 @@ impl Row {
         self.host.devices(&entries);
     }
 
-    /// Lives once, with kills on the way, from the first start to the last stop.
+    /// Runs the service from its first start to its last stop, with kills in between.
     fn live(&mut self) {
         self.cold_start();
         self.serve();
         self.stop();
     }
 
-    /// The steps that have met no kill yet.
+    /// The steps at which the service was not killed yet.
     fn not_met(&self) -> Vec<(&'static str, &'static str)> {
         let phases = [("start", &COLD[..]), ("adoption", &WARM), ("reload", &RELOAD), ("stop", &STOP)];
         let all = phases.iter().flat_map(|(phase, steps)| steps.iter().map(|step| (*phase, *step)));
         all.filter(|place| !self.kills.contains_key(place)).collect()
     }
 
-    /// A kill in a phase: where it has met the fewest so far, or at any time.
+    /// Chooses a kill in a phase: at the step with the fewest kills so far, or at any time.
     fn pick(&mut self, phase: &'static str, steps: &[&'static str]) -> Kill {
         let count =
             |step: &str| self.kills.iter().find(|(key, _)| **key == (phase, step)).map_or(0, |(_, n)| *n);
@@ -248,7 +248,7 @@ impl Row {
         self.service = Some(Service::start(&self.host, kill));
     }
 
-    /// Starts the daemon with nothing there, kills it, and again, until it serves.
+    /// Starts the service on a host without control daemons, and kills it, again and again, until it serves.
     fn cold_start(&mut self) {
         for _ in 0..=self.random.below(3) {
             let kill = self.pick("start", &COLD);
@@ -258,7 +258,7 @@ impl Row {
         self.come_up();
     }
 
-    /// Kills it while it has clients, at its start and at reloads.
+    /// Kills the service while it has clients, at its start and at reloads.
     fn serve(&mut self) {
         for _ in 0..3 {
             self.meet_clients();
@@ -289,7 +289,7 @@ impl Row {
         self.held.clear();
     }
 
-    /// Stops it, with deaths on the way, until a stop has succeeded.
+    /// Stops the service and kills it meanwhile, until a stop has succeeded.
     fn stop(&mut self) {
         for _ in 0..=self.random.below(4) {
             let kill = self.pick("stop", &STOP);
@@ -312,7 +312,7 @@ impl Row {
         }
     }
 
-    /// Waits until the daemon is dead. False when it was faster and has stopped as asked.
+    /// Waits until the daemon is dead. Returns false if the service was faster and has stopped as asked.
     fn meet(&mut self, kill: &Kill, phase: &'static str) -> bool {
         let service = self.service.take().unwrap();
         let deadline = Instant::now() + DEADLINE;
@@ -352,7 +352,7 @@ impl Row {
         true
     }
 
-    /// Sees to it that there are some clients.
+    /// Starts clients until there are some.
     fn meet_clients(&mut self) {
         while self.clients.len() < 3 {
             self.another_client();
@@ -373,7 +373,7 @@ impl Row {
         *self.kills.entry(("serving", ANY_TIME)).or_default() += 1;
     }
 
-    /// The promises that hold at any moment.
+    /// Checks the promises that hold at any moment.
     fn look(&mut self) {
         self.clients.retain_mut(|client| !client.done());
         if self.clients.is_empty() {
@@ -391,7 +391,7 @@ impl Row {
         }
     }
 
-    /// Lets it come up in peace, and looks whether all is well.
+    /// Starts the service without a kill, and checks that everything is served.
     fn come_up(&mut self) {
         if self.service.is_none() {
             self.start_with(None);
@@ -441,10 +441,10 @@ fn entry(node: u64, slices: u64) -> String {
     format!("path: /dev/dri/renderD{node}, type: NVIDIA_MPS, virtual_number: {slices}")
 }
 
-/// The daemon is killed by SIGKILL, at each named step of its start, its reloads and its stop and at any time between,
-/// with clients and without, at least once: no client is lost, no control daemon is orphaned or doubled, devices never go
-/// missing, and in the end every compute mode is what it was. The core's histories have kills between any two acts, by the
-/// hundred thousand; here the files are real.
+/// The daemon is killed by SIGKILL, at each named step of its start, its reloads and its stop and at any time between, with
+/// clients and without, at least once: no client is lost, no control daemon is orphaned or doubled, devices never go missing,
+/// and in the end every compute mode is what it was. The core's histories have hundreds of thousands of kills between acts;
+/// this test has real files and processes.
 #[test]
 fn killed_at_every_step() {
     let (random, _seed) = Random::seeded("killed_at_every_step");
@@ -463,7 +463,7 @@ fn killed_with_a_control_daemon_for_each_gpu() {
     let host = Host::new("mixed");
     host.configure("cuda_mps_topology: per_gpu");
     host.plant("gpus/1/mig", "Disabled\n");
-    // The state in which an administrator has left it, and must find it again.
+    // An administrator has set this mode, and it must be restored at the end.
     host.plant("gpus/2/compute_mode", "Exclusive_Process\n");
     Row::new(host, random, 3, &[128, 129, 131]).live();
 }

@@ -1,4 +1,5 @@
-//! The slice of a client, by the directories that the runtime of its container has mounted, and not by its own words.
+//! The slice of a client follows from the directories that the runtime of its container has mounted, and not from what the
+//! client claims.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,7 +14,7 @@ use crate::support::host::{Host, start_time, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The slice of the container, one that the container claims, and that of a neighbour.
+/// The slice of the container, the slice that the container claims, and the slice of a neighbour.
 const OWN: &str = "00:06.0-1";
 const CLAIMED: &str = "00:06.0-3";
 const NEIGHBOURS: &str = "00:06.0-2";
@@ -162,7 +163,7 @@ fn the_services_own_namespace_is_not_the_hosts() {
     scene.end();
 }
 
-/// A user namespace lets every user mount every directory that the user sees, in a container of the host's, too.
+/// In a user namespace, any user can mount each directory that the user sees, in a container of the host as well.
 #[test]
 fn mounts_of_a_users_own_namespace_prove_nothing() {
     let name = "mounts_of_a_users_own_namespace_prove_nothing";
@@ -284,7 +285,7 @@ fn a_program_that_calls_chroot_is_known_by_its_parent() {
     scene.end();
 }
 
-/// An agent that mounts the pipe directory by itself says nothing about slices, and the environment counts.
+/// An agent that mounts the pipe directory itself does not say which slice a container has, so the environment counts.
 #[test]
 fn with_the_whole_pipe_directory_the_environment_counts() {
     if !root_or_skip("with_the_whole_pipe_directory_the_environment_counts") {

@@ -24,7 +24,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(source(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
-/// True if the program succeeds with this input, and everything that it says.
+/// Runs a program with this input. Returns true if it has succeeded, and its output.
 fn judged(command: &mut Command, input: &str) -> (bool, String) {
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = command.spawn();
@@ -40,7 +40,7 @@ fn remarks(metrics: &str) -> String {
     if accepted { said } else { format!("refused: {said}") }
 }
 
-/// The recorded metrics of boards, healthy and with a lost GPU, in this format.
+/// The recorded metrics of the boards in this format, with healthy GPUs and with a lost GPU.
 fn recorded(file: &str) -> Vec<(PathBuf, String)> {
     let outputs = fs::read_dir(source("tests/golden")).unwrap().map(|entry| entry.unwrap().path());
     let boards = outputs.filter(|path| !path.ends_with("help"));
@@ -107,7 +107,7 @@ fn the_metrics_of_a_service_that_is_down_are_metrics_too() {
     assert_eq!(parsed_as_the_older_format(&down).into_keys().collect::<Vec<_>>(), ["yunion_mps_up{}"]);
 }
 
-/// The metrics that the service is known to have.
+/// The names of the metrics in the recorded outputs.
 fn metrics() -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (_, metrics) in recorded("metrics-prometheus.txt") {
@@ -140,7 +140,7 @@ fn the_alerts_fire_and_stay_silent_as_they_should() {
     assert_known(&read("docs/alerts.yml"));
 }
 
-/// Each alert has a case in which it fires, and one in which it stays silent; and it says what to type.
+/// Each alert has a case in which it fires and a case in which it does not, and its text has a command.
 #[test]
 fn every_alert_has_both_cases_and_a_command() {
     let rules = read("docs/alerts.yml");
@@ -247,7 +247,8 @@ fn prometheus_answers_every_query_of_the_dashboard() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
-/// A GPU that is full must not look empty since its clients have no slice, nor a slice small since its neighbour is larger.
+/// A full GPU must not look empty because its clients have no slice, and a slice must not look small because its neighbour is
+/// larger.
 #[test]
 fn the_dashboard_shows_all_that_is_taken_and_left() {
     let queries = queries(&dashboard());
@@ -263,7 +264,7 @@ fn the_dashboard_shows_all_that_is_taken_and_left() {
     alone("device_memory_limit_bytes");
 }
 
-/// Grafana draws panels over each other, and confuses two panels of one id, without a word.
+/// Grafana draws panels over each other, and mixes up two panels with one id, without an error.
 #[test]
 fn the_dashboard_is_well_formed() {
     let dashboard = dashboard();
@@ -326,7 +327,7 @@ fn the_documented_join_with_cadvisor_finds_the_container() {
     promtool(&["test", "rules", "test.yml"], directory.path());
 }
 
-/// The command of the unit as the service manager makes it of the two variables.
+/// The command of the unit, with the two variables replaced as the service manager does.
 fn unit_command(directory: &Path, options: &str) -> Vec<String> {
     let unit = read("systemd/yunion-mps-metrics.service");
     let start = unit.lines().find_map(|line| line.strip_prefix("ExecStart=/usr/bin/yunion-mpsctl ")).unwrap();

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 const UNITS: [&str; 3] =
     ["yunion-mps-daemon.service", "yunion-mps-metrics.service", "yunion-mps-metrics.timer"];
 
-/// Where cargo has built the programs.
+/// The directory in which cargo has built the programs.
 fn programs() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).parent().unwrap()
 }
@@ -235,7 +235,7 @@ fn no_page_is_too_long_to_read() {
     }
 }
 
-/// A first reader sees the use of the service, how to install it, and its slices, without a scroll.
+/// A first reader sees the use of the service, its installation and its slices without scrolling.
 #[test]
 fn the_readme_begins_with_a_picture_the_installation_and_a_screen() {
     for readme in ["README.md", "README.zh-CN.md"] {
@@ -274,7 +274,8 @@ fn the_copyright_file_is_the_same_each_time() {
     }
 }
 
-/// nohup and `&` have a program ignore signals, and so would everything that a test starts and then signals.
+/// A program that nohup or `&` starts ignores signals, and so do its children. A test that signals its children would then
+/// fail.
 #[test]
 fn the_tests_ignore_no_signal_whoever_starts_them() {
     let directory = tempfile::tempdir().unwrap();
@@ -354,7 +355,7 @@ fn the_manual_pages_are_well_formed() {
     }
 }
 
-/// In any locale: a UTF-8 locale of another language has no rules for Chinese.
+/// The pages must fit with and without groff's rules for Chinese, which are used in a Chinese locale only.
 #[test]
 fn the_manual_pages_in_chinese_fit_a_terminal() {
     // A Chinese character is two columns wide.
@@ -409,7 +410,7 @@ fn the_manual_has_every_subcommand_and_what_it_prints() {
     }
 }
 
-/// Each section shows what its subcommand really prints, and none takes a heading of the whole page.
+/// Each section shows real output of its subcommand, and no section uses a heading of the whole page.
 #[test]
 fn every_subcommand_has_an_example_of_its_output() {
     let text = shown(&pages_as_shipped().path().join("yunion-mpsctl.1"));

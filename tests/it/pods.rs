@@ -165,7 +165,7 @@ impl Drop for Containerd {
     }
 }
 
-/// The kubelet's side of the runtime.
+/// The connection of a kubelet to the container runtime.
 struct Runtime {
     process: Client,
     answers: BufReader<ChildStdout>,
@@ -197,7 +197,7 @@ impl Runtime {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{call}: {error}"))
     }
 
-    /// Starts a pod with a program of the host's, or gives the reason why there is none.
+    /// Starts a pod with a program of the host. The error is the reason why no pod has started.
     fn start(&mut self, host: &Host, wanted: &Admitted, work: &[&str]) -> Result<Pod, String> {
         let Admitted { name, slices, settings } = wanted;
         let same = |place: &str| json!({"host": place, "container": place, "read_only": false});
@@ -256,7 +256,7 @@ struct Node {
     host: Host,
 }
 
-/// None where no container can be made.
+/// None if no container can be made.
 fn with_pods(test: &str) -> Option<Node> {
     with_pods_on("h200", 4, test)
 }
@@ -305,8 +305,8 @@ impl Node {
         self.containerd.remove_group(&pod.name);
     }
 
-    /// Ends the only pod. The kubelet asks for that until it is done: a containerd that has just started does not know its
-    /// containers yet.
+    /// Ends the only pod. The kubelet repeats this request until it succeeds: a containerd that has just started does not
+    /// know its containers yet.
     fn ends(&mut self, pod: &Pod) {
         wait_for("a slice without an owner", || {
             self.runtime.end(pod).is_ok().then_some(())?;
@@ -341,7 +341,7 @@ impl Node {
         given.into_iter().map(|(slice, owners)| (slice, labels(owners))).collect()
     }
 
-    /// The control groups in that of a pod which have processes: its sandbox, and its container.
+    /// The number of control groups of a pod that have processes: those of its sandbox and of its container.
     fn groups_at_work(&self, pod: &str) -> usize {
         let has_process = |group: &PathBuf| {
             fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|pids| !pids.trim().is_empty())
@@ -487,7 +487,7 @@ fn orders<'p>(parts: &[&'p str]) -> Vec<Vec<&'p str>> {
 }
 
 impl Node {
-    /// Kills a part, and starts it again if nothing else does.
+    /// Kills a part of the node, and starts it again if nothing else does so.
     fn kill(&mut self, part: &str) {
         match part {
             "plugin" => {

@@ -15,7 +15,7 @@ fn probe(host: &Host, arguments: &[&str]) -> (Option<i32>, Value) {
     (output.status.code(), reports.unwrap_or_else(|error| panic!("{error}: {}", text(&output))))
 }
 
-/// Clients get these limits, no matter what the control daemon answers.
+/// Makes the simulator give clients these limits, whatever the control daemon answers.
 fn clients_get(host: &Host, percentage: u32, mib: u32) {
     host.plant("mps/fault/clients-get", &format!("{percentage} {mib}"));
 }
@@ -132,7 +132,7 @@ fn a_gpu_before_volta_promises_nothing() {
     assert!(said.contains("This GPU enforces no limits (before Volta)"), "{said}");
 }
 
-/// It would wait for the end of the other user's clients.
+/// The probe does not wait until the clients of another user have ended.
 #[test]
 fn another_users_turn_is_not_waited_for() {
     if !root_or_skip("another_users_turn_is_not_waited_for") {

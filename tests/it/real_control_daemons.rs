@@ -95,8 +95,8 @@ fn start_in_the_longest_pipe_directory() {
     }
 }
 
-/// A control daemon without its FIFO writes no log. So the service does not accept a log directory where the control daemon makes
-/// its FIFO. The simulated one does the same.
+/// A control daemon without its FIFO writes no log. So the service does not accept a log directory where the control daemon
+/// makes its FIFO. The simulated control daemon does the same.
 #[test]
 fn without_their_fifo_they_write_no_log() {
     let real = |series: &str| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
@@ -129,7 +129,7 @@ fn without_their_fifo_they_write_no_log() {
     }
 }
 
-/// The log directory of an earlier configuration does not keep its successor from its FIFO.
+/// A log directory of an earlier configuration does not prevent the FIFO of the next control daemon.
 #[test]
 fn a_former_log_directory_makes_none_silent() {
     for series in ["535", "550", "555"] {
@@ -150,7 +150,7 @@ fn a_former_log_directory_makes_none_silent() {
     }
 }
 
-/// If a driver can't do what an administrator asks for, the service names the key to change, and does nothing by halves.
+/// If a driver can't do what an administrator asks for, the service names the key to change, and starts nothing.
 #[test]
 fn of_535_that_must_be_multi_user_waits() {
     let mut host = host("535");
@@ -163,8 +163,8 @@ fn of_535_that_must_be_multi_user_waits() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A server that really can't start: the reason names its end, it is tried again after a pause, and a stop needn't
-/// wait for that pause.
+/// If a server can't start, the reason says how it has ended, the service tries again after a pause, and a stop does not wait
+/// for that pause.
 #[test]
 fn of_555_without_a_gpu_has_no_server() {
     let mut host = host("555");

@@ -1,4 +1,4 @@
-//! One register of clients: all that names a client names it with the same slice, while clients come, go, meet faults and are bound.
+//! All outputs name a client with the same slice, while clients start, end, are hit by faults and are bound.
 
 use std::collections::BTreeMap;
 
@@ -40,7 +40,7 @@ struct Rounds {
 }
 
 impl Rounds {
-    /// Every door names each of these clients with its slice.
+    /// Every output of the service names each of these clients with its slice.
     fn check_doors(&self, clients: &[(Client, String)]) {
         let none = |slice: &&str| ((*slice).to_owned(), (0, 0.0));
         let mut expected: Counts = SLICES.iter().map(none).collect();
@@ -57,7 +57,7 @@ impl Rounds {
         }
     }
 
-    /// The journal names a client, as this and with its slice.
+    /// Checks that the journal names a client in such a message, with its slice.
     fn is_told(&self, pid: u32, slice: &str, said: &str) {
         let owner = |label: &str| format!("PID {pid} of {label}, slice {slice}");
         let known = [owner("job-17"), owner(&format!("user {}", own_user()))];

@@ -26,8 +26,8 @@ const ROUNDS: usize = 4;
 /// The words for the slice of every client but the bystander.
 const SLICE: &str = ", slice 00:06.0-1";
 
-/// A command of `yunion-mpsctl run` that has said why its GPU work ended, and then was as fast with its own exit status as
-/// the signal that follows, or slower.
+/// Checks the end of a command of `yunion-mpsctl run` whose GPU work was ended first: it exits by itself, or by the signal if
+/// that is faster.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
     assert!(!said.contains("neighbours may suffer"), "{signal:?}: {said}");
     match status {
@@ -194,7 +194,7 @@ fn a_strangers_control_group_is_in_no_containers_way() {
     let _ = fs::remove_dir(parent);
 }
 
-/// The answer does not say that a slice is unused while a client without a known slice uses its GPU.
+/// While a client without a known slice uses the GPU, the answer does not say that a slice is unused.
 #[test]
 fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
@@ -240,7 +240,7 @@ fn what_cannot_be_terminated_says_why() {
     assert!(scene.bystander_survives());
 }
 
-/// Calls a method of the service with gdbus: what it prints, errors with their names.
+/// Calls a method of the service with gdbus, and returns the output. Errors have their D-Bus names.
 fn call(command: &mut Command, method: &str, arguments: &[&str]) -> String {
     command.args([
         "call",
@@ -301,7 +301,7 @@ fn servers_are_named_by_their_gpus() {
     );
 }
 
-/// A server is replaced for the asking where it has no clients, and only there.
+/// A request restarts a server that has no clients, and no other server.
 #[test]
 fn a_server_is_restarted_between_clients() {
     let mut scene = Neighbours::new();
@@ -337,8 +337,8 @@ fn a_client_that_stays_is_done_with() {
     assert!(scene.bystander_survives());
 }
 
-/// The control daemon waits for the client that it terminates, and all others wait for the control daemon: a tenant who stops a
-/// process must not block the others.
+/// The control daemon waits for the client that it terminates, and all other callers wait for the control daemon: a tenant
+/// who stops a process must not block them.
 #[test]
 fn a_client_that_is_stopped_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -375,7 +375,7 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// Stops a process every 300 us, until it ends.
+/// A Python program that stops a process every 300 us, until that process ends.
 const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
     try:\n\
     \x20   while True:\n\
@@ -384,7 +384,8 @@ const STOP_AGAIN_AND_AGAIN: &str = "import os, signal, sys, time\n\
     except ProcessLookupError:\n\
     \x20   pass\n";
 
-/// A client that a companion stops again and again is continued for as long as the control daemon waits for it.
+/// Another program of the tenant stops the client again and again. The service continues the client for as long as the
+/// control daemon waits for it.
 #[test]
 fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
     let mut scene = Neighbours::new();
@@ -414,7 +415,7 @@ fn a_client_that_is_stopped_again_and_again_holds_up_nobody() {
     assert!(scene.bystander_survives());
 }
 
-/// A control group that freezes what is in it, as `docker pause` has it done.
+/// A control group that freezes its processes, as `docker pause` does.
 struct Freezer {
     group: PathBuf,
     file: &'static str,
@@ -472,7 +473,8 @@ impl Drop for Freezer {
     }
 }
 
-/// A paused container: its processes do not look stopped, and no signal continues them. Afterwards it is paused again.
+/// The processes of a paused container do not look stopped, and no signal continues them. After the request the container is
+/// paused again.
 #[test]
 fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     if !root_or_skip("a_client_in_a_frozen_control_group_holds_up_nobody") {
@@ -499,7 +501,8 @@ fn a_client_in_a_frozen_control_group_holds_up_nobody() {
     }
 }
 
-/// Calls `TerminateClient` for one process again and again and reads no answer; it says when the first hundred are out.
+/// Calls `TerminateClient` for one process again and again without reading answers, and prints a line after the first hundred
+/// calls.
 const FLOOD: &str = r#"
 import os, socket, struct, sys, time
 address, pid, count = sys.argv[1].removeprefix("unix:path="), int(sys.argv[2]) or os.getpid(), int(sys.argv[3])
@@ -535,7 +538,7 @@ print("sent", flush=True)
 sys.stdin.read()
 "#;
 
-/// A user's flood of calls, for one process or, with 0, for its own.
+/// Starts a flood of calls by a user: for one process or, if `pid` is 0, for the flood's own process.
 fn flood(host: &Host, pid: u32) -> Child {
     let mut python = host.command_as_member("/usr/bin/python3");
     python.args(["-c", FLOOD, &host.bus_address(), &pid.to_string(), "8000"]);
@@ -546,7 +549,7 @@ fn flood(host: &Host, pid: u32) -> Child {
     python
 }
 
-/// A user who asks all the time delays neither the supervisor, when the control daemon dies, nor root.
+/// A user who calls all the time delays neither the supervisor, when the control daemon ends, nor root.
 #[test]
 fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     if !root_or_skip("a_flood_of_terminations_holds_up_neither_supervision_nor_root") {
@@ -586,8 +589,8 @@ fn a_flood_of_terminations_holds_up_neither_supervision_nor_root() {
     }
 }
 
-/// A control daemon that the next service does not need still has clients: they are listed, and the answer that none is left
-/// comes only when that is true. A control daemon whose configuration was removed is asked, too.
+/// A control daemon that the next service does not need still has clients: these are listed, and the answer that no client is
+/// left comes only when that is true. A control daemon whose configuration was removed is asked, too.
 #[test]
 fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
     for forgotten in [false, true] {
@@ -695,7 +698,7 @@ fn run_finds_all_that_the_command_has_started() {
 /// A name that the kernel cuts inside a character: /proc/PID/stat and /proc/PID/status are no text then.
 const CUT_NAME: &str = "x训练任务模型";
 
-/// A program of the host's under that name.
+/// Copies a program of the host to a file with that name.
 fn under_cut_name(host: &Host, program: &Path) -> String {
     let named = host.path(CUT_NAME);
     std::os::unix::fs::symlink(program, &named).unwrap();
@@ -773,7 +776,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
     assert!(said.contains("TERM") && !said.contains(WARNING), "{said}");
-    // Here the service does not run any more.
+    // From here on the service does not run.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, one);
     scene.host.signal(Signal::KILL);

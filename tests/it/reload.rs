@@ -63,8 +63,8 @@ fn context_mib(slice: &Value) -> u64 {
     32 + 7 * slice["mps_thread_percentage"].as_u64().unwrap()
 }
 
-/// An entry says how much memory its slices have, in both topologies: it is in force, what is published is in force, a client
-/// keeps it, and a sum beyond the GPU is refused with the key and leaves everything as it was.
+/// An entry says how much memory its slices have, in both topologies: the limit is published and in force, a client can't
+/// have more, and a sum beyond the memory of the GPU is refused with the name of the key, without any change.
 fn the_memory_of_slices_is_as_written(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let client = host.client();
@@ -169,8 +169,8 @@ fn slices_have_sizes_of_their_own(topology: Topology) {
 
 in_both_topologies! { the_memory_of_slices_is_as_written, slices_have_sizes_of_their_own }
 
-/// Everything that is said on the bus while the slices of one GPU of eight change is about that GPU. The slices of the
-/// others stay healthy, the service stays ready, and the answer comes when the new limits are in force.
+/// While the slices of one GPU of eight change, all signals on the bus are about that GPU. The slices of the other GPUs stay
+/// healthy, the service stays ready, and the answer comes when the new limits are in force.
 #[test]
 fn only_the_gpu_that_changes_is_said_to_change() {
     let entries = |last: u32| -> Vec<String> {
@@ -255,7 +255,7 @@ fn a_control_daemon_of_its_own_keeps_a_change_to_its_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The moment in between: the new slices are listed before their control daemon serves.
+/// The new slices are listed before their control daemon serves.
 #[test]
 fn new_slices_are_listed_while_the_control_daemon_restarts() {
     let host = Host::serving("tesla-p40");
@@ -274,7 +274,7 @@ fn new_slices_are_listed_while_the_control_daemon_restarts() {
     assert_eq!(host.list().len(), 2);
 }
 
-/// A configuration that says the same again, or nothing that concerns a control daemon, restarts none.
+/// A configuration with the same meaning, or with changes that concern no control daemon, restarts no control daemon.
 #[test]
 fn nothing_new_disturbs_nobody() {
     let mut host = Host::serving("tesla-p40");
@@ -293,8 +293,8 @@ fn nothing_new_disturbs_nobody() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A bad configuration changes nothing, is reported where it was asked for and in the state, and is forgotten once it
-/// is corrected.
+/// A bad configuration changes nothing, is reported to the caller and in the state, and the report ends once the
+/// configuration is corrected.
 #[test]
 fn a_bad_configuration_changes_nothing() {
     let mut host = Host::serving("tesla-p40");
@@ -330,7 +330,7 @@ fn a_bad_configuration_changes_nothing() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A mistyped type of one GPU does not put all other GPUs in service.
+/// A typing error in the type of one entry does not make the service serve all other GPUs.
 #[test]
 fn a_typing_error_in_a_type_takes_no_gpu() {
     let mut host = Host::new("h200x8");
@@ -394,7 +394,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Switched off and on again: nothing runs and nothing is changed in between.
+/// MPS is disabled and enabled again: in between no control daemon runs and no compute mode is changed.
 #[test]
 fn switched_off_and_on_again() {
     let mut host = Host::serving("h200");
@@ -415,7 +415,7 @@ fn switched_off_and_on_again() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A service that starts switched off stays up, touches nothing, and can be switched on.
+/// A service that starts with MPS disabled goes on running, changes nothing, and can be enabled.
 #[test]
 fn switched_off_from_the_start() {
     let mut host = Host::new("tesla-p40");
@@ -469,7 +469,7 @@ fn a_reload_that_nvml_fails_takes_the_driver_from_nobody() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A GPU that hangs during a reload is one GPU that is not served.
+/// If one GPU hangs during a reload, only this GPU is not served.
 #[test]
 fn a_reload_while_a_gpu_hangs_serves_the_others() {
     let mut host = Host::serving("h200x8");
@@ -576,7 +576,8 @@ fn nobody_s_work_ends_for_want_of_a_word() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Switched off while it was down: what it left behind serves its clients to their end, and then goes as well.
+/// MPS is disabled while the service does not run: the control daemons of the former service serve their clients to the end,
+/// and then end too.
 #[test]
 fn switched_off_between_two_services() {
     for forgotten in [false, true] {
@@ -650,7 +651,7 @@ fn a_stop_without_a_plan_ends_what_runs() {
 const A: (&str, &str) = ("1b:00.0", "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4");
 const B: (&str, &str) = ("2d:00.0", "path: /dev/dri/renderD129, type: NVIDIA_MPS, virtual_number: 4");
 
-/// Puts these GPUs in force, with this topology.
+/// Configures these GPUs with this topology, and reloads.
 fn reload(host: &Host, topology: &str, gpus: &[(&str, &str)]) {
     host.devices(&gpus.iter().map(|(_, entry)| *entry).collect::<Vec<_>>());
     host.configure(&format!("cuda_mps_topology: {topology}"));
@@ -736,8 +737,8 @@ fn a_gpu_that_takes_its_compute_mode_later_joins() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The driver is about to set the compute mode of a GPU when the configuration gives the GPU up. However late the driver does
-/// it, the mode is put back after that, and not before.
+/// The driver is about to set the compute mode of a GPU when the configuration gives the GPU up. Whenever the driver sets
+/// that mode, the mode from before is restored afterwards.
 #[test]
 fn a_mode_that_is_set_late_is_put_back() {
     let mut host = Host::new("h200x8");

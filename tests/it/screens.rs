@@ -40,7 +40,7 @@ const SCREENS: &[(&str, &[&str])] = &[
 const RECORDED: i64 = 1_795_264_496;
 const AGO: i64 = 200;
 
-/// The beginning of an event.
+/// The beginning of the text of a fault event.
 const FAULT: &str = "server 4712 met a fatal GPU error on device 0";
 
 /// The answers of a host.
@@ -247,7 +247,7 @@ fn each_subcommand_stands_in_one_group_of_the_help() {
     assert_eq!(grouped, command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>());
 }
 
-/// Every subcommand's help, which is recorded for 80 columns.
+/// The help of every subcommand, which is recorded for 80 columns.
 #[tokio::test]
 async fn help() {
     let bus = PrivateBus::start();
@@ -277,7 +277,7 @@ async fn board(name: &str, hosts: &[&str]) {
     }
 }
 
-/// The output of a command, which has to fit.
+/// The output of a command, which must fit into the columns.
 async fn screen(bus: &PrivateBus, arguments: &[&str], columns: usize) -> String {
     let times = Regex::new(r"(?-u:\b)2[0-9]{3}-[0-9]{2}-[0-9]{2}(\s+)[0-9]{2}:[0-9]{2}:[0-9]{2}").unwrap();
     let mut command = bus.command(mpsctl());

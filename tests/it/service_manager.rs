@@ -5,7 +5,7 @@ use rustix::process::Signal;
 use crate::support::host::Host;
 use crate::support::service_manager::ServiceManager;
 
-/// From start to stop: the service is not reported ready before its GPUs are ready, and the steps are reported in their order.
+/// From the start to the stop: READY=1 comes only when the GPUs are ready, and the messages come in the right order.
 #[test]
 fn ready_is_said_when_it_is_true() {
     let mut host = Host::new("h200");
@@ -110,8 +110,8 @@ fn started_with_another_topology(host: &mut Host) -> ServiceManager {
     manager
 }
 
-/// Clients may keep a GPU from its next control daemon for days: who starts or reloads the service doesn't wait for them,
-/// and a start that took too long would be ended and tried again for ever.
+/// Clients may keep a GPU from its next control daemon for days. A start or a reload of the service does not wait for them:
+/// systemd would end a start that takes too long, again and again.
 #[test]
 fn ready_does_not_wait_for_clients() {
     let mut host = Host::serving("h200");

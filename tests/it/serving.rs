@@ -26,8 +26,8 @@ fn names(devices: &[Value]) -> Vec<&str> {
     devices.iter().map(|device| device["addr"].as_str().unwrap()).collect()
 }
 
-/// The host of the platform's own manual: the rows that its users see, the compute mode while it serves, and nothing
-/// left behind.
+/// The host in the platform's own manual: the rows that its users see, the compute mode while the GPU is served, and no
+/// traces after the stop.
 #[test]
 fn the_p40_is_served_the_whole_way() {
     let mut host = Host::new("tesla-p40");
@@ -83,8 +83,8 @@ fn the_p40_is_served_the_whole_way() {
     assert!(host.json(&["list"]).is_none(), "devices are published though nobody serves them");
 }
 
-/// A GPU that enforces limits: ready means that a server is there and has written down the limits that were planned,
-/// and a client started as a slice gets them.
+/// On a GPU that enforces limits, ready means that a server has written the planned limits to the log, and a client that is
+/// started with a slice has these limits.
 #[test]
 fn the_h200_is_ready_when_its_server_has_its_limits() {
     let mut host = Host::new("h200");
@@ -116,7 +116,7 @@ fn the_h200_is_ready_when_its_server_has_its_limits() {
     host.nothing_runs();
 }
 
-/// A server that can't start keeps the GPU from being called ready, and once it can the GPU is served by itself.
+/// While no server can start, the GPU is not ready. When a server can start, the GPU is served without help.
 #[test]
 fn without_a_server_it_is_not_ready() {
     let mut host = Host::new("h200");
@@ -129,7 +129,7 @@ fn without_a_server_it_is_not_ready() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The last words of a server that does not start, and of its control daemon, are in the reason and in the journal.
+/// The last lines of a server that does not start, and of its control daemon, are in the reason and in the journal.
 #[test]
 fn why_a_server_does_not_start_is_said() {
     const WORDS: [&str; 2] =
@@ -161,8 +161,8 @@ fn why_a_server_does_not_start_is_said() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The fabric manager of a host with `NVSwitch` comes late, as at a boot: the cause is said, the control daemon waits for it, the
-/// pauses stay short, and nothing of that is an error yet.
+/// The fabric manager of a host with `NVSwitch` starts late, as at a boot: the state says so, the control daemon waits, the
+/// pauses stay short, and nothing counts as an error yet.
 #[test]
 fn a_fabric_manager_that_comes_late_is_waited_for() {
     let mut host = Host::new("h200");
@@ -226,7 +226,7 @@ fn a_front_end_that_fails_says_nothing_of_the_control_daemon() {
     }
 }
 
-/// Drivers 535.43 to 535.86 write longer records of processes: clients are listed, and the service lives.
+/// Drivers 535.43 to 535.86 write longer records of processes: clients are listed, and the service does not crash.
 #[test]
 fn a_driver_with_longer_records_of_processes_is_understood() {
     let mut host = Host::new("h200");
@@ -252,7 +252,7 @@ fn a_driver_with_longer_records_of_processes_is_understood() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Who uses a GPU: the client's PID, command, slice and memory.
+/// The list of clients has each client's PID, command, slice and memory.
 #[test]
 fn clients_are_listed_with_their_slices() {
     let mut host = Host::serving("h200");
@@ -327,7 +327,7 @@ fn one_control_daemon_for_each_of_eight_gpus() {
     }
 }
 
-/// The platform names a GPU without its domain. Who writes that name means the only GPU that has it in any domain.
+/// The platform names a GPU without its domain. An entry with that name means the only GPU that has it in any domain.
 #[test]
 fn a_gpu_in_another_domain_is_found_without_it() {
     let mut host = Host::new("mixed");
@@ -343,8 +343,8 @@ fn a_gpu_in_another_domain_is_found_without_it() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Everything at once: a GPU that can't be served has a reason and does not prevent serving others, and cards of other vendors
-/// are ignored.
+/// A host with all kinds of GPUs: a GPU that can't be served has a reason and does not keep other GPUs from being served, and
+/// cards of other vendors are ignored.
 #[test]
 fn a_mixed_host_serves_what_it_can() {
     let mut host = Host::new("mixed");

@@ -29,7 +29,7 @@ fn assert_warned(host: &Host, expected: &str, control_daemon: u32) {
     assert!(places[0] < end, "{log}");
 }
 
-/// A host that does not give its clients ten seconds at the end.
+/// A host on which control daemons are ended quickly, without ten seconds for the clients.
 fn serving_with_a_short_end() -> Host {
     let mut host = Host::new("h200");
     host.configure("cuda_mps_quit_timeout: 1");
@@ -72,7 +72,8 @@ fn the_stop_names_the_clients() {
     drop((one, two));
 }
 
-/// A control daemon that is killed takes the work of its clients with it. Lines of its log explain nothing then.
+/// A control daemon that is killed takes the work of its clients with it. Lines of the control daemon's log do not explain
+/// this end.
 #[test]
 fn the_end_of_a_control_daemon_names_the_clients() {
     let mut host = Host::new("h200");

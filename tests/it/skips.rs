@@ -1,4 +1,4 @@
-//! Who leaves something out is counted, and fails where nothing may be left out.
+//! Tests that are skipped are counted, and a skipped test fails where nothing may be skipped.
 
 use std::fs;
 use std::process::Command;

@@ -86,7 +86,7 @@ fn another_control_daemon_in(host: &Host, state: &str) {
     });
 }
 
-/// Has the idle control daemon replaced, by configuring another log directory.
+/// Makes the service replace the idle control daemon, by configuring another log directory.
 fn another_by_reload(host: &Host) {
     let status = host.wait_for_state("ready");
     let log = control_daemon(&status)["log_directory"].as_str().unwrap();
@@ -114,8 +114,8 @@ fn a_container_with_its_slices_directory_alone_is_served() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Clients come all the time while control daemons are killed. A client of a slice that was healthy before and after
-/// it came, by the same control daemon, was served by it.
+/// Clients come all the time while control daemons are killed. A client of a slice that was healthy before and after the
+/// client came, with the same control daemon, was served by that control daemon.
 #[test]
 fn links_follow_control_daemons_under_a_stream_of_clients() {
     // If the test fails, the stream of clients ends after this time.
@@ -184,7 +184,7 @@ fn serving_without_the_flag() -> Host {
     host
 }
 
-/// Has the health check made now.
+/// Makes the service run its health check now.
 fn check(host: &Host) {
     assert!(host.call("Control.Reload").status.success());
 }
@@ -204,7 +204,8 @@ fn flags(directories: &[PathBuf]) -> Vec<bool> {
     lines.lines().map(|line| line.split(' ').next().unwrap().contains('i')).collect()
 }
 
-/// Root of a container that can write to all of it changes nothing, and the service changes what it needs to.
+/// Root in a container that can write to the whole pipe directory can change nothing there, and the service still changes
+/// what it has to.
 #[test]
 fn nobody_else_changes_the_directories() {
     if !flag_can_be_set() {
@@ -258,7 +259,7 @@ fn nobody_else_changes_the_directories() {
     fs::remove_dir_all(&pipe).unwrap();
 }
 
-/// A service finds the flags of a killed one, and what it has to change is changed.
+/// A service that finds the immutable flags of a killed service still changes the links that it has to change.
 fn another_service_changes_the_links(host: &mut Host, directories: &[PathBuf]) {
     assert_eq!(flags(directories), vec![true; directories.len()], "of the killed service");
     for pid in host.processes() {
@@ -319,7 +320,7 @@ fn a_directory_with_things_of_others_stays_changeable() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Without the flag, the health check puts links back.
+/// Without the immutable flag, the health check makes removed links again.
 #[test]
 fn a_link_that_is_taken_away_is_renewed_and_told() {
     let mut host = serving_without_the_flag();
@@ -541,7 +542,8 @@ fn a_drained_slice_leads_nowhere() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Slices are drained and taken back all the time. Whenever one is listed as healthy before and after, it had its link.
+/// Slices are drained and undrained all the time. Whenever a slice is listed as healthy before and after a look at its link,
+/// it has had the link.
 #[test]
 fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     let mut host = Host::serving("h200");
@@ -585,7 +587,8 @@ fn a_healthy_slice_has_its_link_while_slices_are_drained() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Files with the names of links from a tenant with the pipe directory are renamed and reported, and every slice is served.
+/// If a tenant with write access has made files with the names of links, the service renames and reports them, and every
+/// slice is served.
 #[test]
 fn a_thing_in_the_way_is_renamed_and_told() {
     let mut host = serving_without_the_flag();
@@ -626,7 +629,7 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A slice whose directory can't have a link affects no other slice, and no client: the control daemon stays, and the slice is
+/// A slice whose directory can't have a link affects no other slice and no client: the control daemon stays, and the slice is
 /// served when the obstacle is removed.
 #[test]
 fn a_bad_directory_costs_its_slice_alone() {
@@ -757,7 +760,7 @@ fn the_topology_does_not_show_in_the_directories() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Nothing is linked where a client is not known to do without the rest.
+/// With an older driver the service makes no links, since it is not known that a client needs only the socket.
 #[test]
 fn an_older_driver_has_no_directories_of_slices() {
     let mut host = Host::serving("tesla-p40");

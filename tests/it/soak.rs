@@ -1,4 +1,4 @@
-//! Hours of a host's life in short: `make soak`.
+//! What happens to a host in hours, in a few minutes: `make soak`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -52,7 +52,7 @@ impl Holdings {
     }
 }
 
-/// One host through all that can happen to it.
+/// One host with all that can happen to it.
 struct Life {
     host: Host,
     pipe: PathBuf,
@@ -91,7 +91,7 @@ impl Life {
         *self.happened.entry("reloads").or_default() += 1;
     }
 
-    /// A fault ends every client, so clients that must not be lost end before.
+    /// A fault ends every client, so the clients that must survive are ended before.
     fn fault(&mut self) {
         self.bystanders.drain(..).for_each(Bystander::wait);
         self.host.fault();

@@ -1,5 +1,5 @@
-//! Signals to containers by a runtime behind yunion-mps-runc. The runtime is a script that signals, since the GPU work that ends
-//! before is the subject. Engines with a real one are in e2e and in `pods`.
+//! Signals to containers by a runtime behind yunion-mps-runc. The runtime is a script that signals, since the GPU work that
+//! ends before is the subject. Tests with real runtimes are in e2e and in `pods`.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -17,7 +17,7 @@ use crate::support::neighbours::{Neighbours, assert_terminated, ended};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// Knows a container by a file with its first process, and signals that process.
+/// A script that knows a container by a file with the PID of its first process, and signals that process.
 const RUNC: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 printf '%s\n' "$*" >>"$here/calls"
@@ -40,7 +40,7 @@ esac
 /// The number of stops for each way of stopping.
 const ROUNDS: usize = 4;
 
-/// The longest that a runtime's command may wait for the service, and as much again for a busy machine.
+/// The longest time that the runtime's command may wait for the service, and as much again for a busy machine.
 const LONGEST: Duration = Duration::from_secs(12);
 
 struct Scene {
@@ -49,7 +49,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// None where no container can be made.
+    /// None if no container can be made.
     fn new(test: &str) -> Option<Self> {
         if !root_or_skip(test) {
             return None;
@@ -90,7 +90,7 @@ impl Scene {
         container
     }
 
-    /// The lines of command with which the runtime was executed.
+    /// The command lines with which the runtime was called.
     fn calls(&self) -> Vec<String> {
         let calls = fs::read_to_string(self.folder.join("calls")).unwrap_or_default();
         calls.lines().map(str::to_owned).collect()
@@ -175,7 +175,7 @@ fn everything_else_is_the_runtimes_own() {
     assert_eq!(output.status.code(), Some(1));
 }
 
-/// The runtime's command goes on in any case.
+/// Without the service, the runtime's command is executed nevertheless.
 #[test]
 fn no_stop_waits_for_a_service_that_is_away_or_hangs() {
     let Some(mut scene) = Scene::new("no_stop_waits_for_a_service_that_is_away_or_hangs") else { return };
@@ -201,7 +201,7 @@ fn no_stop_waits_for_a_service_that_is_away_or_hangs() {
     stops(&scene);
 }
 
-/// With `per_slice`, the control daemon of another slice that hangs saves no work of this container.
+/// With `per_slice`, the GPU work of this container is ended even if the control daemon of another slice hangs.
 #[test]
 fn a_control_daemon_that_hangs_holds_up_no_stop() {
     if !root_or_skip("a_control_daemon_that_hangs_holds_up_no_stop") {

@@ -1,5 +1,5 @@
-//! The rules of the house, held against the sources: which module may use which, that no files use each other in a circle,
-//! and who may name what. The tables in the `lib.rs` of the crates have the floors.
+//! The rules for the sources: which module may use which, that no files use each other in a circle, and which names appear in
+//! which module only. The tables in the `lib.rs` of the crates have the floors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -8,11 +8,12 @@ use std::path::Path;
 
 use regex::Regex;
 
-/// The crates of the product, by the folders of their sources. Cargo holds that none uses one that comes after it.
+/// The crates of the product, by the folders of their sources. Cargo makes sure that no crate uses one that comes later in
+/// this list.
 const CRATES: [&str; 5] =
     ["crates/core/src", "crates/common/src", "src", "crates/mpsctl/src", "crates/device-plugin/src"];
 
-/// Words that stand in the code of few files only, with the beginnings of these files' paths.
+/// Names that only a few files may have in their code, with the beginnings of these files' paths.
 const HOMES: [(&str, &[&str]); 21] = [
     ("nvml_wrapper", &["crates/common/src/host/nvml/"]),
     ("serde_yaml", &["crates/common/src/config/"]),
@@ -149,8 +150,8 @@ impl Crate {
         self.sources.iter().any(|source| source.module == place)
     }
 
-    /// The files that each file uses, with a line that does so. A file may use what the modules around it declare, which are
-    /// there for that.
+    /// The files that each file uses, with a line that does so. A file may use what the modules that contain it declare,
+    /// since that is declared for it.
     fn uses(&self) -> BTreeMap<&[String], BTreeMap<Vec<String>, usize>> {
         let uses = self.sources.iter().filter(|source| !source.path.ends_with("main.rs")).map(|source| {
             let mut used = BTreeMap::new();
@@ -303,9 +304,8 @@ fn what_has_a_home_is_named_nowhere_else() {
     assert!(breaches.is_empty(), "\n{breaches}");
 }
 
-/// The rules see what they are for.
-/// A type name has one meaning. Subcommands have their arguments, a proxy is called as the object that it stands for, and a
-/// Result is the standard one with the errors of its module.
+/// The checks of the rules find what they look for. A type name has one meaning. Exceptions: arguments of subcommands, a
+/// proxy that is called like its object, and a Result with the errors of its module.
 #[test]
 fn no_two_types_have_one_name() {
     const SHARED: [&str; 4] = ["Arguments", "Control", "Manager", "Result"];
@@ -325,7 +325,7 @@ fn no_two_types_have_one_name() {
     assert!(places.is_empty(), "{places:#?}");
 }
 
-/// A newcomer looks for a word of the page in the code, and finds it under this name; and each file that the page names.
+/// A newcomer finds each word of the page in the code under the name that the page gives, and each file that the page names.
 #[test]
 fn the_words_of_the_architecture_page_are_in_the_code() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -367,7 +367,7 @@ fn the_promises_of_the_architecture_page_are_those_of_the_tests() {
     assert!(now == page, "docs/architecture.md is old: run scripts/promises.py");
 }
 
-/// The subjects that a reader has to look up: a sentence names its subject, and a reference names its noun. No line of the
+/// Words that a reader would have to look up: a sentence must name its subject, and a reference its noun. No line of the
 /// product has one of these words.
 #[test]
 fn sentences_name_their_subjects() {

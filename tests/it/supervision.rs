@@ -78,7 +78,7 @@ fn a_killed_control_daemon_comes_back() {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// A log is no reason not to serve.
+/// If the changes of the log can't be watched, the service still serves.
 fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
     if !root_or_skip("without_inotify_the_service_looks_once_a_second") {
         return;
@@ -141,7 +141,7 @@ fn a_zombie_is_not_taken_over(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The look at a GPU that hangs takes long, and the end of the control daemon is seen meanwhile.
+/// A look at a GPU that hangs takes long. The end of the control daemon is noticed meanwhile.
 fn a_gpu_that_hangs_keeps_nobody_from_the_end_of_a_control_daemon(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200x8");
     let before = host.wait_for_state("ready");
@@ -180,8 +180,8 @@ fn foreign_control_daemon_in(host: &Host, pipe: &Path, mode: &str) -> Child {
     control_daemon
 }
 
-/// A control daemon that the service has not started listens in the pipe directory and has a client: it is not touched, the state
-/// names its process and the remedy, and it is replaced without help once the client has ended.
+/// A foreign control daemon in the pipe directory with a client is not touched. The state names its process and the remedy,
+/// and the control daemon is replaced without help once the client has ended.
 fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
@@ -211,7 +211,7 @@ fn a_foreign_control_daemon_with_a_client_is_left_alone(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// Such a control daemon without clients, usually an orphan of another program, is replaced at once.
+/// A foreign control daemon without clients, usually an orphan of another program, is replaced at once.
 fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     for mode in ["-f", "-d"] {
         let mut host = Host::with_topology(topology, topology.oldest_board());
@@ -230,7 +230,7 @@ fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
     }
 }
 
-/// A stop of the service doesn't stop what isn't its own.
+/// A stop of the service ends no foreign control daemon.
 fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     let mut foreign = foreign_control_daemon(&host);
@@ -246,7 +246,7 @@ fn a_stop_spares_a_foreign_control_daemon(topology: Topology) {
     }
 }
 
-/// The compute mode that a GPU had before is known even to a daemon that didn't change it.
+/// A service that has not changed the compute mode of a GPU also knows the mode from before, by the state file.
 #[test]
 fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     let mut host = Host::new("h200x8");
@@ -280,7 +280,7 @@ fn the_compute_mode_of_before_outlives_a_killed_daemon() {
     }
 }
 
-/// A compute mode that another program has set since is kept.
+/// If another program has changed a compute mode meanwhile, that mode stays.
 #[test]
 fn a_compute_mode_changed_by_others_is_left_to_them() {
     let mut host = Host::serving("tesla-p40");
@@ -289,7 +289,7 @@ fn a_compute_mode_changed_by_others_is_left_to_them() {
     assert_eq!(host.compute_mode(0), "Prohibited");
 }
 
-/// A control daemon that doesn't follow `quit` is ended all the same.
+/// A control daemon that does not follow `quit` is ended by a signal.
 fn a_control_daemon_that_does_not_quit_is_terminated(topology: Topology) {
     let mut host = Host::with_topology(topology, topology.oldest_board());
     host.configure("cuda_mps_quit_timeout: 1");
@@ -365,7 +365,7 @@ fn a_control_daemon_whose_place_was_taken_is_left_to_its_clients(topology: Topol
     host.nothing_runs();
 }
 
-/// The control daemon ends while its supervisor asks it something else than whether it runs.
+/// The control daemon ends while its supervisor waits for the answer to another question.
 #[test]
 fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
     let mut host = Host::serving("tesla-p40");
@@ -394,7 +394,7 @@ fn before_volta_a_control_daemon_that_ends_during_a_reload_has_a_successor() {
     host.nothing_runs();
 }
 
-/// Before Volta NVML lists no clients, so a list without any is no reason to end a control daemon that can't be asked.
+/// Before Volta NVML lists no clients, so an empty list is no reason to end a control daemon that does not answer.
 fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
     let expected = "NVML does not list the clients of GPU";
     let status = host.wait_for_status("clients that are not known", |status| {
@@ -432,8 +432,8 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// From Volta on NVML lists the clients, so a control daemon that can't be asked and has none is replaced. A signal is
-/// never sent without a word on whom it hits.
+/// From Volta on NVML lists the clients, so a control daemon that can't be asked and has none is replaced. Before each signal
+/// a message names the clients that the signal hits.
 fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -559,7 +559,7 @@ fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     host.nothing_runs();
 }
 
-/// The lock of a service that was killed is there until the kernel is done with it: the next start waits for that.
+/// The kernel releases the lock of a killed service a moment later, and the next start waits for that.
 #[test]
 fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
     let mut host = Host::new("h200");
@@ -577,7 +577,8 @@ fn a_start_waits_a_moment_for_the_lock_of_a_service_that_is_on_its_way_out() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// Wraps the host's front end: the wrapper records each run, and when two run at a time. Returns the path of the record.
+/// Wraps the host's front end: the wrapper records each run, and each time that two of them run at once. Returns the path of
+/// the record.
 fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     let (real, wrapper) = (host.path("bin"), host.path("wrapper"));
     let (runs, overlaps) = (host.path("runs"), host.path("overlaps"));
@@ -599,7 +600,7 @@ fn watched_front_ends(host: &mut Host) -> (PathBuf, PathBuf) {
     (runs, overlaps)
 }
 
-/// Asks in many ways at once, until each has been answered three times.
+/// Asks in all these ways at once, until each has been answered three times.
 fn ask_at_once(host: &Host, ways: &[&[&str]]) {
     std::thread::scope(|scope| {
         for way in ways.iter().cycle().take(2 * ways.len()) {
@@ -614,8 +615,8 @@ fn ask_at_once(host: &Host, ways: &[&[&str]]) {
     });
 }
 
-/// Many callers at once, in addition to the supervisor's questions, while the control daemon serves, restarts and ends: it gets
-/// one command at a time.
+/// Many callers ask at once, in addition to the supervisor's questions, while the control daemon serves, restarts and ends:
+/// the control daemon gets one command at a time.
 #[test]
 fn a_control_daemon_is_asked_one_thing_at_a_time() {
     let mut host = Host::new("h200");
@@ -650,7 +651,7 @@ fn a_control_daemon_is_asked_one_thing_at_a_time() {
     assert_eq!(fs::read_to_string(&overlaps).unwrap_or_default().len(), 0, "asked two things at a time");
 }
 
-/// A CUDA program that does not go through MPS, once it has the GPU.
+/// Starts a CUDA program that does not go through MPS; the function returns when the program has the GPU.
 fn program_without_mps(host: &Host) -> Child {
     let program = start_without_mps(host).spawn().unwrap();
     let entry = host.path(&format!("gpus/0/processes/{}", program.id()));
@@ -677,8 +678,9 @@ fn watch_mode(host: &Host, go_on: &Arc<AtomicBool>) -> JoinHandle<BTreeSet<Strin
     })
 }
 
-/// Daemon and control daemon die together, and a program without MPS starts before they are back: it stays the only one through
-/// restarts and reloads of the service, and the GPU is served as soon as it has ended.
+/// The service and the control daemon are killed together, and a program without MPS starts before they are back: no second
+/// such program gets the GPU during restarts and reloads of the service, and the GPU is served as soon as the program has
+/// ended.
 #[test]
 fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
     for board in ["h200", "tesla-p40"] {
@@ -720,8 +722,8 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
     }
 }
 
-/// A GPU that a program without MPS uses at the very first start is closed to further ones, unless the service may not set
-/// compute modes.
+/// A GPU that a program without MPS uses at the very first start gets a compute mode that lets no further program in, unless
+/// the service may not set compute modes.
 #[test]
 fn a_gpu_that_is_held_is_closed_to_others() {
     for ours in [true, false] {
@@ -795,8 +797,8 @@ fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     assert_eq!(host.compute_mode(0), "Default");
 }
 
-/// The status is made from several answers. A change between two of them must not be shown as a ready service with a control
-/// daemon that has ended.
+/// The command makes the status from several answers of the service. A change between two answers must not be shown as a
+/// ready service with a control daemon that has ended.
 fn a_status_is_of_one_moment(topology: Topology) {
     for _ in 0..10 {
         let mut host = Host::serving_as(topology, "h200");

@@ -16,7 +16,7 @@ fn top(host: &Host) -> Command {
     command
 }
 
-/// `top`, once it shows the slices.
+/// Starts `top`, and waits until it shows the slices.
 fn started(host: &Host, rows: u16, columns: u16) -> Screen {
     let screen = Screen::start(&top(host), rows, columns);
     screen.wait_for("Slices ");
@@ -28,7 +28,7 @@ fn client(host: &Host, device: &str) -> Client {
     host.served(&mut host.program_of(device, &["hold", "600"]))
 }
 
-/// The columns of the widest line.
+/// The number of columns of the widest line.
 fn longest(text: &str) -> usize {
     text.lines().map(|line| line.trim_end().chars().count()).max().unwrap()
 }

@@ -92,7 +92,7 @@ fn a_stop_may_take_as_long_as_the_configuration_allows() {
     assert!(minutes * 60 >= longest + 60, "TimeoutStopSec={time}, cuda_mps_quit_timeout up to {longest} s");
 }
 
-/// The sandbox is as tight as we say in docs/operations.md, and no tighter than was tried on a GPU.
+/// The sandbox is as tight as docs/operations.md says, and no tighter than was tried on a GPU.
 #[test]
 fn the_exposure_is_the_documented_one() {
     let directory = tempfile::tempdir().unwrap();
@@ -177,7 +177,7 @@ fn the_directory_in_tmp_is_made_root_s() {
     }
 }
 
-/// A real clean-up of a /tmp where everything has come of age spares the directory and nothing else.
+/// A real clean-up of a /tmp in which everything is old enough removes everything except the directories of MPS.
 #[test]
 fn ageing_spares_the_pipe_and_log_directories_alone() {
     let root = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The commands that wait for the service or follow it: `is-ready`, `events --follow` and `status --watch`.
+//! Commands that wait for the service or follow it: `is-ready`, `events --follow` and `status --watch`.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -92,8 +92,8 @@ impl Follower {
         wait_for(text, || self.text(name).contains(text).then_some(()));
     }
 
-    /// How often it has printed that the service is not there. A question that the service has not answered before its end is
-    /// reported separately.
+    /// The number of times that the program has printed that the service does not run. A question that the service has not
+    /// answered before its end is reported separately.
     fn absences(&self) -> usize {
         self.text("err").matches(NOT_RUNNING).count()
     }

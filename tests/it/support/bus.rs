@@ -13,11 +13,11 @@ use tokio::process::Command;
 use super::host::without_foreign_variables;
 use super::wait::DEADLINE;
 
-/// The rules of the system bus. `scripts/bus-conf.sh` reads them from the same file.
+/// The rules of the system bus. `scripts/bus-conf.sh` reads the rules from the same file.
 const CONFIGURATION: &str = include_str!("../../support/bus.conf");
 
-/// The group that stands for the group yunion-mps in the policy of a test's bus. No user is in it: a dbus-daemon
-/// reads the groups of a user from the host's files.
+/// The group that stands for the group yunion-mps in the policy of a test's bus. No user is a member of the group: a
+/// dbus-daemon reads the groups of a user from the host's files.
 const MEMBERS: u32 = 65_534;
 
 /// The arguments of setpriv for a user who stands for a member of the group yunion-mps.
@@ -97,14 +97,15 @@ impl PrivateBus {
         command
     }
 
-    /// The program as a user whom the bus policy does not allow to call the service. Only root can start it.
+    /// The program as a user whom the bus policy does not allow to call the service. Only root can start a program as another
+    /// user.
     pub(crate) fn command_as_stranger(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_STRANGER).arg(program);
         command
     }
 
-    /// The program as a member of the group yunion-mps. Only root can start it.
+    /// The program as a member of the group yunion-mps. Only root can start a program as another user.
     pub(crate) fn command_as_member(&self, program: &str) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);

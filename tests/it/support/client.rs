@@ -129,7 +129,7 @@ impl Host {
         self.json(&["clients"]).unwrap().as_array().unwrap().clone()
     }
 
-    /// The client with this PID, as `yunion-mpsctl clients` lists it. None if it is not listed.
+    /// The client with this PID, as `yunion-mpsctl clients` lists it. None if the client is not listed.
     pub(crate) fn listed(&self, pid: u32) -> Option<Value> {
         self.clients().into_iter().find(|client| client["pid"] == pid)
     }

@@ -74,7 +74,8 @@ pub(crate) fn directory(below: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(below)
 }
 
-/// The directories in tests/golden that [`RECORDED`] does not have. A test of a single directory would not see them.
+/// The directories in tests/golden that [`RECORDED`] does not have. A test of a single directory would not find such
+/// directories.
 pub(crate) fn unknown_directories() -> Vec<PathBuf> {
     let is_known = |path: &Path| RECORDED.iter().any(|(below, _)| directory(below).starts_with(path));
     let (mut left, mut unknown) = (vec![directory("")], Vec::new());

@@ -154,7 +154,7 @@ impl Host {
         }
     }
 
-    /// Adds lines to host.conf. A line replaces a line with the same key.
+    /// Adds lines to host.conf. A line of `lines` replaces a line with the same key.
     pub(crate) fn configure(&self, lines: &str) {
         let file = self.file("/etc/yunion/host.conf");
         let keys: Vec<&str> = lines.lines().filter_map(|line| Some(line.split_once(':')?.0)).collect();
@@ -164,7 +164,7 @@ impl Host {
         replace(&file, &(new.join("\n") + "\n"));
     }
 
-    /// Replaces the entries of the platform's device file. Each is given as the text of a YAML flow mapping.
+    /// Replaces the entries of the platform's device file. Each entry is given as the text of a YAML flow mapping.
     pub(crate) fn devices(&self, entries: &[&str]) {
         let lines: Vec<String> = entries.iter().map(|entry| format!("- {{{entry}}}\n")).collect();
         let text = format!("devices:\n{}", lines.concat());
@@ -180,7 +180,7 @@ impl Host {
         fs::rename(&new, &path).unwrap();
     }
 
-    /// A critical error (Xid) happens on a GPU. NVML reports it to the service within a moment.
+    /// A critical error (Xid) happens on a GPU. NVML reports the error to the service within a moment.
     pub(crate) fn meets_xid(&self, gpu: u32, number: u32) {
         let directory = self.path(&format!("gpus/{gpu}"));
         let inode = format!(" ino:{:x} ", fs::metadata(&directory).unwrap().ino());
@@ -225,8 +225,8 @@ impl Host {
         command
     }
 
-    /// A command in this host's environment as another user, who is a member of the group yunion-mps. Only root can
-    /// start it.
+    /// A command in this host's environment as another user, who is a member of the group yunion-mps. Only root can start a
+    /// program as another user.
     pub(crate) fn command_as_member(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = self.command("setpriv");
         command.args(AS_MEMBER).arg(program);

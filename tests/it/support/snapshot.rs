@@ -69,7 +69,7 @@ pub(crate) fn p40_board() -> Snapshot {
     serving(vec![tesla_p40("0000:00:06.0", P40)])
 }
 
-/// The same Snapshot with a socket for clients, in a directory that is removed with the second value.
+/// The Snapshot with a socket for clients, in a directory that is removed when the second value is dropped.
 pub(crate) fn with_socket(mut snapshot: Snapshot) -> (Snapshot, TempDir) {
     let directory = tempfile::tempdir().unwrap();
     fs::write(directory.path().join("control"), "").unwrap();
