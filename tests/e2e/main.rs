@@ -3,8 +3,8 @@
 //! These tests do not use the harness of libtest: with it, tests can't share a machine that is removed after the last
 //! test.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this program need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this program are not
+// marked, and call `unwrap` too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

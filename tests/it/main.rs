@@ -1,7 +1,7 @@
 //! Tests of the whole.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this program need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this program are not
+// marked, and call `unwrap` too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

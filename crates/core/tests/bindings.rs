@@ -1,8 +1,8 @@
 //! Random histories of bindings, from seeds: control groups that are made, removed and made again with the same path, with
 //! processes and without, and a service that remembers only what is in the state file.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::cmp::Ordering;

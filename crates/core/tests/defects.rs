@@ -13,8 +13,8 @@
 //! With `ONLY="a part of a name"`, only the rows with this text in their name are tried. No two rows may replace the same piece
 //! of a file.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::fs;

@@ -1,8 +1,8 @@
 //! The end of the newest clients of a slice that is over its budget: which client ends first, which is spared and for how long.
 //! Combinations with other events are in the histories.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;

@@ -4,8 +4,8 @@
 //! failure prints its seed, and the shortest history that still fails, as a story; with `SHORTEST=0` the history is not
 //! shortened.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -43,8 +43,8 @@ fn history(seed: u64) -> Vec<u64> {
     (1..=length).map(|step| mixed(seed.wrapping_mul(0x0100_0000_01b3).wrapping_add(step))).collect()
 }
 
-/// The mood of the history with this seed. Nearly half of the histories are about faults above all, some about orders
-/// alone, and some about requests of tenants.
+/// The mood of the history with this seed. Nearly half of the histories have mostly faults, some have only orders, and some
+/// have mostly requests of tenants.
 fn mood(seed: u64) -> Mood {
     match seed % 16 {
         2 | 6 | 14 => Mood::Tenants,

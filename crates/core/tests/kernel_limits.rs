@@ -1,7 +1,7 @@
 //! The memory limits that follow from bindings.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -55,8 +55,8 @@ fn a_control_group_may_have_the_memory_of_its_slices_and_of_the_slices_inside_it
     for (of_groups, wanted) in [
         (&[("/a", &[("A", 1)][..])][..], &[("/a A", 11)][..]),
         (&[("/a", &[("A", 1), ("A", 2), ("B", 0), ("C", 0)])], &[("/a A", 23), ("/a B", 1000)]),
-        // The slices of control groups inside a control group count for it. A path that only begins alike (`/ab`) does not
-        // count, and no slice counts twice.
+        // For a control group, the slices of the control groups inside it count, too. A path that only begins alike (`/ab`)
+        // does not count, and no slice counts twice.
         (
             &[
                 ("/a", &[("A", 0)]),

@@ -1,8 +1,8 @@
-//! A few histories as readable stories: what happens, and what is done then; and what other parts of the service ask the core
-//! meanwhile.
+//! A few histories as readable stories: the events, the acts that follow, and the questions that other parts of the service
+//! ask the core meanwhile.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::unnecessary_wraps)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -168,8 +168,8 @@ fn while_programs_keep_the_server_out_it_is_tried_each_second() {
     }
 }
 
-/// Something that starts at the same time as the service will be ready soon: the start is tried again every few
-/// seconds, and the control daemon is not ended for that.
+/// A part of the host that starts at the same time as the service, such as the fabric manager, will be ready soon: the start
+/// is tried again every few seconds, and the control daemon is not ended for that reason.
 #[test]
 fn what_is_not_ready_yet_is_waited_for_in_short_pauses() {
     let mut core = serving("A", &["A"]);
@@ -284,8 +284,8 @@ fn one_that_has_run_is_started_again_without_a_gpu_that_another_has() {
     );
 }
 
-/// The acts after a control daemon could not be taken over. `event` gives its goal, and `is_watched` is true if a
-/// supervisor watches its process.
+/// The acts after a control daemon could not be taken over. `event` gives the goal of the control daemon, and `is_watched` is
+/// true if a supervisor watches its process.
 fn not_taken_over(event: CoreEvent<()>, is_watched: bool) -> Vec<String> {
     let left = runs(&["A"]).map(|one| ("A".into(), one));
     let mut core = Core::new(left.into_iter().collect(), BTreeSet::new());

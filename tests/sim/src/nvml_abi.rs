@@ -24,8 +24,8 @@ type Answer = Result<(), Return>;
 /// The number of calls of nvmlInit without a nvmlShutdown.
 static USERS: AtomicU32 = AtomicU32::new(0);
 
-/// The indices of the GPUs that are awake, because a function has asked for them while the driver is open. NVML wakes
-/// one after the other.
+/// The indices of the GPUs that are awake, because a function has asked for them while the driver is open. NVML wakes one GPU
+/// after the other.
 static AWAKE: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 #[repr(C)]
@@ -707,7 +707,7 @@ unsafe extern "C" fn nvmlDeviceRegisterEvents(
     })
 }
 
-/// The first event of the set that was not reported. None if there is none.
+/// The first event of the set that was not reported. None if all events were reported.
 fn next_event(set: &mut EventSet) -> Result<Option<EventData>, Return> {
     let next = set.gpus.iter_mut().find_map(|(gpu, told)| {
         let xid = *gpu.xids().get(*told)?;

@@ -70,7 +70,7 @@ pub fn run(arguments: &[String], out: &mut dyn Write) -> std::io::Result<u8> {
     }
 }
 
-/// True if `wanted` names this GPU by index, UUID or PCI address. True for every GPU if it names none.
+/// True if `wanted` names this GPU by index, UUID or PCI address. True for every GPU if `wanted` is None.
 fn is_wanted(gpu: &Gpu, wanted: Option<&str>) -> bool {
     wanted.is_none_or(|wanted| {
         wanted.split(',').any(|one| {

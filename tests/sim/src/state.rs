@@ -19,9 +19,9 @@ pub mod code {
     pub const UNINITIALIZED: u32 = 1;
     /// A null pointer or a bad handle.
     pub const INVALID_ARGUMENT: u32 = 2;
-    /// The GPU does not support this.
+    /// The GPU does not support the function.
     pub const NOT_SUPPORTED: u32 = 3;
-    /// Only root may do this.
+    /// Only root may call the function.
     pub const NO_PERMISSION: u32 = 4;
     /// NVML knows no such GPU.
     pub const NOT_FOUND: u32 = 6;
@@ -297,8 +297,8 @@ impl Gpu {
         living.collect()
     }
 
-    /// The processes on the GPU as NVML lists them. Before Volta the server does the work of its clients: NVML lists
-    /// only the server, with the memory of all.
+    /// The processes on the GPU as NVML lists them. Before Volta the server does the work of its clients: NVML lists only the
+    /// server, with the memory of all clients.
     pub fn processes_in_nvml(&self) -> BTreeMap<u32, (Kind, u64)> {
         let mut processes = self.processes();
         if self.compute_capability() < (7, 0) {
@@ -312,7 +312,7 @@ impl Gpu {
         processes
     }
 
-    /// True if a process computes on the GPU. In exclusive mode no second process can.
+    /// True if a process computes on the GPU. In exclusive mode no second process can compute there.
     pub fn computes(&self) -> bool {
         self.processes().values().any(|(kind, _)| *kind != Kind::Graphics)
     }

@@ -1,8 +1,8 @@
 //! The simulated control daemon, servers and clients, compared with records from an H200 with driver 580, and from 535,
 //! 550 and 555 without a GPU.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../support/skip.rs"]

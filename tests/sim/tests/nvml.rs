@@ -3,8 +3,8 @@
 //! The library finds its host by an environment variable, so each case needs a process of its own. The test starts this
 //! binary again with the name of the case.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used)]
 
 use std::fs;

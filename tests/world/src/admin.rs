@@ -114,7 +114,7 @@ impl World {
         self.keep_budgets();
     }
 
-    /// An order for each control daemon in the state file that the configuration gives no order.
+    /// An order for each control daemon in the state file to which the configuration gives no order.
     fn left(&self) -> Vec<Order<u32>> {
         let written = self.state_file.daemons.iter();
         let left = written.filter(|(id, _)| !self.demand.orders.iter().any(|order| order.id == **id));

@@ -17,8 +17,9 @@ use super::tenants::{SliceKnownBy, gpu_of, slice_of};
 use super::ways::{SLICES, SimDrained};
 use super::{Dice, GPUS, World};
 
-/// The control groups in which tenants start programs. The tenant of the container `/a` has one inside it. A user has
-/// made the last one in a control group of the user's own, with the name of the container `b`.
+/// The control groups in which tenants start programs. The tenant of the container `/a` has made the control group `/a/c` in
+/// it. A user has made the last of these control groups in a control group of the user's own, with the name of the container
+/// `b`.
 const GROUPS: [&str; 4] = ["/a", "/b", "/a/c", FORGED];
 const FORGED: &str = "/u/b";
 
@@ -230,8 +231,8 @@ impl World {
         self.check_ended(&ended, true);
     }
 
-    /// The service binds a control group to a slice. Returns true if it does. A refusal must change nothing. The
-    /// promise one-answer: the other parts of the service that hand out slices give the same answer.
+    /// The service binds a control group to a slice. Returns true if the control group is bound. A refusal must change
+    /// nothing. The promise one-answer: the other parts of the service that hand out slices give the same answer.
     pub(crate) fn bind(
         &mut self,
         group: &'static str,

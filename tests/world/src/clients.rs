@@ -22,7 +22,7 @@ pub(crate) struct SimClient {
     pub(crate) server: u32,
     /// The ordinals of the GPUs that the client uses.
     pub(crate) ordinals: BTreeSet<usize>,
-    /// The number of the client's connections. Each takes one of the places for clients on its GPUs.
+    /// The number of the client's connections. Each connection takes one of the places for clients on its GPUs.
     pub(crate) connections: usize,
     /// True once a fatal GPU error has taken the client's work, on all of its GPUs.
     pub(crate) is_hit: bool,
@@ -53,7 +53,8 @@ impl Mps {
         self.client_is_admitted(ordinals, pid)
     }
 
-    /// A program comes to a slice of a GPU through the directory of the slice. Returns its PID, unless it has to wait.
+    /// A program comes to a slice of a GPU through the directory of the slice. Returns the PID of the program, unless the
+    /// program has to wait.
     pub(crate) fn program_comes(&mut self, gpu: &str, slice: u32, group: &'static str) -> Option<u32> {
         let ordinal = self.gpus.iter().position(|one| one == gpu)?;
         let pid = self.client_is_admitted([ordinal].into(), None)?;

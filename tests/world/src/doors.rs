@@ -1,4 +1,4 @@
-//! The parts of the service that hand out slices. Each asks the core if a program may have a slice now.
+//! The parts of the service that hand out slices. Each of these parts asks the core if a program may have a slice now.
 
 use std::sync::Arc;
 

@@ -69,7 +69,7 @@ impl SimShell {
         self.wait(Waits::Turn(now)).await;
     }
 
-    /// Asks the control daemon. `other` is the answer if another control daemon has taken its place.
+    /// Asks the control daemon. `other` is the answer if another control daemon has taken the control daemon's place.
     async fn ask<T: Send>(
         &self,
         question: &'static str,
@@ -417,7 +417,7 @@ impl Shell for SimShell {
         !self.lock().is_alive
     }
 
-    /// Takes no turn: no client must come between the last look at the clients and the signal.
+    /// The call takes no turn: no client must come between the last look at the clients and the signal.
     async fn end_by_signal(&mut self, may_end: Permit) -> bool {
         let mut mps = self.lock();
         mps.note(format_args!("signal ({:?})", may_end.cause()));
@@ -513,9 +513,8 @@ impl Shell for SimShell {
         self.admission.reopen_ways(&mut mps);
     }
 
-    /// The promise programs-wait-for-a-server: waiting programs are released only to a server. Without a server they
-    /// would start without MPS, and prevent the start of a server. The server may have ended without the service's
-    /// knowledge.
+    /// The promise programs-wait-for-a-server: waiting programs are released only to a server. Without a server the programs
+    /// would start without MPS, and prevent the start of a server. The server may have ended without the service's knowledge.
     fn let_go(&mut self) {
         let mut mps = self.lock();
         mps.note(format_args!("let go"));

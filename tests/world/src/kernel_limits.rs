@@ -35,7 +35,8 @@ pub(crate) struct SimKernel {
     refuses: BTreeSet<String>,
 }
 
-/// The limits on which the service acts, and the limits that it wants. The first is None until the service has set goals.
+/// The limits on which the service acts, and the limits that it wants. The limits on which the service acts are None until
+/// the service has set goals.
 #[derive(Debug, Default)]
 pub(crate) struct SimKernelLimits {
     limits: Option<KernelLimits<String>>,

@@ -203,8 +203,8 @@ pub struct World {
     state_file: StateFile,
     /// The slices that an administrator has drained, as the state file has them.
     drained: Arc<Mutex<SimDrained>>,
-    /// The slices whose links could not be removed when they were drained. The answer to the administrator has named
-    /// them.
+    /// The slices whose links could not be removed when they were drained. The answer to the administrator has named these
+    /// slices.
     stuck: BTreeSet<String>,
     ways: Ways,
     /// The slices in whose directories other users have changed the link.
@@ -285,7 +285,7 @@ impl World {
         }
     }
 
-    /// Makes one step of a history. The number `draw` decides which.
+    /// Makes one step of a history. The number `draw` decides which step.
     pub fn step(&mut self, draw: u64) {
         let mut dice = Dice::new(draw);
         let kind = dice.below(61);

@@ -140,7 +140,7 @@ pub struct Mps {
     pub(crate) over: BTreeSet<Hit>,
     later: Vec<(Duration, Later)>,
     pub(crate) came: u32,
-    /// The PID of a client that has left. The next client may get it.
+    /// The PID of a client that has left. The next client may get that PID.
     pub(crate) free_pid: Option<u32>,
     /// The number of fatal GPU errors that have happened.
     pub(crate) faults: usize,

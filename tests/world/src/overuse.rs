@@ -19,7 +19,7 @@ pub const SLICE: u32 = 1;
 /// The budget of the slice: two clients of any memory.
 const BUDGET: Budget = Budget { memory_mib: 100_000, max_clients: 2 };
 
-/// A slice with clients. Two of them fit in its budget.
+/// A slice with clients. Two clients fit into the budget of the slice.
 pub struct Overuse {
     story: Story,
     shell: SimEnforcement,

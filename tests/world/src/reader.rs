@@ -190,8 +190,8 @@ impl Mps {
         }
     }
 
-    /// The service publishes that the fault is over. The next service does not report its clients again if the state
-    /// file could be written.
+    /// The service publishes that the fault is over. The next service does not report the clients of that fault again if the
+    /// state file could be written.
     pub(crate) fn fault_is_over(&mut self) {
         let new = &self.reader.told - &self.reader.over;
         let can_be_written = !self.reader.disk_was_full;

@@ -15,7 +15,7 @@ const DAEMON: DaemonId = DaemonId::Shared;
 #[derive(Debug, Default)]
 pub(crate) struct SimRegister {
     register: Register,
-    /// The description of each process that the service has looked at. The service must use it from then on.
+    /// The description of each process that the service has looked at. The service must use that description from then on.
     seen: BTreeMap<ProcessId, String>,
 }
 

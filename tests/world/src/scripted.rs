@@ -45,7 +45,7 @@ pub enum Deed {
         thread_percentage: u8,
     },
     Disable,
-    /// A client comes through the first slice of its GPU. After an error it stays, or ends.
+    /// A client comes through the first slice of its GPU. After an error the client stays, or ends.
     Comes {
         client: ClientNumber,
         gpu: &'static str,

@@ -1,5 +1,4 @@
-//! The acts about a running control daemon. Each is the real code, runs in the world, and goes on by one turn at a
-//! time.
+//! The acts about a running control daemon. Each act is the real code, runs in the world, and goes on by one turn at a time.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -145,7 +145,7 @@ impl World {
             let mut mps = mps.lock().unwrap();
             let spawning = mps.spawning.take();
             if matches!(spawning, Some(Spawning::WriteDown(_))) && !mps.is_alive {
-                // The control daemon that was spawned before has ended by itself, so this is another one.
+                // The control daemon that was spawned before has ended by itself, so the state file gets another process.
                 self.next_pid += 1;
                 mps.is_another(self.next_pid, self.now);
             }

@@ -68,7 +68,7 @@ pub struct Stage {
     pub unlisted: BTreeMap<String, String>,
     /// The GPUs whose compute mode NVML can't set, each with the reason.
     pub refuses: BTreeMap<String, String>,
-    /// The processes on GPUs that do not belong to the control daemon.
+    /// The processes on GPUs that are no processes of the control daemon.
     pub processes: BTreeMap<String, Vec<GpuProcess>>,
     /// True if the control daemon's servers can't open any GPU.
     pub servers_are_kept_out: bool,
@@ -135,7 +135,7 @@ impl Mps {
         self.reader.requests.push_back((self.now, request));
     }
 
-    /// Adds a line to the control daemon's log. A tenant may have written it.
+    /// Adds a line to the control daemon's log. The line may have been written by a tenant.
     pub fn says(&mut self, meaning: Meaning) {
         if let Meaning::TornDown { server, client, ordinal } = meaning {
             self.hits.insert((server, ordinal, client));
@@ -210,7 +210,7 @@ impl Mps {
         &mut self.clients.get_mut(&pid).unwrap().tenant
     }
 
-    /// The server with this PID handles a fatal GPU error. The list of the server's clients is empty meanwhile.
+    /// The server with this PID handles a fatal GPU error. The list of the server's clients is empty during that.
     pub fn server_faults(&mut self, server: u32) {
         self.is_status(server, ServerStatus::Fault);
         self.servers.entry(server).and_modify(|server| server.lists = false);
@@ -259,7 +259,7 @@ pub fn wanted_gpu(uuid: &str) -> ServedGpu {
 }
 
 impl SimShell {
-    /// Locks the simulated control daemon. A story that locks it twice at the same time fails.
+    /// Locks the simulated control daemon. A story that locks the control daemon twice at the same time fails.
     pub fn host(&self) -> MutexGuard<'_, Mps> {
         self.mps.try_lock().unwrap()
     }
@@ -294,7 +294,7 @@ impl SimShell {
     }
 }
 
-/// Lets the next event happen, if it is not later than `until`. Returns whether there was one.
+/// Lets the next event happen, if it is not later than `until`. Returns whether there was an event.
 fn go_on(mps: &mut Mps, until: Duration) -> bool {
     let turn = mps.stage.later.first().map(|(time, _)| *time);
     let next = mps.due().into_iter().chain(turn).min().filter(|next| *next <= until);
@@ -392,7 +392,8 @@ impl Story {
         self.shell.act(pin!(act(&mut serving)), Duration::MAX).unwrap()
     }
 
-    /// Serves the control daemon until this number of milliseconds after the beginning. The act must not end before.
+    /// Serves the control daemon until this number of milliseconds after the beginning. The act must not end before that
+    /// time.
     pub fn served(&mut self, until: u64) {
         let ended = self.serve(until);
         assert!(ended.is_none(), "{ended:?}");

@@ -175,7 +175,7 @@ impl World {
         }
     }
 
-    /// Chooses a client. Returns the PID of its control daemon, and its own PID.
+    /// Chooses a client. Returns the PID of the client's control daemon, and the client's own PID.
     fn any_client(&self, dice: &mut Dice) -> Option<(u32, u32)> {
         let clients = |(daemon, one): (&u32, &super::ControlDaemon)| {
             one.lock().clients.keys().map(|client| (*daemon, *client)).collect::<Vec<_>>()
@@ -184,8 +184,8 @@ impl World {
         dice.pick(&clients).copied()
     }
 
-    /// Chooses a client that was not hit, at a server that handles a fatal GPU error. None if there is no such client, and at
-    /// random.
+    /// Chooses a client that was not hit, at a server that handles a fatal GPU error. None if there is no such client, and
+    /// sometimes at random.
     fn client_at_a_fault(&self, dice: &mut Dice) -> Option<u32> {
         let mut clients = Vec::new();
         for one in self.daemons.values() {

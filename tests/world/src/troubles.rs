@@ -60,7 +60,8 @@ impl World {
             }
             9 => {
                 mps.taken_by = if mps.taken_by.is_some() { None } else { Some(7) };
-                // The control daemon of another program has the directory, so commands of the service change that one.
+                // The control daemon of another program has the directory, so commands of the service change that control
+                // daemon.
                 mps.foreign.insert(None);
                 mps.foreign.extend(servers.iter().map(|server| Some(*server)));
                 format!("in the directory of {pid} listens {:?}", mps.taken_by)

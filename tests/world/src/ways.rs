@@ -13,7 +13,7 @@ use super::{Dice, World};
 /// The number of slices of each GPU.
 pub(crate) const SLICES: usize = 2;
 
-/// The path of the directory that contains the directories of slices. The world has only one.
+/// The path of the directory that contains the directories of slices. The world has only one such directory.
 const PLACE: u8 = 0;
 
 /// The entry of a directory in [`Ways`] that has a file instead of a link.
@@ -208,7 +208,7 @@ impl SimAdmission {
         self.links.lock().unwrap().let_go();
     }
 
-    /// Takes note that the control daemon has ended. Programs wait for the next one.
+    /// Takes note that the control daemon has ended. Programs wait for the next control daemon.
     pub(crate) fn end(&self) {
         {
             let ways = self.ways.lock().unwrap();
@@ -239,7 +239,7 @@ impl World {
         Some(service.admissions.entry(id.clone()).or_insert_with(new).clone())
     }
 
-    /// Takes another plan: links that it does not need are removed at once.
+    /// Takes another plan: links that the plan does not need are removed at once.
     pub(crate) fn follow(&mut self) {
         let Some(service) = &self.service else { return };
         for (id, admission) in &service.admissions {

@@ -15,7 +15,7 @@ fn misfit() -> Story {
     story
 }
 
-/// The positions of these calls in the record of the story. Each is the first call with its name.
+/// For each name in `calls`, the position of the first call with that name in the record of the story.
 fn order(story: &Story, calls: &[&str]) -> Vec<u128> {
     calls.iter().map(|call| *story.times(call).first().unwrap()).collect()
 }
@@ -33,7 +33,7 @@ fn the_clients_are_counted_behind_the_closed_door() {
     assert!(!story.has_done("lead again") && !story.has_done("let go"), "the next one lets them go");
 }
 
-/// A program that got a slice of such a control daemon would wait, and then start without MPS.
+/// A program that got a slice of a control daemon that is ended by force would wait, and then start without MPS.
 #[test]
 fn one_that_is_ended_by_force_is_shown_as_not_serving_before_it_is_asked() {
     let mut story = misfit();

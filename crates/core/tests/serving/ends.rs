@@ -1,4 +1,4 @@
-//! Take-over, who uses a control daemon, requests of administrators, and its end.
+//! The take-over of a control daemon, the programs that use it, requests of administrators, and its end.
 
 use mps_core::mps::ServerStatus;
 use mps_core::serve::{Ended, Failure, Judged, Requested};
@@ -115,8 +115,8 @@ fn nobody_knows_where_nvml_says_nothing() {
 
 #[test]
 fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
-    // In turn: the log has reported the error; the control daemon reports it for a server that the service knows; or for one
-    // that the service does not know; the control daemon does not answer the question about errors.
+    // In turn: the log has reported the error; the control daemon reports it for a server that the service knows; the control
+    // daemon reports it for another server; the control daemon does not answer the question about errors.
     for case in 0..4 {
         let mut story = with_clients(&[]);
         story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));

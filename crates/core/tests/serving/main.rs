@@ -1,8 +1,8 @@
 //! Stories of serving: a host behaves as the story says, and the service works on it. The stories test what no promise of the
 //! histories covers: messages, questions, and their order.
 
-// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions in this file need them
-// too.
+// clippy.toml allows `unwrap` and the like only in functions marked as tests. The helper functions of this file are not
+// marked, and call `unwrap` too.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::unnecessary_wraps)]
 
 mod capacity;

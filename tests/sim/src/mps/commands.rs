@@ -271,7 +271,7 @@ impl Daemon {
         let client: u32 = client.parse().unwrap_or_default();
         let Some(status) = server.ask(&Order::Query) else { return };
         if status.clients.iter().any(|known| known.pid == client) {
-            // A client has to take part in its end. A client that was torn down by a fault does so only when its process
+            // A client has to take part in its end. A client that was torn down by a fault takes part only when its process
             // ends, and a stopped client only when it is continued. Until then the control daemon handles no other command.
             let _nothing_else = self.nothing_else();
             while alive(client) && server.ask(&Order::Query).is_some_and(|status| status.fault) {
@@ -295,8 +295,8 @@ impl Daemon {
         threads
     }
 
-    /// Ends the control daemon after its clients have ended. With a time limit and a client that stays, it does the
-    /// same as 580: it announces force and then hangs for ever.
+    /// Ends the control daemon after its clients have ended. With a time limit and a client that stays, the simulated control
+    /// daemon does what that of driver 580 does: it announces force and then hangs for ever.
     fn quit(&'static self, rest: &[&str]) {
         let limit = match rest {
             ["-t", seconds, ..] => seconds.parse().ok(),

@@ -155,7 +155,7 @@ pub(super) struct Daemon {
     defaults: Mutex<Defaults>,
     state: Mutex<State>,
     changed: Condvar,
-    /// The lock that the control daemon holds while it waits for something and answers nobody.
+    /// The lock that the control daemon holds while it waits for something and answers no program.
     busy: Mutex<()>,
 }
 
@@ -245,8 +245,8 @@ impl Daemon {
         if host.fault("start-garbage").is_some() {
             io::stdout().write_all(b"\x00\xff\xfe garbage \x1b[2J\n[not a time Control] \xc3\n")?;
         }
-        // A front end of the same user connects to this socket, and may give any command. As in a real control daemon it is
-        // made first, so that it exists once `control` exists.
+        // A front end of the same user connects to this socket, and may give any command. As in a real control daemon this
+        // socket is made first, so that it exists once `control` exists.
         let privileged = wire::listen(&pipe.join("control_privileged"))?;
         fs::set_permissions(pipe.join("control_privileged"), Permissions::from_mode(0o755))?;
         let control = wire::listen(&pipe.join("control"))?;

@@ -1,9 +1,9 @@
 //! MPS: the control daemon, its servers, and the CUDA programs that are their clients.
 //!
-//! The control daemon listens in the pipe directory. A front end talks to it until it closes the connection. A client sends a
-//! hello, and the control daemon passes its connection on to a server, so the connection breaks when the server dies. A
-//! server is a child of the control daemon. The stdin of the server is a channel to the control daemon, and the server dies
-//! when the channel breaks. All messages are packets of JSON (`wire`).
+//! The control daemon listens in the pipe directory. A front end talks to the control daemon until the front end closes the
+//! connection. A client sends a hello, and the control daemon passes the client's connection on to a server, so the
+//! connection breaks when the server dies. A server is a child of the control daemon. The stdin of the server is a channel to
+//! the control daemon, and the server dies when the channel breaks. All messages are packets of JSON (`wire`).
 
 pub mod client;
 pub mod control;

@@ -69,7 +69,7 @@ pub fn run() -> u8 {
     start().map_or(1, Server::follow_orders)
 }
 
-/// Opens the GPUs. If it can't open one, the server ends without a message, as recorded.
+/// Opens the GPUs. If the server can't open one of its GPUs, it ends without a message, as recorded.
 fn start() -> Option<&'static Server> {
     let host = Host::from_env().ok()?;
     let channel = io::stdin().as_fd().try_clone_to_owned().ok()?;
@@ -310,8 +310,8 @@ impl Server {
         Ok(id)
     }
 
-    /// The server's ordinals of the GPUs that a client sees, in the client's order. The client's environment decides
-    /// the order. Without it the order is by address, whatever the control daemon's order is.
+    /// The server's ordinals of the GPUs that a client sees, in the client's order. The client's environment decides the
+    /// order. Without such a variable the order is by address, whatever the control daemon's order is.
     fn seen(&self, hello: &ClientHello) -> Vec<usize> {
         let mut in_order = self.gpus.clone();
         in_order.sort_unstable_by_key(|gpu| gpu.index);
@@ -439,8 +439,8 @@ impl Server {
         }
     }
 
-    /// Removes a client that has ended. If its kernel still ran, that is a fault. When the last client that a fault
-    /// has hit is removed, the fault is over.
+    /// Removes a client that has ended. If the client's kernel still ran, its end is a fault. When the last client that a
+    /// fault has hit is removed, the fault is over.
     fn part_with(&self, id: u32) {
         let mut state = self.state();
         let Some(place) = state.clients.iter().position(|client| client.id == id) else { return };
