@@ -36,7 +36,7 @@ pub(crate) struct Parts<'a> {
     pub statuses: &'a [Status],
     /// The statuses of the control daemons that are about to end.
     pub leaving: &'a [Status],
-    /// The GPUs that one control daemon should serve and another one still has, each with the id of the control
+    /// The GPUs that one control daemon should serve and another control daemon still has, each with the id of the control
     /// daemon that still has the GPU.
     pub held: &'a HeldGpus,
     /// True if a control daemon of the plan starts as soon as a control daemon that is about to end has left its
@@ -172,8 +172,8 @@ fn of_all<T: PartialEq>(
     values.all(|value| value.as_ref() == Some(&first)).then_some(first)
 }
 
-/// Why a GPU is not served, and why single slices of it are not. If each slice has its own control daemon, a GPU is served as
-/// long as one of its slices is.
+/// The reason why a GPU is not served, and the reasons why single slices of it are not. If each slice has its own control
+/// daemon, a GPU is served as long as one of its slices is.
 fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BTreeMap<u32, String>) {
     let to_reset = || parts.to_reset.get(&plan.gpu.id().to_string()).map(|error| needs_reset(plan, error));
     if let Some(reason) = plan.unusable().or_else(to_reset).or_else(|| in_the_way(uuid, parts)) {
@@ -206,7 +206,7 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
     }
 }
 
-/// Why a GPU takes no new client before a reset. The present clients of the GPU go on.
+/// The reason why a GPU takes no new client before a reset. The present clients of the GPU go on.
 fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     format!(
         "it takes no new client before a reset: {error}; when its clients are done, systemctl stop yunion-mps-daemon, \
@@ -215,7 +215,7 @@ fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     )
 }
 
-/// Why a control daemon does not serve a GPU as planned.
+/// The reason why a control daemon does not serve a GPU as planned.
 fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<'_>) -> Option<String> {
     match serving {
         None => Some(not_begun(uuid, parts)),
@@ -357,7 +357,7 @@ fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     Some(format!("control daemon {id} still has it: {reason}"))
 }
 
-/// Why the control daemon that should have a GPU has not started, in words.
+/// The reason why the control daemon that should have a GPU has not started, in words.
 fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     let plans = parts.plan.map(|plan| plan.control_daemons.as_slice()).unwrap_or_default();
     let its_plan = plans.iter().find(|one| one.gpus.iter().any(|gpu| gpu.uuid == uuid));
@@ -416,7 +416,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
         };
     }
     // A server that can't open one of its GPUs serves none of them. So the reason of such a GPU is also the reason why the
-    // others are not served.
+    // other GPUs are not served.
     let keeps_server_out =
         |gpu: &&Arc<GpuView>| served(parts, gpu.uuid()).any(|(_, gpu)| gpu.server_kept_out);
     let mut unhealthy = gpus.iter().filter(unserved);

@@ -20,9 +20,9 @@
 //! ```
 //!
 //! The way begins in the crate `common`, which has the configuration, the host and the plan, and everything else that
-//! yunion-mpsctl needs too. The crate `mps_core` decides, and can't name anything that acts. The modules stand on floors, and a
-//! module uses only modules below it. `tests/it/structure.rs` checks this rule in all crates, and a second one: a library, or
-//! /proc, is named in one module alone.
+//! yunion-mpsctl needs too. The crate `mps_core` decides, and can't name anything that acts. The modules stand on floors, and
+//! a module uses only modules below it. `tests/it/structure.rs` checks this rule in all crates, and a second rule: a library,
+//! or /proc, is named in one module alone.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

@@ -20,11 +20,11 @@ use common::host::blocking::Blocking;
 use common::host::identity;
 use common::membership::{ProcessSight, SliceMounts, Slices};
 
-/// How long a caller waits for a look at processes without their memory. The look takes microseconds, but the host agent's
-/// records can be many, or half-written.
+/// The time for which a caller waits for a look at processes without their memory. The look takes microseconds, but the host
+/// agent's records can be many, or half-written.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long a look waits for the environment of one process. The environment is in the memory of the process, so a
+/// The time for which a look waits for the environment of one process. The environment is in the memory of the process, so a
 /// read of it can hang.
 const MEMORY_PATIENCE: Duration = Duration::from_secs(5);
 

@@ -64,7 +64,7 @@ pub(super) fn say_what_is_new(before: Option<&Plan>, plan: &Plan) {
     }
 }
 
-/// Why there is no plan, in words.
+/// The reason why there is no plan, in words.
 pub(super) fn why(error: PlanError) -> String {
     match error {
         PlanError::Problems(problems) => join(&problems),

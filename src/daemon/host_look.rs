@@ -22,10 +22,10 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(500);
 
 /// The time in which a program without MPS that has just started on a GPU should end. After that its GPU is left out, and the
-/// others are served. Such a program usually ends soon: it was started while no control daemon ran. If a control daemon starts
-/// without this GPU, it has to be restarted for it later, after the last client on its other GPUs has ended. If it starts with
-/// this GPU, it serves the GPU as soon as the program ends. Meanwhile no further program without MPS starts, since a program that
-/// finds a control daemon connects to it.
+/// other GPUs are served. Such a program usually ends soon: it was started while no control daemon ran. If a control daemon
+/// starts without this GPU, it has to be restarted for it later, after the last client on its other GPUs has ended. If it
+/// starts with this GPU, it serves the GPU as soon as the program ends. Meanwhile no further program without MPS starts,
+/// since a program that finds a control daemon connects to it.
 const OF_NEWCOMERS: Duration = Duration::from_secs(10);
 
 /// The longest time that the service waits for one look at the host. The time must be much shorter than the watchdog's time.
@@ -166,7 +166,7 @@ impl HostLook {
         }
     }
 
-    /// The answer to the running look, or to a new one. None if there is none in time.
+    /// The answer to the running look, or to a new look. None if there is none in time.
     async fn looked(&mut self) -> Option<Looked> {
         if let Some(late) = self.late.take() {
             return Some(late);
@@ -187,9 +187,9 @@ impl HostLook {
         answered.ok()
     }
 
-    /// Has critical errors reported as they happen. Waiting for them blocks, so it has a separate thread, which ends after the
-    /// driver was closed or the service is ending. A wait that fails is begun again, since one bad GPU must not hide the errors
-    /// of others.
+    /// Has critical errors reported as they happen. Waiting for them blocks, so it has a separate thread, which ends after
+    /// the driver was closed or the service is ending. A wait that fails is begun again, since one bad GPU must not hide the
+    /// errors of other GPUs.
     fn watch_xids(&self, driver: Arc<Driver>) {
         let told = self.events.clone();
         let current = self.driver.subscribe();

@@ -93,8 +93,8 @@ pub(crate) enum Exit {
 
 /// Runs the service until it is asked to stop.
 pub(crate) async fn run(options: Options, level: Level) -> Exit {
-    // The runtime directory is locked first: if another service has it, that service may be serving, and this one must not
-    // touch anything.
+    // The runtime directory is locked first: if another service has it, that service may be serving, and this service must
+    // not touch anything.
     let directory = match RuntimeDirectory::take_soon(&options.runtime_directory).await {
         Ok(directory) => directory,
         Err(error) => return Exit::Failed(error.to_string()),

@@ -203,8 +203,8 @@ fn container_id(text: &str) -> Result<String, RequestError> {
     )))
 }
 
-/// The event about a request that has ended the work of `clients`. None for the stop of a container, since containers
-/// are stopped all the time.
+/// The event about a request that has ended the work of `clients`. None if a container is stopped, since containers are
+/// stopped all the time.
 fn event(wanted: &Target, clients: String) -> Option<Event> {
     let (whom, names) = match wanted {
         Target::Process(pid) | Target::ProcessOf { pid, .. } => {

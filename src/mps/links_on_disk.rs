@@ -1,5 +1,5 @@
 //! The pipe directory and the directories of slices: each has a hard link to the socket that the control daemon makes in its
-//! private directory. A client needs nothing else, and a program that has nothing else can't set limits for others.
+//! private directory. A client needs nothing else, and a program that has nothing else can't set limits for other programs.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -154,8 +154,8 @@ impl SliceDirectories {
         Ok(directory.map(|directory| Self { path: path.to_owned(), directory }))
     }
 
-    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the
-    /// former socket or this one. Returns true if the directory had no link to this socket before.
+    /// Makes the link in the directory of a slice point to a socket. A client that connects meanwhile finds the former socket
+    /// or the new socket. Returns true if the directory had no link to this socket before.
     ///
     /// # Errors
     /// The slice's directory can't be used, or the link can't be made.
@@ -183,7 +183,7 @@ impl SliceDirectories {
         closed.map_err(|error| still_leads(&self.path.join(name), &error))
     }
 
-    /// Stops other users from changing the directories of these slices, and from adding others.
+    /// Stops other users from changing the directories of these slices, and from adding directories.
     pub(crate) fn keep<'n>(&self, names: impl IntoIterator<Item = &'n String>) {
         for name in names {
             // A slice that has no directory yet is skipped.

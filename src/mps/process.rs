@@ -57,7 +57,7 @@ impl Process {
         self.handle.identity()
     }
 
-    /// Waits until the process has ended, and returns its exit status. None for a process that is not a child.
+    /// Waits until the process has ended, and returns its exit status. None if the process is not a child.
     pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
             // A child is waited for, so that the kernel removes its zombie. On a kernel without pidfds the zombie stays until
@@ -115,8 +115,8 @@ pub(crate) async fn ended(pid: u32) {
     }
 }
 
-/// The number of checks that a process goes on after it was continued, and the pause between two checks. A debugger
-/// can stop a process and continue it at once, repeatedly.
+/// The number of checks that a process runs on after it was continued, and the pause between two checks. A debugger can stop
+/// a process and continue it at once, repeatedly.
 const GO_ON_LOOKS: u32 = 20;
 const GO_ON_PAUSE: Duration = Duration::from_millis(5);
 

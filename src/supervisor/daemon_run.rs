@@ -55,7 +55,7 @@ pub(super) enum Happening {
 #[derive(Debug)]
 pub(super) struct DaemonRun {
     pub(super) process: Process,
-    /// The exit status of the control daemon. None before its end, or if the process is not a child of the service.
+    /// The exit status of the control daemon. None until its end, or if the process is not a child of the service.
     pub(super) exit_status: Option<ExitStatus>,
     /// The control daemon's entry in the state file. The entry may differ from the order.
     pub(super) running: Running,

@@ -163,8 +163,8 @@ async fn run(
     events: mpsc::UnboundedSender<CoreEvent<Instructions>>,
 ) {
     while let Some(Assignment { order, goal, held, act, interrupt }) = assignments.recv().await {
-        // `Rest` only publishes the result of the act before it, which belongs to the order of that act. So a new order is
-        // not taken yet.
+        // `Rest` only publishes the result of the last act, and belongs to the order of that act. So a new order is not taken
+        // yet.
         if !matches!(act, DaemonAct::Rest(_)) {
             machine.worker.take_order(order, goal, held);
         }

@@ -18,8 +18,8 @@ use rustix::process::{Flock, FlockType, fcntl_getlk};
 /// The file that is locked. The file is empty: the kernel reports which process has the lock.
 const FILE: &str = "lock";
 
-/// How long a starting service waits for the former service to end, and the pause between two checks. A process that was killed
-/// may need seconds to free its memory.
+/// The time for which a starting service waits for the former service to end, and the pause between two checks. A process
+/// that was killed may need seconds to free its memory.
 const PATIENCE: Duration = Duration::from_secs(3);
 const PAUSE: Duration = Duration::from_millis(50);
 

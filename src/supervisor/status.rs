@@ -17,8 +17,8 @@ use common::plan::ControlDaemonPlan;
 use common::published::control_daemon::{ControlDaemonState, ControlDaemonView};
 use common::published::events::{Event, Events};
 
-/// How long a control daemon may wait for something that is not ready before the wait counts as a failure: the fabric manager of
-/// a host with `NVSwitch` needs a minute or two after a boot.
+/// The time for which a control daemon may wait for something that is not ready before the wait counts as a failure: the
+/// fabric manager of a host with `NVSwitch` needs a minute or two after a boot.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 /// A wait that ends without an administrator.
@@ -139,7 +139,7 @@ pub(crate) struct GpuStatus {
     pub compute_mode: Option<ComputeMode>,
     /// The reason why the control daemon serves without the GPU for now; empty if the GPU is not left out.
     pub left_out: String,
-    /// Why the GPU is not served as planned though it is not left out; empty if it is served.
+    /// The reason why the GPU is not served as planned though it is not left out; empty if it is served.
     pub reason: String,
     /// The reason why the GPU takes no more clients; empty while it takes clients.
     pub full: String,

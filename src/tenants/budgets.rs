@@ -168,7 +168,7 @@ impl Budgets {
     }
 
     /// Makes the tasks look at every GPU, except those with a recent look, and waits for these looks. A GPU that does not
-    /// answer in time does not delay the others.
+    /// answer in time does not delay the other GPUs.
     pub(crate) fn look_now(&self) -> impl Future<Output = ()> + Send + 'static {
         let now = Instant::now();
         let is_fresh =

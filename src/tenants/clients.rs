@@ -14,8 +14,8 @@ use common::host::identity;
 use common::host::proc;
 use common::published::client::ClientView;
 
-/// How long the list of clients waits for a new client to open its GPU: the control daemon has several GPUs, and the driver says
-/// which of them the client uses.
+/// The time for which the list of clients waits for a new client to open its GPU: the control daemon has several GPUs, and
+/// the driver says which of them the client uses.
 const OPENS_AFTER: Duration = Duration::from_millis(200);
 
 /// The processes on each GPU whose processes NVML can list, by the UUID of the GPU.

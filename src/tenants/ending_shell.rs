@@ -16,11 +16,12 @@ use crate::mps::process::{GoingOn, Held};
 use common::host::identity;
 use common::host::proc;
 
-/// How long the end of GPU work waits for the list of clients of one control daemon. Each question to the control daemon has a
-/// shorter deadline.
+/// The time for which the end of GPU work waits for the list of clients of one control daemon. Each question to the control
+/// daemon has a shorter deadline.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How long the end of GPU work waits for a control daemon whose answer is not required. An answer takes milliseconds.
+/// The time for which the end of GPU work waits for a control daemon whose answer is not required. An answer takes
+/// milliseconds.
 const OTHERS_PATIENCE: Duration = Duration::from_secs(1);
 
 /// A control daemon that may have clients.
@@ -83,7 +84,7 @@ async fn servers_in_fault(control: &Control, servers: &[u32]) -> Result<BTreeSet
 async fn clients(control: &Control) -> Result<DaemonClients, ControlError> {
     let servers = control.inspect(&[], None).await?.servers;
     // A control daemon may leave clients out of its list while a server handles a fatal error. So the servers are asked for
-    // errors before the list is read, and again after it.
+    // errors before the list is read, and a second time afterwards.
     let mut faulted = servers_in_fault(control, &servers).await?;
     let pids = control.client_pids(&servers).await?;
     let started = |pid| identity::read(pid).ok().map(|process| process.start_time);

@@ -47,7 +47,7 @@ pub(crate) const CHECKS: &[Check] = &[
     ("an_enabled_unit_comes_up_at_boot", boot),
 ];
 
-/// A program that cargo has built. The program is beside the directory of this program.
+/// A program that cargo has built. The program is in the parent directory of this program's directory.
 fn built(name: &str) -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon")).with_file_name(name)
 }

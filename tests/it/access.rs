@@ -27,7 +27,7 @@ enum Asker {
     Container,
 }
 
-/// A host with the control group of a container that runs, and another one for the bindings that are tried.
+/// A host with the control group of a container that runs, and a second control group for the bindings that are tried.
 struct Scene {
     host: Host,
     /// The container's.

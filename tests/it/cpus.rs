@@ -75,7 +75,7 @@ fn two_gpus(parts: &[String; 2]) -> Host {
     host
 }
 
-/// A control daemon and its only server may run on these CPUs, and on no others.
+/// A control daemon and its only server may run on these CPUs, and on no other CPUs.
 fn assert_on(daemon: &Value, cpus: &str) {
     let servers = daemon["servers"].as_array().unwrap();
     assert_eq!(servers.len(), 1, "{daemon:#}");

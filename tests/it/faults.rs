@@ -114,7 +114,7 @@ fn restart(host: &mut Host) {
 }
 
 /// A control daemon or a server that a signal has stopped serves no client; it is continued, its clients notice nothing, and
-/// changes from meanwhile are in force. A client that its owner has stopped does not disturb others.
+/// changes from meanwhile are in force. A client that its owner has stopped does not disturb other clients.
 fn stopped_processes_are_continued(topology: Topology) {
     let mut host = Host::with_topology(topology, "h200");
     host.start();

@@ -65,7 +65,7 @@ fn without_network(mut command: Command) -> Command {
     command
 }
 
-/// The program beside the package, built as the page says for a machine without network.
+/// The agent that comes with the package, built as the page says for a machine without network.
 fn agent() -> &'static Path {
     static AGENT: OnceLock<PathBuf> = OnceLock::new();
     AGENT.get_or_init(|| {

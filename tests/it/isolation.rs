@@ -50,7 +50,7 @@ fn unserved(host: &Host) -> Vec<String> {
     sick.map(|device| device["addr"].as_str().unwrap().to_owned()).collect()
 }
 
-/// The clients of this slice have lost their work, and all others compute.
+/// The clients of this slice have lost their work, and all other clients compute.
 fn only_its_clients_are_lost(slice: &str, clients: &mut Vec<(&'static str, Client)>) {
     for (_, lost) in clients.iter_mut().filter(|(its, _)| *its == slice) {
         let status = wait_for("the end of its clients", || lost.try_wait().unwrap());
@@ -196,7 +196,7 @@ fn a_host_has_gpus_of_both_kinds() {
     assert_eq!(["Default", "Default"], [host.compute_mode(0), host.compute_mode(1)]);
 }
 
-/// Slices are added and removed next to others: control daemons that take turns do not wait for each other.
+/// Slices are added and removed next to other slices: control daemons that take turns do not wait for each other.
 #[test]
 fn slices_come_and_go_beside_the_others() {
     let mut host = Host::new("h200");

@@ -64,7 +64,8 @@ fn can_have(host: &Host, group: &ContainerGroup, mib: u64) -> bool {
     command.status().unwrap().success()
 }
 
-/// When Bind is answered, the kernel enforces the limit for all programs of the control group together, and for no others.
+/// When Bind is answered, the kernel enforces the limit for all programs of the control group together, and for no other
+/// program.
 #[test]
 fn the_kernel_holds_the_memory_of_a_bound_control_group() {
     let test = "the_kernel_holds_the_memory_of_a_bound_control_group";

@@ -70,7 +70,7 @@ fn each_gpu_is_probed_once() {
         let error = report["error"].as_str().unwrap_or_default();
         assert_eq!(error.contains("MIG is on"), device["healthy"] == false, "{error}");
     }
-    // The first GPU has smaller slices than the other one. The environment has the limits of its slice, which are below the
+    // The first GPU has smaller slices than the second. The environment has the limits of its slice, which are below the
     // limits of the control daemon.
     let report = &reports[0];
     assert_eq!(report["slice"]["promised"]["thread_percentage"], 12, "{report:#}");

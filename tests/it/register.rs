@@ -76,7 +76,7 @@ impl Rounds {
             clients.push((self.host.client_of(slice), slice.to_owned()));
         }
         if is_bound {
-            // The client claims a slice, and its control group is bound to another one, before or after its start.
+            // The client claims a slice, and its control group is bound to another slice, before or after its start.
             let start = || client(&self.host, &self.group.directory, &["hold", "600"], SLICES[1]);
             let bind_it = || succeeded(&bind(&self.host, SLICES[0], &self.group, &["--label", "job-17"]));
             let bound = if round.is_multiple_of(2) {

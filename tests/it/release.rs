@@ -164,8 +164,8 @@ fn an_id_of_two_containers_is_refused() {
     assert!(scene.bystander_survives());
 }
 
-/// A user gives a control group a name with the same beginning. The containers of others are still released, since root has not
-/// made that control group.
+/// A user gives a control group a name with the same beginning. The containers of other users are still released, since root
+/// has not made that control group.
 #[test]
 fn a_strangers_control_group_is_in_no_containers_way() {
     let mut scene = Neighbours::new();

@@ -68,8 +68,8 @@ fn ready_waits_for_the_bus() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// A service manager that does not read its messages delays nothing: the kernel stores ten messages, and sending another one
-/// blocks.
+/// A service manager that does not read its messages delays nothing: the kernel stores ten messages, and the sender of the
+/// next message blocks.
 #[test]
 fn a_service_manager_that_does_not_read_holds_nobody_up() {
     let mut host = Host::new("tesla-p40");

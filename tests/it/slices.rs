@@ -71,12 +71,13 @@ impl Drop for ContainerShell {
     }
 }
 
-/// Kills the control daemon, and waits until another one serves.
+/// Kills the control daemon, and waits until a new control daemon serves.
 fn another_control_daemon(host: &Host) {
     another_control_daemon_in(host, "ready");
 }
 
-/// Kills the control daemon, and waits until another one serves, for a service that is in this state before and after.
+/// Kills the control daemon, and waits until a new control daemon serves, for a service that is in this state before and
+/// after.
 fn another_control_daemon_in(host: &Host, state: &str) {
     let before = control_pid(&host.wait_for_state(state));
     signal_pid(before, Signal::KILL);

@@ -114,7 +114,7 @@ impl Crate {
     }
 
     /// The place of the file that a path leads to, seen from a file: `crate::host::gpu::Gpu` leads to `["host", "gpu"]`. None
-    /// for a path into another crate.
+    /// if the path leads into another crate.
     fn target(&self, from: &Source, path: &str) -> Option<Vec<String>> {
         let mut parts = path.split("::").peekable();
         let mut place = match *parts.peek()? {

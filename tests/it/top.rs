@@ -1,4 +1,4 @@
-//! `yunion-mpsctl top` on a terminal, beside the service.
+//! `yunion-mpsctl top` on a terminal, while the service runs.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -21,7 +21,7 @@ fn is_chinese(text: &str) -> bool {
     text.chars().any(|letter| ('\u{4e00}'..='\u{9fff}').contains(&letter))
 }
 
-/// The words that no translation changes, each once: code, and numbers beside it.
+/// The words that no translation changes, each once: code, and numbers next to code.
 fn fixed(text: &str) -> BTreeSet<&str> {
     let code = text.split('`').skip(1).step_by(2);
     let beside = text.split('`').step_by(2);

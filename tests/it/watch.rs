@@ -69,7 +69,7 @@ async fn is_ready_waits_for_the_service_and_no_longer_than_it_may() {
     assert_eq!(waiting.await.unwrap(), (Some(0), "ready\n".to_owned(), String::new()));
 }
 
-/// `yunion-mpsctl` with these arguments, beside the service. The program is ended with this value.
+/// `yunion-mpsctl` with these arguments, while the service runs. The program is ended with this value.
 struct Follower {
     program: Client,
     files: tempfile::TempDir,

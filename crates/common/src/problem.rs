@@ -84,7 +84,7 @@ impl NamedProblem {
 pub struct Origin {
     /// The path with which the service opened the file.
     pub file: PathBuf,
-    /// The line, from 1. None for the file as a whole.
+    /// The line, from 1. None if the problem concerns the file as a whole.
     pub line: Option<usize>,
 }
 

@@ -43,7 +43,7 @@ pub struct Standing {
     pub drained: bool,
     /// The name of the binding that excludes the program from the slice. None if no binding does.
     pub taken_by: Option<String>,
-    /// Why a program that is started now would not get the limits of the slice. None if it would.
+    /// The reason why a program that is started now would not get the limits of the slice. None if it would.
     pub unserved: Option<String>,
 }
 

@@ -47,7 +47,7 @@ pub enum DaemonAct {
     /// comes meanwhile, the control daemon lives on until the client has ended. With any other cause the clients lose their
     /// work.
     End(Permit),
-    /// Show why the control daemon does not serve, and that the service tries again after this time.
+    /// Show the reason why the control daemon does not serve, and that the service tries again after this time.
     Rest(Duration),
     /// Record the facts that the next service needs to take the control daemon over.
     Leave,

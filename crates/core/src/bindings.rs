@@ -33,7 +33,7 @@ pub const MOST_BYTES: usize = MOST * LARGEST;
 /// Root: no other user can choose the names of root's control groups.
 const ROOT: u32 = 0;
 
-/// A control group of the host. A control group that was removed and made again with the same path is another one.
+/// A control group of the host. A control group that was removed and made again with the same path is another control group.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ControlGroup {
     /// The path below the mount of the hierarchy. The path begins with a slash and ends with none.
@@ -81,7 +81,7 @@ pub struct Binding<S> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bindings<S>(Vec<Arc<Binding<S>>>);
 
-/// Why a control group is not bound.
+/// The reason why a control group is not bound.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotBound<S> {
     /// A slice belongs to the binding of another control group.

@@ -13,8 +13,8 @@ use crate::{
 /// The state on which the decisions about the whole host depend.
 #[derive(Debug, Clone)]
 pub struct Core<P> {
-    /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some are about to
-    /// end, and others wait for GPUs.
+    /// The control daemons that have a supervisor, by id, so that no two control daemons have the same id. Some control
+    /// daemons are about to end, and others wait for GPUs.
     lifecycles: BTreeMap<DaemonId, Lifecycle<P>>,
     /// The control daemons in the state file that have no supervisor. The processes of these control daemons may have ended.
     left: BTreeMap<DaemonId, RunningDaemon>,

@@ -137,7 +137,7 @@ pub enum RunUse {
 /// The outcome of an act about a compute mode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ModeOutcome {
-    /// The GPU has the service's compute mode, or keeps another one for a reason that was logged.
+    /// The GPU has the service's compute mode, or keeps another mode for a reason that was logged.
     Taken,
     /// The GPU has its recorded compute mode again, or a mode that another program has set since.
     PutBack,

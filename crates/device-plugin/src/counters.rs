@@ -39,8 +39,8 @@ impl Counters {
         add(all.entry(resource.to_owned()).or_default());
     }
 
-    /// The metrics of the resources in `offers`: their counters, and the numbers of their devices. The counters of a
-    /// resource that does not exist any more are dropped: otherwise each reload could add others.
+    /// The metrics of the resources in `offers`: their counters, and the numbers of their devices. The counters of a resource
+    /// that does not exist any more are dropped: otherwise each reload could add counters.
     pub(crate) fn text(&self, offers: &Offers) -> String {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|resource, _| offers.contains_key(resource));

@@ -30,7 +30,7 @@ pub(crate) enum NoAnswer {
 
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceView {
-    /// The slices by its last answer. None before the first answer.
+    /// The slices by its last answer. None until the first answer.
     pub(crate) slices: Option<Vec<NodeSlice>>,
     /// The absence of the service. None while the service answers.
     pub(crate) absence: Option<Absence>,

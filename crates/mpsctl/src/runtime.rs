@@ -1,6 +1,6 @@
-//! An OCI runtime that wraps another one. Called as yunion-mps-NAME, this program executes NAME with the same arguments. Before
-//! NAME sends a signal that may end a container's programs, the service ends their GPU work: a signal in the middle of a kernel
-//! is a fault for every client on that GPU.
+//! An OCI runtime that wraps another OCI runtime. Called as yunion-mps-NAME, this program executes NAME with the same
+//! arguments. Before NAME sends a signal that may end a container's programs, the service ends their GPU work: a signal in
+//! the middle of a kernel is a fault for every client on that GPU.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};
@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// The journal's socket for messages.
 const JOURNAL: &str = "/run/systemd/journal/socket";
 
-/// The socket of the system bus, unless an environment variable names another one.
+/// The socket of the system bus, unless an environment variable names another socket.
 const BUS: &str = "/run/dbus/system_bus_socket";
 
 /// The options of runc and crun before the command that take a value.

@@ -23,7 +23,7 @@ use common::plan::{self, Configured, Plan};
 use common::state_file::Running;
 use conductor::{Conducted, Conductor};
 
-/// The most processes without MPS whose end is awaited; the health check notices the end of others.
+/// The most processes without MPS whose end is awaited; the health check notices the end of further processes.
 const HOLDERS: usize = 64;
 
 /// The supervisors, and all other tasks about GPUs.
@@ -46,7 +46,7 @@ pub(super) struct Moment {
     pub(super) statuses: Vec<Status>,
     /// The statuses of the control daemons that are about to end.
     pub(super) leaving: Vec<Status>,
-    /// The GPUs that one control daemon should serve and another one still has, each with the id of the control
+    /// The GPUs that one control daemon should serve and another control daemon still has, each with the id of the control
     /// daemon that still has the GPU.
     pub(super) held: HeldGpus,
     /// True if a control daemon starts, or gets one more GPU, as soon as a control daemon that is about to end has

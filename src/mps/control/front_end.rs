@@ -20,7 +20,7 @@ use common::host::driver::{PROTOCOL, finds_no_control_daemon};
 const SENDS: u32 = 20;
 const SEND_PAUSE: Duration = Duration::from_millis(25);
 
-/// How long the service waits for the end of a front end before it reads the answer. Measured: 2 ms.
+/// The time for which the service waits for the end of a front end before it reads the answer. Measured: 2 ms.
 const ANSWER_TIME: Duration = Duration::from_millis(20);
 
 /// The most bytes of an answer: an answer has a few lines per client.

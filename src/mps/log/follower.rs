@@ -100,9 +100,9 @@ impl Follower {
         )
     }
 
-    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and
-    /// truncated, since the processes that write to the file can't be made to use another one. The copy is made in
-    /// steps while callers wait for lines. [`Follower::rotated`] reports the end.
+    /// Rotates the file if it is longer than `max_bytes`: its contents replace `<path>.1`. The file is copied and truncated,
+    /// since the processes that write to the file can't be made to use another file. The copy is made in steps while callers
+    /// wait for lines. [`Follower::rotated`] reports the end.
     pub(crate) fn rotate(&mut self, max_bytes: u64) {
         let writable = || rustix::fs::fcntl_getfl(&self.file).is_ok_and(|flags| flags.contains(OFlags::RDWR));
         let due = || self.length().is_ok_and(|length| length > max_bytes) && writable();

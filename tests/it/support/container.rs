@@ -44,8 +44,8 @@ impl ContainerGroup {
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
         let mounts = mounts.lines().filter(|line| line.contains(" - cgroup"));
         let mut mounts: Vec<&str> = mounts.map(|line| line.split(' ').nth(4).unwrap()).collect();
-        // The container may be in any hierarchy. The hierarchies of systemd are tried first, since some others take no
-        // process before they are configured.
+        // The container may be in any hierarchy. The hierarchies of systemd are tried first, since some other hierarchies
+        // take no process before they are configured.
         mounts.sort_by_key(|mount| !mount.ends_with("systemd") && !mount.ends_with("unified"));
         mounts.into_iter().find_map(|mount| {
             let directory = Path::new(mount).join(name(&id));

@@ -40,7 +40,7 @@ pub struct Card {
     pub link_width: u32,
     /// The card's entry in the platform's device file, without the path.
     pub entry: Entry,
-    /// The facts that NVML reports about the card. None for the cards of other vendors.
+    /// The facts that NVML reports about the card. None if the card is of another vendor.
     pub gpu: Option<GpuFacts>,
 }
 

@@ -266,8 +266,8 @@ fn links(root: &Path, programs: &Path) -> io::Result<()> {
         .try_for_each(|name| symlink(library(programs), lib.join(name)))
 }
 
-/// The path of the simulated library. The library is beside the programs, but `cargo test` writes it only to deps/, and the
-/// file in deps/ is never older.
+/// The path of the simulated library. The library is in the directory of the programs, but `cargo test` writes it only to
+/// deps/, and the file in deps/ is never older.
 fn library(programs: &Path) -> PathBuf {
     let [deps, beside] = ["deps/libnvidia_ml.so", "libnvidia_ml.so"].map(|name| programs.join(name));
     if deps.exists() { deps } else { beside }

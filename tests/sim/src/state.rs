@@ -75,7 +75,7 @@ impl Host {
         &self.root
     }
 
-    /// The value in a file of the whole host, trimmed. None without such a file.
+    /// The value in a file of the whole host, trimmed. None if there is no such file.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.root.join(name))
     }
@@ -108,7 +108,7 @@ impl Host {
         }
     }
 
-    /// The contents of the file that injects this fault into the control daemon. None without such a file: the fault
+    /// The contents of the file that injects this fault into the control daemon. None if there is no such file: the fault
     /// does not happen.
     pub fn fault(&self, name: &str) -> Option<String> {
         self.text(&format!("mps/fault/{name}"))
@@ -169,12 +169,12 @@ impl Gpu {
         self.directory.join(name)
     }
 
-    /// The value in a file of the GPU, trimmed. None without such a file.
+    /// The value in a file of the GPU, trimmed. None if there is no such file.
     pub fn text(&self, name: &str) -> Option<String> {
         read(&self.directory.join(name))
     }
 
-    /// The number in a file of the GPU. None without such a file.
+    /// The number in a file of the GPU. None if there is no such file.
     pub fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.parse().ok()
     }
@@ -375,7 +375,7 @@ impl Pci {
     }
 }
 
-/// The return code that the file `error/<function>` in this directory sets. None without such a file.
+/// The return code that the file `error/<function>` in this directory sets. None if there is no such file.
 pub(crate) fn injected(directory: &Path, function: &str) -> Option<u32> {
     let plain = function.rsplit_once("_v").map_or(function, |(plain, _)| plain);
     let file = |name: &str| read(&directory.join("error").join(name));
@@ -402,7 +402,7 @@ fn read(path: &Path) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
 }
 
-/// Writes a file by renaming a new one over it, so that no reader sees half a value.
+/// Writes a file by renaming a new file over it, so that no reader sees half a value.
 pub(crate) fn write(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let new = path.with_file_name(format!(".{name}.{}", std::process::id()));

@@ -65,7 +65,7 @@ impl World {
         closed.retain(|_| sets_modes);
         let certainly =
             if sets_modes { chosen.iter().chain(&closed).cloned().collect() } else { BTreeSet::new() };
-        // Sometimes the service does not know which GPU an entry names. The GPU may be any one except `others`.
+        // Sometimes the service does not know which GPU an entry names. The GPU may be any GPU except `others`.
         let others = GPUS.iter().filter(|_| sets_modes).map(|gpu| (*gpu).to_owned());
         let others = dice.one_in(6).then(|| others.filter(|_| dice.one_in(2)).collect());
         let kept = Configured { certainly, others: others.filter(|_| sets_modes) };

@@ -360,7 +360,7 @@ impl Story {
 
     /// Serves the control daemon until this number of milliseconds after the beginning, unless the act ends before.
     /// The next call continues the act.
-    // The lock is held across `await`. The story ends this act before another one locks the memory.
+    // The lock is held across `await`. The story ends this act before another act locks the memory.
     #[allow(clippy::await_holding_lock)]
     pub fn serve(&mut self, until: u64) -> Option<Result<Ended, Failure>> {
         let (shell, memory, wanted) = (self.shell(), Arc::clone(&self.memory), self.wanted.clone());

@@ -35,7 +35,7 @@ pub enum BusAnswer {
 pub struct Published {
     pub service: Listed<Service>,
     pub control_daemons: Vec<Listed<ControlDaemon>>,
-    /// None before the daemon knows its GPUs.
+    /// None until the daemon knows its GPUs.
     pub devices: Option<Vec<Listed<Device>>>,
     pub gpus: Vec<Listed<Gpu>>,
     /// The clients, or the reason why the daemon did not list them: it asks the control daemons, and a control daemon may hang.

@@ -17,7 +17,7 @@ pub enum RequestError {
     NotReady(String),
     NoSuchDevice(String),
     NoSuchClient(String),
-    /// The new configuration is wrong. The configuration before it stays in force.
+    /// The new configuration is wrong. The previous configuration stays in force.
     InvalidConfig(String),
     /// The service still works on another change or request. The caller should ask again later.
     Busy(String),
@@ -70,7 +70,7 @@ impl RequestError {
         self.name_and_text().1
     }
 
-    /// The error with this name on the bus. None for an error of the bus, or of a newer service.
+    /// The error with this name on the bus. None if it is an error of the bus, or of a newer service.
     pub(super) fn read(name: &str, text: String) -> Option<Self> {
         const ALL: [fn(String) -> RequestError; 11] = [
             RequestError::NotReady,

@@ -51,7 +51,7 @@ pub trait Row: Serialize + Type {
     ) -> Result<(), M::Error>;
 }
 
-/// A row as the properties of an interface. None for an interface without properties.
+/// A row as the properties of an interface. None if the interface has no properties.
 #[derive(Debug)]
 pub struct Properties<R>(pub Option<R>);
 
@@ -473,7 +473,7 @@ fn mib(mib: u64) -> i32 {
     i32::try_from(mib).unwrap_or(i32::MAX)
 }
 
-/// An amount of memory as the MiB of a key. None for 0, which means that the memory is not known.
+/// An amount of memory as the MiB of a key. None if the number is 0, which means that the memory is not known.
 fn known_mib(known: u64) -> Option<i32> {
     (known > 0).then(|| mib(known))
 }

@@ -51,7 +51,7 @@ pub enum Effect {
     Waits {
         /// The number of clients of the present control daemon; null if it is unknown.
         clients: Option<usize>,
-        /// Why the change needs a new control daemon.
+        /// The reason why the change needs a new control daemon.
         reason: String,
         /// True if new clients are not served while the change waits.
         out_meanwhile: bool,
@@ -274,7 +274,8 @@ impl Comparison<'_> {
                 published.control_daemons.iter().find(|daemon| *daemon.id == *planned.id.to_string())?;
             Some((planned, daemon))
         });
-        // Control daemons of single slices take turns on a GPU, so none of them has to wait until another one has ended.
+        // Control daemons of single slices take turns on a GPU, so none of them has to wait for the end of another control
+        // daemon.
         let keeps = |holder: &Listed<rows::ControlDaemon>| {
             planned.is_none_or(|one| DaemonId::from(holder.id.as_str()).tenure().keeps_from(one.tenure()))
         };

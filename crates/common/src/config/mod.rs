@@ -125,7 +125,7 @@ pub struct DeviceEntry {
     pub device_type: String,
     /// `path`, classified. None if the entry has no path: some other types need none.
     pub path: Option<DevicePath>,
-    /// The keys that only an `NVIDIA_MPS` entry has. None for an entry of another type.
+    /// The keys that only an `NVIDIA_MPS` entry has. None if the entry has another type.
     pub mps: Option<MpsEntry>,
 }
 

@@ -17,8 +17,8 @@ use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
-    /// The line, from 1. For a list or mapping it is the first known line in it. None for a number, a boolean or null: the line
-    /// of the key is used then.
+    /// The line, from 1. For a list or mapping it is the first known line in it. None if it is a number, a boolean or null:
+    /// the line of the key is used then.
     pub(super) line: Option<usize>,
     pub(super) value: Value<'t>,
 }
@@ -83,7 +83,7 @@ impl Value<'_> {
         }
     }
 
-    /// The value as text. None for null, a list or a mapping.
+    /// The value as text. None if it is null, a list or a mapping.
     pub(super) fn as_text(&self) -> Option<Cow<'_, str>> {
         match self {
             Self::Bool(value) => Some(value.to_string().into()),

@@ -19,8 +19,8 @@ impl Cpus {
         (set.count() > 0).then_some(Self(set))
     }
 
-    /// Parses a list of the kernel: `0-3,8`. None for a list without any CPU, for a text that is no list, and for a CPU number
-    /// that is too large: the 1025th CPU.
+    /// Parses a list of the kernel: `0-3,8`. None if the list has no CPU, if the text is no list, and if a CPU number is too
+    /// large: the 1025th CPU.
     pub fn parse(list: &str) -> Option<Self> {
         let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));

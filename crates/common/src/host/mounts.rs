@@ -61,8 +61,8 @@ fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = MountPoint> {
     mountinfo.split(|byte| *byte == b'\n').filter_map(mount)
 }
 
-/// Reads a line of mountinfo: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None for a line that is cut
-/// off before the options, since it may be cut off within a path.
+/// Reads a line of mountinfo: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None if the line is cut off
+/// before the options, since it may be cut off within a path.
 fn mount(line: &[u8]) -> Option<MountPoint> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;

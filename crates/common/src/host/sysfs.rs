@@ -29,7 +29,7 @@ pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     Ok(devices)
 }
 
-/// Reads a device from its directory in /sys. None for a device that is no display controller, or whose files can't be read.
+/// Reads a device from its directory in /sys. None if the device is no display controller, or if its files can't be read.
 fn display_device(directory: &Path, address: PciAddress) -> Option<PciDevice> {
     if number(&directory.join("class"))? >> 16 != DISPLAY {
         return None;

@@ -236,8 +236,8 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     let connection = Connection::system().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::new(&connection).await?;
-    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the others. systemd 253 and later have the
-    // property `OOMPolicy` for scopes. Earlier versions behave like that without it.
+    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the other processes. systemd 253 and
+    // later have the property `OOMPolicy` for scopes. Earlier versions behave like that without it.
     let policy = ("OOMPolicy", Variant::from("continue"));
     properties.push(policy.clone());
     loop {

@@ -68,10 +68,10 @@ pub(super) struct GuestRecord {
 pub(super) struct GuestRecords {
     directory: PathBuf,
     room: Room,
-    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None for an id that two
-    /// guests have.
+    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests
+    /// have the id.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
-    /// The descriptions of guests that were read, by the guest's directory. None for a description that can't be used.
+    /// The descriptions of guests that were read, by the guest's directory. None if the description can't be used.
     guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
 }
 

@@ -310,7 +310,7 @@ impl SliceMounts {
     }
 
     /// The mount namespace of a process and its root directory: processes for which both are the same have the same list of
-    /// mounts. None for a process on the host, and for an ancestor that has just ended.
+    /// mounts. None if the process runs on the host, and if an ancestor has just ended.
     fn place_of(&self, process: u32, wanted: bool) -> io::Result<Option<(PathBuf, PathBuf)>> {
         let place = proc::mount_namespace(process).and_then(|its| Ok((its, proc::root(process)?)));
         match place {
@@ -388,7 +388,7 @@ fn tenant(uid: u32, pid: u32) -> io::Result<Tenant> {
 }
 
 /// Returns true if this control group still exists. A control group that was removed and made again with the same path is
-/// another one.
+/// another control group.
 fn is_there(group: &ControlGroup) -> bool {
     control_groups::find(&group.path).is_ok_and(|found| found == *group)
 }

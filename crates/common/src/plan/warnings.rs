@@ -81,7 +81,7 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     )
 }
 
-/// The warning that a default of the control daemon is the limit of a larger slice, on this GPU or on another one.
+/// The warning that a default of the control daemon is the limit of a larger slice, on this GPU or on another GPU.
 pub(super) fn loose(
     holder: &str,
     default: impl Display,

@@ -106,7 +106,7 @@ pub struct Mount {
     pub read_only: bool,
 }
 
-/// The most wrong letters with which a name still counts as a misspelling of another one.
+/// The most wrong letters with which a name still counts as a misspelling of another name.
 const SLIPS: usize = 2;
 
 /// The most names that an error suggests for a wrong one.

@@ -28,7 +28,7 @@ pub enum ControlDaemonState {
 pub struct ControlDaemonView {
     pub id: DaemonId,
     pub state: ControlDaemonState,
-    /// Why the control daemon is in this state; empty if it is ready.
+    /// The reason why the control daemon is in this state; empty if it is ready.
     pub reason: String,
     /// The PID of the control daemon; None if it does not run.
     pub pid: Option<u32>,
@@ -46,7 +46,7 @@ pub struct ControlDaemonView {
     pub wanted_cpus: Option<Cpus>,
     /// The number of times that the service has started this control daemon since the service itself started.
     pub starts: u32,
-    /// The number of times since the service started that a new control daemon has replaced this one.
+    /// The number of times since the service started that a new control daemon has replaced the present one.
     pub restarts: u32,
     /// The number of times since the service started that a new server has replaced a server of the control daemon.
     pub server_restarts: u32,

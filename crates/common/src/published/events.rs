@@ -1,4 +1,4 @@
-//! The events for administrators. Only the last ones are stored, and faults stay longer than others.
+//! The events for administrators. Only the last events are stored, and faults stay longer than other events.
 
 use std::collections::{VecDeque, vec_deque};
 use std::time::{Instant, SystemTime};

@@ -71,7 +71,7 @@ pub struct GpuView {
     pub plan: GpuPlan,
     /// True if a client that starts now is served with the planned limits. The value does not depend on drained slices.
     pub healthy: bool,
-    /// Why clients are not served on the GPU, or a warning; empty if there is neither.
+    /// The reason why clients are not served on the GPU, or a warning; empty if there is neither.
     pub reason: String,
     /// True if the GPU needs a reset: its slices take no new client, and the present clients go on.
     pub needs_reset: bool,
@@ -170,7 +170,7 @@ impl GpuView {
         self.healthy && !self.unserved.contains_key(&ordinal)
     }
 
-    /// Why clients of the slice are not served, or a warning; empty if there is neither.
+    /// The reason why clients of the slice are not served, or a warning; empty if there is neither.
     pub fn slice_reason(&self, ordinal: u32) -> String {
         let drained = self.drained.contains(&ordinal).then(|| drained(&self.slice_name(ordinal)).to_string());
         let over = self.overuse(ordinal).map(|overuse| format!("over its budget: {overuse}"));
@@ -221,7 +221,7 @@ impl GpuView {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
 
-    /// How a slice exceeds its budget, in words. None if it does not exceed it.
+    /// The amount by which a slice exceeds its budget, in words. None if it does not exceed it.
     fn overuse(&self, ordinal: u32) -> Option<&str> {
         self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
     }

@@ -9,7 +9,7 @@ pub struct SliceUse {
     pub clients: u32,
     /// The memory that the clients hold, in MiB. None if the driver does not report the memory of one of them.
     pub memory_mib: Option<u64>,
-    /// How the use exceeds the slice's budget, in words; empty if it does not.
+    /// The amount by which the use exceeds the slice's budget, in words; empty if it does not.
     pub overuse: String,
 }
 
@@ -17,7 +17,7 @@ pub struct SliceUse {
 pub struct GpuUse {
     /// The use of each slice, by the ordinal. Empty before the service has looked at the GPU.
     pub slices: Vec<SliceUse>,
-    /// The use by all MPS clients on the GPU, including clients without a known slice. None before the service has looked at
+    /// The use by all MPS clients on the GPU, including clients without a known slice. None until the service has looked at
     /// the GPU.
     pub all: Option<InUse>,
 }

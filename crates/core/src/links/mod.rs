@@ -32,7 +32,7 @@ pub enum Way {
 pub struct MissingLinks {
     /// The slices whose directories have no link, by the names of the directories.
     pub slices: BTreeMap<String, String>,
-    /// Why the pipe directory has no link. None if it has one.
+    /// The reason why the pipe directory has no link. None if it has one.
     pub pipe: Option<String>,
 }
 
@@ -50,7 +50,7 @@ pub struct LinkEvents {
 #[allow(clippy::struct_excessive_bools)]
 #[derive(Debug, Clone)]
 pub struct Links<D> {
-    /// The links that the order asks for. None for a control daemon without an order: its links stay, except for the links of
+    /// The links that the order asks for. None if the control daemon has no order: its links stay, except for the links of
     /// closed slices.
     wanted: Option<WantedLinks<D>>,
     /// The control daemon that runs, or may run. None if no control daemon runs.

@@ -97,9 +97,9 @@ pub struct KnownClient {
     pub tenant: Option<Tenant>,
     /// The process's container, by its names on the platform. None if the host agent's records do not have it.
     pub guest: Option<GuestContainer>,
-    /// The label of the binding of the process's control group. None without a binding or a label.
+    /// The label of the binding of the process's control group. None if there is no binding and no label.
     pub label: Option<String>,
-    /// The id of the innermost container that contains the process. None for a process on the host.
+    /// The id of the innermost container that contains the process. None if the process runs on the host.
     pub container: Option<String>,
     /// The process's container in the host agent's records, if the service still has to bind it to slices. None otherwise.
     pub recorded: Option<RecordedContainer>,

@@ -207,8 +207,8 @@ impl Register {
         }
     }
 
-    /// Asks for a look at these running processes, even if their slices are known. While a look at a process is under way,
-    /// another one is not asked for.
+    /// Asks for a look at these running processes, even if their slices are known. While a look at a process is under way, no
+    /// second look at it is asked for.
     pub fn want_anew(&mut self, processes: impl IntoIterator<Item = ProcessId>) {
         for process in processes {
             if let Some(entry) = self.entry_or_new(process) {

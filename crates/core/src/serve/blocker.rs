@@ -302,7 +302,7 @@ pub struct ShownState {
     pub serving: bool,
     /// True if the state stays until something happens. False if the service is just changing it.
     pub settled: bool,
-    /// Why the control daemon is in this state, in words; empty if it is ready.
+    /// The reason why the control daemon is in this state, in words; empty if it is ready.
     pub reason: String,
 }
 

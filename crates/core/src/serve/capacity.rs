@@ -114,7 +114,8 @@ impl Capacity {
             self.refusal = Refusal::Disbelieved;
         }
         self.counted = clients.len();
-        // The log does not say on which GPU the client was refused. If the control daemon has only one GPU, it was that one.
+        // The log does not say on which GPU the client was refused. If the control daemon has only one GPU, that GPU has
+        // refused the client.
         let refused_at = match self.refusal {
             Refusal::Believed(capacity) if gpus.len() == 1 => Some(capacity),
             _ => None,

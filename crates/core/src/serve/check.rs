@@ -134,7 +134,8 @@ impl<S: Shell> Serving<'_, S> {
     }
 
     /// Records the clients that the control daemon lists. The list does not count if another control daemon has taken the
-    /// directory, since that one lists its own clients, or after a fatal error, since the list is then not reliable.
+    /// directory, since that control daemon lists its own clients, or after a fatal error, since the list is then not
+    /// reliable.
     pub(super) fn list_is(&mut self, clients: &[Client]) {
         if !self.listens_in_place() || self.run.blockers.has(ClearedBy::Healing) {
             return;

@@ -59,7 +59,8 @@ impl<S: Shell> Serving<'_, S> {
         }
         let limits = self.limits();
         self.put_in_force(&limits).await?;
-        // If another control daemon has taken the pipe directory meanwhile, the commands may have set the limits of that one.
+        // If another control daemon has taken the pipe directory meanwhile, the commands may have set the limits of that
+        // control daemon.
         if self.place_is_taken() {
             self.show_state();
             return Ok(());

@@ -82,8 +82,8 @@ impl<S: Shell> Serving<'_, S> {
         clients.map(|clients| clients.values().flatten().count()).map_err(Failure::into_text)
     }
 
-    /// The clients of the control daemon. If another control daemon has taken its directory before or during the question, that
-    /// one may have answered, so the result is an error.
+    /// The clients of the control daemon. If another control daemon has taken its directory before or during the question,
+    /// the answer may be from that control daemon, so the result is an error.
     pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
         let elsewhere = "it does not listen in its pipe directory any more";
         if !self.listens_in_place() {

@@ -37,7 +37,7 @@ pub(super) struct Fault {
     /// The clients that the service has reported as hit. The log may name more later.
     pub(super) told: BTreeSet<(usize, u32)>,
     pub(super) due: CoreTime,
-    /// Why the server is not ended though its clients had their time. None if no reason was reported.
+    /// The reason why the server is not ended though its clients had their time. None if no reason was reported.
     pub(super) held_up: Option<String>,
 }
 

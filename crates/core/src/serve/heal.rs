@@ -49,7 +49,7 @@ impl<S: Shell> Serving<'_, S> {
         }
     }
 
-    /// Records that the log reports a fatal GPU error of the server. The error may be another one than the known one.
+    /// Records that the log reports a fatal GPU error of the server. The error may be another error than the known one.
     pub(super) fn fault_told(&mut self, server: u32) {
         self.fault_seen(server);
         if let Some(fault) = self.fault() {

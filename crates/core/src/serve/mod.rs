@@ -125,8 +125,8 @@ pub struct Known {
     /// The last moment at which the control daemon is known to have had a client.
     quiet_since: CoreTime,
     door: Door,
-    /// Why it was not known if the control daemon had clients, when the service wanted to end it without clients. None if it
-    /// was known.
+    /// The reason why it was not known if the control daemon had clients, when the service wanted to end it without clients.
+    /// None if it was known.
     clients_unknown: Option<String>,
     /// The reasons that prevent the control daemon from serving the order.
     blockers: Blockers,

@@ -50,7 +50,7 @@ pub enum Requested {
     RestartServer,
 }
 
-/// Why a control daemon does not serve, or has not answered, in words.
+/// The reason why a control daemon does not serve, or has not answered, in words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Failure {
     /// The control daemon does not work properly.

@@ -47,8 +47,8 @@ type AllConnected<C> = BTreeMap<u32, Vec<Connected<C>>>;
 pub struct Enforced {
     /// The clients that the attempt has tried to end.
     pub victims: Vec<Victim>,
-    /// Why the attempt ended before its time: a fault, or a control daemon that does not answer. None if the attempt was
-    /// completed.
+    /// The reason why the attempt ended before its time: a fault, or a control daemon that does not answer. None if the
+    /// attempt was completed.
     pub broken_off: Option<String>,
 }
 

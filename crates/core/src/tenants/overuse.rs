@@ -1,6 +1,6 @@
-//! How long a slice is shown as over its budget. Each change of what is shown is a message in the journal and a signal on the
-//! bus, and a tenant can let a slice go over its budget and back any number of times. So overuse is shown at once, but is shown
-//! for a while after the slice fits again; if it comes and goes often, for longer.
+//! The time for which a slice is shown as over its budget. Each change of what is shown is a message in the journal and a
+//! signal on the bus, and a tenant can let a slice go over its budget and back any number of times. So overuse is shown at
+//! once, but is shown for a while after the slice fits again; if it comes and goes often, for longer.
 
 use alloc::collections::{BTreeMap, BTreeSet};
 use core::time::Duration;

@@ -43,7 +43,7 @@ pub(super) enum Meant {
 pub(super) struct Match {
     /// The containers of the request that contain the process. The beginning of an id may name several containers.
     pub(super) containers: BTreeSet<EnclosingContainer>,
-    /// The slices of the request that the process has. None for a request that names no slices.
+    /// The slices of the request that the process has. None if the request names no slices.
     pub(super) slices: Option<Vec<SliceId>>,
 }
 

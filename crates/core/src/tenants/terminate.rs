@@ -32,7 +32,7 @@ pub struct Termination<T: TerminationShell> {
     had_work: Vec<T::Owner>,
     /// The clients that the request means and that still have work, or may have work, by server and client.
     left: BTreeMap<(u32, u32), HeldClient<T>>,
-    /// Why the last look may have missed clients. None if it has missed none.
+    /// The reason why the last look may have missed clients. None if it has missed none.
     doubt: Option<String>,
     has_found_any: bool,
     /// The process that had the PID of the request when the request began. A later process with this PID is not meant.

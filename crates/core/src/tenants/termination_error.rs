@@ -52,7 +52,7 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
     }
 }
 
-/// Why clients that a request means may still have GPU work. `O` is the type that describes a client.
+/// The reason why clients that a request means may still have GPU work. `O` is the type that describes a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TerminationError<O> {
     /// Several containers have ids that begin with the id of the request. No work was ended.
@@ -92,7 +92,7 @@ pub enum TerminationError<O> {
         after: Duration,
         /// The clients that still have work, or may have work.
         left: Vec<LeftClient<O>>,
-        /// Why the service may have missed further clients with work. None if it has missed none.
+        /// The reason why the service may have missed further clients with work. None if it has missed none.
         doubt: Option<String>,
     },
 }

@@ -112,7 +112,7 @@ pub struct OveruseNews {
     /// The exceeded parts of the budget as a text.
     words: String,
     memory_mib: Option<u64>,
-    /// Why the service ends no work of the slice, though the configuration asks for that. None if it does.
+    /// The reason why the service ends no work of the slice, though the configuration asks for that. None if it does.
     spared: Option<String>,
 }
 

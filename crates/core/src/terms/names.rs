@@ -88,7 +88,8 @@ impl SliceId {
         }
     }
 
-    /// Parses an ordinal. None for any other text. Each ordinal has only one spelling, so that a slice has only one name.
+    /// Parses an ordinal. None if the text has another form. Each ordinal has only one spelling, so that a slice has only one
+    /// name.
     pub fn ordinal_in(text: &str) -> Option<u32> {
         text.parse().ok().filter(|ordinal: &u32| text.len() <= DIGITS && ordinal.to_string() == text)
     }

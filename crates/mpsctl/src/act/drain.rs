@@ -91,7 +91,7 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
         signal = signals.next() => signal,
     };
     if is_drawn_on() {
-        // The terminal has shown "^C" on this line, so the message begins on a new one.
+        // The terminal has shown "^C" on this line, so the message begins on a new line.
         writeln!(out)?;
     }
     let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };

@@ -55,7 +55,7 @@ impl Health {
     }
 }
 
-/// The colour of a state of the service. None for a state that this version does not know.
+/// The colour of a state of the service. None if this version does not know the state.
 pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     match state.known()? {
         State::Ready => Some(Tone::Well),
@@ -65,7 +65,7 @@ pub(crate) fn tone_of_service(state: &Word<State>) -> Option<Tone> {
     }
 }
 
-/// The colour of a control daemon's state. None for a state that this version does not know.
+/// The colour of a control daemon's state. None if this version does not know the state.
 pub(crate) fn tone_of_daemon(daemon: &ControlDaemon) -> Option<Tone> {
     Some(match daemon.state.known()? {
         ControlDaemonState::Ready => Tone::Well,

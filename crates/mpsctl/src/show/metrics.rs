@@ -322,7 +322,7 @@ impl Labelled for Device {
     }
 }
 
-/// A sample for each state: 1 for the present state, 0 for the others.
+/// A sample for each state: 1 for the present state, 0 for the other states.
 fn states<'w>(all: impl Iterator<Item = &'w str>, current: &str, labels: &Labels) -> Vec<(Labels, f64)> {
     let sample = |state: &str| {
         let mut labels = labels.clone();

@@ -172,8 +172,8 @@ fn how_it_waits(
     let Some(clients) = clients else { return Some(since) };
     let left = clients.iter().filter(|client| !client.bypass && !is_of_another(&client.gpu));
     let left: BTreeSet<u32> = left.map(|client| client.pid).collect();
-    // If all GPUs of this control daemon belong to others in the plan, its clients are not counted here. So 0 does not mean
-    // that it has no client.
+    // If the plan gives all GPUs of this control daemon to other control daemons, its clients are not counted here. So 0 does
+    // not mean that it has no client.
     if left.is_empty() {
         return Some(since);
     }

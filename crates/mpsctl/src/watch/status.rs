@@ -27,7 +27,7 @@ pub(crate) async fn watch(arguments: &Arguments, out: &mut dyn Write) -> Result<
         followed = follow(arguments, out) => followed,
         _ = interrupted.next() => {
             if !arguments.json {
-                // The terminal may show "^C" on the last line, so the shell's prompt begins on a new one.
+                // The terminal may show "^C" on the last line, so the shell's prompt begins on a new line.
                 writeln!(out)?;
             }
             Ok(())

@@ -33,8 +33,8 @@ fn log_directory() -> PathBuf {
     std::env::var_os("CUDA_MPS_LOG_DIRECTORY").map_or_else(|| "/var/log/nvidia-mps".into(), PathBuf::from)
 }
 
-/// Parses a memory limit as the control daemon does, and returns bytes: digits, then `G` for GiB, or anything else
-/// for MiB. None without digits, or if they are all zeros.
+/// Parses a memory limit as the control daemon does, and returns bytes: digits, then `G` for GiB, or anything else for MiB.
+/// None if there are no digits, or if they are all zeros.
 fn memory_limit(text: &str) -> Option<u64> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at_checked(digits)?;

@@ -10,7 +10,7 @@ use crate::host::compute_mode::ComputeMode;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The facts that NVML reports about a GPU. A value that NVML can't read is None, and the others stay.
+/// The facts that NVML reports about a GPU. A value that NVML can't read is None, and the other values are still there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NvmlFacts {
     /// The GPU's UUID, `GPU-` and 36 characters.

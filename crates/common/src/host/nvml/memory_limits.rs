@@ -52,8 +52,8 @@ impl Driver {
         })
     }
 
-    /// Why the limit does not count all memory of the processes in a control group, in words. None if it counts all. Without
-    /// the dmem controller the driver does not count memory that was allocated before the limit was set.
+    /// The reason why the limit does not count all memory of the processes in a control group, in words. None if it counts
+    /// all. Without the dmem controller the driver does not count memory that was allocated before the limit was set.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {
             return None;
