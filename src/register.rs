@@ -1,7 +1,8 @@
 //! Looks at clients, and keeps the register of them (`mps_core::register`). One task looks for all callers: clients that come
 //! together share a look, and no part of it runs on the loop's thread. A caller that wants to know more than the register has
-//! waits for the next look, which takes microseconds. A process that is stuck in the driver holds up all callers that reads
-//! its memory, so that part of a look has a deadline for each process, and an answer that comes later is kept then.
+//! waits for the next look, which takes microseconds. A process that is stuck in the driver also blocks the thread that reads
+//! its memory, so that part of a look has a deadline for each process; an answer that comes after the deadline still gets
+//! into the register.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;

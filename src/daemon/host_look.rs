@@ -166,7 +166,7 @@ impl HostLook {
         }
     }
 
-    /// The answer to the running look, or to a new look. None if there is none in time.
+    /// The answer to the running look, or to a new look. None if no answer comes in time.
     async fn looked(&mut self) -> Option<Looked> {
         if let Some(late) = self.late.take() {
             return Some(late);

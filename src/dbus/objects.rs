@@ -1,5 +1,5 @@
 //! `org.freedesktop.DBus.ObjectManager`. This implementation replaces that of zbus, which asks each object for each property.
-//! The object server knows it by its name, and sends its signals.
+//! The object server knows this object by the name of the interface, and sends the signals of the interface.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};

@@ -24,8 +24,8 @@ pub(crate) fn on_a_thread_of_its_own(bus: impl Future<Output = ()> + Send + 'sta
     Ok(())
 }
 
-/// Stays on the bus as long as there is one, and connects again when there is one again. `joined` is true while the service is on
-/// the bus, and `changed` is notified when it has connected.
+/// Stays on the bus as long as there is a bus, and connects again when there is a bus again. `joined` is true while the
+/// service is on the bus, and `changed` is notified when it has connected.
 pub(crate) async fn stay_on_the_bus(
     mut snapshot: watch::Receiver<Arc<Snapshot>>,
     requests: mpsc::Sender<Request>,

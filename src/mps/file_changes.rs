@@ -1,7 +1,7 @@
 //! Reports when files change: the logs of control daemons.
 //!
-//! All watches share one inotify instance, since by default the kernel allows only 128 instances for all processes of a user. If
-//! there is none left, code that waits for a change has to look from time to time.
+//! All watches share one inotify instance, since by default the kernel allows only 128 instances for all processes of a user.
+//! If the service can't get an instance, code that waits for a change has to look from time to time.
 //!
 //! A watch reports one change of a file, and then has to be added again. Control daemons log every question, and otherwise each
 //! of these lines would wake the service while it waits for the answer.

@@ -41,7 +41,7 @@ pub(crate) struct Socket {
 }
 
 impl Socket {
-    /// Finds the socket that a control daemon has made in its directory. None if there is none.
+    /// Finds the socket that a control daemon has made in its directory. None if there is no such socket.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -49,8 +49,8 @@ impl Socket {
         Self::find_named(control_directory, SOCKET)
     }
 
-    /// Finds the socket of the service at which programs wait, in the directory of a control daemon. None if there is
-    /// none.
+    /// Finds the socket of the service at which programs wait, in the directory of a control daemon. None if there is no such
+    /// socket.
     ///
     /// # Errors
     /// The directory can't be used.
@@ -64,8 +64,8 @@ impl Socket {
         Ok(id.map(|id| Self { directory, name, id }))
     }
 
-    /// Makes the link in the pipe directory point to this socket. Returns false if it already did. `moved` gets a message about
-    /// each file that had to be renamed.
+    /// Makes the link in the pipe directory point to this socket. Returns false if the link already pointed to this socket.
+    /// `moved` gets a message about each file that had to be renamed.
     ///
     /// # Errors
     /// The directory can't be used, or the link can't be made.
@@ -127,8 +127,8 @@ pub(crate) fn close_pipe(pipe_directory: &Path, socket: SocketId) -> Result<(), 
     close(&directory, Some(socket)).map_err(|error| still_leads(pipe_directory, &error))
 }
 
-/// The directory that contains the slices' directories. The slices' directories are never removed, since a container still
-/// has the removed one mounted.
+/// The directory that contains the slices' directories. The slices' directories are never removed: a container would still
+/// have the removed directory mounted.
 #[derive(Debug)]
 pub(crate) struct SliceDirectories {
     path: PathBuf,
@@ -145,7 +145,7 @@ impl SliceDirectories {
         Ok(Self { path: path.to_owned(), directory: directories::open_in(&parent, path, moved)? })
     }
 
-    /// Opens the directory. None if it is missing.
+    /// Opens the directory. None if the directory is missing.
     ///
     /// # Errors
     /// The path is no directory of the service.

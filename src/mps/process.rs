@@ -33,7 +33,7 @@ impl Process {
         Ok(Self { handle: ProcessHandle::open(pid)?.watched()?, child })
     }
 
-    /// Opens a handle of a process that is not a child. None if it has ended.
+    /// Opens a handle of a process that is not a child. None if the process has ended.
     ///
     /// # Errors
     /// The kernel refuses, for example because the service has no file descriptors left. The process may live.

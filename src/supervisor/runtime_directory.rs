@@ -28,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub(crate) struct RuntimeDirectory {
     path: PathBuf,
-    /// The locked file. Closing any descriptor of it would release the lock, so it is opened in one place only.
+    /// The locked file. Closing any descriptor of the file would release the lock, so the file is opened in one place only.
     lock: File,
 }
 

@@ -1,8 +1,8 @@
 //! Facts that must survive this service: its control daemons, the compute mode that each GPU had before the service changed it,
 //! the path of the CDI spec, the slices that an administrator has drained, and the control groups that are bound to slices.
 //!
-//! It is one small file in the runtime directory. Like a process and a compute mode, that directory exists until the next boot,
-//! also after a restart or a crash of the service.
+//! The facts are in one small file in the runtime directory. Like a process and a compute mode, the runtime directory exists
+//! until the next boot, also after a restart or a crash of the service.
 
 use common::state_file::{Contents, FILE, MAX_BYTES, Running, read};
 use std::collections::{BTreeMap, BTreeSet};

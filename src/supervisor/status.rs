@@ -122,8 +122,8 @@ impl Status {
         waits || self.view.state == ControlDaemonState::Faulted
     }
 
-    /// Takes note that the plan has nothing under way. No GPU waits for its limits any more: they are in force, or
-    /// the GPU has a reason.
+    /// Records that the supervisor has no change for the plan under way. No GPU waits for its limits any more: they are in
+    /// force, or the GPU has a reason.
     fn settle(&mut self) {
         self.settled = true;
         for gpu in self.gpus.values_mut() {

@@ -127,7 +127,7 @@ pub fn control_daemons(directory: &Path) -> Result<Vec<Running>, Problem> {
     Ok(contents.map(|contents| contents.control_daemons.into_values().collect()).unwrap_or_default())
 }
 
-/// Reads the state file. None if it does not exist. The error describes what is wrong with the file.
+/// Reads the state file. None if the file does not exist. The error describes what is wrong with the file.
 pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
     let bytes = match regular_file::read(file, MAX_BYTES as u64) {
         Ok(bytes) => bytes,

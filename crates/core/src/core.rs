@@ -173,12 +173,12 @@ impl<P: Clone + PartialEq> Core<P> {
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()
     }
 
-    /// The aim of the control daemon with this id. None if it has no supervisor.
+    /// The aim of the control daemon with this id. None if the control daemon has no supervisor.
     pub fn goal(&self, id: &DaemonId) -> Option<Goal> {
         self.lifecycles.get(id).map(Lifecycle::goal)
     }
 
-    /// The order for the control daemon with this id. None if it has no supervisor.
+    /// The order for the control daemon with this id. None if the control daemon has no supervisor.
     pub fn order(&self, id: &DaemonId) -> Option<&Order<P>> {
         self.lifecycles.get(id).map(Lifecycle::order)
     }

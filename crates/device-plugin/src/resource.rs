@@ -280,7 +280,7 @@ async fn ask_service(names: &[String]) -> Result<(DaemonProxy, Vec<NodeSlice>), 
         match timeout_at(until, asked).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => last = error,
-            // The time has run out during this attempt. The error of the attempt before says why the earlier ones failed.
+            // The time has run out during this attempt, so the error of the last complete attempt is reported.
             Err(_late) => {}
         }
         if Instant::now() + RETRY >= until {

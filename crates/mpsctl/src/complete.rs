@@ -104,7 +104,7 @@ pub(super) fn containers() -> ArgValueCompleter {
     })
 }
 
-/// The service's answer. None if it does not come within [`PATIENCE`].
+/// The service's answer. None if the answer does not come within [`PATIENCE`].
 fn ask<T>(question: impl AsyncFnOnce(&DaemonProxy) -> Result<T, BusError>) -> Option<T> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().ok()?;
     let answer = async { question(&DaemonProxy::connect().await?).await };

@@ -1,5 +1,5 @@
-//! The subcommands of yunion-mpsctl. They show the values from the bus and compute nothing themselves. `check` and `doctor`
-//! compare these values with the host, and `probe` tests them with its own CUDA clients.
+//! The subcommands of yunion-mpsctl. The subcommands show the values from the bus and compute nothing themselves. `check` and
+//! `doctor` compare these values with the host, and `probe` tests them with its own CUDA clients.
 
 use std::ffi::OsString;
 use std::io::{self, Write};

@@ -86,7 +86,7 @@ impl Passing {
     }
 }
 
-/// Prints a message to standard error. A failure of that is ignored.
+/// Prints a message to standard error. If that fails, the failure is ignored.
 pub(super) fn say(words: &str) {
     let _ = writeln!(io::stderr(), "yunion-mpsctl: {}", printable(words));
 }

@@ -134,7 +134,7 @@ impl Follower {
         Ok(())
     }
 
-    /// Reads the next bytes of the file. Returns false if there are none.
+    /// Reads the next bytes of the file. Returns false if there are no further bytes.
     fn fill(&mut self) -> io::Result<bool> {
         let mut chunk = [0; CHUNK_BYTES];
         let mut count = self.file.read_at(&mut chunk, self.read)?;

@@ -504,7 +504,8 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
         }
     }
     // A host without MPS may have an outdated device file, or use the file for devices of other types. So the problems of the
-    // file become warnings. But if the configuration has another problem, MPS may be off by mistake, and they stay problems.
+    // file become warnings. But if the configuration has another problem, MPS may be off by mistake, and the problems of the
+    // file stay problems.
     if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }

@@ -17,7 +17,7 @@ use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
-    /// The line, from 1. For a list or mapping it is the first known line in it. None if it is a number, a boolean or null:
+    /// The line, from 1. For a list or mapping, the first known line in it. None if the value is a number, a boolean or null:
     /// the line of the key is used then.
     pub(super) line: Option<usize>,
     pub(super) value: Value<'t>,

@@ -30,8 +30,8 @@ impl PcieLink {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
 
-    /// The PCI Express version, and the throughput of one lane in GB/s. The platform compares the published texts, so this uses
-    /// the platform's rounding, and its -1 for an unknown rate.
+    /// The PCI Express version, and the throughput of one lane in GB/s. The platform compares the published texts, so this
+    /// function uses the platform's rounding, and the platform's -1 for an unknown rate.
     fn version_and_lane(&self) -> (&'static str, f64) {
         match self.rate.as_str() {
             "2.5GT/s" => ("1.0", 0.25),

@@ -84,8 +84,8 @@ pub fn is_gone(error: &io::Error) -> bool {
 /// Returns whether a process has a running child.
 ///
 /// # Errors
-/// The process has ended, so its children have another parent. Or a process that may be a child of that process can't be
-/// read, for example since the service has no file descriptor left.
+/// The process has ended, so its children have another parent; or a process that may be one of its children can't be read,
+/// for example since the service has no file descriptor left.
 pub fn has_children(pid: u32) -> io::Result<bool> {
     if stat(pid)?.has_ended() {
         return Err(io::ErrorKind::NotFound.into());

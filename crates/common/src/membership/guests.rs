@@ -251,7 +251,7 @@ fn keep(
 ) {
     for (key, RecordedId { cri_id }) in found {
         let Some(id) = cri_id else { continue };
-        // An id belongs to one container. If two records have it, at least one of them is wrong.
+        // An id belongs to one container. If two records have the same id, at least one of them is wrong.
         let owner = if containers.contains_key(&id) { None } else { Some((guest.clone(), key)) };
         containers.insert(id, owner);
     }

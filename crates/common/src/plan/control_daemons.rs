@@ -39,7 +39,7 @@ pub struct ControlDaemonPlan {
     /// True if the control daemon is started without multi-user mode when its driver refuses it.
     pub multiuser_optional: bool,
     pub prewarm: bool,
-    /// The CPUs to which the control daemon should be bound, near its GPUs. None if it should not be bound.
+    /// The CPUs to which the control daemon should be bound, near its GPUs. None if the control daemon should not be bound.
     pub cpus: Option<Cpus>,
 }
 

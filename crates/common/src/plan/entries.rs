@@ -16,7 +16,7 @@ pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
     /// The keys of the GPU's own entry. Without an entry, the keys that all GPUs get.
     pub keys: MpsEntry,
-    /// The reason why the host does not have the GPU at present. None if it has the GPU.
+    /// The reason why the host does not have the GPU at present. None if the host has the GPU.
     pub gone: Option<Problem>,
 }
 

@@ -40,7 +40,7 @@ pub const HELD: &str = "gpu-held";
 pub(super) const INSEPARABLE: &str = "isolation-impossible";
 
 impl GpuPlan {
-    /// The reasons why the GPU can't be served now, in words. None if it can be served.
+    /// The reasons why the GPU can't be served now, in words. None if the GPU can be served.
     pub fn unusable(&self) -> Option<String> {
         let obstacles: Vec<String> = self.obstacles.iter().map(|one| one.problem.to_string()).collect();
         (!obstacles.is_empty()).then(|| obstacles.join("; "))

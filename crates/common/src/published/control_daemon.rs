@@ -40,9 +40,9 @@ pub struct ControlDaemonView {
     pub log_directory: PathBuf,
     /// True if one server serves every user, false if the users take turns. None if that is not known yet.
     pub multiuser: Option<bool>,
-    /// The CPUs on which the control daemon may run: a list, or `all`. None if it does not run.
+    /// The CPUs on which the control daemon may run: a list, or `all`. None if the control daemon does not run.
     pub cpus: Option<String>,
-    /// The CPUs to which the control daemon should be bound. None if it should not be bound.
+    /// The CPUs to which the control daemon should be bound. None if the control daemon should not be bound.
     pub wanted_cpus: Option<Cpus>,
     /// The number of times that the service has started this control daemon since the service itself started.
     pub starts: u32,

@@ -221,7 +221,7 @@ impl GpuView {
         self.uses.get(usize::try_from(ordinal).ok()?)
     }
 
-    /// The amount by which a slice exceeds its budget, in words. None if it does not exceed it.
+    /// The amount by which a slice exceeds its budget, in words. None if the slice fits into its budget.
     fn overuse(&self, ordinal: u32) -> Option<&str> {
         self.slice_use(ordinal).map(|one| one.overuse.as_str()).filter(|overuse| !overuse.is_empty())
     }

@@ -32,7 +32,7 @@ pub enum Way {
 pub struct MissingLinks {
     /// The slices whose directories have no link, by the names of the directories.
     pub slices: BTreeMap<String, String>,
-    /// The reason why the pipe directory has no link. None if it has one.
+    /// The reason why the pipe directory has no link. None if the directory has its link.
     pub pipe: Option<String>,
 }
 

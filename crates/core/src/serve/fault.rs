@@ -95,9 +95,9 @@ pub fn next_step(server: ServerStatus, age: Duration, grace: Duration) -> HealSt
     }
 }
 
-/// Returns whether a fault is over, for a driver whose control daemon does not report that: no client that was hit still runs.
-/// None if the log may not have named the clients yet. Until the log has, the server is not ended, since it may have recovered
-/// and have other clients.
+/// Returns whether a fault is over, for a driver whose control daemon does not report that: no client that was hit still
+/// runs. None if the log may not have named the clients yet. Until the log has named them, the server is not ended, since it
+/// may have recovered and have other clients.
 pub fn is_over(hit: &BTreeSet<u32>, is_left: impl Fn(u32) -> bool, age: Duration) -> Option<bool> {
     if hit.is_empty() && age < NAMES_TIMEOUT {
         return None;

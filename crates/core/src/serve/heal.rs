@@ -27,7 +27,7 @@ impl Revival {
         Self { pause: Duration::ZERO, last_success: now }
     }
 
-    /// The moment at which the next server starts. The pause after that server's end is longer.
+    /// The moment at which the next server starts. After the end of that server, the pause is longer.
     fn next(&mut self, now: CoreTime) -> CoreTime {
         let revive_at = now + self.pause;
         self.pause = next_pause(self.pause);

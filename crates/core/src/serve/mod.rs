@@ -163,7 +163,7 @@ impl Known {
     }
 
     /// The clients that a fatal GPU error of a server has hit and that were not reported yet: the server, and the PIDs by the
-    /// GPU's ordinal. None if there are none.
+    /// GPU's ordinal. None if there are no such clients.
     pub fn take_hit(&mut self) -> Option<(u32, BTreeMap<usize, Vec<u32>>)> {
         let fault = self.blockers.fault_mut()?;
         let new = &fault.clients - &fault.told;

@@ -32,7 +32,7 @@ pub struct Termination<T: TerminationShell> {
     had_work: Vec<T::Owner>,
     /// The clients that the request means and that still have work, or may have work, by server and client.
     left: BTreeMap<(u32, u32), HeldClient<T>>,
-    /// The reason why the last look may have missed clients. None if it has missed none.
+    /// The reason why the last look may have missed clients. None if it has missed no client.
     doubt: Option<String>,
     has_found_any: bool,
     /// The process that had the PID of the request when the request began. A later process with this PID is not meant.
@@ -140,7 +140,7 @@ impl<T: TerminationShell> Termination<T> {
         }
     }
 
-    /// The answer if the caller stops the request now: why clients may still have work.
+    /// The answer if the caller stops the request now: the reason why clients may still have work.
     pub fn out_of_time(&self) -> TerminationError<T::Owner> {
         TerminationError::OutOfTime {
             after: self.target.timeout(),
@@ -158,7 +158,7 @@ impl<T: TerminationShell> Termination<T> {
         self.left.values().map(|one| one.client.clone()).collect()
     }
 
-    /// The answer once no client that the request means has work.
+    /// The answer for the moment at which no client that the request means has work any more.
     fn answer(&self) -> Result<(), TerminationError<T::Owner>> {
         match self.target {
             Target::Process(pid) if !self.has_found_any => Err(TerminationError::NoSuchClient(pid)),

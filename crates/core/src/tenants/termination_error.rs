@@ -92,7 +92,7 @@ pub enum TerminationError<O> {
         after: Duration,
         /// The clients that still have work, or may have work.
         left: Vec<LeftClient<O>>,
-        /// The reason why the service may have missed further clients with work. None if it has missed none.
+        /// The reason why the service may have missed further clients with work. None if it has missed no client.
         doubt: Option<String>,
     },
 }

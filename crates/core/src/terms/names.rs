@@ -195,7 +195,7 @@ impl DaemonId {
         }
     }
 
-    /// The slice that the control daemon serves alone. None if it serves all slices of its GPUs.
+    /// The slice that the control daemon serves alone. None if the control daemon serves all slices of its GPUs.
     pub fn only_slice(&self) -> Option<SliceId> {
         match self {
             Self::Slice(slice) => Some(*slice),
@@ -203,8 +203,8 @@ impl DaemonId {
         }
     }
 
-    /// The name of the control daemon's pipe directory in the configured pipe directory. None if it uses the configured pipe
-    /// directory itself.
+    /// The name of the control daemon's pipe directory in the configured pipe directory. None if the control daemon uses the
+    /// configured pipe directory itself.
     pub fn directory_name(&self) -> Option<String> {
         match self {
             Self::Slice(slice) => Some(slice.directory_name()),

@@ -286,8 +286,8 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
     let Some(limit) = limits.memory.filter(|limit| *limit < seen.memory_total) else { return differences };
     let context = CONTEXT_MIB + CONTEXT_MIB_PER_SM * u64::from(seen.sms);
     let least = limit.saturating_sub(context);
-    // The memory of the context counts against the limit, so a client can never allocate all of it. If it could, the limit is
-    // not in force.
+    // The memory of the context counts against the limit, so a client can never allocate all of it. If a client could
+    // allocate all of it, the limit is not in force.
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(

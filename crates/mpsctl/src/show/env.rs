@@ -106,8 +106,8 @@ pub(crate) async fn env(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
             for device in nvidias_devices(&answer) {
                 writeln!(out, "--device={device}")?;
             }
-            // `NVIDIA_VISIBLE_DEVICES` is left out: NVIDIA's CDI device sets it itself, so that NVIDIA's hook does not add
-            // the GPU again.
+            // `NVIDIA_VISIBLE_DEVICES` is left out: NVIDIA's CDI device sets the variable itself, so that NVIDIA's hook does
+            // not add the GPU again.
             write_options(&answer, |name| !gives_gpus(name), out)?;
         }
         EnvFormat::Compose => write!(out, "{}", compose_file(&answer)?)?,

@@ -156,7 +156,8 @@ fn reasons(
     any.then_some(notes)
 }
 
-/// Says for a control daemon that waits since when it waits, and for how many clients. None if it does not wait.
+/// Says for a control daemon that waits since when it waits, and for how many clients. None if the control daemon does not
+/// wait.
 fn how_it_waits(
     daemon: &ControlDaemon,
     all: &[Listed<ControlDaemon>],

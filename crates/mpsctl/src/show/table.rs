@@ -141,8 +141,8 @@ impl Table {
         self
     }
 
-    /// The same table, in which the texts whose end is important are cut in front, so that no other column has to be
-    /// left out. The caller adds all rows before.
+    /// The same table, in which the texts whose end is important are cut in front, so that no other column has to be left
+    /// out. The caller has to add all rows before this call.
     pub(crate) fn shorten(mut self, width: Option<usize>) -> Self {
         let (Some(width), Some(at)) = (width, self.heads.iter().position(|head| head.ends)) else {
             return self;

@@ -1,4 +1,5 @@
-//! The memory limits of control groups. The service sets them and reads them back, and removes only its own.
+//! The memory limits of control groups. The service sets them and reads them back, and removes only limits that it has set
+//! itself.
 
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};

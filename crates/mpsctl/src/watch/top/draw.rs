@@ -46,7 +46,7 @@ const HELP: [&str; 11] = [
     "  any key       leave this page",
 ];
 
-/// The smallest terminal, in columns and rows. On a smaller one only a message is shown.
+/// The smallest terminal, in columns and rows. On a smaller terminal only a message is shown.
 const LEAST: (u16, u16) = (50, 12);
 
 /// Draws the whole screen, with or without colours.

@@ -14,8 +14,8 @@ use crossterm::terminal::{
 /// True while the terminal is in the state for `top`.
 static ENTERED: AtomicBool = AtomicBool::new(false);
 
-/// The terminal in the state for `top`. When this value is dropped, the terminal is restored. A panic restores it
-/// first, so that its message can be read.
+/// The terminal in the state for `top`. When this value is dropped, the terminal is restored. A panic restores the terminal
+/// first, so that the message of the panic can be read.
 #[derive(Debug)]
 pub(super) struct Entered(());
 
