@@ -314,8 +314,8 @@ impl Clients {
 
     async fn look_at_memory(&self, open: Vec<(Question, KnownClient, ProcessSight)>) {
         let mut asked = JoinSet::new();
-        // Each process is looked at by a task of its own: a process whose memory can't be read for a while delays no other
-        // one.
+        // Each process is looked at by a task of its own: a process whose memory can't be read for a while does not delay the
+        // looks at other processes.
         for (mut question, client, sight) in open {
             let kernel = self.0.memory.clone();
             asked.spawn(async move {

@@ -17,7 +17,7 @@ pub(super) fn bad_configuration(problems: &[LocatedProblem]) -> Exit {
     Exit::BadConfiguration
 }
 
-/// Reads the configuration, and logs the problems of a wrong one.
+/// Reads the configuration, and logs the problems of a wrong configuration.
 pub(super) fn load(sources: &Sources) -> Result<Loaded, Vec<LocatedProblem>> {
     config::load(sources).map_err(|refused| {
         refused.warnings.iter().for_each(|warning| tracing::warn!("{warning}"));

@@ -65,8 +65,8 @@ const SCAN_WITHOUT_PLAN: Duration = Duration::from_secs(5);
 const FIRST_SCAN_FOR_MORE: Duration = Duration::from_secs(1);
 const SCAN_FOR_MORE: Duration = Duration::from_secs(30);
 
-/// The most faults, and the most reports of overuse, that wait until they can be signalled, for example while there is no bus.
-/// Further ones are only in the log.
+/// The most faults, and the most reports of overuse, that wait until they can be signalled, for example while there is no
+/// bus. Further faults and reports are only in the log.
 const FAULTS: usize = 64;
 
 /// The most requests in the service's queue. A further caller waits until the queue has space.

@@ -60,8 +60,8 @@ impl Process {
     /// Waits until the process has ended, and returns its exit status. None if the process is not a child.
     pub(crate) async fn exited(&mut self) -> Option<ExitStatus> {
         match &mut self.child {
-            // A child is waited for, so that the kernel removes its zombie. On a kernel without pidfds the zombie stays until
-            // then.
+            // Waiting for a child makes the kernel remove the zombie of the child. On a kernel without pidfds the zombie
+            // stays until then.
             Some(child) => child.wait().await.ok(),
             None => {
                 self.handle.ended().await;

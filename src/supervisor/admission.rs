@@ -139,7 +139,7 @@ impl SharedAdmission {
         waiting.map(|waiting| waiting.let_go(std::process::id())).unwrap_or_default()
     }
 
-    /// Takes note that no control daemon runs. Programs wait for the next one, which makes a new socket.
+    /// Takes note that no control daemon runs. Programs wait for the next control daemon, which makes a new socket.
     pub(super) fn end(&self) {
         {
             let Admission { links, directories } = &mut *self.lock();

@@ -46,7 +46,7 @@ impl KernelLimitKeeper {
         self.goals.borrow().0 == 0
     }
 
-    /// Replaces the goals. A limit without a goal is removed, and a refused one is tried again.
+    /// Replaces the goals. A limit without a goal is removed, and a refused limit is tried again.
     pub(crate) fn pursue(&self, goals: LimitGoals) {
         self.goals.send_modify(|(number, before)| (*number, *before) = (number.saturating_add(1), goals));
     }

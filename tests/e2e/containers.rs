@@ -336,7 +336,7 @@ fn podman_refuses(machine: &mut Machine) {
     machine.sh("yunion-mpsctl undrain 00:06.0-1");
     machine.sh(&run);
 
-    // No control daemon can start now. The hook waits for one, and then gives up with the reason.
+    // No control daemon can start now. The hook waits for the control daemon of the slice, and then gives up with the reason.
     let fault = format!("{HOST}/mps/fault/start-exits");
     machine.sh(&format!("touch {fault}; kill -KILL {}", control_daemons(machine)[0]));
     refused("00:06.0-1", "00:06.0-1 is not served: ");
@@ -469,7 +469,7 @@ fn docker_binds(machine: &mut Machine) {
     machine.write(&format!("{DOCKER_WITH_CDI}/runc"), &RUNTIME.replace("HOST", HOST));
     let runtimes = stops_page(DOCKER_RUNTIMES).trim().strip_prefix('{').unwrap().to_owned();
     machine.write(file, &format!("{}, {runtimes}", DOCKER_FEATURES.strip_suffix('}').unwrap()));
-    // The Docker of the machine is stopped first: otherwise the new Docker would use the containerd of the old one, which
+    // The Docker of the machine is stopped first: otherwise the new Docker would use the containerd of the old Docker, which
     // finds the machine's own runc first.
     machine.sh(&format!(
         "systemctl stop docker.socket docker containerd 2>/dev/null || :

@@ -74,7 +74,7 @@ impl Shell {
             let shown = self.wait_for("LINE=");
             shown.split_once('$').map(|(line, _)| line.to_owned())
         });
-        // The line is cleared, so that the next one begins empty.
+        // The line is cleared, so that the next line begins empty.
         self.screen.lock().unwrap().clear();
         self.press("\u{15}");
         line

@@ -649,7 +649,7 @@ fn what_is_for_root_is_not_judged() {
     assert!(!said.contains("configuration-wrong"), "{said}");
 }
 
-/// The published limits are compared with the confirmed ones.
+/// The check compares the published limits with the confirmed limits.
 #[tokio::test]
 async fn limits_that_are_not_in_force() {
     let mut snapshot = p40_board();

@@ -183,7 +183,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     // Undraining a slice leaves the other slices of its GPU drained.
     done(&host, &["undrain", &format!("{first}-1")]);
     assert_eq!(drained(&host).len(), all.len() - 1);
-    // The commands that choose a slice themselves skip drained ones.
+    // The commands that choose a slice themselves skip drained slices.
     let probed = text(&host.mpsctl(&["probe", "--json"]));
     assert!(probed.contains(&format!("\"{first}-1\"")) && probed.contains("drained"), "{probed}");
     assert!(!probed.contains("name it to have it probed"), "{probed}");
@@ -354,7 +354,7 @@ fn a_reader_that_leaves_does_not_make_the_waiting_a_success() {
     assert_eq!(drained(&host).len(), 4);
 }
 
-/// On a terminal the present clients take the place of the earlier ones.
+/// On a terminal the present clients take the place of the earlier clients.
 #[test]
 fn a_terminal_shows_who_is_left() {
     let host = Host::serving("h200");

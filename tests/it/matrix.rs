@@ -85,7 +85,8 @@ impl Service {
         let (pid, armed) = (child.id(), Arc::clone(&kill));
         let reader = std::thread::spawn(move || {
             read_log(stderr, log, |step| {
-                // The service is waited for only after this thread has ended. So no other process can have its PID yet.
+                // The test waits for the service only after this thread has ended, so no other process can have the PID of
+                // the service yet.
                 let due = armed.lock().unwrap().take_if(|kill| kill.step == step);
                 if let Some(kill) = due {
                     std::thread::sleep(kill.delay);

@@ -362,7 +362,7 @@ fn the_textfile_is_written_as_a_whole() {
     assert!(run(&host, "").status.success());
     let down = prom();
     assert_eq!(parsed_as_the_older_format(&down)["yunion_mps_up{}"].0, 0.0);
-    // If the metrics can't be collected, the file with the last ones stays.
+    // If the metrics can't be collected, the file with the last metrics stays.
     host.stop_bus();
     assert_eq!(run(&host, "").status.code(), Some(1));
     assert_eq!((names(), prom()), (vec!["yunion-mps.prom".to_owned()], down));

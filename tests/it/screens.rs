@@ -223,7 +223,7 @@ async fn the_state_and_the_last_fault_stay_on_the_terminal() {
     }
 }
 
-/// The screens in the README are recorded ones, in both languages.
+/// The screens in the README are recorded screens, in both languages.
 #[test]
 fn the_readme_shows_recorded_screens() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));

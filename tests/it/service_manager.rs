@@ -42,8 +42,7 @@ fn ready_is_said_when_it_is_true() {
     assert_eq!(host.ended().code(), Some(0));
 }
 
-/// A service without its bus name is not ready: it reports that only when it has the name. The pings of the watchdog come all the
-/// time.
+/// The service reports that it is ready only when it has its bus name. The pings of the watchdog come all the time.
 #[test]
 fn ready_waits_for_the_bus() {
     let mut host = Host::new("tesla-p40");

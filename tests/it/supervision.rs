@@ -447,7 +447,7 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology
 }
 
 /// A newer driver's control daemon may answer in other words. Another control daemon of the same driver would answer in the
-/// same words, so the present one runs on.
+/// same words, so the present control daemon runs on.
 fn a_control_daemon_that_is_not_understood_is_not_restarted(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = control_pid(&host.wait_for_state("ready"));
@@ -529,7 +529,7 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
     (output.status.code(), text(&output))
 }
 
-/// A second daemon with the same runtime directory names the first one and ends. The first one and its clients go on.
+/// A second daemon with the same runtime directory names the first one and ends. The first daemon and its clients go on.
 fn a_second_daemon_by_hand_ends_nobody_s_work(topology: Topology) {
     let mut host = Host::serving_as(topology, "h200");
     let before = host.wait_for_state("ready");
@@ -665,7 +665,7 @@ fn start_without_mps(host: &Host) -> Command {
     command
 }
 
-/// Looks at a GPU's compute mode again and again, and says which ones it has seen.
+/// Looks at a GPU's compute mode again and again, and says which modes it has seen.
 fn watch_mode(host: &Host, go_on: &Arc<AtomicBool>) -> JoinHandle<BTreeSet<String>> {
     let (file, go_on) = (host.path("gpus/0/compute_mode"), Arc::clone(go_on));
     spawn(move || {

@@ -146,7 +146,7 @@ impl Directories<Path> for Disk {
 
     fn release(&mut self, pipe: &Path, slices_in: Option<&Path>, names: &BTreeSet<String>) {
         self.kept.remove(*pipe);
-        // Without the directory that contains the slices' directories, the names say nothing about a place.
+        // Without the directory that contains the slices' directories, the names belong to no place.
         if slices_in.is_some() {
             self.kept.retain(|name| !names.contains(name));
         }

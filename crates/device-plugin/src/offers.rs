@@ -1,9 +1,9 @@
 //! The resources of the node and their devices, and which devices Kubernetes may give out. Pure functions.
 //!
 //! The kubelet has one flag for two questions: may a pod get the device, and may the pod that has the device go on. A kubelet
-//! that starts asks the second one, and ends a pod if an init container of it has ended and has an unhealthy device. So a slice
-//! that a pod has is healthy as long as it is served, even if it is drained: the kubelet gives it to no other pod. A slice with
-//! an owner outside of Kubernetes is unhealthy, since the kubelet does not know about that owner.
+//! that starts asks the second question, and ends a pod if an init container of it has ended and has an unhealthy device. So
+//! a slice that a pod has is healthy as long as it is served, even if it is drained: the kubelet gives it to no other pod. A
+//! slice with an owner outside of Kubernetes is unhealthy, since the kubelet does not know about that owner.
 
 use std::collections::BTreeMap;
 use std::fmt;

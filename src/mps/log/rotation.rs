@@ -45,7 +45,8 @@ impl Rotation {
     }
 }
 
-/// Makes a new, empty `<path>.1`. The former one is removed first, since a full disk may have enough space for only one.
+/// Makes a new, empty `<path>.1`. The former copy is removed first, since a full disk may have enough space for only one
+/// copy.
 fn place_of_copy(path: &Path) -> io::Result<File> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::other("it is in no directory"));

@@ -54,7 +54,7 @@ impl ContainerGroup {
         })
     }
 
-    /// Puts a process into the container's control group, or into one below it.
+    /// Puts a process into the container's control group, or into a descendant of that control group.
     pub(crate) fn take(&self, pid: u32, below: &str) {
         fs::write(self.directory.join(below).join("cgroup.procs"), pid.to_string()).unwrap();
     }

@@ -89,7 +89,7 @@ impl FakeKubelet {
         }
     }
 
-    /// Waits until the plugin's last list of a resource has this many devices, with these unhealthy ones.
+    /// Waits until the plugin's last list of a resource has this many devices, and these of them are unhealthy.
     #[track_caller]
     pub(crate) fn wait_for_devices(
         &mut self,

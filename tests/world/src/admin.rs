@@ -250,7 +250,7 @@ impl World {
         let Some(state) = self.gpus.get_mut(&gpu) else { return };
         state.mode = mode;
         if is_written {
-            // The state file has an earlier mode of this GPU. The service may restore that mode or the new one: both are
+            // The state file has an earlier mode of this GPU. The service may restore that mode or the new mode: both are
             // correct.
             self.strange.insert(gpu);
         } else {

@@ -442,8 +442,8 @@ impl Shell for SimShell {
         let list = |(ordinal, gpu): (usize, &String)| {
             let there = match self.id.tenure() {
                 Tenure::Alone => Some(on(ordinal)).filter(|_| self.lists_clients(gpu)),
-                // Several control daemons have the GPU, and NVML lists the clients of all of them. So only clients that are
-                // known as own ones count.
+                // Several control daemons have the GPU, and NVML lists the clients of all of them. So only the clients count
+                // that are known as clients of this control daemon.
                 Tenure::InTurns => Some(&on(ordinal) & ours).filter(|ours| !ours.is_empty()),
             };
             let there = there.filter(|_| !mps.out_of_reach.contains(gpu) && failing.as_ref() != Some(gpu));

@@ -248,7 +248,8 @@ impl Script {
     /// Plays a step of the script, and lets the world go on until nothing happens any more.
     pub fn play(&mut self, deed: &Deed) {
         self.world.add_to_story(|| format!("--- {deed:?}"));
-        // A control daemon that ends is removed from the world together with its reports. So the present ones are remembered.
+        // A control daemon that ends is removed from the world together with its reports. So the story remembers the control
+        // daemons that are present now.
         let before: Vec<Arc<Mutex<Mps>>> =
             self.world.daemons.values().map(|one| Arc::clone(&one.mps)).collect();
         self.played += 1;

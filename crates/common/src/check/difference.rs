@@ -308,8 +308,8 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// Returns whether the planned control daemon has another pipe directory than the running one, which waits for the end of its
-/// clients. New clients then do not find the running one.
+/// Returns whether the planned control daemon has another pipe directory than the running control daemon, whose clients then
+/// have to end first. New clients then do not find the running control daemon.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }

@@ -40,7 +40,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // A thread that has panicked is finished without an answer, so it is removed from the running ones.
+        // A thread that has panicked is finished without an answer, so its question is no running question any more.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {

@@ -109,7 +109,7 @@ pub struct Mount {
 /// The most wrong letters with which a name still counts as a misspelling of another name.
 const SLIPS: usize = 2;
 
-/// The most names that an error suggests for a wrong one.
+/// The most names that an error suggests for an unknown name.
 const OFFERED: usize = 3;
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

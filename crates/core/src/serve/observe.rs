@@ -43,7 +43,8 @@ impl<S: Shell> Serving<'_, S> {
 
     /// The failure that says how the control daemon has ended.
     pub async fn ended(&mut self) -> Failure {
-        // The last lines of the log explain the end. Older lines are not waited for: the next control daemon has to start.
+        // The last lines of the log explain the end. The service does not wait for older lines, since the next control daemon
+        // has to start.
         self.read(true).await;
         // A server that a signal has stopped does not notice the end of its control daemon, and would keep the GPU occupied.
         // So it is continued.

@@ -70,7 +70,7 @@ impl<S: Shell> Serving<'_, S> {
                 Ok(None) => {}
                 Ok(Some(ended)) => return Ok(ended),
                 // A command without an answer counts as one check without an answer. The health check then counts further
-                // ones.
+                // checks without an answer.
                 Err(Failure::Silent(error)) => {
                     self.missed(error);
                     self.show_state();

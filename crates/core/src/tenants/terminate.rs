@@ -337,7 +337,8 @@ impl<T: TerminationShell> Termination<T> {
             shell.tell_of_request(RequestNews::Ended, server, pid, &client.owner);
             self.had_work.push(client.owner);
         }
-        // A connection without a number can't be distinguished from a later one, so only numbered ones are remembered.
+        // A connection without a number can't be distinguished from a later connection, so only connections with numbers are
+        // remembered.
         connections.retain(Option::is_some);
         self.ended.insert(key, (held, connections));
         None

@@ -325,7 +325,7 @@ fn selinux(facts: &Facts) -> Outcome {
     Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
 }
 
-/// The directories of tmpfiles.d(5). A file in an earlier directory hides files with the same name in later ones.
+/// The directories of tmpfiles.d(5). A file in an earlier directory hides files with the same name in later directories.
 const TMPFILES: [&str; 4] =
     ["/etc/tmpfiles.d", "/run/tmpfiles.d", "/usr/local/lib/tmpfiles.d", "/usr/lib/tmpfiles.d"];
 

@@ -17,7 +17,7 @@ const FILES_PER_CLIENT: u64 = 20;
 const FILES: u64 = 64;
 
 fn foreign(facts: &Facts) -> Outcome {
-    // Without a list of the service's own control daemons, foreign ones can't be told from them.
+    // Without a list of the service's own control daemons, foreign control daemons can't be told from them.
     if facts.published().is_err() && facts.state_file.is_err() {
         return Err("it is not known which control daemons the service has started".into());
     }
