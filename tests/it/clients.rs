@@ -18,7 +18,7 @@ use crate::support::host::{
 use crate::support::skip::skip;
 use crate::support::wait::wait_for;
 
-/// A client of a slice, as a container would be, once the driver knows its memory too.
+/// Starts a client of a slice, with the environment of a container, and waits until the driver knows the client's memory.
 fn listed_client(host: &Host, device: &str) -> Client {
     let client = Client::start(&mut host.program_of(device, &["hold", "600"]));
     wait_for("the client", || host.listed(client.id()).filter(|client| client["memory_mib"].is_u64()));
@@ -429,7 +429,7 @@ fn metrics_are_what_the_bus_says() {
     assert_eq!(metrics(&host)["yunion_mps_up{}"], 0.0);
 }
 
-/// docs/metrics.md, as it is shipped.
+/// The text of docs/metrics.md.
 fn documentation() -> String {
     fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/metrics.md")).unwrap()
 }

@@ -28,16 +28,16 @@ struct Scene {
     mounts: Vec<Mount>,
 }
 
-/// When a fault is planted.
+/// The moment at which a test plants a fault.
 #[derive(Clone, Copy)]
 enum When {
-    /// On a host where the service was never started.
+    /// The service has never started on the host.
     Idle,
-    /// Before it starts.
+    /// The service has not started yet.
     Before,
-    /// While everything is served.
+    /// The service serves everything.
     Serving,
-    /// By itself, with a start of the service in it.
+    /// The test starts the service itself while it plants the fault.
     ByItself,
 }
 
@@ -48,7 +48,7 @@ impl Scene {
         scene
     }
 
-    /// A file of the host's.
+    /// Writes a file of the simulated host.
     fn write(&self, path: &str, text: &str) {
         let file = self.host.file(path);
         fs::create_dir_all(file.parent().unwrap()).unwrap();
@@ -64,7 +64,7 @@ impl Scene {
         fs::set_permissions(self.host.path(below), PermissionsExt::from_mode(mode)).unwrap();
     }
 
-    /// A program of the host's, in its pipe directory, until the end of the scene.
+    /// Starts a program of the host with this pipe directory. The program runs until the end of the scene.
     fn start(&mut self, program: &[&str], pipe: &str) -> u32 {
         let mut command = self.host.command(program[0]);
         command.args(&program[1..]).env("CUDA_MPS_PIPE_DIRECTORY", self.host.path(pipe));

@@ -189,8 +189,8 @@ fn mounts_of_a_users_own_namespace_prove_nothing() {
     scene.end();
 }
 
-/// A tenant has the whole pipe directory in a container of the host's. He makes a user namespace, mounts the directory of
-/// a neighbour's slice there, and hides all other mounts. The first process of the container has no such mount.
+/// A tenant has the whole pipe directory in a container of the host. The tenant makes a user namespace, mounts the directory
+/// of a neighbour's slice there, and hides all other mounts. The first process of the container has no such mount.
 #[test]
 fn a_mount_that_the_first_process_does_not_have_proves_nothing() {
     let name = "a_mount_that_the_first_process_does_not_have_proves_nothing";
@@ -302,7 +302,7 @@ fn with_the_whole_pipe_directory_the_environment_counts() {
     scene.end();
 }
 
-/// A sandbox without the host's root directory in it: it has the program, and this directory of the host's.
+/// A sandbox without the host's root directory in it: it has the program, and this directory of the host.
 fn jail(directory: &str) -> String {
     format!(
         "set -e\n\

@@ -99,7 +99,7 @@ pub struct GpuReach {
     /// now, another program has changed it.
     had_our_mode: BTreeSet<GpuUuid>,
     processes: ProcessesOnGpus,
-    /// The GPUs whose processes NVML did not list at the last look. For these GPUs the list before counts.
+    /// The GPUs whose processes NVML did not list at the last look. For these GPUs the last list still counts.
     unlisted: BTreeSet<GpuUuid>,
     bypasses: Bypasses,
 }
