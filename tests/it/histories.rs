@@ -25,7 +25,7 @@ use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, See
 /// The histories of `make test` with each of NVIDIA's control daemons.
 const WITH_NVIDIAS: u64 = 3;
 
-/// The hosts at a time. Each host waits most of the time.
+/// The number of hosts that run at the same time. Each host waits most of the time.
 const HOSTS: usize = 3;
 
 /// The time until a host shows what the world shows. The time is reached only if something is broken.
