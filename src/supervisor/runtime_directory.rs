@@ -1,4 +1,4 @@
-//! The runtime directory. Only one service has it at a time.
+//! The runtime directory, which only one service has at a time.
 //!
 //! A second service, usually started by hand while the unit runs, would take over the control daemons, and end them
 //! with their clients when it is interrupted.

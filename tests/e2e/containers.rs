@@ -89,7 +89,7 @@ const DOCKER_RUNTIMES: &str =
 const DOCKER_FEATURES: &str = "{\"features\": {\"cdi\": true}}";
 
 const IMAGE: &str = "cuda-image";
-/// The directory of a Docker that knows CDI. The distribution of the machine may not have one.
+/// The directory of a Docker that knows CDI. The Docker of the machine's distribution may not know CDI.
 const DOCKER_WITH_CDI: &str = "/opt/docker";
 const SPEC: &str = "/var/run/cdi/yunion.io-mps.json";
 /// A script that runs in a container and prints all that the page promises.

@@ -133,7 +133,7 @@ fn words(machine: &mut Machine) {
     }
 }
 
-/// Makes the system a newly installed one, without the files that the guide before has left.
+/// Makes the system a newly installed system, and removes the files of the last guide.
 fn fresh(machine: &Machine) {
     machine
         .sh("! dpkg-query --show yunion-mps-daemon >/dev/null 2>&1 || apt-get purge --yes yunion-mps-daemon

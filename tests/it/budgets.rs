@@ -27,7 +27,7 @@ fn device_of(host: &Host, name: &str) -> Value {
     host.list().into_iter().find(|device| device["addr"] == name).unwrap()
 }
 
-/// The slice, once it satisfies `check`.
+/// Waits until the slice satisfies `check`, and returns the slice.
 fn wait_for_device(host: &Host, name: &str, what: &str, check: impl Fn(&Value) -> bool) -> Value {
     wait_for(what, || Some(device_of(host, name)).filter(|device| check(device)))
 }

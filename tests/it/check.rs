@@ -211,7 +211,7 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// The slip that a warning names is often the reason for the error.
+/// The warning about a mistyped key comes before the error, since such a key is often the reason for an error.
 #[test]
 fn warnings_stand_beside_errors() {
     let mut host = Host::serving("h200");

@@ -44,7 +44,8 @@ fn program(folder: &Path, name: &str, mode: u32) {
     fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// The messages of the script about missing things with these programs and packages, without those about root and openssl.
+/// The messages of the script about missing things with these programs and packages, except for the messages about root and
+/// openssl.
 fn missing(programs: Option<&Path>, packages: &Path) -> Vec<String> {
     let mut check = python(&cluster("run.py"));
     check.arg("--check").env_remove("KUBERNETES").env("PACKAGES", packages);

@@ -75,7 +75,7 @@ impl Scene {
         pid
     }
 
-    /// A client, once it is served.
+    /// Starts a client, and waits until the control daemon lists the client.
     fn client(&mut self, program: &[&str]) {
         let pid = self.start(program, "mps/pipe").to_string();
         let pipe = self.host.path("mps/pipe");

@@ -301,7 +301,8 @@ fn a_fault_that_ends_the_control_daemon_is_told(topology: Topology) {
     a_client_is_served(&host);
 }
 
-/// The service saves how far it has read the log, and is then killed. The next service has another grace period for faults.
+/// The service saves the place in the log up to which it has read, and is then killed. The next service has another grace
+/// period for faults.
 fn dies_having_read_of_the_fault(host: &mut Host, next_grace: &str) {
     host.wait_for_status("faulted", |status| control_daemon(status)["state"] == "faulted");
     let log = fs::read_to_string(host.control_log()).unwrap();
@@ -824,7 +825,7 @@ fn a_critical_error_of_a_lost_gpu_is_told(topology: Topology) {
     assert_eq!(host.stop().code(), Some(0));
 }
 
-/// libfaketime, wherever the machine's architecture has it.
+/// The path of libfaketime, which depends on the architecture of the machine.
 fn fake_clock() -> PathBuf {
     let libraries = fs::read_dir("/usr/lib").unwrap().flatten();
     let mut places = libraries.map(|entry| entry.path().join("faketime/libfaketime.so.1"));

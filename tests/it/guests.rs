@@ -66,7 +66,7 @@ impl Platform {
         fs::set_permissions(directory.join(file), Permissions::from_mode(0o644)).unwrap();
     }
 
-    /// A client in a container that has the pipe directory, once it is served.
+    /// Starts a client in a container that has the pipe directory, and waits until the client is served.
     fn client(&self, container: &ContainerGroup, work: &[&str], claim: Option<&str>) -> Client {
         self.host.served(&mut self.program_in(&self.host.path("mps/pipe"), container, work, claim))
     }

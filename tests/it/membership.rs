@@ -382,7 +382,8 @@ fn who_can_command_is_said() {
     scene.end();
 }
 
-/// Without a directory of the service it is not known how a process reached the GPU, and its claim does not count.
+/// Without a directory of the service, the service does not know how a process reached the GPU, and the claim of the process
+/// does not count.
 #[test]
 fn a_claim_from_elsewhere_counts_for_nothing() {
     if !root_or_skip("a_claim_from_elsewhere_counts_for_nothing") {

@@ -93,7 +93,7 @@ impl Containerd {
         Client::start(&mut command)
     }
 
-    /// Kills it and starts it again.
+    /// Kills containerd and starts it again.
     fn restart(&mut self, host: &Host) {
         signal_pid(self.process.id(), Signal::KILL);
         self.process.wait().unwrap();

@@ -200,7 +200,7 @@ fn a_client_that_lost_its_environment_is_named() {
     let mut scene = Neighbours::new();
     let mut command = scene.host.program_of("00:06.0-1", &["long", "600"]);
     command.stdout(Stdio::piped());
-    // The pipe directory of all slices names no slice. The directory of a slice would name it.
+    // The pipe directory of all slices names no slice. The directory of a slice would name that slice.
     command.env("CUDA_MPS_PIPE_DIRECTORY", scene.host.path("mps/pipe"));
     let silent = command.env_remove("YUNION_MPS_DEVICE").spawn().unwrap();
     scene.computes(silent.id());
@@ -760,7 +760,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
         run
     };
     let mut scene = Neighbours::new();
-    // The service hangs. `run` waits some seconds for it before it passes the signal on.
+    // The service hangs. `run` waits some seconds for the service before it passes the signal on.
     let run = started(&scene, one);
     signal_pid(scene.host.pid(), Signal::STOP);
     signal_pid(run.id(), Signal::INT);

@@ -1,6 +1,5 @@
-//! The screens of yunion-mpsctl at 80 and 120 columns, held against the files in tests/golden
-//! (`support/golden.rs`). A host's recorded answers (`golden.rs`) are played back on a bus, so that PIDs and times have
-//! the same widths each time.
+//! The screens of yunion-mpsctl at 80 and 120 columns, held against the files in tests/golden (`support/golden.rs`). The
+//! recorded answers of a host (`golden.rs`) are played back on a bus, so that PIDs and times have the same widths each time.
 //!
 //!     UPDATE_GOLDEN=1 cargo test --test it screens::
 

@@ -154,11 +154,11 @@ pub struct MpsEntry {
 /// The keys about the size of a slice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SliceKeys {
-    /// `memory` in MiB. Without it, a slice has its share of the GPU's memory.
+    /// `memory` in MiB. Without this key, a slice has its share of the GPU's memory.
     pub memory_mib: Option<NonZeroU64>,
-    /// `thread_percentage`, 1 to 100. Without it, the policy applies.
+    /// `thread_percentage`, 1 to 100. Without this key, the policy applies.
     pub thread_percentage: Option<u8>,
-    /// `max_clients`. Without it, a slice has its share of the clients that the GPU can have.
+    /// `max_clients`. Without this key, a slice has its share of the clients that the GPU can have.
     pub max_clients: Option<NonZeroU32>,
 }
 

@@ -141,7 +141,8 @@ pub struct SliceMounts {
     host: Vec<PathBuf>,
     /// The service's user namespace.
     user: Option<PathBuf>,
-    /// The first process of each container, by the container's id. The service searches for them when the first one is needed.
+    /// The first process of each container, by the container's id. The service searches for these processes when it needs one
+    /// of them.
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
