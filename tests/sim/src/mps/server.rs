@@ -44,7 +44,7 @@ struct State {
     last_id: u32,
     /// True if the server has a context on each of the GPUs.
     contexts: Vec<bool>,
-    /// The client that the next line `Received new client request` names: the log names the client before.
+    /// The client that the next line `Received new client request` names: such a line names the previous client.
     last_request: String,
 }
 
