@@ -1,6 +1,7 @@
 //! Slurm places jobs onto slices: the commands of the guide docs/slurm.md, cancelled jobs, and the neighbours of
 //! these jobs.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -88,7 +89,8 @@ pub(crate) fn prepared(machine: &Machine) {
         &format!("{JOBS}/train.py"),
         "import os\nos.execv('./a-cuda-program', ['a-cuda-program', 'long', '600'])\n",
     );
-    machine.sh(&format!("chmod 755 {JOBS}/a-cuda-program; chown -R alice: {JOBS}"));
+    machine.write(&format!("{JOBS}/a-rank"), "#!/bin/sh\nexec printenv YUNION_MPS_DEVICE\n");
+    machine.sh(&format!("chmod 755 {JOBS}/a-cuda-program {JOBS}/a-rank; chown -R alice: {JOBS}"));
 }
 
 fn guide(machine: &mut Machine) {
@@ -137,6 +139,17 @@ fn guide(machine: &mut Machine) {
     let tasks = alice(machine, &tasks);
     let tasks: Vec<&str> = tasks.lines().collect();
     assert!(tasks.len() == 2 && tasks[0] != tasks[1], "{tasks:?}");
+    let of_ranks = |words: &str| -> BTreeSet<String> {
+        let told = alice(machine, &line(words));
+        let slices: Vec<&str> = told.lines().collect();
+        assert_eq!(slices.len(), 4, "{words}: {told}");
+        slices.into_iter().map(str::to_owned).collect()
+    };
+    let each = "srun -n4 --gpus-per-task=1 yunion-mpsctl run --slurm --";
+    assert_eq!(of_ranks(&format!("{each} ./a-rank")).len(), 4);
+    let bound = "sh -c 'exec ${YUNION_MPS_CPUS:+taskset -c $YUNION_MPS_CPUS} ./a-rank'";
+    assert_eq!(of_ranks(&format!("{each} {bound}")).len(), 4);
+    assert_eq!(of_ranks("srun --gpus=1 --ntasks-per-gpu=4 yunion-mpsctl run --slurm -- ./a-rank").len(), 1);
     let visible =
         alice(machine, "srun --gres=gpu:1 yunion-mpsctl run --slurm -- printenv CUDA_VISIBLE_DEVICES");
     assert_eq!(visible.trim(), UUID);
