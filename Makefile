@@ -45,7 +45,7 @@ fetch: ## all that make deb rpm takes from the network, which it needs no more t
 	scripts/fetch-zig.sh
 	cargo fetch --locked
 
-demo: ## what the service is for, on one screen, on a simulated host: make demo BOARD=h200, h200x8, mixed or tesla-p40 (RELEASE=1 as in make test)
+demo: ## what the service is for, on one screen, on a simulated host: make demo BOARD=h200, h200x8, mixed, gh200x4, gb10 or tesla-p40 (RELEASE=1 as in make test)
 	scripts/demo.sh $(BOARD)
 
 # Only root can boot a systemd, where the packages are tested. With RELEASE=1 these are the packages of make deb rpm, which have

@@ -1,8 +1,7 @@
 #!/bin/bash
 # The service's purpose on one screen of 80 columns and 40 rows: a simulated host, a real dbus-daemon, and the programs of the
 # tests; with RELEASE=1 those in the packages of `make deb rpm`, which have to be built before. BINARIES names a directory of
-# programs that are built already.=>BINARIES is a directory with programs that are built already. Every step is checked as well as
-# shown, and exit status 0 means that every check held. BINARIES names a directory of programs that are built already.
+# programs that are built already. Every step is checked as well as shown, and exit status 0 means that every check held.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -167,7 +166,7 @@ reload() {
 configure() {
     step '1. host.conf says enable_cuda_mps: true, host_container_device.yml has the GPUs:'
     grep -qx 'enable_cuda_mps: true' "$etc/host.conf" || fail "MPS is not enabled in host.conf"
-    head -n 4 "$etc/host_container_device.yml"
+    awk '/^- / && ++entries > 1 { exit } { print }' "$etc/host_container_device.yml"
 }
 
 serve() {
@@ -181,7 +180,7 @@ serve() {
     expect_mode Exclusive_Process
     [ "$(modes | grep -c Exclusive_Process)" -eq "$(grep -c '"healthy": true' "$dir/gpus")" ] ||
         fail "not every GPU that is served has its compute mode: $(modes)"
-    step "2. Compute mode of ${first%-*}: $(sed -n "s/^$uuid, //p" "$dir/before") -> $(mode). The service's list:"
+    step "2. Compute mode of ${first%-*}: $(sed -n "s/^$uuid, //p" "$dir/before") -> $(mode). The slices:"
     # The 32 slices of a host with eight GPUs do not fit on the screen.
     echo "\$ yunion-mpsctl list | head -n 5     # of $(wc -l <"$dir/names") slices"
     yunion-mpsctl list >"$dir/list"

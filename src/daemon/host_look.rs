@@ -144,7 +144,7 @@ impl HostLook {
         loop {
             let Some(Looked { news, nvml, mut inventory }) = self.looked().await else {
                 let reason = self.unanswered().unwrap_or_else(|| "the look at the GPUs has failed".into());
-                return Inventory { driver: Err(reason), gpus: Vec::new(), others: Vec::new(), cpus: None };
+                return Inventory::of_gpus(Err(reason), Vec::new());
             };
             let is_another = self.in_force.take(news);
             let driver = self.in_force.get().cloned();
@@ -261,8 +261,7 @@ mod tests {
         let mut view = gpu("00:06.0", "GPU-1").plan.gpu;
         let facts = view.nvml.as_mut().unwrap();
         facts.state.foreign_processes = vec![(new.id(), "cat".to_owned()), (1, "init".to_owned())];
-        let mut inventory =
-            Inventory { driver: Ok(String::new()), gpus: vec![view], others: Vec::new(), cpus: None };
+        let mut inventory = Inventory::of_gpus(Ok(String::new()), vec![view]);
         let left = pass_over(&mut inventory).unwrap();
         assert!(left > Duration::ZERO && left <= OF_NEWCOMERS, "{left:?}");
         let there =

@@ -110,6 +110,18 @@ fn each_control_daemon_and_its_server_run_near_their_gpu() {
     assert_eq!(host.stop().code(), Some(0));
 }
 
+/// Each superchip of a Grace host has a GPU and the CPUs near it. This machine may lack these CPUs, and nothing is bound then.
+#[test]
+fn a_container_with_a_slice_of_a_superchip_gets_the_cpus_of_that_superchip() {
+    let mut host = Host::new("gh200x4");
+    host.configure(&format!("{AUTO}\ncuda_mps_topology: per_gpu"));
+    host.start();
+    host.wait_for_state("ready");
+    let told = ["0019:01:00.0-0", "0029:01:00.0-3", "0039:01:00.0-1"].map(|slice| host.told(slice));
+    assert_eq!(told, ["72-143", "144-215", "216-287"]);
+    assert_eq!(host.stop().code(), Some(0));
+}
+
 #[test]
 fn by_default_nothing_is_bound() {
     let Some(parts) = two_parts("binding to CPUs") else { return };

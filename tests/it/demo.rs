@@ -60,7 +60,7 @@ fn an_h200_shows_every_step() {
 
 #[test]
 fn the_other_boards_fit_the_screen_too() {
-    let boards = ["tesla-p40", "h200x8", "mixed"];
+    let boards = ["tesla-p40", "h200x8", "mixed", "gh200x4", "gb10"];
     let demos = boards.map(|board| std::thread::spawn(move || shown(board)));
     let [p40, ..] = demos.map(|demo| demo.join().unwrap());
     let held = "3. MPS holds programs to the memory of their slice from Volta on, but not here:";

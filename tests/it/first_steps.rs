@@ -293,6 +293,29 @@ fn setup_of_a_host_of_the_platform_names_each_gpu() {
     assert!(!check.contains("agent") && !check.contains("not served"), "{check}");
 }
 
+/// The service does not divide the memory of the host, so setup writes what each slice gets of it.
+#[test]
+fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
+    let host = fresh("gb10");
+    let done = setup(&host, &["--yes", "--slices", "4"]);
+    let said = text(&done);
+    assert!(done.status.success(), "{said}");
+    assert!(said.contains("  000f:01:00.0 GB10, 109034 MiB of the host's memory\n"), "{said}");
+    let written = files(&host);
+    assert_eq!(
+        settings(&written["host_container_device.yml"]),
+        "devices:\n- path: /dev/dri/renderD128\n  type: NVIDIA_MPS\n  virtual_number: 4\n  memory: 27258\n"
+    );
+    let check = checked(&host);
+    assert!(check.contains("4 slices, ") && check.contains("27258 MiB"), "{check}");
+    // Without the host's memory, setup can't say how much a slice gets.
+    let host = fresh("gb10");
+    fs::remove_file(host.file("/proc/meminfo")).unwrap();
+    let refused = setup(&host, &["--yes"]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused).contains("left out: NVML does not report its memory"), "{}", text(&refused));
+}
+
 #[test]
 fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
     // The platform's own installation leaves such a host.

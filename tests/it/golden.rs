@@ -108,6 +108,16 @@ fn mixed() {
 }
 
 #[test]
+fn gh200x4() {
+    board("gh200x4");
+}
+
+#[test]
+fn gb10() {
+    board("gb10");
+}
+
+#[test]
 fn no_directory_is_left_over() {
     let unknown = unknown_directories();
     if is_update() {

@@ -204,6 +204,16 @@ async fn mixed() {
     board("mixed", &["", "/broken"]).await;
 }
 
+#[tokio::test]
+async fn gh200x4() {
+    board("gh200x4", &[""]).await;
+}
+
+#[tokio::test]
+async fn gb10() {
+    board("gb10", &[""]).await;
+}
+
 /// With 8 GPUs or long reasons, the status has more lines than a small terminal.
 #[tokio::test]
 async fn the_state_and_the_last_fault_stay_on_the_terminal() {

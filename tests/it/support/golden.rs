@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The directories of tests/golden, and the recorded outputs in each. `None` means that all outputs are recorded.
-const RECORDED: [(&str, Option<&[&str]>); 15] = [
+const RECORDED: [(&str, Option<&[&str]>); 19] = [
     ("help", None),
     ("h200x8", None),
     ("h200x8/screens", None),
@@ -50,6 +50,24 @@ const RECORDED: [(&str, Option<&[&str]>); 15] = [
     // The outputs in the README, and the answers from which they are made.
     ("h200", Some(&["clients.json", "list-gpus.json", "list.json", "status.json"])),
     ("h200/screens", Some(&["clients.txt", "list.txt"])),
+    // GPUs in PCI domains of their own, each near the CPUs of its superchip.
+    ("gh200x4", Some(&["clients.json", "env.txt", "list-gpus.json", "list.json", "status.json"])),
+    ("gh200x4/screens", Some(&["list-gpus-wide.txt", "list.txt", "status.txt"])),
+    // A GPU that shares the memory of the host: its memory and the memory that is left are not known.
+    (
+        "gb10",
+        Some(&[
+            "check.txt",
+            "clients.json",
+            "doctor.txt",
+            "env.txt",
+            "list-gpus.json",
+            "list.json",
+            "metrics.txt",
+            "status.json",
+        ]),
+    ),
+    ("gb10/screens", Some(&["clients.txt", "list-gpus.txt", "list.txt", "status.txt"])),
     // The only GPU of this host is lost.
     (
         "h200/broken",

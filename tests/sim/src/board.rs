@@ -10,6 +10,8 @@ pub struct Board {
     pub driver: String,
     /// The version of the MPS control daemon: 535, 550, 555 or 580.
     pub mps: u32,
+    /// The memory of the host in KiB, as /proc/meminfo has it. None if it makes no difference: no GPU of the board shares it.
+    pub host_memory_kib: Option<u64>,
     /// The cards, in PCI order.
     pub cards: Vec<Card>,
     /// Entries of `host_container_device.yml`, the device file of the platform, for PCI addresses at which the board
@@ -44,7 +46,7 @@ pub struct Card {
     pub gpu: Option<GpuFacts>,
 }
 
-/// An entry of the platform's device file: its keys `type` and `virtual_number`.
+/// An entry of the platform's device file: its keys `type`, `virtual_number` and `memory`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
@@ -53,6 +55,8 @@ pub struct Entry {
     pub kind: String,
     /// The number of virtual devices of the card.
     pub virtual_number: u32,
+    /// The memory of each virtual device, `20GiB`. None if the entry does not say it.
+    pub memory: Option<String>,
 }
 
 /// The facts that the driver reports about an NVIDIA GPU.
@@ -63,8 +67,8 @@ pub struct GpuFacts {
     pub uuid: String,
     /// NVML's name, `NVIDIA H200`.
     pub name: String,
-    /// The total memory in MiB, with the reserved part.
-    pub memory_total_mib: u64,
+    /// The total memory in MiB, with the reserved part. None if NVML does not report it: the GPU shares the host's memory.
+    pub memory_total_mib: Option<u64>,
     /// The reserved part of the memory, in KiB.
     pub memory_reserved_kib: u64,
     /// The compute capability, `9.0`.
@@ -75,11 +79,13 @@ pub struct GpuFacts {
     pub mig: Option<bool>,
 }
 
-const BOARDS: [(&str, &str); 4] = [
+const BOARDS: [(&str, &str); 6] = [
     ("tesla-p40", include_str!("../boards/tesla-p40.yaml")),
     ("h200", include_str!("../boards/h200.yaml")),
     ("h200x8", include_str!("../boards/h200x8.yaml")),
     ("mixed", include_str!("../boards/mixed.yaml")),
+    ("gh200x4", include_str!("../boards/gh200x4.yaml")),
+    ("gb10", include_str!("../boards/gb10.yaml")),
 ];
 
 /// The board with this name, or the board in the file with this path, which has a slash.
@@ -123,6 +129,9 @@ mod tests {
 
     #[test]
     fn an_unknown_board_is_answered_with_the_known_ones() {
-        assert_eq!(load("p4").unwrap_err(), "no board p4; there are tesla-p40, h200, h200x8, mixed");
+        assert_eq!(
+            load("p4").unwrap_err(),
+            "no board p4; there are tesla-p40, h200, h200x8, mixed, gh200x4, gb10"
+        );
     }
 }

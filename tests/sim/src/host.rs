@@ -22,6 +22,7 @@ pub fn create(board: &Board, root: &Path, slices: Option<u32>, programs: &Path) 
         fs::create_dir_all(root)?;
         let root = root.canonicalize()?;
         bus(board, &root.join("sysroot"))?;
+        memory(board, &root.join("sysroot/proc"))?;
         configuration(board, &root, slices)?;
         driver(board, &root)?;
         links(&root, programs)
@@ -70,6 +71,13 @@ fn bus(board: &Board, sysroot: &Path) -> io::Result<()> {
     let hwdata = sysroot.join("usr/share/hwdata");
     fs::create_dir_all(&hwdata)?;
     fs::write(hwdata.join("pci.ids"), pci_ids(board))
+}
+
+/// Makes /proc/meminfo.
+fn memory(board: &Board, proc: &Path) -> io::Result<()> {
+    let Some(kib) = board.host_memory_kib else { return Ok(()) };
+    fs::create_dir_all(proc)?;
+    fs::write(proc.join("meminfo"), format!("MemTotal:       {kib} kB\n"))
 }
 
 /// Makes a device node that every user may open, as NVIDIA's driver does.
@@ -205,6 +213,9 @@ fn configuration(board: &Board, root: &Path, slices: Option<u32>) -> io::Result<
             128 + number,
             card.entry.kind
         );
+        if let Some(memory) = &card.entry.memory {
+            devices += &format!("  memory: {memory}\n");
+        }
     }
     for entry in &board.entries {
         devices += &format!("- type: \"{}\"\n  virtual_number: {}\n", entry.kind, entry.virtual_number);
@@ -225,14 +236,14 @@ fn driver(board: &Board, root: &Path) -> io::Result<()> {
         fs::create_dir_all(directory.join("error"))?;
         // CUDA programs of all users write files into this directory.
         fs::set_permissions(&processes, fs::Permissions::from_mode(0o1777))?;
-        for (name, text) in values(index, card, facts) {
+        for (name, text) in values(index, card, facts, board) {
             write(&directory.join(name), &text)?;
         }
     }
     Ok(())
 }
 
-fn values(index: usize, card: &Card, facts: &GpuFacts) -> Vec<(&'static str, String)> {
+fn values(index: usize, card: &Card, facts: &GpuFacts, board: &Board) -> Vec<(&'static str, String)> {
     let mut values = vec![
         ("uuid", facts.uuid.clone()),
         ("name", facts.name.clone()),
@@ -240,7 +251,7 @@ fn values(index: usize, card: &Card, facts: &GpuFacts) -> Vec<(&'static str, Str
         ("id", card.id.clone()),
         ("minor", index.to_string()),
         ("compute_mode", "Default".to_owned()),
-        ("memory_total_mib", facts.memory_total_mib.to_string()),
+        ("memory_total_mib", facts.memory_total_mib.map_or_else(|| "N/A".to_owned(), |mib| mib.to_string())),
         ("memory_reserved_kib", facts.memory_reserved_kib.to_string()),
         ("compute_capability", facts.compute_capability.clone()),
         ("sms", facts.sms.to_string()),
@@ -248,6 +259,7 @@ fn values(index: usize, card: &Card, facts: &GpuFacts) -> Vec<(&'static str, Str
         ("link_width", card.link_width.to_string()),
         ("persistence_mode", "Enabled".to_owned()),
     ];
+    values.extend(board.host_memory_kib.map(|kib| ("host_memory_mib", (kib / 1024).to_string())));
     values.extend(facts.mig.map(|on| ("mig", if on { "Enabled" } else { "Disabled" }.to_owned())));
     values
 }

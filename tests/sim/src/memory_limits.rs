@@ -49,7 +49,7 @@ pub fn limits(gpu: &Gpu, group: &str) -> Limits {
 /// # Errors
 /// NVML's code.
 pub fn set(gpu: &Gpu, group: &str, (soft, hard): Limits) -> Result<(), u32> {
-    let total = gpu.number("memory_total_mib").unwrap_or_default() * MIB;
+    let total = gpu.memory_mib() * MIB;
     if soft > hard || (hard != NO_LIMIT && (hard > total || hard < used_bytes(gpu, group))) {
         return Err(code::INVALID_ARGUMENT);
     }

@@ -240,8 +240,16 @@ impl Gpu {
 
     /// The memory that a program can see, in MiB: the total without the reserved part.
     pub fn usable_mib(&self) -> u64 {
-        let total = self.number("memory_total_mib").unwrap_or_default() * 1024;
+        let total = self.memory_mib() * 1024;
         total.saturating_sub(self.number("memory_reserved_kib").unwrap_or_default()) / 1024
+    }
+
+    /// The memory of the GPU in MiB, or the memory of the host that the GPU shares.
+    pub fn memory_mib(&self) -> u64 {
+        ["memory_total_mib", "host_memory_mib"]
+            .into_iter()
+            .find_map(|name| self.number(name))
+            .unwrap_or_default()
     }
 
     /// The compute mode, in nvidia-smi's spelling.

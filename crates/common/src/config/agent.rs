@@ -86,6 +86,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
             let is_list = entry.mps.as_ref().is_some_and(|keys| !keys.own.is_empty());
             let (key, remedy) =
                 if is_list { ("slices", "write virtual_number alone") } else { ("memory", "remove memory") };
+            let remedy = format!("{remedy}, unless the GPU shares the host's memory");
             let problem = entry.problem(key, Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-divides-memory", problem, path: None });
         }

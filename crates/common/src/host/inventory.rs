@@ -9,7 +9,7 @@ use super::cpus::Cpus;
 use super::driver::Series;
 use super::gpu::{Gpu, NVIDIA, PciDevice};
 use super::nvml::{GpuQuestions, ToldByNvml};
-use super::{pci_ids, sysfs};
+use super::{pci_ids, proc, sysfs};
 use crate::problem::Problem;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,9 +22,16 @@ pub struct Inventory {
     pub others: Vec<PciDevice>,
     /// The CPUs of this host. None if the host has more CPUs than the service can publish.
     pub cpus: Option<Cpus>,
+    /// The memory of this host in MiB. None if it can't be read.
+    pub memory_mib: Option<u64>,
 }
 
 impl Inventory {
+    /// A host of which only the driver and these GPUs are known.
+    pub fn of_gpus(driver: Result<String, Problem>, gpus: Vec<Gpu>) -> Self {
+        Self { driver, gpus, others: Vec::new(), cpus: None, memory_mib: None }
+    }
+
     pub fn series(&self) -> Series {
         Series::parse(self.driver.as_deref().unwrap_or_default())
     }
@@ -46,7 +53,7 @@ impl Inventory {
         let known = |device: &&PciDevice| device.vendor == NVIDIA && device.foreign_driver().is_none();
         let known: Vec<PciAddress> = devices.iter().filter(known).map(|device| device.address).collect();
         let told = nvml.map_err(Clone::clone).and_then(|nvml| nvml.ask(&known));
-        let mut inventory = Self::merged(devices, told);
+        let mut inventory = Self { memory_mib: proc::memory_mib(sysroot), ..Self::merged(devices, told) };
         inventory.add_names(sysroot);
         inventory
     }
@@ -88,7 +95,7 @@ impl Inventory {
         // The rest are GPUs that NVML lists and /sys lacks, for example in a container that hides /sys.
         gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
-        Self { driver, gpus, others, cpus: Cpus::of_host() }
+        Self { others, cpus: Cpus::of_host(), ..Self::of_gpus(driver, gpus) }
     }
 }
 
@@ -187,7 +194,11 @@ mod tests {
         let names = root.path().join("usr/share/misc");
         std::fs::create_dir_all(&names).unwrap();
         std::fs::write(names.join("pci.ids"), "10de  NVIDIA\n\t1b38  GP102GL [Tesla P40]\n").unwrap();
+        std::fs::create_dir_all(root.path().join("proc")).unwrap();
+        std::fs::write(root.path().join("proc/meminfo"), "MemTotal:       127600748 kB\nMemFree: 1 kB\n")
+            .unwrap();
         let inventory = Inventory::read(root.path(), Err(&"no driver".into()));
+        assert_eq!(inventory.memory_mib, Some(124_610));
         assert_eq!(inventory.driver, Err("no driver".into()));
         assert_eq!(inventory.gpus.len(), 1);
         assert_eq!(inventory.gpus[0].pci.address, address("00:06.0"));
@@ -195,6 +206,6 @@ mod tests {
         assert_eq!(inventory.gpus[0].model(), "Tesla P40");
 
         let empty = Inventory::read(&root.path().join("nowhere"), Err(&"no driver".into()));
-        assert_eq!(empty.gpus, []);
+        assert_eq!((empty.gpus, empty.memory_mib), (Vec::new(), None));
     }
 }

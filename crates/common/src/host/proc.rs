@@ -61,6 +61,13 @@ fn beginning(path: impl AsRef<Path>, max_bytes: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// The memory of the host in MiB, `MemTotal` in /proc/meminfo below the sysroot. None if the file can't be read.
+pub fn memory_mib(sysroot: &Path) -> Option<u64> {
+    let meminfo = read(sysroot.join("proc/meminfo")).ok()?;
+    let kib: u64 = line(&meminfo, "MemTotal:")?.strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib / 1024)
+}
+
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

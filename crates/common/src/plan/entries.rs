@@ -71,7 +71,9 @@ pub(super) fn wanted<'a>(
             }
         };
         if let Some(gpu) = gpu {
-            problems.extend(wrong_size(gpu, mps, settings).map(|(key, problem)| entry.problem(key, problem)));
+            problems.extend(
+                wrong_size(gpu, mps, settings, inventory).map(|(key, problem)| entry.problem(key, problem)),
+            );
             wanted.push(ConfiguredGpu { gpu, keys: mps.clone(), gone });
         }
     }
@@ -143,7 +145,7 @@ fn unclaimed<'a>(
         .collect();
     wanted.sort_by_key(|wanted| wanted.gpu.pci.address);
     let file = settings.sources.last().cloned().unwrap_or_default();
-    let wrong = wanted.iter().filter_map(|wanted| wrong_size(wanted.gpu, &wanted.keys, settings));
+    let wrong = wanted.iter().filter_map(|wanted| wrong_size(wanted.gpu, &wanted.keys, settings, inventory));
     problems.extend(wrong.map(|(_, problem)| problem.at(Origin::whole(&file), "cuda_mps_replicas")));
     wanted
 }

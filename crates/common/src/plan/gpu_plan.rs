@@ -50,7 +50,7 @@ impl GpuPlan {
     pub fn servable(&self) -> bool {
         match &self.gpu.nvml {
             Ok(facts) => {
-                settings(&self.gpu, facts).is_empty()
+                settings(&self.gpu, facts, &self.sizes).is_empty()
                     && !self.obstacles.iter().any(|one| one.name == INSEPARABLE)
             }
             Err(_) => self.gpu.pci.foreign_driver().is_none(),
@@ -115,15 +115,15 @@ impl GpuPlan {
 
 /// The obstacles to serving a GPU, except for processes that use it. All of them are returned at once, so that an administrator
 /// can correct all before the next attempt.
-pub(super) fn obstacles(gpu: &Gpu) -> Vec<NamedProblem> {
+pub(super) fn obstacles(gpu: &Gpu, sizes: &[SliceSize]) -> Vec<NamedProblem> {
     match &gpu.nvml {
-        Ok(facts) => settings(gpu, facts),
+        Ok(facts) => settings(gpu, facts, sizes),
         Err(problem) => vec![NamedProblem { name: "gpu-unreachable", problem: problem.clone() }],
     }
 }
 
 /// The settings and properties of a GPU that prevent serving it until they are changed.
-fn settings(gpu: &Gpu, facts: &NvmlFacts) -> Vec<NamedProblem> {
+fn settings(gpu: &Gpu, facts: &NvmlFacts, sizes: &[SliceSize]) -> Vec<NamedProblem> {
     let mut obstacles = Vec::new();
     let address = gpu.pci.address;
     if facts.state.mig_enabled {
@@ -138,9 +138,11 @@ fn settings(gpu: &Gpu, facts: &NvmlFacts) -> Vec<NamedProblem> {
         let found = "compute mode Prohibited lets no process in";
         obstacles.push(NamedProblem::new("compute-mode-prohibited", found, remedy));
     }
-    if facts.memory_total_mib.is_none() {
-        let found = "NVML does not say how much memory it has, so it can't be divided";
-        obstacles.push(NamedProblem::new("memory-unknown", found, "take it out of the device file"));
+    if facts.memory_total_mib.is_none() && sizes.iter().any(|size| size.memory_mib == 0) {
+        let found = "NVML does not report its memory, as if it shared the host's, so the service can't divide the memory";
+        let remedy =
+            "write the memory of every slice in the GPU's entry in the device file, such as memory: 20GiB";
+        obstacles.push(NamedProblem::new("memory-unknown", found, remedy));
     }
     obstacles
 }

@@ -24,14 +24,14 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     let MpsEntry { slices, .. } = keys;
     let isolation = settings.isolation(keys);
     let facts = gpu.facts();
-    let total = facts.and_then(|facts| facts.memory_total_mib);
     let capability = facts.and_then(|facts| facts.compute_capability);
     let limits_enforced = LIMITS.holds(inventory.series(), capability);
     let places = driver::most_clients(inventory.series(), capability);
     let sharing = limits::sharing(isolation, *slices);
     let size = |own: SliceKeys| SliceSize {
-        memory_mib: total.map_or(0, |total| {
-            own.memory_mib.map_or_else(|| limits::memory_mib(total, *slices), NonZeroU64::get)
+        memory_mib: facts.map_or(0, |facts| {
+            let share = || facts.memory_total_mib.map_or(0, |total| limits::memory_mib(total, *slices));
+            own.memory_mib.map_or_else(share, NonZeroU64::get)
         }),
         thread_percentage: own
             .thread_percentage
@@ -44,6 +44,7 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
         }
         _ => settings.pipe_directory.clone(),
     };
+    let sizes: Vec<SliceSize> = keys.sizes().map(size).collect();
     let mut gpu = (*gpu).clone();
     let obstacles = match gone {
         Some(problem) => {
@@ -57,11 +58,11 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
                 Isolation::Gpu => facts.and_then(|facts| held(facts, settings)),
                 Isolation::Slice => facts.and_then(|facts| inseparable(&gpu, facts, settings, inventory)),
             };
-            obstacles(&gpu).into_iter().chain(more).collect()
+            obstacles(&gpu, &sizes).into_iter().chain(more).collect()
         }
     };
     GpuPlan {
-        sizes: keys.sizes().map(size).collect(),
+        sizes,
         isolation,
         places,
         clients_counted: NVML_LISTS_CLIENTS.holds(inventory.series(), capability),
@@ -173,7 +174,8 @@ mod tests {
             ),
             (
                 |all| facts(all, 1).memory_total_mib = None,
-                "NVML does not say how much memory it has, so it can't be divided; take it out of the device file",
+                "NVML does not report its memory, as if it shared the host's, so the service can't divide the memory; write \
+                 the memory of every slice in the GPU's entry in the device file, such as memory: 20GiB",
             ),
         ];
         for (ail, reason) in ailments {
@@ -209,7 +211,7 @@ mod tests {
         facts(&mut inventory, 0).memory_total_mib = None;
         let plan = plan(&with(vec![(node(128), 4)]), &inventory).unwrap();
         let reason = plan.gpus[0].unusable().unwrap();
-        assert!(reason.contains("MIG is on") && reason.contains("how much memory"), "{reason}");
+        assert!(reason.contains("MIG is on") && reason.contains("the memory of every slice"), "{reason}");
     }
 
     #[test]

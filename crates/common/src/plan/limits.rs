@@ -5,7 +5,29 @@ use std::ops::RangeInclusive;
 
 use crate::config::{Isolation, MpsEntry, Settings, SliceKeys, ThreadPolicy};
 use crate::host::gpu::Gpu;
+use crate::host::inventory::Inventory;
+use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::Problem;
+
+/// If a GPU shares the memory of the host, one part of this many stays with the host.
+const HOST_PART: u64 = 8;
+
+/// The memory that all slices of a GPU can have together, in MiB. NVML does not report the memory of a GPU that shares the memory
+/// of the host: its slices can have that memory, except for the part that stays with the host. None if neither is known.
+pub fn memory_for_slices(facts: &NvmlFacts, inventory: &Inventory) -> Option<u64> {
+    let of_host = || inventory.memory_mib.map(|host| host - host / HOST_PART);
+    facts.memory_total_mib.or_else(of_host)
+}
+
+/// The memory that all slices of a GPU can have together, in words that follow the name of the GPU.
+pub(super) fn describe_memory(facts: &NvmlFacts, total: u64) -> String {
+    match facts.memory_total_mib {
+        Some(_) => format!("has {total} MiB"),
+        None => format!(
+            "shares the host's memory, of which its slices can have {total} MiB: an eighth stays with the host"
+        ),
+    }
+}
 
 /// The memory of one of N equal slices, in whole MiB.
 pub(super) fn memory_mib(total_mib: u64, slices: NonZeroU32) -> u64 {
@@ -47,9 +69,20 @@ pub fn context_mib(thread_percentage: u8) -> RangeInclusive<u64> {
 
 /// The key of an entry that asks for more memory than the GPU has, or that leaves too little memory for a client of a slice.
 /// None if the sizes are possible.
-pub(super) fn wrong_size(gpu: &Gpu, keys: &MpsEntry, settings: &Settings) -> Option<(&'static str, Problem)> {
-    let total = gpu.facts()?.memory_total_mib?;
-    too_little(gpu, total, keys, settings).or_else(|| too_much(gpu, total, keys))
+pub(super) fn wrong_size(
+    gpu: &Gpu,
+    keys: &MpsEntry,
+    settings: &Settings,
+    inventory: &Inventory,
+) -> Option<(&'static str, Problem)> {
+    let facts = gpu.facts()?;
+    // A slice without a written size gets no share of the host's memory, so the GPU has an obstacle instead.
+    if facts.memory_total_mib.is_none() && keys.sizes().any(|size| size.memory_mib.is_none()) {
+        return None;
+    }
+    let total = memory_for_slices(facts, inventory)?;
+    too_little(gpu, total, keys, settings)
+        .or_else(|| too_much(gpu, total, keys, &describe_memory(facts, total)))
 }
 
 /// The key of an entry that gives a slice less memory than the context of one client needs.
@@ -84,18 +117,18 @@ fn too_little(
 }
 
 /// The key of an entry that asks for more memory than the GPU has.
-fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry) -> Option<(&'static str, Problem)> {
+fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry, described: &str) -> Option<(&'static str, Problem)> {
     let (slices, address) = (keys.slices, gpu.pci.address);
     let share = memory_mib(total, slices);
     let key = if keys.own.is_empty() { "memory" } else { "slices" };
     let own = keys.own.iter().filter_map(|size| size.memory_mib);
     let largest = own.chain(keys.each.memory_mib).max()?.get();
     if largest > total {
-        let found = format!("{largest} MiB for a slice of {address}, which has {total} MiB");
+        let found = format!("{largest} MiB for a slice of {address}, which {described}");
         return Some((key, Problem::new(found, format!("write {total} or less"))));
     }
     let sum = overcommitted(total, keys).filter(|_| !keys.overcommit)?;
-    let found = format!("{slices} slices have {sum} MiB together, and {address} has {total} MiB");
+    let found = format!("{slices} slices have {sum} MiB together, and {address} {described}");
     let remedy = format!(
         "write {share} MiB or less for each; or write overcommit: true if a client may find no memory although its slice has some left"
     );
@@ -132,7 +165,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::plan::tests::{limits, no_entries, node, p40, plan, problems, with};
+    use crate::plan::tests::{facts, limits, no_entries, node, p40, plan, problems, with};
 
     #[test]
     fn shares_are_whole_and_at_least_one_percent() {
@@ -246,6 +279,50 @@ mod tests {
                 ]
             );
         }
+    }
+
+    #[test]
+    fn slices_of_a_gpu_that_shares_the_hosts_memory_have_the_sizes_in_its_entry() {
+        let planned = |memory: &[u64], each: u64, overcommit| {
+            let mut settings = with(vec![(node(128), 4)]);
+            let keys = settings.devices[0].mps.as_mut().unwrap();
+            let own =
+                |memory: &u64| SliceKeys { memory_mib: NonZeroU64::new(*memory), ..SliceKeys::default() };
+            (keys.own, keys.overcommit) = (memory.iter().map(own).collect(), overcommit);
+            keys.each.memory_mib = NonZeroU64::new(each);
+            settings
+        };
+        let mut inventory = p40();
+        facts(&mut inventory, 0).memory_total_mib = None;
+        for written in [planned(&[], 28_672, false), planned(&[8192, 4096, 2048, 1024], 0, false)] {
+            let plan = plan(&written, &inventory).unwrap();
+            assert_eq!(plan.gpus[0].unusable(), None);
+            assert!(plan.gpus[0].servable());
+            assert_eq!(
+                plan.gpus[0].warnings.iter().filter(|one| one.name == "memory-overcommitted").count(),
+                0
+            );
+        }
+        assert_eq!(limits(&plan(&planned(&[], 28_672, false), &inventory).unwrap()), [(28_672, 25)]);
+        // One slice without a size is enough: the service does not guess what is left for it.
+        for part in [planned(&[], 0, false), planned(&[8192, 4096, 2048, 0], 0, true)] {
+            let plan = plan(&part, &inventory).unwrap();
+            assert!(plan.gpus[0].unusable().unwrap().contains("write the memory of every slice"));
+            assert!(!plan.gpus[0].servable());
+        }
+        assert_eq!(
+            problems(&planned(&[], 28_673, false), &inventory),
+            [
+                "devices.yml:2: devices[0].memory: 4 slices have 114692 MiB together, and 0000:00:06.0 shares the host's memory, \
+                 of which its slices can have 114688 MiB: an eighth stays with the host; write 28672 MiB or less for each; or \
+                 write overcommit: true if a client may find no memory although its slice has some left"
+            ]
+        );
+        let over = plan(&planned(&[], 28_673, true), &inventory).unwrap();
+        assert!(over.gpus[0].warnings.iter().any(|one| one.name == "memory-overcommitted"));
+        // The memory of the host may be unknown. The sizes count then without a check.
+        inventory.memory_mib = None;
+        assert_eq!(plan(&planned(&[], 28_673, false), &inventory).unwrap().gpus[0].unusable(), None);
     }
 
     proptest! {

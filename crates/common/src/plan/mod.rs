@@ -14,7 +14,7 @@ mod warnings;
 
 pub use control_daemons::{ControlDaemonPlan, Present};
 pub use gpu_plan::{GpuPlan, HELD};
-pub use limits::context_mib;
+pub use limits::{context_mib, memory_for_slices};
 pub use mps_core::Configured;
 pub use paths::render_node;
 pub use warnings::WORTH_KNOWING;
@@ -65,12 +65,8 @@ pub fn problems(missing: &[Missing]) -> Vec<LocatedProblem> {
 /// Makes the plan. A GPU that does not work or is missing is no error: the plan says so. A GPU of the former plan, `before`,
 /// that is missing now stays in the plan, so its devices become unhealthy but still exist.
 pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
-    let before = Inventory {
-        driver: Ok(String::new()),
-        gpus: before.iter().map(|plan| plan.gpu.clone()).collect(),
-        others: Vec::new(),
-        cpus: None,
-    };
+    let gpus = before.iter().map(|plan| plan.gpu.clone()).collect();
+    let before = Inventory::of_gpus(Ok(String::new()), gpus);
     let (wanted, missing) = entries::wanted(settings, inventory, &before)?;
     let mut gpus: Vec<GpuPlan> =
         wanted.into_iter().map(|wanted| gpus::gpu_plan(&wanted, settings, inventory)).collect();

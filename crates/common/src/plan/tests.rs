@@ -98,7 +98,8 @@ pub(super) fn gpu(address: &str, node: u32, uuid: &str, memory: u64, capability:
 }
 
 pub(super) fn host(gpus: Vec<Gpu>) -> Inventory {
-    Inventory { driver: Ok("580.159.04".to_owned()), gpus, others: Vec::new(), cpus: Cpus::parse("0-63") }
+    let host = Inventory::of_gpus(Ok("580.159.04".to_owned()), gpus);
+    Inventory { cpus: Cpus::parse("0-63"), memory_mib: Some(131_072), ..host }
 }
 
 pub(super) fn p40() -> Inventory {

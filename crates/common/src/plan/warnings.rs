@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use super::limits::{memory_mib, overcommitted};
+use super::limits::{describe_memory, memory_for_slices, memory_mib, overcommitted};
 use crate::config::{DeviceEntry, MpsEntry};
 use crate::host::driver::{self, LIMITS, NVML_LISTS_CLIENTS};
 use crate::host::inventory::Inventory;
@@ -43,13 +43,14 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
         _ => {}
     }
     if let Some((total, sum)) =
-        facts.memory_total_mib.and_then(|total| Some((total, overcommitted(total, keys)?)))
+        memory_for_slices(facts, inventory).and_then(|total| Some((total, overcommitted(total, keys)?)))
     {
         warnings.push(NamedProblem::new(
             OVERCOMMITTED,
             format!(
-                "its {slices} slices have {sum} MiB together, and the GPU has {total} MiB: a client may find no memory \
-                 although its slice has some left"
+                "its {slices} slices have {sum} MiB together, and the GPU {}: a client may find no memory although its slice \
+                 has some left",
+                describe_memory(facts, total)
             ),
             format!("{} MiB or less for each in the device file, if each is to have its memory", memory_mib(total, *slices)),
         ));

@@ -285,22 +285,24 @@ fn memory_limits(gpus: &[(&GpuView, SliceSize)]) -> String {
     limits.join(",")
 }
 
-/// The variables with the memory that one process can use on each of these GPUs. Empty if that is not known, or if no memory is
-/// left.
+/// The variables with the memory that one process can use on each of these GPUs, in MiB and as a fraction of the GPU's memory.
+/// There is no fraction if NVML does not report the memory of a GPU. Empty if no memory is left.
 fn usable_memory(gpus: &[(&GpuView, SliceSize)]) -> Vec<(&'static str, String)> {
     let usable = |(gpu, size): &(&GpuView, SliceSize)| {
-        let total = gpu.plan.gpu.facts()?.memory_total_mib?;
-        let of_slice = size.memory_mib.checked_sub(*context_mib(size.thread_percentage).end())?;
+        let beside_context = size.memory_mib.checked_sub(*context_mib(size.thread_percentage).end());
+        let of_slice = beside_context.filter(|mib| *mib > 0)?;
+        let Some(total) = gpu.plan.gpu.facts()?.memory_total_mib else { return Some((of_slice, None)) };
         let usable = of_slice.min(total.checked_sub(NEVER_FREE_MIB)?);
-        Some((usable, usable.checked_mul(1000)?.checked_div(total)?))
+        Some((usable, Some(usable.checked_mul(1000)?.checked_div(total)?)))
     };
     let Some(usable) = gpus.iter().map(usable).collect::<Option<Vec<_>>>() else { return Vec::new() };
     let mib = usable.iter().map(|(mib, _)| *mib).min().unwrap_or_default();
-    let thousandths = usable.iter().map(|(_, thousandths)| *thousandths).min().unwrap_or_default();
-    if thousandths == 0 {
-        return Vec::new();
-    }
-    vec![(FRACTION_VARIABLE, format!("0.{thousandths:03}")), (MIB_VARIABLE, mib.to_string())]
+    let thousandths: Option<Vec<u64>> = usable.iter().map(|(_, thousandths)| *thousandths).collect();
+    let fraction = match thousandths.map(|all| all.into_iter().min().unwrap_or_default()) {
+        Some(0) => return Vec::new(),
+        fraction => fraction.map(|thousandths| (FRACTION_VARIABLE, format!("0.{thousandths:03}"))),
+    };
+    fraction.into_iter().chain([(MIB_VARIABLE, mib.to_string())]).collect()
 }
 
 #[cfg(test)]
@@ -398,24 +400,26 @@ mod tests {
     /// An inference server can allocate the published fraction of the GPU's memory.
     #[test]
     fn the_usable_memory_is_a_part_of_the_slice_and_of_the_gpu() {
-        let usable = |total: u64, limit: u64| {
+        let usable = |total: Option<u64>, limit: u64| {
             let mut snapshot = two_gpus();
             let plan = &mut Arc::make_mut(&mut snapshot.gpus.as_mut().unwrap()[0]).plan;
-            plan.gpu.nvml.as_mut().unwrap().memory_total_mib = Some(total);
+            plan.gpu.nvml.as_mut().unwrap().memory_total_mib = total;
             let size = SliceSize { memory_mib: limit, ..plan.size(0) };
             usable_memory(&[(&snapshot.gpus.as_ref().unwrap()[0], size)])
         };
         let both = |fraction: &str, mib: &str| {
             vec![(FRACTION_VARIABLE, fraction.to_owned()), (MIB_VARIABLE, mib.to_owned())]
         };
-        assert_eq!(usable(143_771, 35_942), both("0.248", "35735"));
-        assert_eq!(usable(143_771, 143_771), both("0.991", "142491"));
-        assert_eq!(usable(143_771, 351), both("0.001", "144"));
+        assert_eq!(usable(Some(143_771), 35_942), both("0.248", "35735"));
+        assert_eq!(usable(Some(143_771), 143_771), both("0.991", "142491"));
+        assert_eq!(usable(Some(143_771), 351), both("0.001", "144"));
         for nothing in [0, 207, 350] {
-            assert_eq!(usable(143_771, nothing), [], "{nothing}");
+            assert_eq!(usable(Some(143_771), nothing), [], "{nothing}");
         }
-        assert_eq!((usable(1000, 1000), usable(0, 0)), (Vec::new(), Vec::new()));
-        assert_eq!(usable(u64::MAX, u64::MAX), []);
+        assert_eq!(usable(None, 35_942), [(MIB_VARIABLE, "35735".to_owned())]);
+        assert_eq!(usable(None, 207), []);
+        assert_eq!((usable(Some(1000), 1000), usable(Some(0), 0)), (Vec::new(), Vec::new()));
+        assert_eq!(usable(Some(u64::MAX), u64::MAX), []);
     }
 
     #[test]
@@ -512,7 +516,6 @@ mod tests {
         let refused_by = |obstacle| Err(ContainerError::Refused { device: "00:07.0-1".to_owned(), obstacle });
         let refused = refused_by(Obstacle::Unusable("the reason".to_owned()));
         assert_eq!(with(&|facts| facts.state.mig_enabled = true), refused);
-        assert_eq!(with(&|facts| facts.memory_total_mib = None), refused);
         assert_eq!(
             with(&|facts| facts.state.compute_mode = Some(crate::host::compute_mode::ComputeMode::Prohibited)),
             refused

@@ -1,5 +1,6 @@
 //! The text of the configuration files that setup writes.
 
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use super::gpus::HostGpus;
@@ -20,8 +21,9 @@ pub(super) struct Answers {
     isolates_slices: bool,
     /// The number of slices of every GPU, including GPUs that are added later. None if GPUs differ in the number.
     of_every: Option<u32>,
-    /// The GPUs that should have slices, and the number of slices of each.
-    gpus: Vec<(Gpu, u32)>,
+    /// The entries of the GPUs that should have slices: each GPU, its number of slices, and the memory of each slice in MiB if the
+    /// service can't divide the memory of the GPU.
+    gpus: Vec<(Gpu, u32, Option<NonZeroU64>)>,
 }
 
 impl Answers {
@@ -31,13 +33,15 @@ impl Answers {
     /// new GPU is served at once. Without a device file, the platform knows none of the GPUs: it knows only the GPUs in that
     /// file.
     pub(super) fn new(found: &HostGpus, slices: &[u32], platform: bool, by_itself: bool) -> Self {
-        let mut gpus: Vec<(Gpu, u32)> = Vec::new();
+        let mut gpus = Vec::new();
         for (group, slices) in found.groups.iter().zip(slices).filter(|(_, slices)| **slices > 0) {
-            gpus.extend(group.gpus.iter().map(|gpu| (gpu.clone(), *slices)));
+            let entry = |gpu: &Gpu| (gpu.clone(), *slices, found.written_memory(gpu, *slices));
+            gpus.extend(group.gpus.iter().map(entry));
         }
-        gpus.sort_by_key(|(gpu, _)| gpu.pci.address);
+        gpus.sort_by_key(|(gpu, ..)| gpu.pci.address);
         let first = slices.first().copied().filter(|first| slices.iter().all(|one| one == first));
-        let of_every = first.filter(|_| !platform && !found.would_serve_more());
+        let needs_entries = platform || gpus.iter().any(|(_, _, memory)| memory.is_some());
+        let of_every = first.filter(|_| !needs_entries && !found.would_serve_more());
         Self { platform, by_itself, isolates_slices: false, of_every, gpus }
     }
 
@@ -104,9 +108,9 @@ pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     files
 }
 
-fn device_file(path: &Path, gpus: &[(Gpu, u32)]) -> File {
+fn device_file(path: &Path, gpus: &[(Gpu, u32, Option<NonZeroU64>)]) -> File {
     let mut lines = "devices:\n".to_owned();
-    for (gpu, slices) in gpus {
+    for (gpu, slices, memory) in gpus {
         let (address, uuid) = (gpu.pci.address, gpu.uuid().unwrap_or("UUID unknown"));
         lines.push_str(&format!("# {}, {}, {}\n", address.short(), printable(&gpu.model()), printable(uuid)));
         let path = match &gpu.pci.render_node {
@@ -115,6 +119,9 @@ fn device_file(path: &Path, gpus: &[(Gpu, u32)]) -> File {
             None => format!("\"{address}\""),
         };
         lines.push_str(&format!("- path: {path}\n  type: NVIDIA_MPS\n  virtual_number: {slices}\n"));
+        if let Some(mib) = memory {
+            lines.push_str(&format!("  memory: {mib}\n"));
+        }
     }
     let text = format!(
         "# The GPUs that yunion-mps-daemon serves, written by `yunion-mpsctl setup`. virtual_number is the number of \

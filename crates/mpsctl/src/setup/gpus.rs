@@ -1,11 +1,13 @@
 //! The GPUs of this host, and the share of a slice.
 
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
+use std::path::Path;
 
-use common::config::{Settings, Topology};
+use common::config::{DeviceEntry, DevicePath, MpsEntry, Settings, SliceKeys, Topology};
 use common::host::gpu::Gpu;
 use common::host::inventory::Inventory;
-use common::plan::{self, GpuPlan, Plan};
+use common::plan::{self, GpuPlan, Plan, memory_for_slices};
+use common::problem::Origin;
 
 /// The memory that is enough for most programs. Setup proposes the number of slices with about this much memory each.
 const PROPOSED_MIB: u64 = 8192;
@@ -26,6 +28,7 @@ pub(super) struct HostGpus {
 pub(super) struct ModelGroup {
     pub(super) gpus: Vec<Gpu>,
     model: String,
+    /// The memory that all slices of one of the GPUs can have together.
     memory_mib: Option<u64>,
 }
 
@@ -46,7 +49,8 @@ impl HostGpus {
                 left_out.push((gpu.clone(), obstacle));
                 continue;
             }
-            let (model, memory_mib) = (gpu.model(), gpu.facts().and_then(|facts| facts.memory_total_mib));
+            let memory_mib = gpu.facts().and_then(|facts| memory_for_slices(facts, &inventory));
+            let model = gpu.model();
             match groups.iter_mut().find(|group| group.model == model && group.memory_mib == memory_mib) {
                 Some(group) => group.gpus.push(gpu.clone()),
                 None => groups.push(ModelGroup { gpus: vec![gpu.clone()], model, memory_mib }),
@@ -74,7 +78,8 @@ impl HostGpus {
         }];
         for group in &self.groups {
             for gpu in &group.gpus {
-                let memory = group.memory_mib.map(|mib| format!(", {mib} MiB")).unwrap_or_default();
+                let of_host = if shares_memory(gpu) { " of the host's memory" } else { "" };
+                let memory = group.memory_mib.map(|mib| format!(", {mib} MiB{of_host}")).unwrap_or_default();
                 lines.push(format!("  {} {}{memory}", gpu.id(), group.model));
             }
         }
@@ -104,6 +109,12 @@ impl HostGpus {
         Some(format!(
             "On the {model} every CUDA program then has {share}, even if no other program runs. With 1 slice it has all."
         ))
+    }
+
+    /// The memory in MiB that the device file must give each of this number of slices of a GPU. None if the service divides the
+    /// memory of the GPU itself.
+    pub(super) fn written_memory(&self, gpu: &Gpu, slices: u32) -> Option<NonZeroU64> {
+        written_memory(&self.inventory, gpu, slices)
     }
 
     /// The share of one of this number of slices, from the service's own plan.
@@ -146,8 +157,33 @@ impl ModelGroup {
     }
 }
 
+/// Returns whether the GPU shares the memory of the host: NVML answers, but reports no memory of the GPU.
+fn shares_memory(gpu: &Gpu) -> bool {
+    gpu.facts().is_some_and(|facts| facts.memory_total_mib.is_none())
+}
+
+fn written_memory(inventory: &Inventory, gpu: &Gpu, slices: u32) -> Option<NonZeroU64> {
+    let facts = gpu.facts().filter(|_| shares_memory(gpu))?;
+    NonZeroU64::new(memory_for_slices(facts, inventory)?.checked_div(slices.into())?)
+}
+
+/// The service's own plan for this host if each GPU has this number of slices.
 fn plan(inventory: &Inventory, slices: NonZeroU32, topology: Topology) -> Option<Plan> {
-    let settings = Settings { enabled: true, replicas: slices, topology, ..Settings::default() };
+    let entry = |gpu: &Gpu| {
+        let each =
+            SliceKeys { memory_mib: written_memory(inventory, gpu, slices.get()), ..SliceKeys::default() };
+        DeviceEntry {
+            name: String::new(),
+            origin: Origin::whole(Path::new("")),
+            device_type: "NVIDIA_MPS".to_owned(),
+            path: Some(DevicePath::Pci(gpu.pci.address)),
+            mps: Some(MpsEntry { each, ..MpsEntry::with_slices(slices) }),
+        }
+    };
+    let needs_entries = inventory.gpus.iter().any(shares_memory);
+    let devices = inventory.gpus.iter().filter(|gpu| gpu.pci.foreign_driver().is_none()).map(entry);
+    let devices = if needs_entries { devices.collect() } else { Vec::new() };
+    let settings = Settings { enabled: true, replicas: slices, topology, devices, ..Settings::default() };
     plan::plan(&settings, inventory, &[]).ok()
 }
 
