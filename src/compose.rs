@@ -92,7 +92,7 @@ pub(crate) fn compose(parts: &Parts<'_>, previous: &Snapshot) -> Snapshot {
 /// The Snapshot that the service publishes before its first look at the host.
 pub(crate) fn nothing_yet(settings: &Settings) -> Snapshot {
     Snapshot {
-        reason: "the first pass over the GPUs has not ended".to_owned(),
+        reason: "the service has not read the GPUs of this host yet".to_owned(),
         enabled: settings.enabled,
         pipe_directory: settings.pipe_directory.clone(),
         log_directory: settings.log_directory.clone(),
@@ -209,9 +209,10 @@ fn trouble(plan: &GpuPlan, parts: &Parts<'_>, uuid: &str) -> (Option<String>, BT
 /// The reason why a GPU takes no new client before a reset. The present clients of the GPU go on.
 fn needs_reset(plan: &GpuPlan, error: &str) -> String {
     format!(
-        "it takes no new client before a reset: {error}; when its clients are done, systemctl stop yunion-mps-daemon, \
-         nvidia-smi -i {} --gpu-reset, and start the service again, or reboot; if the GPU works: yunion-mpsctl reload",
-        plan.gpu.pci.address
+        "the GPU takes no new client before a reset: {error}; when its clients have ended, stop the service \
+         (systemctl stop yunion-mps-daemon), reset the GPU (nvidia-smi -i {address} --gpu-reset) and start \
+         the service again, or reboot; if the GPU works without a reset: yunion-mpsctl reload",
+        address = plan.gpu.pci.address
     )
 }
 
@@ -220,11 +221,12 @@ fn trouble_of(serving: Option<(&Status, &GpuStatus)>, uuid: &str, parts: &Parts<
     match serving {
         None => Some(not_begun(uuid, parts)),
         Some((_, gpu)) if !gpu.left_out.is_empty() => Some(gpu.left_out.clone()),
-        Some((_, gpu)) if gpu.server_kept_out => {
-            Some(format!("{}; no server can start beside them: end them", used_without_us(gpu)))
-        }
+        Some((_, gpu)) if gpu.server_kept_out => Some(format!(
+            "{bypassed}; end these programs: no server can start beside them",
+            bypassed = used_without_us(gpu)
+        )),
         Some((status, _)) if !status.serving => Some(said_by(status)),
-        Some((_, gpu)) if gpu.being_set => Some("its new limits are being set".to_owned()),
+        Some((_, gpu)) if gpu.being_set => Some("the new limits of the GPU are being set".to_owned()),
         Some((_, gpu)) if !gpu.reason.is_empty() => Some(gpu.reason.clone()),
         Some(_) => None,
     }
@@ -309,10 +311,13 @@ fn being_set(parts: &Parts<'_>, gpu: &GpuView) -> bool {
     served(parts, gpu.uuid()).any(|(_, gpu)| gpu.being_set) && gpu.plan.obstacles.is_empty()
 }
 
-/// The first GPU with a slice that is not served, or the first control daemon whose pipe directory has no link to it.
+/// The first GPU with a slice that is not served, or the first control daemon without a link in its pipe directory.
 fn astray(parts: &Parts<'_>, gpus: &[Arc<GpuView>]) -> Option<String> {
     let pipe = |status: &Status| {
-        Some(format!("clients in the pipe directory: {}", status.missing_links.pipe.as_ref()?))
+        Some(format!(
+            "clients can't connect in the pipe directory: {reason}",
+            reason = status.missing_links.pipe.as_ref()?
+        ))
     };
     let mut set = gpus.iter().filter(|gpu| !being_set(parts, gpu));
     set.find_map(|gpu| gpu.unserved()).or_else(|| parts.statuses.iter().find_map(pipe))
@@ -324,7 +329,10 @@ fn served<'a>(parts: &Parts<'a>, uuid: &str) -> impl Iterator<Item = (&'a Status
 }
 
 fn used_without_us(gpu: &GpuStatus) -> String {
-    format!("used without our MPS server by {}", bypass::describe(&gpu.bypasses))
+    format!(
+        "used without an MPS server of this service by {bypasses}",
+        bypasses = bypass::describe(&gpu.bypasses)
+    )
 }
 
 /// The first GPU that programs use without an MPS server of this service.
@@ -343,7 +351,7 @@ fn said_by(status: &Status) -> String {
     };
     // "is backoff" is no English, so the text says "is in backoff". The other states are adjectives, such as "is ready".
     let within = if view.state == ControlDaemonState::Backoff { "in " } else { "" };
-    format!("control daemon {} is {within}{}{reason}", view.id, view.state)
+    format!("control daemon {id} is {within}{state}{reason}", id = view.id, state = view.state)
 }
 
 /// Names the control daemon that still has a GPU which another control daemon should serve.
@@ -351,10 +359,10 @@ fn in_the_way(uuid: &str, parts: &Parts<'_>) -> Option<String> {
     let id = parts.held.get(uuid)?;
     let status = all(parts).find(|status| status.view.id == *id)?;
     let reason = match status.view.reason.as_str() {
-        "" => "it ends".to_owned(),
+        "" => "the control daemon is ending".to_owned(),
         reason => reason.to_owned(),
     };
-    Some(format!("control daemon {id} still has it: {reason}"))
+    Some(format!("control daemon {id} still has the GPU: {reason}"))
 }
 
 /// The reason why the control daemon that should have a GPU has not started, in words.
@@ -364,7 +372,10 @@ fn not_begun(uuid: &str, parts: &Parts<'_>) -> String {
     let waits = its_plan.and_then(|one| {
         one.gpus.iter().find_map(|other| {
             let why = in_the_way(&other.uuid, parts)?;
-            Some(format!("its control daemon starts when GPU {} is free, too: {why}", other.uuid))
+            Some(format!(
+                "the control daemon of the GPU starts when GPU {uuid} is free as well: {why}",
+                uuid = other.uuid
+            ))
         })
     });
     waits.unwrap_or_else(|| "no control daemon has started for the GPU yet".to_owned())
@@ -425,7 +436,7 @@ fn state(parts: &Parts<'_>, gpus: Option<&[Arc<GpuView>]>) -> (State, String) {
     let why = |gpu: &Arc<GpuView>| why(gpu).unwrap_or_else(|| gpu.reason.clone());
     let first = first.map(|gpu| format!("{}: {}", gpu.plan.gpu.id(), why(gpu))).unwrap_or_default();
     let missing = missing(parts).map(|missing| format!("; {missing}")).unwrap_or_default();
-    let reason = format!("{bad} of {} GPUs not served; {first}{missing}", gpus.len());
+    let reason = format!("{bad} of {all} GPUs not served; {first}{missing}", all = gpus.len());
     if parts.starting || parts.statuses.iter().any(|status| !status.settled && !status.serving) {
         (State::Starting, reason)
     } else if bad < gpus.len() || gpus.iter().all(|gpu| goes_on_as_planned(parts, gpu.uuid())) {
@@ -456,7 +467,11 @@ pub(crate) fn status_line(snapshot: &Snapshot) -> String {
     let healthy = gpus.iter().filter(|gpu| gpu.healthy).count();
     let mut line = snapshot.state.to_string();
     if !gpus.is_empty() {
-        line.push_str(&format!(": {} on {healthy} of {} GPUs", counted(slices, "slice"), gpus.len()));
+        line.push_str(&format!(
+            ": {served} on {healthy} of {all} GPUs",
+            served = counted(slices, "slice"),
+            all = gpus.len()
+        ));
         if drained > 0 {
             line.push_str(&format!(", {drained} drained"));
         }
@@ -482,7 +497,8 @@ mod tests {
             listed(&view)
         };
         let used = |clients| SliceUse { clients, memory_mib: Some(600), overuse: String::new() };
-        let over = |clients| SliceUse { overuse: "it has more than 2 clients".to_owned(), ..used(clients) };
+        let over =
+            |clients| SliceUse { overuse: "the slice has more than 2 clients".to_owned(), ..used(clients) };
         assert_eq!(listed_with(&[]), listed_with(&[used(0), used(1)]));
         assert_eq!(listed_with(&[used(1), used(0)]), listed_with(&[used(0), used(1)]));
         assert_ne!(listed_with(&[used(3), used(0)]), listed_with(&[over(3), used(0)]));

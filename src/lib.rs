@@ -45,7 +45,7 @@ mod mps;
 mod register;
 #[cfg(test)]
 #[path = "../tests/support/skip.rs"]
-#[allow(dead_code, reason = "nothing here needs all of it")]
+#[allow(dead_code, reason = "the unit tests need only a part of this module")]
 mod skip;
 mod supervisor;
 mod tenants;

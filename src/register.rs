@@ -305,7 +305,10 @@ impl Clients {
                 }
                 Ok((client, _)) => question.has_found(client),
                 Err(error) => {
-                    tracing::debug!("client {} can't be looked at: {error}", question.process.pid);
+                    tracing::debug!(
+                        "client {pid} can't be read in /proc: {error}",
+                        pid = question.process.pid
+                    );
                 }
             }
         }

@@ -60,7 +60,7 @@ impl Daemon {
         bindings.bind(binding, wanted.shares, bytes_of).map_err(|error| refused(&error))?;
         let change = match wanted.label.as_str() {
             "" => format!("{} bound to {path}", names.join(", ")),
-            label => format!("{} bound to {label} ({path})", names.join(", ")),
+            label => format!("{slices} bound to {label} ({path})", slices = names.join(", ")),
         };
         self.change_bindings(bindings, &change)?;
         tell_ended(&ended);

@@ -46,7 +46,7 @@ impl Daemon {
                 self.settle();
                 // At most half of the queue is for overuse, so that signals about faults always have room.
                 if self.signals.capacity() <= FAULTS || self.signals.try_send(signal).is_err() {
-                    tracing::debug!("the bus gets no signal of the overuse of {slice}");
+                    tracing::debug!("no signal about the overuse of {slice} is sent to the bus");
                 }
             }
         }

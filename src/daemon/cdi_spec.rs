@@ -39,7 +39,7 @@ impl CdiSpec {
             return None;
         }
         self.problem.clone_from(&problem);
-        Some(if problem.is_empty() { Ok("CDI spec: correct again".to_owned()) } else { Err(problem) })
+        Some(if problem.is_empty() { Ok("the CDI spec is correct again".to_owned()) } else { Err(problem) })
     }
 
     fn write(
@@ -84,7 +84,8 @@ fn beside_this_program() -> Result<PathBuf, Problem> {
     if program.is_file() {
         Ok(program)
     } else {
-        let found = format!("{} is not there, and devices need its hook", program.display());
+        let found =
+            format!("{program} does not exist, and CDI devices need its hook", program = program.display());
         Err(Problem::new(found, "install the package again"))
     }
 }

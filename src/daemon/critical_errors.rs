@@ -15,7 +15,7 @@ impl Daemon {
         let mut text = format!("GPU {name} met a critical error, {error}");
         if let Some(gpu) = gpu.filter(|_| error.follow_up() == FollowUp::Reset) {
             self.close(gpu, &error);
-            text += "; it takes no new client before a reset";
+            text += "; the GPU takes no new client before a reset";
         }
         Message::CriticalError.log(Subject { xid: Some(error.xid), ..Subject::gpu(uuid) }, &text);
         self.events.push(Message::CriticalError.event(text));
@@ -29,7 +29,7 @@ impl Daemon {
             tracing::warn!("GPU {gpu} needs a reset, and the state file can't be written to say so: {error}");
         }
         if let Err(stuck) = self.fleet.link() {
-            tracing::warn!("programs still get to GPU {gpu}, which needs a reset: {stuck}");
+            tracing::warn!("new programs can still use GPU {gpu}, which needs a reset: {stuck}");
         }
     }
 

@@ -52,7 +52,7 @@ impl Daemon {
         }
         self.settle();
         linked.map_err(|stuck| {
-            RequestError::Failed(format!("the change is saved, but a link remains: {stuck}"))
+            RequestError::Failed(format!("the change is saved, but new clients can still connect: {stuck}"))
         })
     }
 }

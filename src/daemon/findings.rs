@@ -35,7 +35,7 @@ pub(super) fn say_findings(loaded: &Loaded) {
         by_file.entry(origin.file.display().to_string()).or_default().push(key);
     }
     for (file, keys) in by_file {
-        tracing::debug!("{file}: keys of other programs: {}", keys.join(", "));
+        tracing::debug!("{file}: keys that only other programs read: {keys}", keys = keys.join(", "));
     }
 }
 
@@ -80,7 +80,7 @@ const NAMED_PROBLEMS: usize = 16;
 pub(super) fn join(problems: &[LocatedProblem]) -> String {
     let mut lines: Vec<String> = problems.iter().take(NAMED_PROBLEMS).map(ToString::to_string).collect();
     if let Some(more) = problems.len().checked_sub(NAMED_PROBLEMS).filter(|more| *more > 0) {
-        lines.push(format!("and {more} more; yunion-mps-daemon --check names them all"));
+        lines.push(format!("and {more} more problems; yunion-mps-daemon --check names all"));
     }
     lines.join("\n")
 }

@@ -96,7 +96,7 @@ impl HostLook {
             nvml: None,
             under_way: None,
             late: None,
-            driver_version: Err("not looked for yet".to_owned()),
+            driver_version: Err("the service has not read the driver version yet".to_owned()),
             events,
             newcomers_until: None,
         }
@@ -110,9 +110,9 @@ impl HostLook {
     pub(super) fn unanswered(&self) -> Option<Problem> {
         let seconds = self.under_way.as_ref()?.begun.elapsed().as_secs();
         Some(Problem::new(
-            format!("NVML has been asked for {seconds} s"),
-            "GPUs that sleep take some seconds each, and nvidia-persistenced keeps them awake; if it lasts, look for NVRM lines \
-             in dmesg",
+            format!("NVML has not answered for {seconds} s"),
+            "wait some seconds for each GPU without persistence mode, or start nvidia-persistenced; if NVML \
+             stays silent, look for NVRM lines in dmesg",
         ))
     }
 
@@ -131,7 +131,7 @@ impl HostLook {
             tracing::info!(
                 gpu_uuid = uuid,
                 step = "looked-again",
-                "NVML does not list {uuid}, which is served; checking again"
+                "NVML does not list GPU {uuid}, which is served; asking NVML again"
             );
             tokio::time::sleep(PAUSE).await;
             inventory = self.read().await;
@@ -143,7 +143,9 @@ impl HostLook {
     pub(super) async fn read(&mut self) -> Inventory {
         loop {
             let Some(Looked { news, nvml, mut inventory }) = self.looked().await else {
-                let reason = self.unanswered().unwrap_or_else(|| "the look at the GPUs has failed".into());
+                let reason = self
+                    .unanswered()
+                    .unwrap_or_else(|| "the service could not read the GPUs of this host".into());
                 return Inventory::of_gpus(Err(reason), Vec::new());
             };
             let is_another = self.in_force.take(news);

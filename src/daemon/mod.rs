@@ -129,7 +129,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         options,
         level,
         settings: loaded.settings,
-        plan: Err("no look at the GPUs yet".to_owned()),
+        plan: Err("the service has not read the GPUs of this host yet".to_owned()),
         requests: Requests::new(&tools.nvml, tools.clients.clone()),
         budgets: Budgets::new(&tools, events.clone()),
         limit_keeper: KernelLimitKeeper::new(tools.nvml.clone(), Arc::clone(&changed), events),
@@ -270,7 +270,7 @@ impl Daemon {
     /// Looks at the host for the first time. Only this first look treats a wrong configuration as fatal.
     async fn first_pass(&mut self) -> Result<(), Vec<LocatedProblem>> {
         if !self.settings.enabled {
-            tracing::info!("no GPU is served: {}", self.settings.why_not_enabled());
+            tracing::info!("no GPU is served: {reason}", reason = self.settings.why_not_enabled());
             if self.fleet.has_leftovers() {
                 // Reading the host opens the driver, which the service needs to restore compute modes.
                 self.look.read().await;
@@ -291,8 +291,8 @@ impl Daemon {
     fn not_yet(&mut self, reason: String) {
         if self.plan.as_ref().err() != Some(&reason) {
             tracing::warn!(
-                "no GPU can be served yet: {reason}; checking again every {} s",
-                SCAN_WITHOUT_PLAN.as_secs()
+                "no GPU can be served yet: {reason}; checking again every {seconds} s",
+                seconds = SCAN_WITHOUT_PLAN.as_secs()
             );
         }
         self.plan = Err(reason);
@@ -374,7 +374,8 @@ impl Daemon {
             // daemon later, but a GPU job that was ended is lost.
             Stopping::Unknown(reason) => {
                 tracing::warn!(
-                    "ending, and not known to be for good ({reason}): control daemons and their clients keep running"
+                    "ending, although systemd reports no stop ({reason}): control daemons and their clients \
+                     keep running"
                 );
                 Ending::Interrupted
             }

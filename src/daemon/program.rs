@@ -33,11 +33,14 @@ pub fn main() -> ExitCode {
         .map_or_else(|| sources.sysroot.join("run/yunion-mps-daemon"), PathBuf::from);
     let level = logging::init();
     if let Err(error) = oom::adjust(oom::OWN) {
-        tracing::debug!("the OOM killer treats this service as it does its control daemons: {error}");
+        tracing::debug!(
+            "the OOM score of this service can't be set, so the OOM killer treats the service like its \
+             control daemons: {error}"
+        );
     }
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return fail(&format!("the runtime can't be started: {error}")),
+        Err(error) => return fail(&format!("the runtime of this program can't be started: {error}")),
     };
     // The loop runs as a task of the runtime, so that it takes turns with the other tasks. A new state is then published
     // before other tasks act on it.
@@ -60,7 +63,7 @@ pub fn main() -> ExitCode {
 fn check(sources: Sources, as_json: bool) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return fail(&format!("the runtime can't be started: {error}")),
+        Err(error) => return fail(&format!("the runtime of this program can't be started: {error}")),
     };
     let report = runtime.block_on(CheckReport::new(sources));
     let text = if as_json {

@@ -31,8 +31,9 @@ pub(super) async fn and_tell(daemon: &mut Daemon, reply: Reply<u64>) {
             Ok(Ok(_)) => Ok(snapshot.borrow().generation),
             Ok(Err(_)) => Err(RequestError::Busy("the service is stopping".to_owned())),
             Err(_) => Err(RequestError::Busy(format!(
-                "the new configuration is accepted, but not in force after {} s; State says when it is",
-                PATIENCE.as_secs()
+                "the new configuration is accepted, but is not in force after {seconds} s; the property \
+                 State says when it is",
+                seconds = PATIENCE.as_secs()
             ))),
         });
     });
@@ -59,7 +60,8 @@ impl Daemon {
             }
             Err(error) => {
                 self.refused = format!("the new configuration was refused: {error}");
-                let text = format_args!("{}; the old one stays in force", self.refused);
+                let text =
+                    format_args!("{refused}; the old configuration stays in force", refused = self.refused);
                 Message::ConfigurationRefused.log(Subject::default(), text);
             }
         }

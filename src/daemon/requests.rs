@@ -70,7 +70,9 @@ impl Requests {
             self.listings.push(reply);
             self.begin_list(fleet);
         } else {
-            let _ = reply.send(Err(RequestError::Busy("too many ask for the clients at once".to_owned())));
+            let _ = reply.send(Err(RequestError::Busy(
+                "too many callers ask for the list of clients at the same time".to_owned(),
+            )));
         }
     }
 
@@ -183,8 +185,9 @@ fn slices(snapshot: &Snapshot, names: Vec<String>) -> Result<Target, RequestErro
     let slice = |name: String| match snapshot.find(&name) {
         Some(Named::Slice(gpu, ordinal)) => Ok(gpu.plan.slice(ordinal)),
         Some(found @ Named::Gpu(_)) => Err(RequestError::Failed(format!(
-            "{} is a whole GPU, and its clients may be of several tenants; name its slices, or release containers",
-            found.name()
+            "{name} is a whole GPU, and its clients may belong to several tenants; name slices of this GPU, \
+             or release containers",
+            name = found.name()
         ))),
         None => Err(ContainerError::no_such_device(snapshot, &name).into()),
     };
@@ -197,9 +200,9 @@ fn container_id(text: &str) -> Result<String, RequestError> {
         return Ok(text.to_ascii_lowercase());
     }
     Err(RequestError::Failed(format!(
-        "{text:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} of them: `docker \
-         inspect --format '{{{{.Id}}}}' NAME`, `podman inspect --format '{{{{.Id}}}}' NAME` or `crictl ps --name NAME` says \
-         the id of a name"
+        "{text:?} is no container id; give its 64 hexadecimal digits, or at least the first {SHORTEST_ID} \
+         digits: `docker inspect --format '{{{{.Id}}}}' NAME`, `podman inspect --format '{{{{.Id}}}}' NAME` \
+         or `crictl ps --name NAME` prints the id of the container NAME"
     )))
 }
 
@@ -224,7 +227,8 @@ fn signalled(wanted: ContainerStop) -> Result<Target, RequestError> {
     let group = control_groups::of_container(&path, &container).to_owned();
     if let Some(what) = control_groups::shared_by(&group) {
         return Err(RequestError::SharedControlGroup(format!(
-            "process {pid} is in {what}, {group}, which is no container's; its GPU work is ended by yunion-mpsctl terminate"
+            "process {pid} is in {what}, {group}, which does not belong to a container; yunion-mpsctl \
+             terminate ends the GPU work of such a process"
         )));
     }
     Ok(Target::Signalled(Stop { group, first: pid, signal, to_all }))

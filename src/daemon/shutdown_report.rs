@@ -21,5 +21,5 @@ impl Daemon {
 
 /// The report that names the clients which lose their work. None if no client loses work.
 fn describe(cause: &str, clients: Vec<KnownClient>) -> Option<String> {
-    Some(format!("{cause} ends the work of {}", describe_clients(clients)?))
+    Some(format!("{cause} ends the work of {clients}", clients = describe_clients(clients)?))
 }

@@ -110,7 +110,7 @@ fn plain(path: String) -> Result<String> {
 
 fn take<T: TryFrom<OwnedVariant>>(options: &mut CallOptions, name: &str) -> Result<Option<T>> {
     let value = options.remove(name).map(T::try_from).transpose();
-    value.map_err(|_| failed(format!("option {name} has another type")))
+    value.map_err(|_| failed(format!("option {name} has the wrong type")))
 }
 
 fn failed(text: String) -> RequestError {

@@ -141,7 +141,7 @@ impl ControlInterface {
         if id.len() > NAME_MAX {
             let length = id.len();
             return Err(RequestError::Failed(format!(
-                "a container id has at most {NAME_MAX} digits, and this has {length}"
+                "a container id has at most {NAME_MAX} digits, and this id has {length}"
             )));
         }
         self.ask(bus, &call, |reply| Request::ReleaseContainer(id, reply)).await

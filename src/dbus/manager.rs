@@ -53,11 +53,13 @@ impl Manager {
         let Some(user) = user else { return Ok(None) };
         if !self.snapshot.borrow().users_may_terminate {
             return Err(RequestError::AccessDenied(format!(
-                "only root may end GPU work, not user {user}: a program that does not let go would block the control daemon \
-                 for all users; cuda_mps_may_terminate: owner in host.conf lets users end their own all the same"
+                "only root may end GPU work, not user {user}: a program that does not end its GPU work \
+                 would block the control daemon for all users; with cuda_mps_may_terminate: owner in \
+                 host.conf users may end their own GPU work nevertheless"
             )));
         }
-        let taken = |_| RequestError::Busy(format!("{OF_USERS} users end GPU work already; ask again later"));
+        let taken =
+            |_| RequestError::Busy(format!("{OF_USERS} users are ending GPU work already; ask again later"));
         self.of_users.try_acquire().map(Some).map_err(taken)
     }
 
@@ -69,7 +71,7 @@ impl Manager {
             if told.insert(gpu.to_owned()) {
                 let words = slices_of_one_gpu::describe(&slices);
                 tracing::warn!(
-                    "a container was given several slices of a GPU: {words}; logged once for each GPU"
+                    "a container was given several slices of a GPU: {words}; this is logged once for each GPU"
                 );
             }
         }

@@ -104,7 +104,7 @@ impl BusConnection {
     pub async fn publish(&mut self, new: Arc<Snapshot>) {
         let generation = new.generation;
         if let Err(e) = self.mirror(new).await {
-            tracing::debug!("the bus got no signal of generation {generation}: {e}");
+            tracing::debug!("the signal of generation {generation} was not sent to the bus: {e}");
         }
     }
 
@@ -113,14 +113,14 @@ impl BusConnection {
     pub async fn client_fault(&self, gpu_uuid: &str, pids: &[u32], reason: &str) {
         let (gpu_uuid, reason) = (clean(gpu_uuid), clean(reason));
         if let Err(e) = Manager::client_fault(&self.manager(), &gpu_uuid, pids, &reason).await {
-            tracing::debug!("the bus got no signal of a fault on {gpu_uuid}: {e}");
+            tracing::debug!("the signal of a fault on {gpu_uuid} was not sent to the bus: {e}");
         }
     }
 
     /// Sends the signal that a slice has exceeded its budget.
     pub async fn over_use(&self, device: &str, reasons: &[&str], pids: &[u32]) {
         if let Err(e) = Manager::over_use(&self.manager(), &clean(device), reasons, pids).await {
-            tracing::debug!("the bus got no signal of the overuse of {device}: {e}");
+            tracing::debug!("the signal of the overuse of {device} was not sent to the bus: {e}");
         }
     }
 

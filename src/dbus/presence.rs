@@ -38,7 +38,7 @@ pub(crate) async fn stay_on_the_bus(
     loop {
         match BusConnection::connect(snapshot.clone(), requests.clone()).await {
             Ok(mut bus) => {
-                tracing::info!("connected to D-Bus as {}", common::bus::NAME);
+                tracing::info!("connected to D-Bus as {name}", name = common::bus::NAME);
                 (pause, said) = (FIRST_BUS_PAUSE, String::new());
                 joined.store(true, Ordering::Relaxed);
                 changed.notify_one();

@@ -94,10 +94,10 @@ pub(super) async fn ask<T>(
     };
     match tokio::time::timeout(ANSWER_DEADLINE, exchange).await {
         Ok(Some(answer)) => answer,
-        Ok(None) => Err(RequestError::Failed("the daemon is stopping".to_owned())),
+        Ok(None) => Err(RequestError::Failed("the service is stopping".to_owned())),
         Err(_) => {
             let seconds = ANSWER_DEADLINE.as_secs();
-            Err(RequestError::Failed(format!("the daemon gave no answer within {seconds} s")))
+            Err(RequestError::Failed(format!("the service gave no answer within {seconds} s")))
         }
     }
 }
@@ -114,7 +114,9 @@ pub(super) fn bounded_name(name: &str) -> Result<()> {
         return Ok(());
     }
     let length = name.len();
-    Err(RequestError::NoSuchDevice(format!("a name has at most {NAME_MAX} bytes, and this one has {length}")))
+    Err(RequestError::NoSuchDevice(format!(
+        "a name has at most {NAME_MAX} bytes, and this name has {length}"
+    )))
 }
 
 /// Refuses a list that can't be a list of names.
@@ -162,7 +164,8 @@ impl Callers {
         connection: &Connection,
         call: &Header<'_>,
     ) -> Result<Option<u32>> {
-        let unknown = || RequestError::AccessDenied("the bus doesn't say who you are".to_owned());
+        let unknown =
+            || RequestError::AccessDenied("the bus does not report the user of the caller".to_owned());
         let sender = call.sender().ok_or_else(unknown)?.to_owned();
         let known = self.lock().get(sender.as_str()).copied();
         let uid = if let Some(known) = known {

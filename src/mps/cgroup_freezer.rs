@@ -114,7 +114,7 @@ pub(super) struct Thawed(FrozenGroup);
 impl Drop for Thawed {
     fn drop(&mut self) {
         if let Err(error) = self.0.kind.set(&self.0.group, true) {
-            tracing::debug!("{} can't be frozen again: {error}", self.0.group.display());
+            tracing::debug!("{group} can't be frozen again: {error}", group = self.0.group.display());
         }
     }
 }

@@ -58,7 +58,7 @@ impl FileChanges {
         shared.queue = Some(Arc::clone(&queue));
         tokio::spawn(pass_on(self.clone(), Arc::clone(&queue)));
         if shared.told.take().is_some() {
-            tracing::info!("logs are watched by inotify again");
+            tracing::info!("inotify watches the logs again");
         }
         Ok(queue)
     }
@@ -70,7 +70,10 @@ impl FileChanges {
             return;
         };
         if shared.told.replace(errno) != Some(errno) {
-            tracing::warn!("{}; until then, logs are checked once a second", shortage(errno, no_files()));
+            tracing::warn!(
+                "{shortage}; until then, the service checks the logs once a second",
+                shortage = shortage(errno, no_files())
+            );
         }
     }
 }

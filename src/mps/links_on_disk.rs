@@ -114,7 +114,7 @@ impl Socket {
                 Err(error) => return Err(bad(path, &error.into())),
             }
         }
-        Err(bad(path, &io::Error::other("other programs change it all the time")))
+        Err(bad(path, &io::Error::other("other programs change this entry again and again")))
     }
 }
 
@@ -248,7 +248,7 @@ pub(crate) fn keep_pipe(path: &Path, log_directory: &Path) {
 
 fn keep(directory: &OwnedFd, path: &Path) {
     if let Err(error) = immutable::set(directory, true) {
-        tracing::debug!("{} can't be made immutable: {error}", path.display());
+        tracing::debug!("{path} can't be made immutable: {error}", path = path.display());
     }
 }
 
@@ -294,7 +294,8 @@ fn bad(path: &Path, error: &io::Error) -> BadDirectory {
         path: path.to_owned(),
         problem: Problem::new(
             format!("can't lead to the control daemon: {error}"),
-            "see that it is no mount of its own, and that its file system has room and can have hard links",
+            "check that the directory is not a mount point, and that its file system has free space and \
+             supports hard links",
         ),
     }
 }
@@ -448,7 +449,7 @@ mod tests {
         symlink("/", &slices).unwrap();
         let (made, moved) = place.lead_all(&[A]);
         assert_eq!(made, [A]);
-        let told = |path: &Path, why: &str| format!("{0} {why}; it was renamed to", path.display());
+        let told = |path: &Path, why: &str| format!("{0} {why} and was renamed to", path.display());
         assert!(moved[0].starts_with(&told(&slices, "was a symbolic link")), "{moved:?}");
         for _ in 0..12 {
             fs::remove_dir_all(&slice).unwrap();

@@ -90,7 +90,7 @@ impl Process {
 pub(crate) fn continue_if_stopped(pid: u32) -> Option<String> {
     let process = Process::open(pid).ok().flatten().filter(|_| is_stopped(pid))?;
     Some(match process.signal(Signal::CONT) {
-        Ok(()) => format!("PID {pid} was stopped by a signal; continued"),
+        Ok(()) => format!("PID {pid} was stopped by a signal; the service has continued the process"),
         Err(error) => format!("PID {pid} was stopped by a signal, and can't be continued: {error}"),
     })
 }
@@ -260,7 +260,7 @@ impl Held {
             }
             tokio::time::sleep(GO_ON_PAUSE).await;
         }
-        Err(io::Error::other("it stays stopped; a debugger may hold it"))
+        Err(io::Error::other("the process stays stopped; a debugger may hold it"))
     }
 
     pub(crate) fn identity(&self) -> ProcessId {

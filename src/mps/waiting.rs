@@ -21,7 +21,7 @@ use super::links_on_disk::{Socket, WAITING, remove_waiting};
 /// The most programs that are connected to the socket where programs wait. A further program waits in `connect()`.
 const PROGRAMS: i32 = 4096;
 
-/// The most waiting programs whose PIDs are returned when the programs are released.
+/// The largest number of PIDs of waiting programs that are returned when the programs are released.
 const NAMED: usize = 1024;
 
 #[derive(Debug)]
@@ -51,8 +51,8 @@ impl WaitingSocket {
         let listener = made().map_err(|error| BadDirectory {
             path: path.clone(),
             problem: Problem::new(
-                format!("no socket can be made where programs wait: {error}"),
-                "see that its file system has room and can be written",
+                format!("the socket at which new programs wait can't be made: {error}"),
+                "check that the file system has free space and is writable",
             ),
         })?;
         Ok(Self { directory: directory.to_owned(), listener })
@@ -70,7 +70,10 @@ impl WaitingSocket {
         let found = Socket::find_waiting(&self.directory)?;
         found.ok_or_else(|| BadDirectory {
             path: self.directory.join(WAITING),
-            problem: Problem::new("the socket where programs wait was removed", "leave it to the service"),
+            problem: Problem::new(
+                "the socket at which new programs wait was removed",
+                "keep other programs from removing files of this service",
+            ),
         })
     }
 

@@ -184,7 +184,7 @@ impl SharedAdmission {
         LinkNews { renewed, moved: std::mem::take(&mut directories.moved), stuck: events.stuck }
     }
 
-    /// The directory that contains the directories of the slices whose links point to the control daemon.
+    /// The directory that contains a directory for each slice. The links there point to the control daemon.
     pub(super) fn slice_directories(&self) -> Option<PathBuf> {
         self.lock().links.slices_in()
     }

@@ -24,8 +24,8 @@ use super::status::Reporter;
 use super::{BusSignal, Tools};
 
 /// The explanation of error 802, which is usual after a boot.
-const FABRIC: &str = "error 802: the fabric manager is not ready, which connects the GPUs of this host; it starts beside this \
-                      service (systemctl status nvidia-fabricmanager)";
+const FABRIC: &str = "error 802: the fabric manager, which connects the GPUs of this host, is not ready \
+                      yet; see systemctl status nvidia-fabricmanager";
 
 /// The most characters that a message shows of each of the last lines of the log.
 const WORDS_MAX: usize = 200;
@@ -35,8 +35,9 @@ const LAST_WORDS: usize = 3;
 
 /// The doubt that a message about a fault adds. Measured: the client that this line of the log named had not caused
 /// the error.
-const DOUBT: &str = "the log can't tell which of them caused it: its line \"Client {PID: ...} encountered a fatal GPU \
-                     error\" names a client that was hit, and is no proof against it";
+const DOUBT: &str = "the log can't tell which of these clients caused the error: its line \"Client {PID: \
+                     ...} encountered a fatal GPU error\" names a client that was hit, not a client that \
+                     caused the error";
 
 /// The next event in the run of a control daemon.
 #[derive(Debug)]
@@ -128,13 +129,13 @@ impl DaemonRun {
         let named: Vec<String> = at_work.iter().map(|pid| known.describe(*pid)).collect();
         let clients = counted(named.len(), "client");
         let named_first = first_named(named.iter().cloned());
-        let text = format!("{}, which ends the work of {clients}: {named_first}", self.end());
+        let text = format!("{end}, which ends the work of {clients}: {named_first}", end = self.end());
         Message::ClientsEnd.log(about, &text);
         for (pid, named) in at_work.iter().zip(named) {
             Message::log_client(
                 about,
                 *pid,
-                format_args!("lost its work with control daemon {control}: {named}"),
+                format_args!("a client lost its work with control daemon {control}: {named}"),
             );
         }
         reporter.keep_event(Message::ClientsEnd.event(text));
@@ -156,12 +157,18 @@ impl DaemonRun {
         if self.last_words.is_empty() {
             return String::new();
         }
-        format!("; its log ends: {}", self.last_words.iter().cloned().collect::<Vec<_>>().join(" | "))
+        format!(
+            "; its log ends: {last_words}",
+            last_words = self.last_words.iter().cloned().collect::<Vec<_>>().join(" | ")
+        )
     }
 
     pub(super) fn too_much_is_written(&self, left_out: usize) -> String {
         let lines = counted(left_out, "line");
-        format!("too much is written to {}: {lines} not passed on; see this file", self.log.path().display())
+        format!(
+            "the control daemon writes too much to {log}: {lines} left out of the journal; see this file",
+            log = self.log.path().display()
+        )
     }
 
     /// The reason why the servers can't start yet, if the last lines of the log have one.
@@ -193,7 +200,10 @@ impl DaemonRun {
             ..Subject::gpu(&gpu_uuid)
         };
         let named: Vec<String> = pids.iter().map(|pid| tools.clients.describe(*pid)).collect();
-        let text = format!("{reason}; clients that were hit: {}", first_named(named.iter().cloned()));
+        let text = format!(
+            "{reason}; clients that were hit: {clients}",
+            clients = first_named(named.iter().cloned())
+        );
         Message::ClientsHit.log(about, format_args!("{text}; {DOUBT}"));
         for (pid, named) in pids.iter().zip(named) {
             Message::log_client(about, *pid, format_args!("hit by the fatal GPU error: {named}"));

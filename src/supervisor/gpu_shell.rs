@@ -84,12 +84,14 @@ impl GpuShell for Worker {
         let name = planned.map_or_else(|| gpu.clone(), ServedGpu::name);
         if !come.is_empty() {
             let who = bypass::describe(come);
-            let text = format!("GPU {name} is used without our MPS server by {who}");
+            let text = format!("GPU {name} is used without an MPS server of this service by {who}");
             self.reporter.report(Message::Bypass, Subject::gpu(gpu), text);
         }
         if !gone.is_empty() {
             let who = bypass::describe(gone);
-            self.reporter.event(format!("GPU {name} is no longer used without our MPS server by {who}"));
+            self.reporter.event(format!(
+                "GPU {name} is no longer used without an MPS server of this service by {who}"
+            ));
         }
         self.reporter.update_gpu(gpu, |gpu| {
             gpu.server_kept_out = server_is_kept_out;

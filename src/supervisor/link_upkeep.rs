@@ -44,12 +44,14 @@ fn led_again(changed: &BTreeSet<PathBuf>, pipe_directory: &Path, other: Option<u
     let first = changed.first()?.display();
     let by = other.filter(|_| changed.contains(pipe_directory));
     let by = by.map(|pid| format!(": process {pid} listened there")).unwrap_or_default();
-    let (others, again) = match changed.len() {
-        1 => (String::new(), "does"),
-        2 => (" and another directory".to_owned(), "do"),
-        all => (format!(" and {} other directories", all.saturating_sub(1)), "do"),
+    let others = match changed.len() {
+        1 => String::new(),
+        2 => " and another directory".to_owned(),
+        all => format!(" and {} other directories", all.saturating_sub(1)),
     };
-    Some(format!("{first}{others} did not lead to the control daemon{by}, and {again} again"))
+    Some(format!(
+        "{first}{others} did not lead to the control daemon{by}; the service has made the links again"
+    ))
 }
 
 fn have_waited(pids: &[u32]) -> Option<String> {
@@ -60,12 +62,16 @@ fn have_waited(pids: &[u32]) -> Option<String> {
     };
     let who = match pids {
         [] => return None,
-        [pid] => format!("a program has come (PID {pid})"),
-        _ => format!("{} programs have come (PIDs {}{more})", pids.len(), named.join(", ")),
+        [pid] => format!("a program (PID {pid}) waited"),
+        _ => format!(
+            "{count} programs (PIDs {named}{more}) waited",
+            count = pids.len(),
+            named = named.join(", ")
+        ),
     };
     Some(format!(
-        "{who} while no control daemon took clients, and waited; each gets CUDA error 46 where the compute mode is \
-         EXCLUSIVE_PROCESS, and begins without MPS otherwise: start it again"
+        "{who}, while no control daemon took clients; start each such program again, since it gets CUDA \
+         error 46 in compute mode EXCLUSIVE_PROCESS and runs without MPS in any other mode"
     ))
 }
 
@@ -73,7 +79,7 @@ fn in_the_way(moved: &[String]) -> String {
     let named = moved.iter().take(MOVED_TOLD).cloned().collect::<Vec<_>>().join("; ");
     match moved.len().saturating_sub(MOVED_TOLD) {
         0 => named,
-        more => format!("{named}; {more} more were in the way, and are renamed"),
+        more => format!("{named}; {more} more entries were in the way and were renamed"),
     }
 }
 
@@ -84,10 +90,10 @@ mod tests {
     #[test]
     fn programs_that_have_waited_are_named_as_far_as_a_line_holds_them() {
         assert_eq!(have_waited(&[]), None);
-        assert!(have_waited(&[7]).unwrap().starts_with("a program has come (PID 7) while"));
+        assert!(have_waited(&[7]).unwrap().starts_with("a program (PID 7) waited, while"));
         let many = have_waited(&(1..=10).collect::<Vec<u32>>()).unwrap();
         assert!(
-            many.starts_with("10 programs have come (PIDs 1, 2, 3, 4, 5, 6, 7, 8 and 2 more) while"),
+            many.starts_with("10 programs (PIDs 1, 2, 3, 4, 5, 6, 7, 8 and 2 more) waited, while"),
             "{many}"
         );
     }
@@ -100,14 +106,17 @@ mod tests {
         assert_eq!(again(&[], None), None);
         assert_eq!(
             again(&["/mps/slices/a"], Some(7)).unwrap(),
-            "/mps/slices/a did not lead to the control daemon, and does again"
+            "/mps/slices/a did not lead to the control daemon; the service has made the links again"
         );
         assert_eq!(
             again(&["/mps/slices/a", "/mps/pipe"], Some(7)).unwrap(),
-            "/mps/pipe and another directory did not lead to the control daemon: process 7 listened there, and do again"
+            "/mps/pipe and another directory did not lead to the control daemon: process 7 listened there; \
+             the service has made the links again"
         );
         let moved: Vec<String> = (0..6).map(|number| format!("{number} was a FIFO")).collect();
         assert_eq!(in_the_way(&moved[..1]), "0 was a FIFO");
-        assert!(in_the_way(&moved).ends_with("3 was a FIFO; 2 more were in the way, and are renamed"));
+        assert!(
+            in_the_way(&moved).ends_with("3 was a FIFO; 2 more entries were in the way and were renamed")
+        );
     }
 }

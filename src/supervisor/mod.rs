@@ -353,9 +353,10 @@ impl Worker {
             return;
         }
         self.reporter.warning(format!(
-            "{} is a mount of its own, so no private directory is beside it: a program that has the pipe directory and is root \
-             of the host, in a container too, can command the control daemon",
-            plan.pipe_directory.display()
+            "{pipe_directory} is a mount of its own, so the control daemon has no private directory beside \
+             it: a program that has the pipe directory and is root of the host, in a container too, can \
+             command the control daemon",
+            pipe_directory = plan.pipe_directory.display()
         ));
         self.not_beside = Some(private);
     }

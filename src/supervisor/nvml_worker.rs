@@ -60,10 +60,15 @@ impl NvmlWorker {
                 return Ok(false);
             }
             let written = state_file.lock().remember_compute_mode(uuid, previous, mode);
-            written.map_err(|error| format!("the previous compute mode can't be written down: {error}"))?;
-            tracing::debug!(step = "mode-written-down", "compute mode of {uuid} is written down");
+            written.map_err(|error| {
+                format!("the previous compute mode can't be saved in the state file: {error}")
+            })?;
+            tracing::debug!(
+                step = "mode-written-down",
+                "the compute mode of {uuid} is saved in the state file"
+            );
             driver.set_compute_mode(uuid, mode)?;
-            tracing::debug!(step = "mode-set", "compute mode of {uuid} is set");
+            tracing::debug!(step = "mode-set", "the compute mode of {uuid} is set");
             tracing::info!(gpu_uuid = uuid, "compute mode of {uuid} set from {previous} to {mode}");
             Ok(true)
         })
@@ -84,7 +89,10 @@ impl NvmlWorker {
                 tracing::debug!("compute mode of {uuid} is {current} as before");
             } else if current == ours {
                 driver.set_compute_mode(uuid, previous)?;
-                tracing::debug!(step = "mode-back", "compute mode of {uuid} is back and still written down");
+                tracing::debug!(
+                    step = "mode-back",
+                    "the compute mode of {uuid} is restored, and still in the state file"
+                );
                 tracing::info!(
                     gpu_uuid = uuid,
                     "compute mode of {uuid} restored from {current} to {previous}"
@@ -92,14 +100,17 @@ impl NvmlWorker {
             } else {
                 tracing::info!(
                     gpu_uuid = uuid,
-                    "compute mode of {uuid} left at {current}: it was changed by others"
+                    "compute mode of {uuid} left at {current}, which another program has set"
                 );
             }
             let forgotten = state_file.lock().forget_compute_mode(uuid);
             forgotten.map_err(|error| {
                 format!("the state file still has the compute mode of {uuid}, and can't be written: {error}")
             })?;
-            tracing::debug!(step = "mode-forgotten", "the service has given up the compute mode of {uuid}");
+            tracing::debug!(
+                step = "mode-forgotten",
+                "the compute mode of {uuid} is not in the state file any more"
+            );
             Ok(())
         })
         .await
@@ -200,7 +211,8 @@ impl NvmlWorker {
         };
         let uuid = uuid.to_owned();
         let answer = threads.ask(NVML_TIMEOUT, move || question(&driver, &uuid)).await;
-        answer
-            .unwrap_or_else(|| Err(format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs()).into()))
+        answer.unwrap_or_else(|| {
+            Err(format!("NVML did not answer within {seconds} s", seconds = NVML_TIMEOUT.as_secs()).into())
+        })
     }
 }

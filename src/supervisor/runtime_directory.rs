@@ -35,8 +35,8 @@ pub(crate) struct RuntimeDirectory {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unavailable {
     #[error(
-        "another yunion-mps-daemon{} works with {}, and there can be one at a time; end that one first \
-         (systemctl stop yunion-mps-daemon), or look with --check, which needs no turn",
+        "another yunion-mps-daemon{} uses {}, and only one can run at a time; stop the other one first \
+         (systemctl stop yunion-mps-daemon), or use --check, which may run beside the service",
         .pid.map(|pid| format!(" (PID {pid})")).unwrap_or_default(), .directory.display()
     )]
     InUse {

@@ -207,7 +207,7 @@ impl Shell for RunShell<'_> {
         if !process::stop_idle(&mut run.process, &run.control, may_end).await {
             return false;
         }
-        let why = if self.worker.is_retiring() { ": it had no client" } else { ", to be restarted" };
+        let why = if self.worker.is_retiring() { ", since it had no client" } else { ", to be restarted" };
         let (id, pid) = (self.worker.reporter.id(), self.pid());
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended{why}"));
         true
@@ -215,7 +215,7 @@ impl Shell for RunShell<'_> {
 
     async fn quit(&mut self, may_end: Permit) -> bool {
         let run = &mut *self.run;
-        tracing::debug!(step = "quit", "control daemon {} is asked to end", run.running.process.pid);
+        tracing::debug!(step = "quit", "control daemon {pid} is asked to end", pid = run.running.process.pid);
         let quit_timeout = self.worker.order.supervision.quit_timeout;
         let has_ended = process::stop(&mut run.process, &run.control, quit_timeout, may_end).await;
         if has_ended {
@@ -280,7 +280,9 @@ impl Shell for RunShell<'_> {
         match directories::let_users_in(&running.pipe_directory, running.control_directory()) {
             Ok(repaired) => {
                 for what in repaired {
-                    self.worker.reporter.warning(format!("{what}; clients of other users could not connect"));
+                    self.worker
+                        .reporter
+                        .warning(format!("{what}; before, clients of other users could not connect"));
                 }
             }
             Err(bad) => bad_directories.push(bad.to_string()),
@@ -292,7 +294,9 @@ impl Shell for RunShell<'_> {
         {
             Ok(None) => {}
             Ok(Some(what)) => {
-                self.worker.reporter.warning(format!("{what}; others could command the control daemon"));
+                self.worker
+                    .reporter
+                    .warning(format!("{what}; before, other users could command the control daemon"));
             }
             Err(bad) => bad_directories.push(bad.to_string()),
         }
@@ -350,7 +354,9 @@ impl Shell for RunShell<'_> {
         {
             Ok(false) => {}
             Ok(true) => {
-                self.worker.reporter.warning("the state file was lost or damaged; rewritten".to_owned());
+                self.worker.reporter.warning(
+                    "the state file was lost or damaged; the service has written the file again".to_owned(),
+                );
             }
             Err(error) => self.worker.reporter.warning(format!("the state file can't be written: {error}")),
         }
@@ -361,8 +367,10 @@ impl Shell for RunShell<'_> {
         match log.rotated() {
             Some(Ok(())) => tracing::debug!("{} was rotated", log.path().display()),
             Some(Err(error)) => {
-                let text =
-                    format!("{} was rotated, and the old one is not kept: {error}", log.path().display());
+                let text = format!(
+                    "{path} was rotated, but the old log is not kept: {error}",
+                    path = log.path().display()
+                );
                 self.worker.reporter.warning(text);
             }
             None if log.offset() > self.worker.order.supervision.log_max_bytes => {
@@ -468,7 +476,7 @@ impl Shell for RunShell<'_> {
 impl RunShell<'_> {
     fn say_how_it_ended(&self, how: Stopped) {
         let (id, pid) = (self.worker.reporter.id(), self.pid());
-        tracing::debug!(step = "ended", "control daemon {pid} has ended and is still written down");
+        tracing::debug!(step = "ended", "control daemon {pid} has ended and is still in the state file");
         self.worker.reporter.event(format!("control daemon {id} (PID {pid}) ended by {how}"));
     }
 

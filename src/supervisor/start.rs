@@ -208,7 +208,7 @@ impl Worker {
             self.tools.state_file.lock().remember_control_daemon(self.reporter.id(), running.clone());
         written.map_err(|error| {
             Failure::Failed(format!(
-                "a new control daemon can't be written down, so none is started: {error}"
+                "a new control daemon can't be saved in the state file, so the service starts none: {error}"
             ))
         })
     }
@@ -222,7 +222,8 @@ impl Worker {
         // can't have one.
         if plan.log_directory.starts_with(&place) {
             let problem = Problem::new(
-                "is where the control daemon makes a FIFO, so it would write no log",
+                "is the path at which the control daemon makes a FIFO, so the control daemon would write no \
+                 log",
                 "configure a log directory outside of the pipe directory",
             );
             return Err(BadDirectory { path: plan.log_directory.clone(), problem });
@@ -250,7 +251,7 @@ impl Worker {
         let LogFile { output, file, moved_away } =
             directories::open_log(&logs, "control.log").map_err(log_error)?;
         if let Some(what) = moved_away {
-            self.reporter.warning(format!("{} {what}; the log is a new file", path.display()));
+            self.reporter.warning(format!("{path} {what}; the log is a new file", path = path.display()));
         }
         let begin = file.metadata().map_err(log_error)?.len();
         let log = Follower::new(file, &path, begin, &self.tools.changes);
@@ -276,9 +277,9 @@ impl Worker {
             log_offset: begin,
         };
         let pid = running.process.pid;
-        tracing::debug!(step = "spawned", "PID {pid} waits for the word");
+        tracing::debug!(step = "spawned", "PID {pid} waits to become the control daemon");
         self.write_down(&running)?;
-        tracing::debug!(step = "written-down", "PID {pid} is written down");
+        tracing::debug!(step = "written-down", "PID {pid} is saved in the state file");
         if systemd::runs_us() {
             match systemd::move_to_scope(&id.to_string(), pid).await {
                 Ok(scope) => tracing::debug!(step = "scope", "PID {pid} is in {scope}"),
@@ -288,14 +289,14 @@ impl Worker {
                     ));
                     systemd::lift_limits().await.map_err(|error| {
                         Failure::Failed(format!(
-                            "no control daemon is started where MemoryMax= of this service could end it: {error}"
+                            "no control daemon is started, since MemoryMax= of this service could end it: {error}"
                         ))
                     })?;
                 }
             }
         }
         let process = waiting.go().await.map_err(not_started)?;
-        tracing::debug!(step = "started", "PID {pid} has the word");
+        tracing::debug!(step = "started", "PID {pid} becomes the control daemon");
         self.reporter.update(|status| {
             status.view.pid = Some(pid);
             status.view.starts += 1;

@@ -69,9 +69,9 @@ impl StateFile {
         let whole = Stamp::of(&file);
         let contents = read(&file).unwrap_or_else(|what| {
             tracing::warn!(
-                "{}: {what}; running control daemons count as another program's, compute modes stay as they are, and no slice is \
-                 drained any more",
-                file.display()
+                "{file}: {what}, so the service takes running control daemons for those of another program, \
+                 restores no compute mode, and takes no slice as drained",
+                file = file.display()
             );
             None
         });
@@ -222,15 +222,17 @@ impl StateFile {
         let parts = [&head, self.written.entries(&self.contents.bindings)?, end].map(str::as_bytes);
         let bytes: usize = parts.iter().map(|part| part.len()).sum();
         if bytes > MAX_BYTES {
-            let too_large =
-                format!("{} would have {bytes} bytes, and at most {MAX_BYTES} are read", file.display());
+            let too_large = format!(
+                "{file} would have {bytes} bytes, and at most {MAX_BYTES} are read",
+                file = file.display()
+            );
             return Err(io::Error::new(io::ErrorKind::FileTooLarge, too_large));
         }
         // A rename replaces anything at this path but a directory, so a directory is moved aside.
         if fs::symlink_metadata(&file).is_ok_and(|there| there.is_dir()) {
             let aside = format!("{FILE}.{}", jiff::Timestamp::now().as_nanosecond());
             fs::rename(&file, self.directory.path().join(&aside))?;
-            tracing::warn!("{} was a directory; renamed to {aside}", file.display());
+            tracing::warn!("{file} was a directory; renamed to {aside}", file = file.display());
         }
         whole_file::write_parts(&file, &parts)?;
         self.whole = Stamp::of(&file);

@@ -62,7 +62,7 @@ impl Machine {
             (Judged::Idle, _) => RunUse::Idle,
             (Judged::KeptOut(holders), failing) => {
                 if let Some(failing) = failing {
-                    let held = "programs without MPS keep its server from starting until they end";
+                    let held = "no server can start before these programs without MPS have ended";
                     failing.reason = format!("{held}: {holders}; {}", failing.reason);
                 }
                 RunUse::KeptOut
@@ -135,7 +135,7 @@ impl Worker {
         if let Err(error) = self.tools.state_file.lock().forget_control_daemon(&id) {
             self.reporter.warning(format!("the state file can't be written: {error}"));
         }
-        tracing::debug!(step = "forgotten", "no control daemon is written down for {id}");
+        tracing::debug!(step = "forgotten", "the state file has no control daemon {id} any more");
         self.reporter.has_ended(shown);
     }
 }

@@ -144,7 +144,7 @@ impl SupervisorHandle {
 
     /// Reports a critical error (Xid) of one of the control daemon's GPUs to the supervisor.
     pub(crate) fn met_xid(&self, xid: u64) {
-        tracing::debug!("checked now, since a GPU met Xid {xid}");
+        tracing::debug!("the control daemon is checked now, since a GPU reported Xid {xid}");
         // The health check finds out which servers the error has hit, so only the check is requested.
         self.send(Requested::Check, None);
     }

@@ -356,7 +356,7 @@ impl GpuWatch {
             let Enforced { victims, broken_off } =
                 enforcer.enforce(&mut shell, || over.borrow().clone()).await;
             if let Some(reason) = broken_off {
-                tracing::debug!("no budget is enforced any further: {reason}");
+                tracing::debug!("the service stops ending work for budgets now: {reason}");
             }
             (enforcer, victims)
         })

@@ -18,7 +18,7 @@ use common::published::client::ClientView;
 /// the driver says which of them the client uses.
 const OPENS_AFTER: Duration = Duration::from_millis(200);
 
-/// The processes on each GPU whose processes NVML can list, by the UUID of the GPU.
+/// The processes on each GPU, by the UUID of the GPU. GPUs for which NVML lists no processes are left out.
 type ProcessesByGpu = BTreeMap<String, Vec<GpuProcess>>;
 
 /// Lists the clients of the control daemons with these statuses, and the processes that use the GPUs of these control

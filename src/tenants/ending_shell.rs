@@ -99,7 +99,12 @@ async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> Result<Daemon
     let is_elsewhere = || ours.as_ref().is_some_and(|ours| control.daemon_pid() != Some(ours.process.pid));
     let was_elsewhere = is_elsewhere();
     let listed = timeout(patience, clients(control)).await;
-    let silent = |_| format!("the control daemon has not listed its clients within {} s", patience.as_secs());
+    let silent = |_| {
+        format!(
+            "the control daemon has not listed its clients within {seconds} s",
+            seconds = patience.as_secs()
+        )
+    };
     match listed.map_err(silent).and_then(|listed| listed.map_err(|error| error.to_string())) {
         Ok(clients) => Ok(DaemonClients {
             gpus: ours.as_ref().map(|ours| ours.gpus.clone()),
@@ -181,7 +186,7 @@ impl<P: Send + Sync> ClientShell for EndingShell<P> {
         if client.was_held() {
             tracing::info!(
                 mps_client_pid = pid,
-                "client {pid} was stopped or frozen; it was continued to end its GPU work"
+                "client {pid} was stopped or frozen; the service has continued the client to end its GPU work"
             );
         }
         answer.map_err(|error| error.to_string())

@@ -130,17 +130,19 @@ impl Acts {
         match (outcome, goal) {
             (LimitOutcome::Refused(reason), LimitGoal::Hold(_)) => tracing::info!(
                 gpu_uuid = uuid,
-                "the memory limit of {path} on {uuid} is not held by the kernel, so the service alone watches, and is tried \
-                 again each minute: {reason}"
+                "the kernel does not hold the memory limit of control group {path} on GPU {uuid}, so only \
+                 the service watches the memory, and tries the limit again each minute: {reason}"
             ),
             (LimitOutcome::Refused(reason), LimitGoal::Lift(_)) => tracing::info!(
                 gpu_uuid = uuid,
-                "the memory limit of {path} on {uuid} can't be lifted, and is tried again each minute: {reason}"
+                "the memory limit of control group {path} on GPU {uuid} can't be lifted; the service tries \
+                 again each minute: {reason}"
             ),
             (LimitOutcome::Replaced(found), LimitGoal::Hold(mib)) => {
                 let text = format!(
-                    "another program has changed the memory limit of {path} on {uuid}: it was {found}, and is {mib} MiB again; \
-                     NVIDIA's container toolkit does so for a container whose environment has NVIDIA_GPU_MEMORY_LIMIT"
+                    "another program has changed the memory limit of control group {path} on GPU {uuid}: \
+                     the limit was {found}, and is {mib} MiB again; NVIDIA's container toolkit sets a limit \
+                     for a container with NVIDIA_GPU_MEMORY_LIMIT in its environment"
                 );
                 // Sending fails only when the loop has ended, at the end of the service.
                 let _ = self.events.send(LoopEvent::Event(text)).await;

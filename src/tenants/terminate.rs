@@ -91,7 +91,10 @@ impl Processes {
 }
 
 fn silent() -> String {
-    format!("the kernel has not answered within {} s; it may be stuck in the driver", PATIENCE.as_secs())
+    format!(
+        "the kernel did not answer within {seconds} s; the call may be stuck in the driver",
+        seconds = PATIENCE.as_secs()
+    )
 }
 
 impl TerminationShell for EndingShell<Processes> {

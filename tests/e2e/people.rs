@@ -92,7 +92,7 @@ const SLIPS: [(&str, u32, &str); 6] = [
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\ntype: \"NVIDIA_MPS\"\nvirtual_number: 4\n",
         3,
-        "type: stands outside of the list devices; indent it like path",
+        "type: the key stands outside of the list `devices`; indent this key like path",
     ),
     (
         "devices:\n- path: \"/dev/dri/renderD128\"\n type: \"NVIDIA_MPS\"\n  virtual_number: 4\n",
@@ -142,7 +142,8 @@ fn guide(machine: &mut Machine) {
         "cd {HOST}/sysroot/etc; mkdir yunin; mv yunion/host.conf yunin; echo 'hostname: host1' >yunion/host.conf
          systemctl reset-failed {SERVICE} 2>/dev/null || :; systemctl start {SERVICE}"
     ));
-    let nothing = "no file sets enable_cuda_mps; read: /etc/yunion/host.conf; not there: ";
+    let nothing = "no file sets enable_cuda_mps; files that were read: /etc/yunion/host.conf; files that do \
+                   not exist: ";
     for command in ["list", "status", &format!("check --sysroot {HOST}/sysroot")] {
         let said = said(machine, command);
         assert!(said.contains(nothing), "{command}: {said}");
@@ -165,8 +166,7 @@ fn guide(machine: &mut Machine) {
     // The platform writes this entry for an AI node.
     machine.write(DEVICE_FILE, &RIGHT.replace("NVIDIA_MPS", "NVIDIA_GPU_SHARE"));
     machine.sh(&format!("systemctl restart {SERVICE}"));
-    let answer =
-        "00:06.0 is NVIDIA_GPU_SHARE in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
+    let answer = "00:06.0 has the type NVIDIA_GPU_SHARE in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
     wait_for(answer, || said(machine, "status").contains(answer).then_some(()));
     corrected(machine);
 }

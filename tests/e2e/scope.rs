@@ -180,7 +180,8 @@ fn scope_stopped(machine: &mut Machine) {
 }
 
 fn no_service(machine: &mut Machine) {
-    let answer = "not a service: NotUnderSystemd, Err(\"this process is no service of systemd\")\n";
+    let answer =
+        "not a service: NotUnderSystemd, Err(\"this process does not run in a service of systemd\")\n";
     let program = ["/usr/lib/yunion-mps-e2e", asker::ARGUMENT];
     assert_eq!(machine.printed(&program), answer);
     let in_scope = ["systemd-run", "--scope", "--quiet"].into_iter().chain(program);

@@ -542,8 +542,8 @@ fn bad_configuration(machine: &mut Machine) {
     // Another start would fail too, so the message does not propose it.
     assert_eq!(
         machine.complained(&["yunion-mpsctl", "list"]),
-        "yunion-mpsctl: yunion-mps-daemon is not running: it ended because the configuration is wrong; yunion-mpsctl \
-         check, then systemctl start yunion-mps-daemon\n"
+        "yunion-mpsctl: yunion-mps-daemon is not running: the service ended because the configuration is \
+         wrong; yunion-mpsctl check, then systemctl start yunion-mps-daemon\n"
     );
     let entries = ours(machine, &cursor);
     let reasons: Vec<&str> = entries.iter().filter(|entry| entry["PRIORITY"] == "3").map(message).collect();

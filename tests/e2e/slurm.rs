@@ -183,7 +183,7 @@ fn prolog(machine: &mut Machine) {
     // A job whose control group can't be bound gets no slice, and the prolog fails with the reason.
     machine.sh("exec /etc/slurm/prolog.sh");
     let elsewhere = machine.complained(&["sh", "-c", "SLURM_JOB_GPUS=0 exec /etc/slurm/prolog.sh"]);
-    assert!(elsewhere.contains("which is no job's: PrologFlags=RunInJob"), "{elsewhere}");
+    assert!(elsewhere.contains("which does not belong to a job: PrologFlags=RunInJob"), "{elsewhere}");
     machine.sh(&prolog("SLURM_JOB_GPUS=1,2"));
     assert_eq!(bound(), 2);
     // Each task of the job has one of the job's slices, and no slice of another job.

@@ -175,7 +175,7 @@ yunion-mpsctl status | grep -E '^(State|Reason)'
 wait "$stranger"
 yunion-mpsctl reload
 ready
-result "events of it" "$(grep -c 'WARN GPU .* is used without our MPS server' "$dir/daemon.log")" 1
+result "events of it" "$(grep -c 'WARN GPU .* is used without an MPS server of this service' "$dir/daemon.log")" 1
 
 if [ "${#uuids[@]}" -ge 2 ]; then
     say "a second GPU with one control daemon for its slices"

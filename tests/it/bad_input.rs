@@ -57,15 +57,15 @@ fn refused_path(board: &str, path: &str, message: &str) {
 
 #[test]
 fn a_card_node() {
-    let remedy =
-        r#""/dev/dri/card0" is a card node of 0000:00:06.0; write its render node, /dev/dri/renderD128"#;
+    let remedy = r#""/dev/dri/card0" is a card node of 0000:00:06.0; write the GPU's render node, /dev/dri/renderD128"#;
     refused_path("tesla-p40", "/dev/dri/card0", remedy);
 }
 
 #[test]
 fn a_by_path_link() {
     let link = "/dev/dri/by-path/pci-0000:00:06.0-render";
-    let remedy = "is a link to a device node of 0000:00:06.0; write its render node, /dev/dri/renderD128";
+    let remedy =
+        "is a link to a device node of 0000:00:06.0; write the GPU's render node, /dev/dri/renderD128";
     refused_path("tesla-p40", link, &format!("{link:?} {remedy}"));
 }
 
@@ -250,8 +250,9 @@ fn the_same_gpu_twice() {
         "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number: 4",
         "path: \"00:06.0\", type: NVIDIA_MPS, virtual_number: 2",
     ]);
-    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 00:06.0 (0000:00:06.0) is named a \
-                   second time; /etc/yunion/host_container_device.yml:2 names it as /dev/dri/renderD128; keep one";
+    let message = "/etc/yunion/host_container_device.yml:3: devices[1].path: 00:06.0 (0000:00:06.0) is \
+                   named a second time; keep one entry: /etc/yunion/host_container_device.yml:2 names this \
+                   GPU as /dev/dri/renderD128";
     refused(host, message);
 }
 
@@ -270,8 +271,9 @@ fn a_pipe_directory_too_long_for_a_socket() {
     let line = old.lines().count();
     host.configure(&format!("cuda_mps_pipe_directory: /tmp/{}", "p".repeat(83)));
     let message = format!(
-        "/etc/yunion/host.conf:{line}: cuda_mps_pipe_directory: the control daemon's socket in it would have a path of \
-         107 bytes, the limit is 106; choose a directory with a path of at most 87 bytes"
+        "/etc/yunion/host.conf:{line}: cuda_mps_pipe_directory: the control daemon's socket in this \
+         directory would have a path of 107 bytes, at most 106 are possible; choose a directory with a path \
+         of at most 87 bytes"
     );
     refused(host, &message);
 }
@@ -298,7 +300,8 @@ fn a_file_of_proc_as_configuration() {
             assert_eq!(status, Some(78), "{target}: {said}");
             // A user other than root can't open the kernel's log.
             let hidden = fs::File::open(target).is_err() && said.contains("can't be read: ");
-            let named = said.contains("is a file of /proc and no regular file; put a regular file there");
+            let named =
+                said.contains("is a file of /proc, not a regular file; put a regular file at this path");
             assert!(hidden || named, "{target}: {said}");
         }
     }
@@ -314,7 +317,7 @@ fn a_device_file_of_fifteen_thousand_entries() {
     let entries: Vec<String> = entries.iter().map(|entry| entry.replace(", ", "\n  ")).collect();
     let file = host.file("/etc/yunion/host_container_device.yml");
     fs::write(file, format!("devices:\n- {}\n", entries.join("\n- "))).unwrap();
-    refused(host, "host_container_device.yml:1: devices: 15000 entries, the limit is 1024");
+    refused(host, "host_container_device.yml:1: devices: found 15000 entries, at most 1024 are allowed");
 }
 
 /// A directory or a FIFO with the name of the state file does no harm: the service replaces it with the state file.
@@ -451,7 +454,9 @@ fn a_program_that_is_missing() {
 fn a_program_that_is_not_executable() {
     let mut host = host_with_program("tesla-p40", "#!/bin/sh\n", 0o644);
     host.start();
-    host.wait_for_failure("other-bin/nvidia-cuda-mps-control is not executable; chmod 755 it");
+    host.wait_for_failure(
+        "other-bin/nvidia-cuda-mps-control is not executable; make the file executable (chmod 755)",
+    );
     assert_eq!(host.compute_mode(0), "Default");
     install_program(&host);
     host.wait_for_state("ready");
@@ -554,7 +559,10 @@ fn an_nvml_that_is_not_there_and_comes() {
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.86.10  Wed\n",
     );
     host.plant("sysroot/run/nvidia/driver/usr/bin/nvidia-smi", "");
-    host.wait_for_failure("NVIDIA's kernel module 535.86.10 is loaded, and its libraries are not on the host: NVIDIA's GPU operator");
+    host.wait_for_failure(
+        "NVIDIA's kernel module 535.86.10 is loaded, but its libraries are not on the host: NVIDIA's GPU \
+         operator",
+    );
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
     assert!(doctor.contains("driver-unusable") && doctor.contains("driver.enabled=false"), "{doctor}");
@@ -695,7 +703,7 @@ fn gpus_that_sleep_are_served_when_all_are_awake() {
     let mut host = Host::new("h200x8");
     host.plant("wake-ms", "2100");
     host.start();
-    host.wait_until_it_fails("NVML has been asked for 15 s");
+    host.wait_until_it_fails("NVML has not answered for 15 s");
     let status = host.wait_for_state("ready");
     assert_has(control_daemon(&status), &json!({"starts": 1}));
     assert_eq!(host.list().len(), 32);
@@ -704,12 +712,12 @@ fn gpus_that_sleep_are_served_when_all_are_awake() {
 
 #[test]
 fn a_gpu_that_nvml_cannot_name() {
-    one_out_of_eight(&[("gpus/3/error/nvmlDeviceGetUUID", "999")], "its UUID can't be read");
+    one_out_of_eight(&[("gpus/3/error/nvmlDeviceGetUUID", "999")], "the UUID of the GPU can't be read");
 }
 
 #[test]
 fn a_gpu_that_refuses_its_compute_mode() {
-    one_out_of_eight(&[("gpus/3/no-permission", "")], "it is served once its compute mode can be set: ");
+    one_out_of_eight(&[("gpus/3/no-permission", "")], "the GPU is served once its compute mode can be set: ");
 }
 
 #[test]

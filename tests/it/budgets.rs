@@ -140,16 +140,20 @@ fn overuse_of_memory_is_told_with_the_names_of_the_clients() {
     assert_eq!(host.json(&["status"]).unwrap()["service"]["generation"], before, "clients change no device");
     let three = holding(&host, SLICE, 600, &[]);
     let over = wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] != "");
-    assert_eq!(over["overuse"], "its clients hold more than its 35942 MiB together");
+    assert_eq!(over["overuse"], "the clients of the slice hold more than its 35942 MiB together");
     assert_eq!(
         (&over["clients"], &over["memory_used"], &over["healthy"]),
         (&json!(3), &json!(36_542), &json!(true))
     );
-    assert_eq!(over["reason"], "over its budget: its clients hold more than its 35942 MiB together");
+    assert_eq!(
+        over["reason"],
+        "over its budget: the clients of the slice hold more than its 35942 MiB together"
+    );
     let user = own_user();
     let who = describe(&[(one.id(), &user, ""), (two.id(), &user, ""), (three.id(), &user, "")]);
     let expected = format!(
-        "{SLICE} is over its budget: its clients hold more than its 35942 MiB together; 36542 MiB in use by {who}"
+        "{SLICE} is over its budget: the clients of the slice hold more than its 35942 MiB together; 36542 \
+         MiB in use by {who}"
     );
     assert_eq!(wait_for_event(&host, "over its budget"), expected);
     let mut pids = [one.id(), two.id(), three.id()];
@@ -195,11 +199,14 @@ fn a_slice_with_too_many_clients_is_told() {
     assert_eq!((&device["max_clients"], &device["overuse"]), (&json!(2), &json!("")));
     let third = holding(&host, SLICE, 600, &[]);
     let device = wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] != "");
-    assert_eq!((&device["clients"], &device["overuse"]), (&json!(3), &json!("it has more than 2 clients")));
+    assert_eq!(
+        (&device["clients"], &device["overuse"]),
+        (&json!(3), &json!("the slice has more than 2 clients"))
+    );
     listener.wait_for(&format!("OverUse ('{SLICE}', ['clients'], "));
     assert_eq!(events_with(&host, "over its budget").len(), 1);
     // By default the service only reports overuse, and ends no client.
-    assert!(!host.log().contains("GPU work ended"), "{}", host.log());
+    assert!(!host.log().contains("has ended the GPU work of"), "{}", host.log());
     for client in clients.iter().chain([&third]) {
         assert!(alive(client.id()));
     }
@@ -223,10 +230,10 @@ fn the_newest_client_of_the_slice_is_ended_and_nobody_else() {
     wait_until_ended(&mut new);
     let user = own_user();
     let who = describe(&[(new.id(), &user, "")]);
-    let expected = format!("GPU work ended since {SLICE} was over its budget, of {who}");
-    assert_eq!(wait_for_event(&host, "GPU work ended"), expected);
+    let expected = format!("the service has ended the GPU work of {who}, since {SLICE} was over its budget");
+    assert_eq!(wait_for_event(&host, "has ended the GPU work"), expected);
     wait_for_event(&host, &format!("{SLICE} is within its budget again"));
-    assert_eq!(events_with(&host, "GPU work ended").len(), 1);
+    assert_eq!(events_with(&host, "has ended the GPU work of").len(), 1);
     for client in [&bystander, &old, &full, &newest] {
         assert!(alive(client.id()));
     }
@@ -246,8 +253,8 @@ fn nobody_is_ended_again_without_new_work() {
     let container = Container::new(&host, SLICE);
     let old = container.holding(&host, 20_000, &[]);
     let idle = container.holding(&host, 20_000, &["--stay"]);
-    wait_for_event(&host, "GPU work ended");
-    let ended = || host.log().matches("GPU work ended since").count();
+    wait_for_event(&host, "has ended the GPU work");
+    let ended = || host.log().matches("the service has ended the GPU work of").count();
     let before = looks(&host);
     wait_for("more looks", || (looks(&host) > before + 6).then_some(()));
     assert_eq!(ended(), 1, "{}", host.log());
@@ -264,7 +271,7 @@ fn nobody_is_ended_again_without_new_work() {
 fn nobody_was_ended(host: &Host, clients: &[&Client]) {
     let before = looks(host);
     wait_for("more looks", || (looks(host) > before + 4).then_some(()));
-    assert!(!host.log().contains("GPU work ended since"), "{}", host.log());
+    assert!(!host.log().contains("the service has ended the GPU work of"), "{}", host.log());
     assert!(clients.iter().all(|client| alive(client.id())));
 }
 
@@ -286,8 +293,9 @@ fn a_claim_in_the_environment_ends_nobody() {
     });
     assert_eq!(device_of(&host, NEIGHBOUR)["clients"], 0, "the claim counts for nothing");
     let told = wait_for_event(&host, "over its budget");
-    let reason = format!("only the environment of process {} says that it has this slice", forged.id());
-    assert!(told.ends_with(&format!("; no work is ended: {reason}")), "{told}");
+    let reason =
+        format!("only the environment of process {} says that the process has this slice", forged.id());
+    assert!(told.ends_with(&format!("; the service ends no work: {reason}")), "{told}");
     nobody_was_ended(&host, &[&forged, &tenant]);
     drop((forged, tenant, container));
     assert_eq!(host.stop().code(), Some(0));
@@ -303,8 +311,8 @@ fn a_slice_in_two_containers_ends_nobody() {
     let containers = [(); 2].map(|()| Container::new(&host, SLICE));
     let clients = containers.each_ref().map(|container| container.holding(&host, 20_000, &[]));
     let told = wait_for_event(&host, "over its budget");
-    assert!(told.contains("; no work is ended: processes "), "{told}");
-    assert!(told.ends_with(" are of several users or containers"), "{told}");
+    assert!(told.contains("; the service ends no work: processes "), "{told}");
+    assert!(told.ends_with(" belong to different users or containers"), "{told}");
     nobody_was_ended(&host, &[&clients[0], &clients[1]]);
     drop((clients, containers));
     assert_eq!(host.stop().code(), Some(0));
@@ -326,12 +334,14 @@ fn a_reload_ends_nobody() {
     host.devices(&[&format!("{ENTRY}, max_clients: 1")]);
     let reloaded = host.call("Control.Reload");
     assert!(reloaded.status.success(), "{}", text(&reloaded));
-    wait_for_device(&host, SLICE, "overuse", |device| device["overuse"] == "it has more than 1 client");
+    wait_for_device(&host, SLICE, "overuse", |device| {
+        device["overuse"] == "the slice has more than 1 client"
+    });
     let mut new = container.holding(&host, 600, &[]);
     wait_until_ended(&mut new);
     wait_for_device(&host, SLICE, "two clients", |device| device["clients"] == 2);
     assert!(alive(one.id()) && alive(two.id()));
-    assert_eq!(events_with(&host, "GPU work ended").len(), 1);
+    assert_eq!(events_with(&host, "has ended the GPU work of").len(), 1);
     host.devices(&[&format!("{ENTRY}, max_clients: 2")]);
     assert!(host.call("Control.Reload").status.success());
     wait_for_device(&host, SLICE, "the larger budget", |device| device["overuse"] == "");
@@ -416,7 +426,9 @@ fn one_client_of_each_slice_wakes_nobody() {
     wait_for("the first look", || (looks(&host) == 1).then_some(()));
     // After a critical error of the GPU the service checks the control daemon at once.
     host.plant("gpus/0/xids", "31\n");
-    wait_for("a check", || host.log().contains("checked now, since a GPU met Xid 31").then_some(()));
+    wait_for("a check", || {
+        host.log().contains("the control daemon is checked now, since a GPU reported Xid 31").then_some(())
+    });
     host.wait_for_state("ready");
     assert_eq!(looks(&host), 1, "nobody is there");
     let clients = [SLICE, NEIGHBOUR].map(|slice| holding(&host, slice, 600, &[]));

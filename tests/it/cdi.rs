@@ -281,7 +281,7 @@ fn a_spec_that_cannot_be_written_degrades() {
     host.clear("run/cdi");
     assert!(host.call("Control.Reload").status.success());
     let status = host.wait_for_state("ready");
-    assert_eq!(said(&status, "CDI spec: correct again"), 1);
+    assert_eq!(said(&status, "the CDI spec is correct again"), 1);
     wait_for_devices(&host, &slices("00:06.0", 4));
     assert_eq!(host.stop().code(), Some(0));
 }

@@ -136,7 +136,7 @@ fn what_takes_effect_at_once_is_told_from_what_waits() {
     let waits = |kind: &str, from: &str, to: &str| [kind, "shared", from, to, "waits 1"].map(str::to_owned);
     assert_eq!(differences(&host), [waits("control-daemon", "present", "new")]);
     let said = check(&host, &[]).1;
-    assert!(said.contains("after 1 client has ended, by another control daemon"), "{said}");
+    assert!(said.contains("after 1 client has ended, with a new control daemon"), "{said}");
     let pipe = host.path("mps/other").display().to_string();
     host.configure(&format!("cuda_mps_multiuser: auto\ncuda_mps_pipe_directory: {pipe}"));
     let now = host.path("mps/pipe").display().to_string();
@@ -185,8 +185,8 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     host.configure("cuda_mps_topology: per_gpu");
     let warnings = [
         "cuda_mps_topology: with per_gpu every container fails, unless the platform's host agent reads D-Bus: ",
-        "devices[0].path: with 0000:00:06.0 the platform's host agent does not start, unless it reads D-Bus; \
-         name the GPU by its render node, /dev/dri/renderD128\n",
+        "devices[0].path: the platform's host agent does not start with the path 0000:00:06.0, unless the \
+         agent reads D-Bus; name the GPU by its render node, /dev/dri/renderD128\n",
     ];
     let told = [text(&host.check()), check(&host, &[]).1];
     for (told, warning) in told.iter().flat_map(|told| warnings.map(|warning| (told, warning))) {
@@ -216,8 +216,10 @@ fn what_stops_the_host_agent_is_told_everywhere() {
 fn warnings_stand_beside_errors() {
     let mut host = Host::serving("h200");
     host.configure("cuda_mps_replicsa: 3\ncuda_mps_replicas: none");
-    let (warning, error) =
-        ("cuda_mps_replicsa: no such key; it is ignored", "cuda_mps_replicas: found \"none\"");
+    let (warning, error) = (
+        "cuda_mps_replicsa: the service knows no such key and ignores it",
+        "cuda_mps_replicas: found \"none\"",
+    );
     for said in [text(&host.check()), check(&host, &[]).1] {
         let said: Vec<&str> = said.lines().collect();
         let [first, second] = said[..] else { panic!("{said:?}") };
@@ -279,12 +281,12 @@ fn a_configuration_that_is_gone_has_a_name() {
 fn a_gpu_that_another_entry_claims_is_told_with_it() {
     let mut host = Host::new("h200");
     host.devices(&["path: /dev/dri/renderD128, type: NVIDIA_GPU_SHAER, virtual_number: 4"]);
-    let reason = "every NVIDIA GPU of this host has another use: 0000:00:06.0 is NVIDIA_GPU_SHAER in \
-                  /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
+    let reason = "every NVIDIA GPU of this host has another use: 0000:00:06.0 has the type NVIDIA_GPU_SHAER \
+                  in /etc/yunion/host_container_device.yml:2; write type: NVIDIA_MPS";
     for said in [text(&host.check()), check(&host, &[]).1] {
         assert!(said.contains(&format!("\nno GPU would be served: {reason}")), "{said}");
         assert!(
-            said.contains("with \"NVIDIA_GPU_SHAER\" the platform's host agent does not start"),
+            said.contains("the platform's host agent does not start with the type \"NVIDIA_GPU_SHAER\""),
             "{said}"
         );
     }

@@ -186,7 +186,10 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     let program = bypassing(&host);
     let pid = program.id();
     host.reload();
-    let sentence = format!("used without our MPS server by PID {pid} (cuda-client) of user {}", own_user());
+    let sentence = format!(
+        "used without an MPS server of this service by PID {pid} (cuda-client) of user {}",
+        own_user()
+    );
     let status = host.wait_for_state("degraded");
     assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {sentence}"));
     assert_eq!(control_daemon(&status)["state"], "ready");
@@ -206,7 +209,9 @@ fn a_bypass_is_told_and_nobody_loses_anything() {
     let cells = row(&table, pid);
     assert_eq!([&cells["MPS"], &cells["SLICE"]], ["BYPASS", "-"]);
     assert!(
-        table.contains("\nBYPASS: 1 of these uses a GPU without our MPS server; nothing holds it"),
+        table.contains(
+            "\nBYPASS: 1 of these processes uses a GPU without an MPS server of this service; no limit holds"
+        ),
         "{table}"
     );
     let samples = metrics(&host);
@@ -249,14 +254,16 @@ fn drawing_coming_and_going_is_no_bypass() {
     }
     let status = host.json(&["status"]).unwrap();
     assert_eq!(status["service"]["state"], "ready", "{status:#}");
-    assert!(!host.log().contains("without our MPS server"));
+    assert!(!host.log().contains("without an MPS server of this service"));
     // A program that computes on the GPU without MPS is still noticed.
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 40 {}\n", start_time(pid)));
     assert_eq!(host.listed(pid).unwrap()["bypass"], true);
     host.reload();
     let status = host.wait_for_state("degraded");
-    let reason =
-        format!("GPU 00:06.0 is used without our MPS server by PID {pid} (sleep) of user {}", own_user());
+    let reason = format!(
+        "GPU 00:06.0 is used without an MPS server of this service by PID {pid} (sleep) of user {}",
+        own_user()
+    );
     assert_eq!(status["service"]["state_reason"], reason);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -272,7 +279,8 @@ fn a_bypass_that_keeps_the_next_server_out_is_the_reason() {
     let status = host.wait_for_state("degraded");
     signal_pid(control_pid(&status), Signal::KILL);
     let blamed = format!(
-        "used without our MPS server by PID {} (cuda-client) of user {}; no server can start beside them: end them",
+        "used without an MPS server of this service by PID {} (cuda-client) of user {}; end these programs: \
+         no server can start beside them",
         program.id(),
         own_user()
     );
@@ -301,7 +309,7 @@ fn a_bypass_before_the_first_server_is_the_reason() {
     host.reload();
     let pid = program.id();
     host.wait_for_failure(&format!(
-        "held by processes that do not go through MPS: {pid} (cuda-client); end them"
+        "held by processes that do not use MPS: {pid} (cuda-client); end these processes"
     ));
     drop(program);
     host.reload();

@@ -202,13 +202,13 @@ fn a_changed_key_waits_for_clients() {
     host.configure(AUTO);
     let sysroot = host.path("sysroot");
     let check = text(&host.mpsctl(&["check", "--sysroot", sysroot.to_str().unwrap()]));
-    assert!(check.contains(&format!("its CPUs change to {}", parts[0])), "{check}");
+    assert!(check.contains(&format!("the control daemon's CPUs change to {}", parts[0])), "{check}");
     host.reload();
     let waiting = host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(control_pid(&waiting), control_pid(&before));
     assert_has(control_daemon(&waiting), &json!({"cpus": "all", "wanted_cpus": parts[0]}));
     let reason = control_daemon(&waiting)["reason"].as_str().unwrap();
-    assert!(reason.contains(&format!("its CPUs change to {}", parts[0])), "{reason}");
+    assert!(reason.contains(&format!("the control daemon's CPUs change to {}", parts[0])), "{reason}");
 
     client.end();
     let bound = host.wait_for_state("ready");

@@ -245,8 +245,9 @@ async fn env_speaks_podman_compose_and_cdi() {
 /// slice.
 #[tokio::test]
 async fn slices_of_one_gpu_are_said_to_be_one_slice() {
-    const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are of one GPU, and MPS can't join slices: \
-                           together they have the memory and the threads of one slice\n";
+    const WARNING: &str = "yunion-mpsctl: warning: 00:06.0-1 and 00:06.0-2 are slices of one GPU, and MPS \
+                           can't join slices: a program with all of them has the memory and the threads of \
+                           one slice\n";
     let (board, _directory) = with_socket(p40_board());
     let service = Service::start(board).await;
     let (_, one, err) = ended(&mut ctl(&service.bus, &["env", "00:06.0-1", "0000:00:06.0-1"])).await;
@@ -515,5 +516,5 @@ async fn a_bus_that_hangs_is_told() {
     command.arg("list").env("DBUS_SYSTEM_BUS_ADDRESS", format!("unix:path={}", socket.display()));
     let (status, _, err) = ended(&mut command).await;
     assert_eq!(status, Some(1), "{err}");
-    assert!(err.contains("it did not accept the connection within 10 s"), "{err}");
+    assert!(err.contains("the system bus did not accept the connection within 10 s"), "{err}");
 }

@@ -614,10 +614,10 @@ async fn requests_reach_the_daemon_and_its_answers_come_back() {
     let drops = async { drop(requests.recv().await) };
     let mut reload = gdbus(bus, "Control.Reload", &[]);
     let complaint = tokio::join!(complained(&mut reload), drops).0;
-    assert!(complaint.contains("io.yunion.Mps1.Error.Failed: the daemon is stopping"), "{complaint}");
+    assert!(complaint.contains("io.yunion.Mps1.Error.Failed: the service is stopping"), "{complaint}");
     requests.close();
     let complaint = complained(&mut gdbus(bus, "Manager.ListClients", &[])).await;
-    assert!(complaint.contains("io.yunion.Mps1.Error.Failed: the daemon is stopping"), "{complaint}");
+    assert!(complaint.contains("io.yunion.Mps1.Error.Failed: the service is stopping"), "{complaint}");
 }
 
 #[tokio::test]
@@ -751,12 +751,12 @@ async fn overuse_is_told_and_use_is_not() {
     let mut service = Service::start(used(1, "")).await;
     let mut monitor = Monitor::start(&service.bus).await;
     service.publish(used(2, "")).await;
-    service.publish(used(3, "it has more than 2 clients")).await;
+    service.publish(used(3, "the slice has more than 2 clients")).await;
     service.served.over_use("00:06.0-0", &["clients"], &[7, 8, 9]).await;
     let path = "/io/yunion/Mps1/devices/_00_06_0_0";
     let properties = "org.freedesktop.DBus.Properties";
-    let reason = "over its budget: it has more than 2 clients";
-    let of_slice = json!({"Overuse": ["s", "it has more than 2 clients"], "Reason": ["s", reason]});
+    let reason = "over its budget: the slice has more than 2 clients";
+    let of_slice = json!({"Overuse": ["s", "the slice has more than 2 clients"], "Reason": ["s", reason]});
     let of_gpu = json!({"Reason": ["s", "over budget: 00:06.0-0"]});
     let expected = [
         json!([GPU, properties, "PropertiesChanged", [format!("{NAME}.Gpu"), of_gpu, []]]),
@@ -986,7 +986,7 @@ async fn terminations_of_members_hold_up_nobody() {
         waiting.push((member, asked));
     }
     let complaint = complained(&mut terminate(&service, true)).await;
-    assert!(complaint.contains("Busy: 8 users end GPU work already"), "{complaint}");
+    assert!(complaint.contains("Busy: 8 users are ending GPU work already"), "{complaint}");
     let _root = terminate(&service, false).spawn().unwrap();
     let asked = timeout(DEADLINE, service.requests.recv()).await.unwrap().unwrap();
     assert!(matches!(asked, Request::Terminate(7, None, _)), "{asked:?}");
@@ -1018,9 +1018,9 @@ print(json.dumps([
     )
     .await;
     let expected = [
-        ("io.yunion.Mps1.Error.NoSuchDevice", "a name has at most 64 bytes, and this one has 65"),
+        ("io.yunion.Mps1.Error.NoSuchDevice", "a name has at most 64 bytes, and this name has 65"),
         ("io.yunion.Mps1.Error.Failed", "1025 slices are named, and 1024 are allowed"),
-        ("io.yunion.Mps1.Error.Failed", "a container id has at most 64 digits, and this has 60000"),
+        ("io.yunion.Mps1.Error.Failed", "a container id has at most 64 digits, and this id has 60000"),
     ];
     for (refusal, (name, text)) in answer.as_array().unwrap().iter().zip(expected) {
         assert_eq!(refusal[0], name, "{refusal}");

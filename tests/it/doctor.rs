@@ -199,7 +199,7 @@ fn a_compute_mode_that_cannot_be_set_is_an_error() {
             let is_it = |finding: &Value| {
                 let found = finding["found"].as_str().unwrap();
                 finding["severity"] == "error"
-                    && found.contains("with cuda_mps_set_compute_mode: false it is served")
+                    && found.contains("with cuda_mps_set_compute_mode: false the GPU is served")
             };
             scene.findings().iter().any(is_it).then_some(())
         });
@@ -517,7 +517,7 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(output.status.code(), Some(0), "{said}");
     assert!(said.starts_with("Nothing wrong: ") && said.contains(" checks made.\n"), "{said}");
     // The private bus has no systemd, which is no finding.
-    let hint = " could not be made; yunion-mpsctl doctor -v says which, and why.\n";
+    let hint = " could not be made; yunion-mpsctl doctor -v names these checks and the reasons.\n";
     assert!(said.ends_with(hint) && !said.contains("systemd can't be asked"), "{said}");
     let more = text(&scene.host.mpsctl(&["doctor", "-v", "--sysroot", &root]));
     assert!(more.contains("Not checked, since systemd can't be asked") && !more.contains(hint), "{more}");
@@ -529,12 +529,12 @@ fn a_healthy_host_is_told_so() {
     assert_eq!(output.status.code(), Some(5), "{said}");
     assert!(
         said.starts_with(
-            "error: device-node-missing: /dev/nvidia-uvm\n  found:   it does not exist\n  \
+            "error: device-node-missing: /dev/nvidia-uvm\n  found:   the device node does not exist\n  \
              remedy:  nvidia-modprobe -u -c 0\n\nwarning: persistence-off: 00:06.0 ("
         ),
         "{said}"
     );
-    assert!(said.contains("1 error, 1 warning, 0 to know; "), "{said}");
+    assert!(said.contains("1 error, 1 warning, 0 notes; "), "{said}");
     assert_eq!(scene.host.stop().code(), Some(0));
 }
 
@@ -581,13 +581,13 @@ fn what_a_program_without_slice_gets_goes_by_the_isolation() {
         (found["found"].as_str().unwrap().to_owned(), found["remedy"].as_str().unwrap().to_owned())
     };
     let (found, remedy) = told(&scene, "gpu", "gpu");
-    assert!(found.ends_with("with a slice gets the error 46, busy or unavailable"), "{found}");
+    assert!(found.ends_with("with a slice gets CUDA error 46, busy or unavailable"), "{found}");
     assert!(remedy.contains("or set cuda_mps_pipe_directory: /tmp/nvidia-mps"), "{remedy}");
     let (found, remedy) = told(&scene, "slice", "slice");
     assert!(found.ends_with("with a slice has the whole GPU, without MPS and without limits"), "{found}");
     assert!(!remedy.contains("cuda_mps_pipe_directory"), "CUDA finds no slice of its own: {remedy}");
     let (found, _) = told(&scene, "slice", "gpu");
-    assert!(found.contains("on a GPU with isolation: slice, and gets the error 46"), "{found}");
+    assert!(found.contains("on a GPU with isolation: slice, and gets CUDA error 46"), "{found}");
 }
 
 /// systemd sets `RUNTIME_DIRECTORY` for every unit with a runtime directory, and doctor may run in such a unit.
@@ -662,7 +662,7 @@ async fn limits_that_are_not_in_force() {
     let found = tokio::task::spawn_blocking(move || scene.findings()).await.unwrap();
     let unconfirmed = found.iter().find(|finding| finding["name"] == "limits-unconfirmed").unwrap();
     assert_eq!(unconfirmed["subject"], "00:06.0");
-    assert_eq!(unconfirmed["found"], "asked for 25 %, and in force are 100 %");
+    assert_eq!(unconfirmed["found"], "the service has asked for 25 %, but 100 % are in force");
 }
 
 /// An answer of systemd about the unit, at the place where systemd answers.
@@ -751,5 +751,5 @@ async fn the_unit_is_asked_about() {
         let failed = scene.findings().into_iter().find(|finding| finding["name"] == "unit-failed").unwrap();
         failed["found"].as_str().unwrap().to_owned()
     });
-    assert_eq!(names.await.unwrap(), "it ended because the configuration is wrong");
+    assert_eq!(names.await.unwrap(), "the service ended because the configuration is wrong");
 }

@@ -56,7 +56,7 @@ fn assert_only_drained(host: &Host, name: &str) {
     assert_eq!(names(&listed, |device| device["drained"] == true), [name]);
     assert_eq!(names(&listed, |device| device["healthy"] == false), [name]);
     let device = listed.iter().find(|device| device["addr"] == name).unwrap();
-    let reason = format!("drained for new clients; yunion-mpsctl undrain {name} takes that back");
+    let reason = format!("drained for new clients; yunion-mpsctl undrain {name} ends the drain");
     assert!(device["reason"].as_str().unwrap().starts_with(&reason), "{device:#}");
     // The CDI spec tells the slice's hook to refuse containers.
     assert_eq!(in_spec(host), names(&listed, |_| true));
@@ -90,8 +90,8 @@ fn a_drained_slice_is_given_to_nobody_until_it_is_taken_back() {
     // The control daemon of this driver has its socket in the pipe directory, which a running container may already have
     // mounted.
     let left = format!(
-        "0000:00:06.0-1 is drained: no client is given it any more. A program that has {} already can still start clients, since the \
-         control daemon's socket is there.\nNo client is left.\n",
+        "0000:00:06.0-1 is drained: no new program is given it. But a program that has the directory {} \
+         already can start new clients, since the control daemon still listens there.\nNo client is left.\n",
         host.path("mps/pipe").display()
     );
     assert_eq!(said, left);
@@ -186,7 +186,7 @@ fn a_gpu_is_drained_with_all_its_slices_and_a_host_with_all_its_gpus() {
     // The commands that choose a slice themselves skip drained slices.
     let probed = text(&host.mpsctl(&["probe", "--json"]));
     assert!(probed.contains(&format!("\"{first}-1\"")) && probed.contains("drained"), "{probed}");
-    assert!(!probed.contains("name it to have it probed"), "{probed}");
+    assert!(!probed.contains("name the slice to probe it"), "{probed}");
     done(&host, &["undrain", first, second]);
     assert_eq!(
         drained(&host),
@@ -271,7 +271,8 @@ fn the_waiting_ends_with_the_last_client_of_a_slice() {
     assert!(line.starts_with("Still there: process ") && said.lines().count() == 2, "{said}");
     assert!(line.contains(", 00:06.0-1)") && line.contains(", slice not known)"), "{said}");
     let unknown = format!(
-        "The slice of {} is not known and may be a drained one, so nothing is free yet.",
+        "The slice of process {} is not known and may be a drained slice, so the drained slices may not be \
+         free yet.",
         nameless.id()
     );
     assert!(line.ends_with(&unknown), "{said}");
@@ -335,7 +336,8 @@ fn ctrl_c_ends_the_waiting_and_not_the_drain() {
         waiting.line();
         assert!(waiting.line().starts_with(&format!("Waiting for process {} ", client.id())));
         signal_pid(waiting.command.id(), signal);
-        let said = "The waiting has ended, and the drain stays: yunion-mpsctl undrain 00:06.0 takes it back.";
+        let said =
+            "The waiting has ended, and the drain stays: yunion-mpsctl undrain 00:06.0 ends the drain.";
         assert_eq!(waiting.ended(), (Some(status), vec![said.to_owned()]));
         assert_eq!(drained(&host).len(), 4);
     }

@@ -129,7 +129,8 @@ fn stopped_processes_are_continued(topology: Topology) {
     {
         for victim in &victims {
             // On a busy machine the service may continue the process before the test sees that the process is stopped.
-            let continued = || host.log().matches("was stopped by a signal; continued").count();
+            let continued =
+                || host.log().matches("was stopped by a signal; the service has continued").count();
             let so_far = continued();
             signal_pid(*victim, Signal::STOP);
             wait_for("a stopped process", || (stopped(*victim) || continued() > so_far).then_some(()));
@@ -151,7 +152,7 @@ fn stopped_processes_are_continued(topology: Topology) {
         assert_eq!(server(&status), server(&before));
         a_client_is_served(&host);
     }
-    assert!(host.log().contains("was stopped by a signal; continued"));
+    assert!(host.log().contains("was stopped by a signal; the service has continued"));
     assert!(stopped(paused.id()));
     bystander.check();
     paused.end();
@@ -259,7 +260,7 @@ fn a_fault_names_the_owners_of_those_hit(topology: Topology) {
     let line = |level: &str, words: &str| {
         log.lines().any(|line| line.contains(level) && line.contains(words) && line.contains(&owner))
     };
-    assert!(line(" ERROR ", "is no proof against it"), "{log}");
+    assert!(line(" ERROR ", "not a client that caused the error"), "{log}");
     assert!(line(" INFO ", &format!("mps_client_pid={pid}")), "{log}");
     assert!(log.contains(&format!("{owner}, command \"cuda-client\"")), "{log}");
 }
@@ -335,7 +336,7 @@ fn is_healed_after_the_grace(topology: Topology, shorten_the_grace: impl FnOnce(
     assert_ne!(server(&after), server(&before), "ready was said of a server with a fault");
     assert_eq!(control_pid(&after), control_pid(&before));
     let log = host.log();
-    let ended = format!("ended: still there long after its fault: {} (", stays.id());
+    let ended = format!("was ended, since these clients stayed long after its fault: {} (", stays.id());
     assert!(log.contains(&ended), "{log}");
     a_client_is_served(&host);
     stays.end();
@@ -375,8 +376,11 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
 fn a_fault_spares_clients_on_other_gpus() {
     let (host, elsewhere, stays) = faulted_beside_a_client_that_is_well();
     let before = server(&host.json(&["status"]).unwrap());
-    let status = host.wait_for_status("left to its clients", |status| {
-        control_daemon(status)["reason"].as_str().unwrap().contains("left to its 1 client on healthy GPUs")
+    let status = host.wait_for_status("left running for its clients", |status| {
+        control_daemon(status)["reason"]
+            .as_str()
+            .unwrap()
+            .contains("left running for its 1 client on healthy GPUs")
     });
     assert_eq!(server(&status), before);
     assert!(alive(elsewhere.id()));
@@ -417,7 +421,7 @@ fn no_room_for_the_log(topology: Topology) {
     host.reload();
     recovered(&host, 2);
     assert_eq!(host.front_end(&host.pipe(), "get_default_device_pinned_mem_limit 0"), "70G\n");
-    waits_for_log(&host, "its file system is full");
+    waits_for_log(&host, "the file system of the log is full");
     restart(&mut host);
     let status = recovered(&host, 2);
     assert_eq!(control_pid(&status), control_pid(&before));
@@ -460,12 +464,12 @@ fn no_room_for_the_state_file(topology: Topology) {
     for control_daemon in control_daemons(&host) {
         signal_pid(control_daemon, Signal::KILL);
     }
-    host.wait_until_it_fails("can't be written down, so none is started");
+    host.wait_until_it_fails("can't be saved in the state file, so the service starts none");
     assert_eq!(host.list().len(), 4);
     assert_eq!(control_daemons(&host), [0; 0]);
     wait_for("no process that waits", || launchers(&host).is_empty().then_some(()));
     restart(&mut host);
-    host.wait_until_it_fails("can't be written down, so none is started");
+    host.wait_until_it_fails("can't be saved in the state file, so the service starts none");
     assert_eq!(control_daemons(&host), [0; 0]);
     mount.make_room();
     recovered(&host, 4);
@@ -593,10 +597,10 @@ fn a_removed_pipe_directory_is_made_again(topology: Topology) {
         fs::remove_dir_all(host.private()).unwrap();
         host.reload();
         if let Some(mut client) = client {
-            host.wait_until_it_fails("its directory was removed or replaced");
+            host.wait_until_it_fails("the directory of the control daemon was removed or replaced");
             assert_eq!(host.list().len(), 4);
             restart(&mut host);
-            host.wait_until_it_fails("its directory was removed or replaced");
+            host.wait_until_it_fails("the directory of the control daemon was removed or replaced");
             assert!(client.try_wait().unwrap().is_none());
             assert!(alive(control_pid(&before)));
             client.end();
@@ -778,7 +782,7 @@ fn a_gpu_that_needs_a_reset_takes_no_new_client() {
     let status = host.wait_for_state("degraded");
     let reason = status["gpus"][3]["reason"].as_str().unwrap();
     assert!(
-        reason.starts_with("it takes no new client before a reset: Xid 48 (an ECC error of two bits); "),
+        reason.starts_with("the GPU takes no new client before a reset: Xid 48 (a double-bit ECC error); "),
         "{reason}"
     );
     assert!(reason.contains("--gpu-reset") && reason.contains("yunion-mpsctl reload"), "{reason}");
@@ -949,7 +953,7 @@ fn a_burst_of_warnings_does_not_flood_the_journal(topology: Topology) {
     let line = "[2026-11-21 02:13:53.814 Server   879] Failed to accept new client. Maximum number of clients (48) reached.\n";
     let mut log = File::options().append(true).open(host.control_log()).unwrap();
     log.write_all(line.repeat(20_000).as_bytes()).unwrap();
-    waits_for_log_with_reloads(&host, "lines not passed on; see this file");
+    waits_for_log_with_reloads(&host, "lines left out of the journal; see this file");
     let passed_on = host.log().matches("Failed to accept new client").count();
     assert!((1..2000).contains(&passed_on), "{passed_on}");
     assert_eq!(host.log().matches("refused a client").count(), 1);
@@ -969,7 +973,7 @@ fn the_end_of_a_control_daemon_tells_how_many_lines_were_left_out(topology: Topo
     let second_start = |log: &str| log.match_indices("started as PID").nth(all).map(|(at, _)| at);
     wait_for("the next control daemon", || second_start(&host.log()));
     let log = host.log();
-    let told = log.find("lines not passed on; see this file");
+    let told = log.find("lines left out of the journal; see this file");
     assert!(told.is_some_and(|told| Some(told) < second_start(&log)), "{told:?}");
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -1005,7 +1009,7 @@ fn only_a_file_of_ours_is_the_log(topology: Topology) {
         host.wait_for_state("ready");
         let refused = host.control_log().with_file_name("control.log.refused-1");
         assert!(fs::symlink_metadata(&refused).is_ok(), "{kind}: {}", host.log());
-        assert!(host.log().contains("it was renamed to control.log.refused-1"), "{kind}: {}", host.log());
+        assert!(host.log().contains("was renamed to control.log.refused-1"), "{kind}: {}", host.log());
         assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "not a log\n", "{kind}");
         let own = fs::symlink_metadata(&log).unwrap();
         assert!(own.is_file() && own.len() > 0, "{kind}");
@@ -1125,7 +1129,7 @@ fn a_full_gpu_stays_healthy_and_says_so() {
         let gpu = &status["gpus"][0];
         status["service"]["state"] == "ready"
             && gpu["healthy"] == true
-            && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places are taken")
+            && gpu["reason"].as_str().unwrap().starts_with("full: all 48 places for clients are taken")
     };
     // No client was refused yet. The health check finds that the GPU has as many clients as it can hold.
     host.reload();
@@ -1262,7 +1266,7 @@ fn the_name_of_a_process_makes_no_line_of_the_log(topology: Topology) {
     });
     host.plant(&format!("gpus/0/processes/{pid}"), &format!("compute 519 {}", start_time(pid)));
     host.reload();
-    waits_for_log(&host, "is used without our MPS server by");
+    waits_for_log(&host, "is used without an MPS server of this service by");
     child.kill().unwrap();
     child.wait().unwrap();
     let log = host.log();

@@ -114,7 +114,7 @@ fn a_service_without_configuration_names_setup() {
         assert!(said.contains("yunion-mpsctlsetup"), "{command:?}: {said}");
         // The text names the files that the service has looked for, since a file may have a misspelt name.
         assert!(
-            said.contains("notthere:/opt/yunion/bin/etc/host.conf,/etc/yunion/host.conf"),
+            said.contains("filesthatdonotexist:/opt/yunion/bin/etc/host.conf,/etc/yunion/host.conf"),
             "{command:?}: {said}"
         );
     }
@@ -138,7 +138,7 @@ fn setup_beside_a_container_toolkit_is_a_configuration_that_doctor_accepts() {
     fs::write(&tool, "").unwrap();
     let done = setup(&host, &["--yes"]);
     let said = text(&done);
-    assert!(done.status.success() && said.contains("/usr/bin/nvidia-ctk is installed: "), "{said}");
+    assert!(done.status.success() && said.contains("/usr/bin/nvidia-ctk is installed and mounts"), "{said}");
     assert_eq!(settings(&files(&host)["host.conf"]), "enable_cuda_mps: true\ncuda_mps_replicas: 10\n");
     let root = host.path("sysroot").display().to_string();
     let doctor = text(&host.mpsctl(&["doctor", "--sysroot", &root]));
@@ -153,8 +153,8 @@ fn run_without_dashes_says_where_they_stand() {
     assert_eq!(run.status.code(), Some(2));
     assert_eq!(
         text(&run),
-        "error: the command stands behind `--`; did you mean: \
-         yunion-mpsctl run 00:06.0-1 -- python3 train.py --epochs 3\n"
+        "error: write the command behind `--`; did you mean: yunion-mpsctl run 00:06.0-1 -- python3 \
+         train.py --epochs 3\n"
     );
 }
 
@@ -251,8 +251,8 @@ fn setup_says_how_much_of_a_gpu_every_program_has() {
     let share = "every CUDA program then has ";
     let told = said("h200", &["--yes", "--slices", "3"]);
     let expected = format!(
-        "\nOn the H200 SXM 141GB {share}47923 MiB of its memory and 33 % of its threads, even if no other program runs. \
-         With 1 slice it has all.\n"
+        "\nOn the H200 SXM 141GB {share}47923 MiB of memory and 33 % of the threads, even if no other \
+         program runs. With 1 slice, a program has the whole GPU.\n"
     );
     assert!(told.contains(&expected), "{told}");
     for (board, arguments) in [
@@ -313,7 +313,11 @@ fn setup_writes_the_memory_of_slices_that_share_the_hosts() {
     fs::remove_file(host.file("/proc/meminfo")).unwrap();
     let refused = setup(&host, &["--yes"]);
     assert_eq!(refused.status.code(), Some(1));
-    assert!(text(&refused).contains("left out: NVML does not report its memory"), "{}", text(&refused));
+    assert!(
+        text(&refused).contains("left out: NVML does not report the memory of the GPU"),
+        "{}",
+        text(&refused)
+    );
 }
 
 #[test]
@@ -328,9 +332,10 @@ fn setup_changes_no_file_that_is_there_and_says_what_belongs_in_it() {
         assert_eq!(told.status.code(), Some(4), "{}", text(&told));
         let said = text(&told);
         for part in [
-            "Nothing was written: configuration is there already, and setup changes no file that is there.\n",
-            "\nLet each of these GPUs have this entry, and no other, in /etc/yunion/host_container_device.yml:\n\n    \
-             devices:\n",
+            "Nothing was written: this host has configuration files already, and setup changes no existing \
+             file.\n",
+            "\nGive each of these GPUs this entry, and no other, in \
+             /etc/yunion/host_container_device.yml:\n\n    devices:\n",
             "\n    - path: /dev/dri/renderD128\n      type: NVIDIA_MPS\n      virtual_number: 10\n",
             "\nSet these keys in /etc/yunion/host.conf:\n\n    enable_cuda_mps: true\n\nThen:\n",
         ] {
@@ -367,11 +372,11 @@ fn setup_asks_on_a_terminal() {
     let host = fresh("mixed");
     let said = answered(&host, "6\n0\nn\nn\nn\ny\n");
     for part in [
-        "\nWith 10 slices of the A100 PCIe 80GB, each has 8192 MiB of its memory and 10 % of its threads.\n\
-         How many slices shall the A100 PCIe 80GB have? 0 leaves it out. [10] ",
+        "\nWith 10 slices of the A100 PCIe 80GB, each has 8192 MiB of memory and 10 % of the threads.\nHow \
+         many slices shall the A100 PCIe 80GB have? 0 leaves it out. [10] ",
         "How many slices shall the H200 SXM 141GB have? 0 leaves it out. [10] ",
-        "belong to a Cloudpods platform? Nothing here looks like it. [y/N] ",
-        "do 1.6 times the work of 8 without MPS",
+        "belong to a Cloudpods platform? Nothing on this host looks like that. [y/N] ",
+        "do 1.6 times the work of 8 processes without MPS",
         "\nShould a fault stay in its slice? [y/N] ",
         "Write /etc/yunion/host_container_device.yml and /etc/yunion/host.conf? [Y/n] ",
     ] {
@@ -419,7 +424,8 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
     assert_eq!(asked.status.code(), Some(1));
     assert_eq!(
         text(&asked),
-        "yunion-mpsctl: setup asks questions, and its input is no terminal; with --yes it takes the defaults\n"
+        "yunion-mpsctl: setup asks questions, but standard input is no terminal; with --yes setup takes the \
+         default answers\n"
     );
     let dry = setup(&host, &["--dry-run", "--yes"]);
     assert!(
@@ -437,8 +443,8 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
     assert_eq!(refused.status.code(), Some(1));
     assert_eq!(
         text(&refused),
-        "yunion-mpsctl: only root can write the configuration: run it with sudo; --dry-run shows the files to every \
-         user\n"
+        "yunion-mpsctl: only root can write the configuration: run setup with sudo; --dry-run shows the \
+         files to every user\n"
     );
 
     // On this host the driver is not installed yet.
@@ -450,6 +456,6 @@ fn setup_without_a_terminal_a_driver_or_the_rights_says_so() {
     let done = setup(&host, &["--yes"]);
     let said = text(&done);
     assert!(done.status.success() && said.contains("GPUs of this host, without a driver ("), "{said}");
-    assert!(said.contains("each has 1/10 of its memory and 1/10 of its threads"), "{said}");
+    assert!(said.contains("each has 1/10 of the memory and 1/10 of the threads"), "{said}");
     assert!(settings(&files(&host)["host.conf"]).contains("cuda_mps_replicas: 10\n"));
 }

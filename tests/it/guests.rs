@@ -198,10 +198,7 @@ fn the_newest_client_of_a_guest_over_its_budget_is_ended() {
     let status = wait_for("the end of the newest", || new.try_wait().unwrap());
     assert_eq!(status.code(), Some(4), "CUDA error 810");
     assert!(alive(old.id()) && alive(neighbour.id()));
-    let words = format!(
-        "GPU work ended since {OWN} was over its budget, of 1 client: PID {} of guest train-1",
-        new.id()
-    );
+    let words = format!("the service has ended the GPU work of 1 client: PID {} of guest train-1", new.id());
     wait_for(&words, || platform.host.log().contains(&words).then_some(()));
 }
 

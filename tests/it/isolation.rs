@@ -92,7 +92,7 @@ fn each_slice_has_a_control_daemon_of_its_own() {
     assert!(host.clients().iter().all(|one| one["bypass"] == false), "{:#?}", host.clients());
     wait_for("all clients counted", || host.list().iter().all(|device| device["clients"] == 2).then_some(()));
     // The servers of other slices' control daemons are no bypasses.
-    assert!(!host.log().contains("without our MPS server"), "{}", host.log());
+    assert!(!host.log().contains("without an MPS server of this service"), "{}", host.log());
     held.clear();
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
@@ -173,7 +173,7 @@ fn a_host_has_gpus_of_both_kinds() {
     assert!(changes.contains("control daemon 2d:00.0-"), "{changes}");
     host.reload();
     host.wait_for_status("a GPU that waits", |status| {
-        status["gpus"][1]["reason"].as_str().unwrap().contains("still has it")
+        status["gpus"][1]["reason"].as_str().unwrap().contains("still has the GPU")
     });
     assert!(held.iter().all(|one| alive(one.id())));
     held.into_iter().for_each(Client::end);
@@ -185,7 +185,7 @@ fn a_host_has_gpus_of_both_kinds() {
     host.devices(&[&entry(128, "gpu"), &entry(129, "slice")]);
     host.reload();
     host.wait_for_status("a GPU that waits", |status| {
-        status["gpus"][1]["reason"].as_str().unwrap().contains("still has it")
+        status["gpus"][1]["reason"].as_str().unwrap().contains("still has the GPU")
     });
     held.end();
     let status = host.wait_for_state("ready");
@@ -255,7 +255,8 @@ fn an_exclusive_gpu_is_exclusive_again_afterwards() {
     host.configure("cuda_mps_topology: per_slice\ncuda_mps_set_compute_mode: false");
     host.start();
     host.wait_for_failure(
-        "lets in the server of one slice alone; change it with nvidia-smi -i 0000:00:06.0 -c DEFAULT",
+        "lets the server of only one slice use the GPU; change the compute mode with nvidia-smi -i \
+         0000:00:06.0 -c DEFAULT",
     );
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -281,10 +282,16 @@ fn a_program_without_mps_stays_known_while_nvml_lists_nobody() {
     host.clear("gpus/0/error/nvmlDeviceGetComputeRunningProcesses");
     looks_at_the_gpu(&host);
     host.wait_for_state("degraded");
-    assert!(!host.log().contains("is no longer used without our MPS server"), "{}", host.log());
+    assert!(
+        !host.log().contains("is no longer used without an MPS server of this service"),
+        "{}",
+        host.log()
+    );
     assert_eq!(host.log().matches("WARN GPU 00:06.0 is used without").count(), 1, "{}", host.log());
     drop(stranger);
-    wait_for("its end", || host.log().contains("is no longer used without our MPS server").then_some(()));
+    wait_for("its end", || {
+        host.log().contains("is no longer used without an MPS server of this service").then_some(())
+    });
     host.wait_for_state("ready");
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -298,8 +305,11 @@ fn a_program_without_mps_is_told_once() {
     program.env("CUDA_MPS_PIPE_DIRECTORY", host.path("nowhere")).stdout(Stdio::null());
     let stranger = Client::start(&mut program);
     let status = host.wait_for_state("degraded");
-    let words =
-        format!("used without our MPS server by PID {} (cuda-client) of user {}", stranger.id(), own_user());
+    let words = format!(
+        "used without an MPS server of this service by PID {} (cuda-client) of user {}",
+        stranger.id(),
+        own_user()
+    );
     assert_eq!(status["service"]["state_reason"], format!("GPU 00:06.0 is {words}"));
     assert_eq!(unserved(&host), [""; 0]);
     let bypasses: Vec<Value> = host.clients().into_iter().filter(|one| one["bypass"] == true).collect();
@@ -414,12 +424,16 @@ fn a_full_slice_takes_no_place_of_another() {
     wait_for("48 clients", || (host.list()[0]["clients"] == 48).then_some(()));
     let refused = host.program_of(SLICES[0], &["hold", "0.1"]).output().unwrap();
     assert_eq!(refused.status.code(), Some(3), "it is busy: {}", text(&refused));
-    let full = "slice 00:06.0-0: full: all 48 places are taken; the next client gets CUDA error 46";
+    let full =
+        "slice 00:06.0-0: full: all 48 places for clients are taken; the next client gets CUDA error 46";
     let status = host.wait_for_status("a full slice", |status| status["gpus"][0]["reason"] == full);
     assert_eq!(status["service"]["state"], "ready");
     assert_eq!(unserved(&host), [""; 0]);
     let reasons: Vec<Value> = host.list().iter().map(|device| device["reason"].clone()).collect();
-    assert!(reasons[0].as_str().unwrap().starts_with("full: all 48 places are taken"), "{reasons:?}");
+    assert!(
+        reasons[0].as_str().unwrap().starts_with("full: all 48 places for clients are taken"),
+        "{reasons:?}"
+    );
     assert!(reasons[1..].iter().all(|reason| reason == ""), "{reasons:?}");
     let other = host.program_of(SLICES[1], &["hold", "0.1"]).output().unwrap();
     assert!(other.status.success(), "{}", text(&other));
@@ -441,7 +455,7 @@ fn limits_changed_by_others_are_set_back_in_their_slice() {
         let memory = host.front_end(&own, "get_default_device_pinned_mem_limit 0");
         (percentage == "100.0\n" && memory == "35G\n").then_some(())
     });
-    let told = |line: &&str| line.contains("changed by others");
+    let told = |line: &&str| line.contains("another program changed");
     let of_slice = |line: &str| line.contains("mps_control=00:06.0-2");
     wait_for("words about it", || host.log().lines().any(|line| told(&line)).then_some(()));
     assert!(host.log().lines().filter(told).all(of_slice), "{}", host.log());

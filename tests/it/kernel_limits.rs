@@ -102,7 +102,7 @@ fn a_refused_limit_leaves_the_watch_and_says_why() {
     let why = wait_for("the reason", || refused(OWN));
     assert!(why.contains("cgroup v2"), "{why}");
     assert_eq!(device(&host, OWN)["memory_enforced_by"], "watch");
-    let told = host.log().matches("is not held by the kernel, so the service alone watches").count();
+    let told = host.log().matches("so only the service watches the memory").count();
     assert_eq!(told, 1, "{}", host.log());
     let advice = text(&host.mpsctl(&["doctor"]));
     assert!(
@@ -138,7 +138,7 @@ fn memory_from_before_the_limit_is_no_limit() {
     succeeded(&bind(&host, OWN, &group, &[]));
     let why =
         wait_for("the reason", || device(&host, OWN)["kernel_limit_refused"].as_str().map(str::to_owned));
-    assert!(why.contains("memory from before the limit does not count"), "{why}");
+    assert!(why.contains("memory that a program had before the limit counts only after"), "{why}");
     assert_eq!(device(&host, OWN)["memory_enforced_by"], "watch");
     first.end();
     host.clear("gpus/0/memory_uncounted_mib");

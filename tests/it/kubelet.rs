@@ -343,7 +343,7 @@ fn a_second_plugin_leaves_the_sockets_of_the_first_alone() {
     kubelet.wait_for_devices(QUARTER, 4, &[]);
     kubelet.wait_for_registration(QUARTER);
     let second = Plugin::started_by(&host, Plugin::command(&host, &[]), "second.log");
-    second.wait_until_it_says("another device plugin serves it");
+    second.wait_until_it_says("another device plugin serves this socket");
     kubelet.events.clear();
     // The second plugin has looked at the sockets when this list arrives.
     a_new_list(&host, &mut kubelet, "00:06.0-3");

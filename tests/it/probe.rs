@@ -39,7 +39,10 @@ fn what_is_promised_is_what_is_found() {
     let table = text(&output);
     assert_eq!(output.status.code(), Some(0), "{table}");
     assert!(table.starts_with("00:06.0-2 on H200"), "{table}");
-    assert!(table.contains("What is promised is what a client gets."), "{table}");
+    assert!(
+        table.contains("A client gets the memory and the threads that the service publishes."),
+        "{table}"
+    );
     // The name of a GPU means any of its slices.
     for name in ["00:06.0", "0000:00:06.0", report["device_path"].as_str().unwrap()] {
         let (status, reports) = probe(&host, &[name]);
@@ -96,8 +99,8 @@ fn looser_limits_show_without_the_environment() {
     assert_eq!(
         reports[0]["mismatches"],
         json!([
-            "a client that brings no limits of its own has 71740 MiB of memory free: the limit of 35942 MiB is not \
-             in force, or a looser one is"
+            "a client that brings no limits of its own has 71740 MiB of memory free: the limit of 35942 MiB \
+             is not in force, or a larger limit is"
         ])
     );
     // Although the limit is larger, the probe allocates no more memory than the slice promises.

@@ -51,7 +51,7 @@ fn serves(series: &str, multiuser: bool) {
     assert!(program.ends_with(format!(".cache/mps/{series}/nvidia-cuda-mps-control")), "{arguments:?}");
     let expected: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
     assert_eq!(arguments[1..], *expected);
-    let refused = "this driver's control daemon refuses multi-user mode; it serves one user at a time";
+    let refused = "this driver's control daemon refuses multi-user mode, and serves one user at a time";
     assert_eq!(events(&status).contains(&refused), !multiuser, "{status:#}");
 
     let pipe = host.path("mps/pipe");

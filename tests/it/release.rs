@@ -29,7 +29,7 @@ const SLICE: &str = ", slice 00:06.0-1";
 /// Checks the end of a command of `yunion-mpsctl run` whose GPU work was ended first: it exits by itself, or by the signal if
 /// that is faster.
 fn assert_released((status, said): (Option<i32>, String), signal: Signal) {
-    assert!(!said.contains("neighbours may suffer"), "{signal:?}: {said}");
+    assert!(!said.contains("which may be a fault for other clients of the GPU"), "{signal:?}: {said}");
     match status {
         Some(3) => assert!(said.contains(TERMINATED), "{signal:?}: {said}"),
         // The signal has ended the program before it could print its last line.
@@ -155,7 +155,7 @@ fn an_id_of_two_containers_is_refused() {
     one.take(first.id(), "");
     alike.take(second.id(), "");
     let complaint = failed(&scene.host.mpsctl(&["terminate", "--container", &one.id[..12]]));
-    assert!(complaint.contains("is the beginning of several containers"), "{complaint}");
+    assert!(complaint.contains("is the beginning of several container ids"), "{complaint}");
     assert_eq!(scene.listed().len(), 3);
     succeeded(&scene.host.mpsctl(&["terminate", "--container", &one.id]));
     assert_terminated(first);
@@ -207,7 +207,11 @@ fn a_client_that_lost_its_environment_is_named() {
     let victim = scene.victim();
     for name in ["00:06.0-1", "0000:00:06.0-1", "00000000:00:06.0-1"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", "--device", name]));
-        let who = format!("may have one of them: PID {} of user {} (", silent.id(), own_user());
+        let who = format!(
+            "may have one of the slices, and their GPU work goes on: PID {} of user {} (",
+            silent.id(),
+            own_user()
+        );
         assert!(complaint.contains(&who) && complaint.contains("by PID or container"), "{complaint}");
     }
     assert_terminated(victim);
@@ -224,8 +228,8 @@ fn what_cannot_be_terminated_says_why() {
     for pid in [own.as_str(), "0", "4294967295"] {
         let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
         let expected = format!(
-            "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; a program that is there as \
-             BYPASS, without MPS, is ended by kill"
+            "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; end a \
+             program with BYPASS in that list, which is without MPS, by kill"
         );
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
     }
@@ -364,7 +368,7 @@ fn a_client_that_a_debugger_holds_holds_up_nobody() {
     let terminate =
         scene.ctl(&["terminate", &pid]).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     wait_for("the refusal", || {
-        scene.host.log().contains("can't be continued: it stays stopped").then_some(())
+        scene.host.log().contains("can't be continued: the process stays stopped").then_some(())
     });
     // The control daemon still answers all questions.
     assert!(scene.listed().contains(&victim.id()));
@@ -604,8 +608,11 @@ fn control_daemons_that_do_not_serve_as_planned_are_asked_too() {
             scene.host.configure("cuda_mps_topology: per_gpu");
         }
         scene.host.start();
-        let reason =
-            if forgotten { "that this service has not started" } else { "it is not needed any more" };
+        let reason = if forgotten {
+            "that this service has not started"
+        } else {
+            "this control daemon is no longer needed"
+        };
         scene.host.wait_for_status(reason, |status| {
             let daemons = status["control_daemons"].as_array().unwrap();
             daemons.iter().any(|one| one["reason"].as_str().unwrap().contains(reason))
@@ -683,7 +690,8 @@ fn run_finds_all_that_the_command_has_started() {
             signal_pid(run.id(), Signal::TERM);
             let (status, said) = ended(run);
             assert!(
-                said.contains("signalled") && !said.contains("neighbours may suffer"),
+                said.contains("signalled")
+                    && !said.contains("which may be a fault for other clients of the GPU"),
                 "{script}: {said}"
             );
             assert_eq!(status, Some(9), "{script}: {said}");
@@ -748,7 +756,8 @@ fn run_passes_a_users_signal_on_by_any_name() {
 
 #[test]
 fn run_passes_signals_on_when_the_daemon_does_not_answer() {
-    const WARNING: &str = "the GPU work was not ended first, neighbours may suffer: ";
+    const WARNING: &str =
+        "the GPU work was not ended before the signal, which may be a fault for other clients of the GPU: ";
     let one = "trap 'end=7' INT; echo up; while test -z $end; do sleep 0.01; done; exit $end";
     let both = "trap 'int=7' INT; trap 'term=1; echo TERM' TERM; echo up; \
                 until test \"$int$term\" = 71; do sleep 0.01; done; exit $int";
@@ -766,7 +775,7 @@ fn run_passes_signals_on_when_the_daemon_does_not_answer() {
     signal_pid(run.id(), Signal::INT);
     let (status, said) = ended(run);
     assert_eq!(status, Some(7), "{said}");
-    assert!(said.contains(&format!("{WARNING}no end of it within 5 s")), "{said}");
+    assert!(said.contains(&format!("{WARNING}the GPU work did not end within 5 s")), "{said}");
     // A second signal is passed on at once, and so is the first. The order of the two signals is not guaranteed.
     signal_pid(scene.host.pid(), Signal::CONT);
     let run = started(&scene, both);

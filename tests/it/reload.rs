@@ -102,7 +102,7 @@ fn the_memory_of_slices_is_as_written(topology: Topology) {
     wait_for("the larger limit", || (default() == "40G\n").then_some(()));
     host.wait_for_state("ready");
     assert_eq!(host.list()[3]["mps_memory_limit"], 40960);
-    assert!(text(&host.check()).contains("have 163840 MiB together, and the GPU has 143771 MiB"));
+    assert!(text(&host.check()).contains("have 163840 MiB together, but the GPU has 143771 MiB"));
     client.end();
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -360,7 +360,7 @@ fn a_typing_error_in_a_type_takes_no_gpu() {
         (
             "  type: NVIDIA_MPS\n  virtual_number: 4\n",
             "type: NVIDIA_MPS\nvirtual_number: 4\n",
-            ":3: type: stands outside of the list devices; indent it like path",
+            ":3: type: the key stands outside of the list `devices`; indent this key like path",
         ),
         ("devices:", "device:", ": devices: no such list"),
         (&entry["devices:\n".len()..], "-\n", ":1: devices[0]: an empty entry"),
@@ -520,7 +520,7 @@ fn another_topology_waits_for_clients() {
         let status = host.wait_for_status("waiting", |status| control_daemon(status)["state"] == "waiting");
         assert_eq!(control_pid(&status), control_pid(&before));
         let reason = control_daemon(&status)["reason"].as_str().unwrap();
-        assert!(reason.contains("not needed any more"), "{reason}");
+        assert!(reason.contains("no longer needed"), "{reason}");
         assert!(host.list().iter().all(|device| device["healthy"] == false));
         // A reload makes the service look at the host and the control daemons again.
         assert!(host.call("Control.Reload").status.success());
@@ -554,7 +554,7 @@ fn nobody_s_work_ends_for_want_of_a_word() {
         let refusal = crate::support::host::text(&host.call("Control.Reload"));
         assert!(refusal.contains("Error.InvalidConfig"), "{text:?}: {refusal}");
         assert!(
-            refusal.contains("enable_cuda_mps: no longer set, while GPUs are served; write"),
+            refusal.contains("enable_cuda_mps: the key is no longer set, although GPUs are served; write"),
             "{text:?}: {refusal}"
         );
         let said = crate::support::host::text(&host.mpsctl(&[
@@ -595,7 +595,8 @@ fn switched_off_between_two_services() {
         host.start();
         host.wait_for_status("a control daemon that waits for its client", |status| {
             let reason = status["control_daemons"][0]["reason"].as_str().unwrap_or_default();
-            status["service"]["state"] == "disabled" && reason.contains("it is not needed any more")
+            status["service"]["state"] == "disabled"
+                && reason.contains("this control daemon is no longer needed")
         });
         assert!(client.try_wait().unwrap().is_none());
         assert_eq!(host.compute_mode(0), "Exclusive_Process");
@@ -684,7 +685,7 @@ fn nobody_bypasses(host: &Host, client: &mut Client) {
     assert_has(only, &serde_json::json!({"pid": client.id(), "bypass": false}));
     let doctor = text(&host.mpsctl(&["doctor"]));
     assert!(!doctor.contains("bypassing-program") && !doctor.contains("(kill "), "{doctor}");
-    assert!(!host.log().contains("is used without our MPS server"), "{}", host.log());
+    assert!(!host.log().contains("is used without an MPS server of this service"), "{}", host.log());
 }
 
 /// The entry of a GPU in a status.
@@ -702,7 +703,8 @@ fn a_control_daemon_starts_once_with_all_its_gpus() {
     reload(&host, "shared", &[A, B]);
     let status = host.wait_for_status("the reason at both GPUs", |status| {
         let waits = |gpu, why: &str| gpu_of(status, gpu)["reason"].as_str().unwrap_or_default().contains(why);
-        waits(A, "its control daemon starts when GPU ") && waits(B, "still has it: it is not needed any more")
+        waits(A, "the control daemon of the GPU starts when GPU ")
+            && waits(B, "still has the GPU: this control daemon is no longer needed")
     });
     assert!(status["gpus"].as_array().unwrap().iter().all(|gpu| gpu["healthy"] == false), "{status:#}");
     nobody_bypasses(&host, &mut client);
@@ -774,9 +776,10 @@ fn disabling_spares_the_clients_that_are_waited_for_and_says_so() {
     });
     host.configure("enable_cuda_mps: false");
     let told = text(&host.mpsctl(&["reload"]));
-    for words in
-        ["state disabled", "control daemon shared is waiting: it is not needed any more and ends when"]
-    {
+    for words in [
+        "state disabled",
+        "control daemon shared is waiting: this control daemon is no longer needed and ends when",
+    ] {
         assert!(told.contains(words), "{told}");
     }
     assert!(!host.log().contains("ends the work of"), "{}", host.log());

@@ -122,7 +122,10 @@ fn ready_does_not_wait_for_clients() {
         last.starts_with("STATUS=degraded: 0 slices on 0 of 1 GPUs; 1 of 1 GPUs not served"),
         "{heard:?}"
     );
-    assert!(last.contains("control daemon shared still has it: it is not needed any more"), "{heard:?}");
+    assert!(
+        last.contains("control daemon shared still has the GPU: this control daemon is no longer needed"),
+        "{heard:?}"
+    );
 
     host.signal(Signal::HUP);
     manager.until(|message| message == "RELOADING=1");

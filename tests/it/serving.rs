@@ -168,7 +168,7 @@ fn a_fabric_manager_that_comes_late_is_waited_for() {
     let mut host = Host::new("h200");
     host.plant("mps/fault/server-start-fails", "Failed to start : system not yet initialized");
     host.start();
-    let status = host.wait_for_failure("error 802: the fabric manager is not ready");
+    let status = host.wait_for_failure("error 802: the fabric manager, which connects");
     assert_eq!(
         (&control_daemon(&status)["state"], &status["service"]["state"]),
         (&json!("waiting"), &json!("degraded"))
@@ -247,7 +247,7 @@ fn a_driver_with_longer_records_of_processes_is_understood() {
         host.start();
         host.wait_for_state("ready");
     }
-    assert!(!host.log().contains("without our MPS server"), "{}", host.log());
+    assert!(!host.log().contains("without an MPS server of this service"), "{}", host.log());
     drop(clients);
     assert_eq!(host.stop().code(), Some(0));
 }
@@ -371,7 +371,7 @@ fn a_mixed_host_serves_what_it_can() {
     let refused = host.mpsctl(&["env", "3b:00.0-0", "5e:00.0-0"]);
     let said = text(&refused);
     assert!(
-        !refused.status.success() && said.contains("5e:00.0-0 can't be served: MIG is on; turn it off"),
+        !refused.status.success() && said.contains("5e:00.0-0 can't be served: MIG is on; turn MIG off"),
         "{said}"
     );
     let modes: Vec<String> = (0..3).map(|gpu| host.compute_mode(gpu)).collect();

@@ -331,7 +331,10 @@ fn a_link_that_is_taken_away_is_renewed_and_told() {
     fs::remove_file(directory.join("control")).unwrap();
     check(&host);
     wait_for("the link", || leads_to(&directory, &private).then_some(()));
-    let told = format!("{} did not lead to the control daemon, and does again", directory.display());
+    let told = format!(
+        "{} did not lead to the control daemon; the service has made the links again",
+        directory.display()
+    );
     wait_for("the warning", || host.log().contains(&told).then_some(()));
 
     // A container with write access to the pipe directory can even remove the links of all slices. The service notices that
@@ -383,7 +386,7 @@ fn the_pipe_directory_has_a_link_and_the_slices() {
     }
     fs::set_permissions(&private, PermissionsExt::from_mode(0o755)).unwrap();
     assert!(host.call("Control.Reload").status.success());
-    let told = format!("mode of {} was 0755, and is 0700 again", private.display());
+    let told = format!("the mode of {} was 0755, and is 0700 again", private.display());
     wait_for("the warning", || host.log().contains(&told).then_some(()));
     assert_eq!(fs::metadata(&private).unwrap().mode() & 0o7777, 0o700);
     assert_eq!(host.stop().code(), Some(0));
@@ -432,7 +435,10 @@ fn sockets_move_when_the_last_client_has_ended() {
         .wait_for_status("the wait for the client", |status| control_daemon(status)["state"] == "waiting");
     assert_eq!(control_pid(&status), control_pid(&before));
     let reason = control_daemon(&status)["reason"].as_str().unwrap();
-    assert!(reason.starts_with(&format!("its sockets move to {}", private.display())), "{reason}");
+    assert!(
+        reason.starts_with(&format!("the control daemon's sockets move to {}", private.display())),
+        "{reason}"
+    );
     assert_eq!(status["gpus"][0]["healthy"], true, "{status:#}");
     // The control daemon still has its sockets in the pipe directory, so the links of the slices lead there.
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
@@ -471,7 +477,7 @@ fn a_pipe_directory_that_is_a_mount_has_the_sockets() {
     let slice = host.list()[1]["addr"].as_str().unwrap().to_owned();
     assert!(leads_to(&directory_of(&host, &slice), &pipe) && !private(&host).exists());
     assert!(
-        host.log().contains("is a mount of its own, so no private directory is beside it"),
+        host.log().contains("is a mount of its own, so the control daemon has no private directory"),
         "{}",
         host.log()
     );
@@ -608,10 +614,10 @@ fn a_thing_in_the_way_is_renamed_and_told() {
     let renamed = PathBuf::from(format!("{}.refused-1", directory.display()));
     assert_eq!(fs::read_to_string(&renamed).unwrap(), "kept");
     let name = renamed.file_name().unwrap().to_str().unwrap();
-    let told = format!("{} was no directory; it was renamed to {name}", directory.display());
+    let told = format!("{} was no directory and was renamed to {name}", directory.display());
     assert!(host.log().contains(&told), "{}", host.log());
     assert!(
-        host.log().contains("pipe/control was a directory; it was renamed to control.refused-1"),
+        host.log().contains("pipe/control was a directory and was renamed to control.refused-1"),
         "{}",
         host.log()
     );

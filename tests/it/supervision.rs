@@ -112,7 +112,7 @@ fn without_inotify_the_service_looks_once_a_second(topology: Topology) {
         .arg("echo 100 >/proc/sys/user/max_inotify_instances")
         .status();
     assert!(raised.unwrap().success());
-    wait_for("inotify", || host.log().contains("watched by inotify again").then_some(()));
+    wait_for("inotify", || host.log().contains("inotify watches the logs again").then_some(()));
     assert_eq!(host.stop().code(), Some(0));
     host.nothing_runs();
 }
@@ -222,7 +222,9 @@ fn an_idle_foreign_control_daemon_is_replaced(topology: Topology) {
         foreign.wait().unwrap();
         let pid = control_pid(&status);
         assert_ne!(pid, foreign.id());
-        assert!(host.log().contains("was not started by this service and has no client: replacing it"));
+        assert!(
+            host.log().contains("was not started by this service and has no client: the service replaces it")
+        );
         let percentage = format!("{}.0\n", host.list()[0]["mps_thread_percentage"]);
         assert_eq!(host.front_end(&pipe, "get_default_active_thread_percentage"), percentage);
         assert_eq!(host.stop().code(), Some(0));
@@ -428,7 +430,7 @@ fn before_volta_a_control_daemon_without_its_directory_is_left_to_its_clients() 
     let applied = host.mpsctl(&["apply", "--force"]);
     assert!(applied.status.success(), "{}", text(&applied));
     assert_ne!(control_pid(&host.wait_for_state("ready")), before);
-    assert_warned_of_signal(&host, before, "any client that it still has loses its work");
+    assert_warned_of_signal(&host, before, "any client that is still connected loses its work");
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -442,7 +444,7 @@ fn an_idle_control_daemon_without_its_directory_is_replaced_with_a_word(topology
     host.wait_for_status("another control daemon", |status| {
         status["service"]["state"] == "ready" && control_pid(status) != before
     });
-    assert_warned_of_signal(&host, before, "it has no client, so no work is lost");
+    assert_warned_of_signal(&host, before, "no client is connected, so no work is lost");
     assert_eq!(host.stop().code(), Some(0));
 }
 
@@ -694,7 +696,7 @@ fn a_program_that_slips_in_opens_the_gpu_to_nobody() {
         wait_for("the end of the processes", || host.processes().is_empty().then_some(()));
         let mut slipped_in = program_without_mps(&host);
 
-        let held = format!("held by processes that do not go through MPS: {} (", slipped_in.id());
+        let held = format!("held by processes that do not use MPS: {} (", slipped_in.id());
         host.start();
         host.wait_for_failure(&held);
         assert!(host.call("Control.Reload").status.success());
@@ -732,7 +734,7 @@ fn a_gpu_that_is_held_is_closed_to_others() {
         let mut program = program_without_mps(&host);
         host.start();
         if ours {
-            host.wait_for_failure("held by processes that do not go through MPS");
+            host.wait_for_failure("held by processes that do not use MPS");
             wait_for("the exclusive mode", || (host.compute_mode(0) == "Exclusive_Process").then_some(()));
         } else {
             host.wait_for_status("served beside it", |status| status["control_daemons"][0]["pid"].is_u64());
@@ -762,7 +764,7 @@ fn one_nvml_error_at_a_restart_ends_nothing(topology: Topology) {
         host.ended();
         host.plant("gpus/0/error/nvmlDeviceGetUUID", "999");
         host.start();
-        wait_for("a second look", || host.log().contains("is served; checking again").then_some(()));
+        wait_for("a second look", || host.log().contains("is served; asking NVML again").then_some(()));
         host.clear("gpus/0/error/nvmlDeviceGetUUID");
         let after = host.wait_for_state("ready");
         assert_eq!(control_pid(&after), control_pid(&before));
@@ -783,7 +785,7 @@ fn an_nvml_error_that_lasts_opens_no_gpu(topology: Topology) {
     host.ended();
     host.plant("gpus/0/error/nvmlDeviceGetUUID", "999");
     host.start();
-    host.wait_until_it_fails("its UUID can't be read");
+    host.wait_until_it_fails("the UUID of the GPU can't be read");
     assert_eq!(client.try_wait().unwrap(), None);
     host.clear("gpus/0/error/nvmlDeviceGetUUID");
     let after = host.wait_for_state("ready");

@@ -8,7 +8,9 @@ use clap::{CommandFactory, Parser};
 /// Serves NVIDIA GPUs through MPS as virtual devices on D-Bus.
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mps-daemon", version)]
-#[command(after_help = "Exit status: 0 stopped, 1 failed, 2 usage, 78 configuration wrong.")]
+#[command(
+    after_help = "Exit status: 0 (stopped), 1 (failed), 2 (wrong usage), 78 (the configuration is wrong)."
+)]
 pub struct Arguments {
     /// The main configuration file [default: /opt/yunion/bin/etc/host.conf if there, else /etc/yunion/host.conf]
     #[arg(long, value_name = "FILE")]

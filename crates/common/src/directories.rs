@@ -81,7 +81,7 @@ pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result
         };
         clear_place(parent, path, &why, moved)?;
     }
-    Err(bad(path, "is removed or replaced all the time".to_owned()))
+    Err(bad(path, "is removed or replaced again and again by another program".to_owned()))
 }
 
 /// The most times that the service tries to make a file or directory that other programs remove or replace meanwhile.
@@ -97,7 +97,7 @@ pub fn clear_place(
 ) -> Result<(), BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     match move_away(directory, name) {
-        Ok(new) => moved.push(format!("{} {why}; it was renamed to {new}", path.display())),
+        Ok(new) => moved.push(format!("{path} {why} and was renamed to {new}", path = path.display())),
         Err(Errno::NOENT) => {}
         Err(error) => {
             let found = format!("{why}, and can't be renamed: {error}");
@@ -193,11 +193,17 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
             }
             kind => {
                 let found = if kind == FileType::Symlink {
-                    format!("is a symbolic link, which is not followed in {}", parent.display())
+                    format!(
+                        "is a symbolic link, which is not followed in {parent}",
+                        parent = parent.display()
+                    )
                 } else {
                     "is not a directory".to_owned()
                 };
-                return Err(bad(&at, Problem::new(found, "remove it or configure another directory")));
+                return Err(bad(
+                    &at,
+                    Problem::new(found, "remove this entry or configure another directory"),
+                ));
             }
         };
     }
@@ -209,9 +215,10 @@ fn read_only(path: &Path) -> Problem {
     Problem::new(
         "the file system is read-only",
         format!(
-            "if it is so for this service alone, allow the directory with ReadWritePaths={} (systemctl edit \
-             yunion-mps-daemon), or configure one below /tmp or /var/log",
-            to_be_writable(path).display()
+            "if the file system is read-only for this service alone, allow the directory with \
+             ReadWritePaths={directory} (systemctl edit yunion-mps-daemon), or configure a directory below \
+             /tmp or /var/log",
+            directory = to_be_writable(path).display()
         ),
     )
 }
@@ -237,7 +244,7 @@ fn claim(directory: &OwnedFd, mode: u32) -> Result<Option<u32>, Problem> {
         return Ok(None);
     }
     immutable::change(directory, || chmod(directory, mode))
-        .map_err(|error| format!("can't be made {mode:04o}: {error}"))?;
+        .map_err(|error| format!("can't be given the mode {mode:04o}: {error}"))?;
     Ok(Some(was))
 }
 
@@ -263,8 +270,8 @@ fn owner(stat: &Stat) -> Result<(), Problem> {
         return Ok(());
     }
     Err(Problem::new(
-        format!("belongs to user {}, not to user {us} as whom this service runs", stat.st_uid),
-        "remove it with all that is in it (rm -r), or configure another directory (docs/bounds.md)",
+        format!("belongs to user {owner}, not to user {us} as whom this service runs", owner = stat.st_uid),
+        "remove the directory with its contents (rm -r), or configure another directory (docs/bounds.md)",
     ))
 }
 
@@ -275,15 +282,16 @@ fn others_rule(stat: &Stat) -> Result<(), Problem> {
     let (owner, us) = (stat.st_uid, rustix::process::geteuid().as_raw());
     if owner != 0 && owner != us {
         return Err(Problem::new(
-            format!("belongs to user {owner}, who could replace what is in it"),
-            "remove it with all that is in it (rm -r), or configure a directory where only root can write \
-             (docs/bounds.md)",
+            format!("belongs to user {owner}, who could replace its contents"),
+            "remove the directory with its contents (rm -r), or configure a directory where only root can \
+             write (docs/bounds.md)",
         ));
     }
     if stat.st_mode & 0o1002 == 0o002 {
         return Err(Problem::new(
             "every user can replace its contents",
-            "take that right away (chmod o-w, or chmod +t) or configure another directory",
+            "take the right to write from other users (chmod o-w, or chmod +t) or configure another \
+             directory",
         ));
     }
     Ok(())
@@ -294,7 +302,7 @@ fn only_root_writes(directory: &OwnedFd) -> bool {
 }
 
 fn stat(file: &OwnedFd) -> Result<Stat, Problem> {
-    rustix::fs::fstat(file).map_err(|error| format!("can't be looked at: {error}").into())
+    rustix::fs::fstat(file).map_err(|error| format!("owner and mode can't be read: {error}").into())
 }
 
 /// Opens the entry with this name in a directory. None if the directory has no such entry. `O_PATH` opens it without side
@@ -328,8 +336,9 @@ pub fn let_users_in(pipe_directory: &Path, control_directory: &Path) -> Result<V
     }
     owner(&stat).map_err(bad_socket)?;
     if stat.st_mode & SOCKET_MODE != SOCKET_MODE {
-        chmod(&socket, SOCKET_MODE)
-            .map_err(|error| bad_socket(format!("can't be made {SOCKET_MODE:04o}: {error}").into()))?;
+        chmod(&socket, SOCKET_MODE).map_err(|error| {
+            bad_socket(format!("can't be given the mode {SOCKET_MODE:04o}: {error}").into())
+        })?;
         repaired.push(repair(&path, stat.st_mode & 0o777, SOCKET_MODE));
     }
     Ok(repaired)
@@ -351,7 +360,8 @@ fn put_back(path: &Path, directory: &OwnedFd, mode: u32) -> Result<Option<String
 }
 
 fn repair(path: &Path, was: u32, mode: u32) -> String {
-    format!("mode of {} was {was:04o}, and is {mode:04o} again", path.display())
+    let path = path.display();
+    format!("the mode of {path} was {was:04o}, and is {mode:04o} again")
 }
 
 #[derive(Debug)]
@@ -379,7 +389,8 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
                 Err(error) => return Err(error),
             },
             Some(Err(why)) => {
-                moved_away = Some(format!("{why}; it was renamed to {}", move_away(&directory, name)?));
+                let new = move_away(&directory, name)?;
+                moved_away = Some(format!("{why} and was renamed to {new}"));
                 continue;
             }
         };
@@ -396,7 +407,7 @@ fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedF
     let us = rustix::process::geteuid().as_raw();
     let why = match FileType::from_raw_mode(stat.st_mode) {
         FileType::RegularFile if stat.st_uid != us => format!("belonged to user {}", stat.st_uid),
-        FileType::RegularFile if stat.st_nlink != 1 => "had another name too".to_owned(),
+        FileType::RegularFile if stat.st_nlink != 1 => "had a second name (a hard link)".to_owned(),
         FileType::RegularFile => {
             if stat.st_mode & 0o022 != 0 {
                 chmod(&entry, 0o644)?;
@@ -435,12 +446,14 @@ fn rename(directory: impl AsFd, name: &str, new: &str) -> rustix::io::Result<()>
 
 /// Makes a new, empty file in a directory that [`open`] made. A former file with the name is removed.
 pub fn replace(directory: &Path, name: &Path) -> Result<File, String> {
-    let directory = walk(directory, false).map_err(|bad| bad.to_string())?.ok_or("its directory has gone")?;
+    let directory = walk(directory, false)
+        .map_err(|bad| bad.to_string())?
+        .ok_or("the directory does not exist any more")?;
     match rustix::fs::unlinkat(&directory, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
-        Err(error) => return Err(format!("{} can't be removed: {error}", name.display())),
+        Err(error) => return Err(format!("{name} can't be removed: {error}", name = name.display())),
     }
-    create(&directory, name).map_err(|error| format!("{} can't be made: {error}", name.display()))
+    create(&directory, name).map_err(|error| format!("{name} can't be made: {error}", name = name.display()))
 }
 
 fn create(directory: impl AsFd, name: &Path) -> io::Result<File> {
@@ -554,7 +567,7 @@ mod tests {
         std::fs::create_dir(log.join("directory")).unwrap();
         let mut refused = vec![
             ("link", "was a symbolic link"),
-            ("hard link", "had another name too"),
+            ("hard link", "had a second name (a hard link)"),
             ("fifo", "was a FIFO"),
             ("directory", "was no regular file"),
         ];
@@ -565,7 +578,7 @@ mod tests {
         }
         for (name, why) in refused {
             let mut opened = opened(name);
-            assert_eq!(opened.moved_away, Some(format!("{why}; it was renamed to {name}.refused-1")));
+            assert_eq!(opened.moved_away, Some(format!("{why} and was renamed to {name}.refused-1")));
             opened.output.write_all(b"ours\n").unwrap();
             assert_eq!(std::fs::read_to_string(log.join(name)).unwrap(), "ours\n");
             assert!(std::fs::symlink_metadata(log.join(format!("{name}.refused-1"))).is_ok());
@@ -576,7 +589,7 @@ mod tests {
         }
         symlink(&elsewhere, log.join("full")).unwrap();
         let moved = opened("full").moved_away.unwrap();
-        assert!(moved.starts_with("was a symbolic link; it was renamed to full.refused-"), "{moved}");
+        assert!(moved.starts_with("was a symbolic link and was renamed to full.refused-"), "{moved}");
         // Any user could have written to a log with this mode.
         std::fs::set_permissions(log.join("control.log"), PermissionsExt::from_mode(0o666)).unwrap();
         opened("control.log");

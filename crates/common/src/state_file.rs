@@ -138,6 +138,6 @@ pub fn read(file: &Path) -> Result<Option<Contents>, Problem> {
         serde_json::from_slice(&bytes).map_err(|error| format!("is damaged ({error})"))?;
     match contents.version {
         VERSION => Ok(Some(contents)),
-        other => Err(format!("is of version {other}, this program knows {VERSION}").into()),
+        other => Err(format!("has version {other}, but this program reads only version {VERSION}").into()),
     }
 }

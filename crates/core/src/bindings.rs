@@ -105,7 +105,7 @@ impl<S: fmt::Display> fmt::Display for NotBound<S> {
             Self::TooLarge => {
                 write!(
                     f,
-                    "it would have more than {LARGEST} bytes; fewer slices or a shorter label need less"
+                    "the binding would have more than {LARGEST} bytes; give fewer slices or a shorter label"
                 )
             }
         }

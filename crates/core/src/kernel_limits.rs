@@ -90,7 +90,7 @@ fn limits_of<'b, S: Ord + Clone + 'b, G: Ord + Clone>(
     limits
 }
 
-/// The control group whose limit on this GPU is exactly the memory of this slice, so that the limit applies to all programs
+/// The control group with exactly the memory of this slice as its limit on this GPU, so that the limit applies to all programs
 /// with this slice. None if two bindings have the slice, or if the limit covers several slices.
 pub fn limited_to<S: Ord, G: Ord + Clone>(
     slice: &S,

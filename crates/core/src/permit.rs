@@ -61,8 +61,8 @@ impl Permit {
 impl fmt::Display for Permit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.cause {
-            Cause::Unused => "it has no client, so no work is lost",
-            _ => "any client that it still has loses its work",
+            Cause::Unused => "no client is connected, so no work is lost",
+            _ => "any client that is still connected loses its work",
         })
     }
 }

@@ -21,10 +21,11 @@ pub(crate) enum RefusedAllocation {
     #[error("{device}: {why}")]
     Unusable { device: String, why: Unusable },
     #[error(
-        "{first} and {second} are slices of one GPU, and one container can't join them; ask for one slice of a larger size"
+        "{first} and {second} are slices of one GPU, and a container can't join slices; ask for one slice \
+         of a larger size"
     )]
     OneGpu { first: String, second: String },
-    #[error("{device}: the driver does not say the UUID of its GPU; look at nvidia-smi -L")]
+    #[error("{device}: the driver does not report the UUID of the GPU; see nvidia-smi -L")]
     NoUuid { device: String },
 }
 
@@ -211,7 +212,10 @@ mod tests {
         assert!(settings.environment.is_empty() && settings.mounts.is_empty());
         let unknown = NodeSlice { uuid: None, ..slice("06-0", 20480, 25) };
         assert!(
-            by_cdi(&unknown).unwrap_err().to_string().starts_with("06-0: the driver does not say the UUID")
+            by_cdi(&unknown)
+                .unwrap_err()
+                .to_string()
+                .starts_with("06-0: the driver does not report the UUID")
         );
     }
 

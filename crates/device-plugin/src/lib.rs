@@ -48,9 +48,8 @@ use preference::Placement;
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mps-device-plugin", version)]
 #[command(
-    after_help = "Needs root, yunion-mps-daemon on this host, and its system bus (/run/dbus in a pod). It waits for the \
-    service and for the kubelet, and registers again when the kubelet restarts.\n\n\
-    Exit status: 0 stopped by a signal, 1 failed, 2 wrong usage.\n\n\
+    after_help = "The program needs root, yunion-mps-daemon on this host, and the system bus of the host (/run/dbus in a pod). It waits for the service and for the kubelet, and registers again when the kubelet restarts.\n\n\
+    Exit status: 0 (stopped by a signal), 1 (failed), 2 (wrong usage).\n\n\
     Examples:\n  \
     yunion-mps-device-plugin\n  \
     yunion-mps-device-plugin --resource small=20GiB --resource fast=20GiB:50 --preferred spread\n  \

@@ -46,7 +46,7 @@ impl FromStr for NamedSize {
         is_name(name)?;
         if name.strip_prefix("mps-").is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit())) {
             return Err(format!(
-                "{name:?} could be the name of another size; choose one without a number behind mps-"
+                "{name:?} could be the name of another size; choose a name without a number behind mps-"
             ));
         }
         let (memory, percentage) = match size.split_once(':') {
@@ -79,7 +79,8 @@ fn is_name(name: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "{name:?} is no name of a resource; take letters, digits and - . _ inside, {LONGEST} at most"
+        "{name:?} is no name of a resource; use letters and digits, with - . _ between them, at most \
+         {LONGEST} characters"
     ))
 }
 
@@ -94,7 +95,9 @@ pub(crate) fn domain(text: &str) -> Result<String, String> {
     if text.len() <= 200 && text.contains('.') && text.split('.').all(label) && !reserved {
         return Ok(text.to_owned());
     }
-    Err(format!("{text:?} is no domain for resources; write one such as yunion.io, and not kubernetes.io"))
+    Err(format!(
+        "{text:?} is no domain for resources; write a domain such as yunion.io, and not kubernetes.io"
+    ))
 }
 
 /// The rules by which sizes of slices get their names.
@@ -125,9 +128,9 @@ impl Naming {
         let (name, differ) = percentages.into_iter().find(|(_, differ)| differ.len() > 1)?;
         let differ: Vec<String> = differ.iter().map(|percentage| format!("{percentage} %")).collect();
         Some(format!(
-            "{name}: slices with {} of the threads have this name; --resource NAME=SIZE:PERCENTAGE gives some of them a \
-             name of their own",
-            differ.join(", ")
+            "{name}: slices with {percentages} of the threads have this name; --resource \
+             NAME=SIZE:PERCENTAGE gives some of these slices another name",
+            percentages = differ.join(", ")
         ))
     }
 }

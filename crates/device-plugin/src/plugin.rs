@@ -122,7 +122,10 @@ impl Plugin {
                 io::ErrorKind::NotFound => {
                     format!("{place}: {error}; waiting for the kubelet, which makes this directory")
                 }
-                _ => format!("{place}: {error}; changes there are seen some seconds later until then"),
+                _ => format!(
+                    "{place}: {error}; until this works, the program sees changes in this directory some \
+                     seconds later"
+                ),
             }
         });
         self.say("directory", complaint);
@@ -163,7 +166,10 @@ impl Plugin {
         self.resources.retain(|name, resource| {
             let is_there = resource.is_there();
             if !is_there {
-                tracing::info!("{name}: the socket is gone, as at the start of a kubelet; making it again");
+                tracing::info!(
+                    "{name}: the socket is gone, as at the start of a kubelet; the program makes the socket \
+                     again"
+                );
             }
             is_there
         });
@@ -184,9 +190,9 @@ impl Plugin {
                 }
                 Err(error) if is_former_directory(&directory, &error) => {
                     return Err(io::Error::other(format!(
-                        "{}: {error}: the directory was replaced, and this process can reach the old directory alone; start \
-                         the program again, as its unit does by itself",
-                        path.display()
+                        "{path}: {error}: the directory was replaced, and this process can reach the old \
+                         directory alone; start the program again, as its unit does by itself",
+                        path = path.display()
                     )));
                 }
                 Err(error) => complaint = Some(format!("{}: {error}", path.display())),
@@ -202,7 +208,10 @@ impl Plugin {
             let directory = self.kubelet.plugins();
             self.say(
                 "kubelet",
-                Some(format!("{}: no kubelet.sock; waiting for the kubelet", directory.display())),
+                Some(format!(
+                    "{directory}: no kubelet.sock; waiting for the kubelet",
+                    directory = directory.display()
+                )),
             );
             return 0;
         };
@@ -221,8 +230,8 @@ impl Plugin {
                 Registration::Accepted(with, at) if with == kubelet && at.elapsed() < LISTENS => continue,
                 Registration::Accepted(with, _) if with == kubelet => {
                     deaf = Some(format!(
-                        "{name}: the kubelet has taken the registration and does not ask for the devices; a kubelet \
-                         before 1.26 never does: upgrade the kubelet"
+                        "{name}: the kubelet has accepted the registration, but does not ask for the \
+                         devices; a kubelet before 1.26 never asks: upgrade the kubelet"
                     ));
                 }
                 _ => {}
@@ -276,7 +285,9 @@ impl Plugin {
                 self.written = text;
                 None
             }
-            Err(error) => Some(format!("{}: {error}; the metrics there are old", file.display())),
+            Err(error) => {
+                Some(format!("{file}: {error}; the metrics in this file are old", file = file.display()))
+            }
         };
         self.say("metrics", complaint);
     }
@@ -285,7 +296,7 @@ impl Plugin {
     fn tell_systemd(&mut self, service: &ServiceView) {
         let is_listened_to = |resource: &&Resource| matches!(resource.registration, Registration::Listens(_));
         let registered = self.resources.values().filter(is_listened_to).count();
-        let mut status = format!("{registered} of {} resources registered", self.resources.len());
+        let mut status = format!("{registered} of {all} resources registered", all = self.resources.len());
         if let Some(complaint) = service.complaint() {
             status = format!("{status}; {complaint}");
         }

@@ -99,20 +99,22 @@ impl Resource {
         let bytes = path.as_os_str().len();
         if bytes > LONGEST_PATH {
             let complaint = format!(
-                "a path of {bytes} bytes, and a socket can have {LONGEST_PATH}; choose a shorter name"
+                "the path of the socket has {bytes} bytes, at most {LONGEST_PATH} are possible; choose a \
+                 shorter name"
             );
             return Err(io::Error::other(complaint));
         }
         // Only a socket is removed. Any other file stays, and then binding the socket fails.
         if SocketFile::at(path).is_some() {
             if is_alive(path) {
-                let complaint = "another device plugin serves it: are the unit and the DaemonSet on one node? Keep one of them";
+                let complaint = "another device plugin serves this socket; run the unit or the DaemonSet on \
+                                 this node, and not both";
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, complaint));
             }
             std::fs::remove_file(path)?;
         }
         let listener = UnixListener::bind(path)?;
-        let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket went at once"))?;
+        let file = SocketFile::at(path).ok_or_else(|| io::Error::other("the socket was removed at once"))?;
         let (sender, receiver) = watch::channel(offered);
         let answers = Arc::new(ResourceAnswers { name: name.to_owned(), manner, offered: receiver });
         let mut until_dropped = sender.subscribe();
@@ -239,7 +241,10 @@ async fn allocate(answers: &ResourceAnswers, request: AllocateRequest) -> Result
                 containers.push(settings);
             }
             Err(refused) => {
-                tracing::warn!("{resource}: refused {names} to a container: {}", refused.message());
+                tracing::warn!(
+                    "{resource}: refused {names} to a container: {message}",
+                    message = refused.message()
+                );
                 answers.manner.counters.refused(resource);
                 return Err(refused);
             }

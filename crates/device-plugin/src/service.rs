@@ -24,7 +24,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 pub(crate) enum NoAnswer {
     #[error(transparent)]
     Bus(#[from] BusError),
-    #[error("yunion-mps-daemon is starting; it looks at the GPUs first")]
+    #[error("yunion-mps-daemon is starting and reads the GPUs first")]
     Starting,
 }
 

@@ -35,8 +35,7 @@ const NOT_RUNNING: u8 = 3;
 #[derive(Debug, Parser)]
 #[command(name = "yunion-mpsctl", version, arg_required_else_help = true)]
 #[command(
-    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running); check, doctor, \
-    is-ready and setup have others too.\n\n\
+    after_help = "Exit status: 0, 1 (it failed), 2 (wrong usage), 3 (yunion-mps-daemon is not running); check, doctor, is-ready and setup have more.\n\n\
     Examples:\n  \
     yunion-mpsctl setup\n  \
     yunion-mpsctl list\n  \
@@ -67,8 +66,7 @@ enum Command {
     List(show::list::Arguments),
     /// Shows the service, the last events, the control daemons, and the GPUs with their limits
     #[command(
-        after_help = "Of the events, five have a line each, the last fault among them. On a terminal that is too low for all, \
-        the end is left out; -o wide prints all.\n\n\
+        after_help = "Five events are shown, one on each line, and the last fault is one of them. On a terminal with too few rows, the end of the output is left out; -o wide prints everything.\n\n\
         Examples:\n  \
         yunion-mpsctl status\n  \
         yunion-mpsctl status --watch\n  \
@@ -86,8 +84,7 @@ enum Command {
     #[command(
         after_help = "Keys: q or Esc quits, Tab goes from the slices to the clients and back, arrows select, s < > sort, \
         r reverses the order, t ends the GPU work of the selected client after a question (for root), h shows all keys. \
-        A selected slice shows its clients alone. Columns without room are named. A restart of the service doesn't end \
-        this.\n\n\
+        While a slice is selected, only its clients are shown. A title names the columns for which there is no room. top goes on when the service restarts.\n\n\
         Exit status: 0, or 128 plus the number of the signal that ended it; 2 without a terminal.\n\n\
         Examples:\n  \
         yunion-mpsctl top\n  \
@@ -97,7 +94,7 @@ enum Command {
     /// Prints the last events, oldest first, and with --follow the new ones as they come
     #[command(
         after_help = "The service keeps the last 32 events, among them the last 8 faults; the journal has all of them. Each line is printed at once. \
-        Ctrl-C, or a reader that leaves, ends --follow with exit status 0.\n\n\
+        Ctrl-C, or a reader that closes the pipe, ends --follow with exit status 0.\n\n\
         Examples:\n  \
         yunion-mpsctl events\n  \
         yunion-mpsctl events --follow\n  \
@@ -107,10 +104,8 @@ enum Command {
     /// Says by the exit status whether the service is ready, for scripts
     #[command(
         after_help = "Ready means that every configured GPU is served. Otherwise one line names the state and its \
-        reason: degraded (only some GPUs are served, or something needs an administrator), starting, failed, disabled, \
-        stopping. status says more.\n\n\
-        Exit status: 0 ready, 1 not ready, 3 yunion-mps-daemon is not running. With --wait it is the status at the end \
-        of the waiting.\n\n\
+        reason: degraded (only some GPUs are served, or something needs an administrator), starting, failed, disabled, stopping. yunion-mpsctl status says more.\n\n\
+        Exit status: 0 ready, 1 not ready, 3 yunion-mps-daemon is not running. With --wait, the exit status is for the end of the waiting.\n\n\
         Examples:\n  \
         yunion-mpsctl is-ready --quiet && ./start-jobs\n  \
         systemctl start yunion-mps-daemon && yunion-mpsctl is-ready --wait 60"
@@ -119,9 +114,8 @@ enum Command {
     /// Prints metrics of the service, its slices and their clients, for Prometheus and other collectors
     #[command(
         after_help = "If yunion-mps-daemon is not running, the only metric is yunion_mps_up 0 and the exit status is \
-        0, so that a collector gets this finding. The exit status is 1 if the system bus can't be reached; a FILE then \
-        stays as it is.\n\n\
-        --clients adds a series for each client on each GPU, 1024 at most, of those with the most memory.\n\n\
+        0, so that a collector gets this metric. The exit status is 1 if the system bus can't be reached; the FILE of --to then stays as it is.\n\n\
+        --clients adds a series for each client on each GPU: at most 1024 series, for the clients with the most memory.\n\n\
         Examples:\n  \
         yunion-mpsctl metrics\n  \
         yunion-mpsctl metrics --clients | grep '^yunion_mps_client_memory'\n  \
@@ -130,8 +124,7 @@ enum Command {
     Metrics(show::metrics::Arguments),
     /// Prints the settings with which a container, or a process on this host, uses slices
     #[command(
-        after_help = "Slices of one GPU can't be joined: with several of them the settings are those of one slice, and a \
-        warning on standard error says so. run warns too. --free and --slurm mean the same as with run.\n\n\
+        after_help = "Slices of one GPU can't be joined: with several slices of one GPU the settings are those of one slice, and a warning on standard error says so. run warns in the same way. --free and --slurm mean the same as with run.\n\n\
         podman and cdi name the GPU by its UUID in NVIDIA's CDI spec, which nvidia-ctk writes. cdi also names the slice in \
         the service's own spec, which is there only if host.conf has cuda_mps_cdi_directory; an engine refuses a name \
         that it does not find.\n\n\
@@ -152,7 +145,7 @@ enum Command {
     #[command(
         after_help = "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT first end the GPU work of the command and of every process \
         that it has started (CUDA error 810). Then the command gets the signal. A second signal is passed on at once; \
-        with --slurm it waits too, since Slurm sends SIGTERM twice. A command that handles SIGUSR1 or SIGUSR2 gets \
+        with --slurm the second signal waits too, since Slurm sends SIGTERM twice. A command that handles SIGUSR1 or SIGUSR2 gets \
         that signal alone; otherwise the signal counts as a signal that ends the command. A signal in the middle of a \
         kernel would be a fault for every client on that GPU, so signal yunion-mpsctl and not the command itself. Only \
         root can end GPU work, unless host.conf has cuda_mps_may_terminate: owner. For other users a signal is passed \
@@ -163,8 +156,7 @@ enum Command {
         --free takes one slice that is served, not drained, without another owner and not full, and says on standard error which. Among \
         slices with equally few clients it takes one of the GPU with the fewest clients, and the first in the order \
         of the configuration. The clients of this moment count, and a command is a client only once it has started \
-        CUDA: so each slice that the service has chosen in the last minute counts as one with one client more. \
-        It can't know of a command that takes longer to start CUDA, or of a slice that was named and is not used yet.\n\n\
+        CUDA: so each slice that the service has chosen in the last minute counts as if it had one client more. The service can't know of a command that takes longer to start CUDA, or of a slice that was named and is not used yet.\n\n\
         --slurm takes the slices that Slurm has given to this step (SLURM_STEP_GPUS) or job (SLURM_JOB_GPUS). Their names \
         stand in /etc/yunion/gres.conf, which root writes with `yunion-mpsctl slurm`.\n\n\
         The command of root is bound to its slices, as by `yunion-mpsctl bind`: no other container or command gets them while it runs, unless \
@@ -180,8 +172,8 @@ enum Command {
     Run(act::run::Arguments),
     /// Gives slices to a control group: every process in it has them, whatever its environment says; for root
     #[command(
-        after_help = "A slice is one control group's at a time, unless --share is given. The names of the slices are \
-        printed. A binding ends with its control group; list -o wide shows it. CDI has container runtimes bind by themselves.\n\n\
+        after_help = "A slice belongs to one control group at a time, unless --share is given. The names of the slices are \
+        printed. A binding ends with its control group; list -o wide shows the bindings. With CDI, container runtimes bind slices by themselves.\n\n\
         Examples:\n  \
         yunion-mpsctl bind 00:06.0-1 --pid 4711 --label train-1\n  \
         yunion-mpsctl bind 00:06.0 --control-group /system.slice/job-17.scope"
@@ -220,8 +212,7 @@ enum Command {
     Drain(act::drain::Arguments),
     /// Lets new clients have drained slices again
     #[command(
-        after_help = "A slice of a drained GPU can be taken back alone, and a GPU of a drained host: the rest stays \
-        drained.\n\n\
+        after_help = "undrain can open a single slice of a drained GPU, or a single GPU of a drained host: the rest stays drained.\n\n\
         Examples:\n  \
         yunion-mpsctl undrain 00:06.0-1\n  \
         yunion-mpsctl undrain --all"
@@ -251,14 +242,11 @@ enum Command {
     },
     /// Writes the configuration of a host that has none, after a look at its GPUs and a few questions
     #[command(
-        after_help = "Changes no file that is there: if the host has configuration that does not enable MPS, setup says \
-        which lines belong where. On a host of the platform it writes host.conf and a device file with one entry for \
+        after_help = "setup changes no existing file: if the host has a configuration that does not enable MPS, setup says which lines belong in which file. On a host of the platform it writes host.conf and a device file with one entry for \
         each GPU, since the platform knows no other GPUs. On any other host host.conf alone gives every GPU the same \
-        number of slices, also a GPU that comes later. There it also lets CUDA programs find their way to a slice by \
-        themselves: every program is a client, with the memory and the threads of one slice. On a host of the platform, and \
-        where NVIDIA's container toolkit is installed, a program that was not started with a slice gets the error 46. The result is checked as yunion-mps-daemon --check does.\n\n\
-        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing \
-        was written, since files are there that have to change.\n\n\
+        number of slices, also a GPU that comes later. There setup also lets CUDA programs find a slice by themselves: every program is a client, with the memory and the threads of one slice. On a host of the platform, and \
+        where NVIDIA's container toolkit is installed, a program that was not started with a slice gets CUDA error 46. The result is checked as yunion-mps-daemon --check does.\n\n\
+        Exit status: 0 the configuration enables MPS, and is right; 1 it is wrong, or could not be written; 4 nothing was written, since existing files have to change.\n\n\
         Examples:\n  \
         yunion-mpsctl setup\n  \
         yunion-mpsctl setup --dry-run --yes\n  \
@@ -267,8 +255,7 @@ enum Command {
     Setup(setup::Arguments),
     /// Checks the configuration, and shows its plan and the changes that a reload would make
     #[command(
-        after_help = "Works without root, without a GPU and without the service, and leaves out the parts that need \
-        them. Timeouts and the size of logs are not published, and so not compared.\n\n\
+        after_help = "check works without root, without a GPU and without the service, and leaves out the parts that need one of these. The service does not publish its timeouts and the size of logs, so check does not compare these values.\n\n\
         yunion-mps-daemon --check does the same.\n\n\
         Exit status: 0 right, whether or not something would change; 78 wrong.\n\n\
         Examples:\n  \
@@ -279,8 +266,7 @@ enum Command {
     Check(check::Arguments),
     /// Looks for problems on this host, and names a remedy for each
     #[command(
-        after_help = "Works without the service too. Some checks need root; for other users, doctor counts the checks \
-        that it has left out, and -v names them.\n\n\
+        after_help = "doctor works without the service too. Some checks need root; for other users, doctor counts the checks that it has left out, and -v names these checks.\n\n\
         Exit status: 0 neither errors nor warnings, 4 warnings, 5 errors.\n\n\
         Examples:\n  \
         yunion-mpsctl doctor\n  \
@@ -306,7 +292,7 @@ enum Command {
     Probe(probe::Arguments),
     /// Prints the lines of Slurm's gres.conf that make the slices of this host GPUs of Slurm
     #[command(
-        after_help = "A job that asks Slurm for a GPU then gets a slice, and finds it with run --slurm or env --slurm. \
+        after_help = "A job that asks Slurm for a GPU then gets a slice, and finds the slice with run --slurm or env --slurm. \
         These commands read the slice's name in /etc/yunion/gres.conf: Slurm counts the lines, so Slurm must have the same \
         lines in the same order. After a change of the slices, write the file again and restart slurmctld and slurmd.\n\n\
         Examples:\n  \

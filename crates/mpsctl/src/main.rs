@@ -13,9 +13,9 @@ fn main() -> ExitCode {
             // An error of this write is ignored: standard error may be a closed pipe.
             let _ = writeln!(
                 std::io::stderr(),
-                "{}: {} can't be executed: {error}",
-                own_name.display(),
-                runtime.display()
+                "{own_name}: {runtime} can't be executed: {error}",
+                own_name = own_name.display(),
+                runtime = runtime.display()
             );
             ExitCode::FAILURE
         });

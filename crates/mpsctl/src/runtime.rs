@@ -91,7 +91,7 @@ fn in_time<T>(work: impl Future<Output = Result<T, String>>) -> Result<T, String
     let tokio = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let in_time = async { tokio::time::timeout(PATIENCE, work).await };
     let done = tokio.map_err(|error| error.to_string())?.block_on(in_time);
-    done.unwrap_or_else(|_| Err(format!("no answer within {} s", PATIENCE.as_secs())))
+    done.unwrap_or_else(|_| Err(format!("no answer within {seconds} s", seconds = PATIENCE.as_secs())))
 }
 
 /// A command line of a runtime that sends a signal to a container's processes.
@@ -182,8 +182,9 @@ impl<'a> SignalCommand<'a> {
     fn write_to_journal(&self, runtime: &OsStr, why: &str) {
         let (container, name) = (self.container.to_string_lossy(), runtime.to_string_lossy());
         let line = printable(&format!(
-            "container {container} gets signal {} while its GPU work may go on, which would be a fault for its neighbours: {why}",
-            self.signal
+            "container {container} gets signal {signal} while its GPU work may go on, which can be a fault \
+             for other clients of the GPU: {why}",
+            signal = self.signal
         ));
         let entry = format!("PRIORITY=4\nSYSLOG_IDENTIFIER={PREFIX}{}\nMESSAGE={line}\n", printable(&name));
         // The host may have no journal, and a full journal must not block the engine. So errors are ignored.

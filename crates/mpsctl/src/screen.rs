@@ -25,7 +25,10 @@ pub(super) fn fitted(mut lines: Vec<String>, rows: usize) -> Vec<String> {
     if lines.len() > rows {
         let more = lines.len() - rows.saturating_sub(1);
         lines.truncate(rows.saturating_sub(1));
-        lines.push(format!("({} more; yunion-mpsctl status -o wide shows all)", counted(more, "line")));
+        lines.push(format!(
+            "({lines} more; yunion-mpsctl status -o wide shows all)",
+            lines = counted(more, "line")
+        ));
     }
     lines
 }

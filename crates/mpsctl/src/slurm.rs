@@ -47,7 +47,7 @@ fn gres_conf(devices: &[Listed<Device>]) -> Result<String, Problem> {
     let mut kinds: BTreeMap<String, Vec<(u32, &Device)>> = BTreeMap::new();
     // A slice that can't be served, for example on a GPU in MIG mode, is left out: a job on it would fail.
     for device in devices.iter().filter(|device| device.servable) {
-        let unknown = || format!("the device file of {} is not known", printable(&device.addr));
+        let unknown = || format!("the device file of {addr} is not known", addr = printable(&device.addr));
         let minor = device.nvidia_minor.ok_or_else(unknown)?;
         kinds.entry(kind(device)).or_default().push((minor, device));
     }
@@ -109,8 +109,9 @@ pub(super) fn job() -> Result<Option<SlurmJob>, Problem> {
         .map_err(|error| format!("the control group of this process is not known: {error}"))?;
     let (control_group, number) = job_of(&path).ok_or_else(|| {
         format!(
-            "this process is in control group {path}, which is no job's: PrologFlags=RunInJob in slurm.conf, of Slurm 24.11 and \
-             newer, runs the Prolog in its job, and cgroup v2 gives the job a control group"
+            "this process is in control group {path}, which does not belong to a job: PrologFlags=RunInJob \
+             in slurm.conf, of Slurm 24.11 and newer, runs the Prolog in its job, and cgroup v2 gives the \
+             job a control group"
         )
     })?;
     let (control_group, label) = (control_group.to_owned(), format!("job {number}"));
@@ -134,12 +135,15 @@ fn numbers() -> Option<String> {
 /// The names of the slices that Slurm has given to the step or the job of this process.
 pub(super) fn given() -> Result<Vec<String>, Problem> {
     let numbers = numbers().ok_or_else(|| {
-        let found = format!("Slurm has given no slice to this step: neither {} is set", GIVEN.join(" nor "));
-        Problem::new(found, "ask for one by --gres=gpu:1")
+        let found = format!(
+            "Slurm has given no slice to this step: neither {variables} is set",
+            variables = GIVEN.join(" nor ")
+        );
+        Problem::new(found, "ask Slurm for a slice with --gres=gpu:1")
     })?;
     let file = Path::new(FILE);
     let lines = regular_file::read(file, FILE_MAX).map_err(|error| {
-        let remedy = format!("root writes it: yunion-mpsctl slurm >{FILE}");
+        let remedy = format!("write the file as root: yunion-mpsctl slurm >{FILE}");
         Problem::new(format!("{FILE} {error}"), remedy)
     })?;
     named(&numbers, &String::from_utf8_lossy(&lines))
@@ -151,8 +155,9 @@ fn named(numbers: &str, lines: &str) -> Result<Vec<String>, Problem> {
         lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
     let name = |number: &str| {
         let line = number.trim().parse().ok().and_then(|place: usize| lines.get(place));
-        let line =
-            line.ok_or_else(|| format!("Slurm says GPU {number:?}, and {FILE} has {} lines", lines.len()))?;
+        let line = line.ok_or_else(|| {
+            format!("Slurm has given GPU {number:?}, but {FILE} has {count} lines", count = lines.len())
+        })?;
         let name = line.rsplit_once('#').map(|(_, name)| name.trim()).filter(|name| !name.is_empty());
         name.map(str::to_owned).ok_or_else(|| format!("{FILE}: no slice is named behind {line:?}").into())
     };
@@ -223,9 +228,9 @@ mod tests {
         for (number, complaint) in [
             ("1", "/etc/yunion/gres.conf: no slice is named behind \"Name=gpu\""),
             ("2", "/etc/yunion/gres.conf: no slice is named behind \"Name=gpu #\""),
-            ("3", "Slurm says GPU \"3\", and /etc/yunion/gres.conf has 3 lines"),
-            ("0,-1", "Slurm says GPU \"-1\", and /etc/yunion/gres.conf has 3 lines"),
-            ("x", "Slurm says GPU \"x\", and /etc/yunion/gres.conf has 3 lines"),
+            ("3", "Slurm has given GPU \"3\", but /etc/yunion/gres.conf has 3 lines"),
+            ("0,-1", "Slurm has given GPU \"-1\", but /etc/yunion/gres.conf has 3 lines"),
+            ("x", "Slurm has given GPU \"x\", but /etc/yunion/gres.conf has 3 lines"),
         ] {
             assert_eq!(named(number, lines).unwrap_err(), complaint.into());
         }

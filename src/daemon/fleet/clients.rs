@@ -131,14 +131,16 @@ impl Fleet {
 async fn ask_for_clients(id: DaemonId, pid: u32, control: Control, clients: Clients) {
     let why = match timeout(PATIENCE, control.client_pids(&[])).await {
         _ if control.daemon_pid() != Some(pid) => {
-            "it does not listen in its pipe directory any more".to_owned()
+            "the control daemon does not listen in its pipe directory any more".to_owned()
         }
         Ok(Ok(listed)) => {
             let pids = listed.into_values().flatten();
             return clients.are(&id, pids.map(|pid| (pid, BTreeSet::new())).collect());
         }
         Ok(Err(error)) => error.to_string(),
-        Err(_) => format!("it has not answered for {} s", PATIENCE.as_secs()),
+        Err(_) => {
+            format!("the control daemon has not answered for {seconds} s", seconds = PATIENCE.as_secs())
+        }
     };
     tracing::warn!("control daemon {id} ends with its clients, which can't be named: {why}");
 }

@@ -118,7 +118,7 @@ impl Conducted {
                 let nvml = self.tools.nvml.clone();
                 self.see_to_mode(gpu, async move |gpu| {
                     if let Err(error) = nvml.take(&gpu, ComputeMode::ExclusiveProcess).await {
-                        tracing::warn!(gpu_uuid = gpu, "compute mode of {gpu}: {error}");
+                        tracing::warn!(gpu_uuid = gpu, "the compute mode of {gpu} can't be set: {error}");
                     }
                     ModeOutcome::Taken
                 });

@@ -270,7 +270,7 @@ async fn answer_unless_given_up(
 }
 
 fn busy(id: &str) -> String {
-    format!("control daemon {id} has other things to do; ask again")
+    format!("control daemon {id} has too many requests to carry out; ask again later")
 }
 
 fn order(plan: plan::ControlDaemonPlan, settings: &Settings) -> Order<Instructions> {

@@ -19,7 +19,7 @@ pub enum ControlError {
     #[error("no control daemon answers in {pipe_directory}: {said}")]
     NoDaemon { pipe_directory: PathBuf, said: String },
     /// The control daemon has not answered in time: it hangs or is stopped.
-    #[error("the control daemon did not answer `{command}` within {} s", after.as_secs())]
+    #[error("the control daemon did not answer `{command}` within {seconds} s", seconds = after.as_secs())]
     Silent { command: String, after: Duration },
     /// The control daemon has not answered a command that always has an answer. After a hang, it closes the waiting connections
     /// without an answer.

@@ -44,8 +44,7 @@ fn ask_for_memory(commands: &mut String, server: Option<u32>, memory_mib: &BTree
     }
 }
 
-/// The parts of a command that say whose limit it is: of the clients of one server, or, for None, of all servers that
-/// are started later.
+/// The parts of a command that name the servers of a limit: one server, or, for None, all servers that are started later.
 fn target(server: Option<u32>) -> (&'static str, String) {
     server.map_or(("default_", String::new()), |server| ("", format!(" {server}")))
 }

@@ -96,7 +96,8 @@ impl Follower {
         let is_full = |system: rustix::fs::StatVfs| system.f_blocks > 0 && system.f_bfree == 0;
         let full = rustix::fs::fstatvfs(&self.file).is_ok_and(is_full);
         full.then_some(
-            "its file system is full; until there is room, the control daemon and its servers can't log",
+            "the file system of the log is full; until there is room, the control daemon and its servers \
+             can't log",
         )
     }
 

@@ -49,7 +49,7 @@ impl Rotation {
 /// copy.
 fn place_of_copy(path: &Path) -> io::Result<File> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(io::Error::other("it is in no directory"));
+        return Err(io::Error::other("the log is in no directory"));
     };
     let mut old = name.to_owned();
     old.push(".1");

@@ -278,7 +278,8 @@ impl DaemonProxy {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
         let connection = timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
             let seconds = CONNECT_DEADLINE.as_secs();
-            let silent = io::Error::other(format!("it did not accept the connection within {seconds} s"));
+            let silent =
+                io::Error::other(format!("the system bus did not accept the connection within {seconds} s"));
             BusError::Bus(zbus::Error::InputOutput(Arc::new(silent)))
         })??;
         let manager = ManagerProxy::new(&connection).await?;

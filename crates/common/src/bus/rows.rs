@@ -211,7 +211,7 @@ macro_rules! object {
                 #[zbus(property $((emits_changed_signal = $emits))?)]
                 fn $key(&self) -> Result<<$ty as OnBus>::Wire, RequestError> {
                     let unknown = || RequestError::Failed(concat!(stringify!($key), " is not known").to_owned());
-                    #[allow(unused_variables, reason = "some values are the same for all")]
+                    #[allow(unused_variables, reason = "the values of some keys need none of these variables")]
                     let $parts = self;
                     let value: $ty = $source;
                     value.wire().ok_or_else(unknown)

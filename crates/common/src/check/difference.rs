@@ -74,21 +74,28 @@ impl fmt::Display for Effect {
         match self {
             Self::Live => f.write_str("at once, for new clients"),
             Self::Waits { clients: Some(0), reason, .. } => {
-                write!(f, "at once, by another control daemon ({reason}): there are no clients")
+                write!(
+                    f,
+                    "at once, with a new control daemon ({reason}); the present control daemon has no clients"
+                )
             }
             Self::Waits { clients, reason, out_meanwhile } => {
                 let have = if *clients == Some(1) { "has" } else { "have" };
                 let out = if *out_meanwhile { " (until then NO NEW CLIENT is served)" } else { "" };
                 write!(
                     f,
-                    "after {} {have} ended{out}, by another control daemon: {reason}",
-                    describe(clients)
+                    "after {clients} {have} ended{out}, with a new control daemon: {reason}",
+                    clients = describe(clients)
                 )
             }
-            Self::Ends { clients: Some(0) } => f.write_str("at once; there are no clients"),
+            Self::Ends { clients: Some(0) } => f.write_str("at once; no GPU has clients"),
             Self::Refused { reason } => write!(f, "refused: {reason}"),
             Self::Ends { clients } => {
-                write!(f, "at once, and ENDS the GPU work of {} (CUDA error 806)", describe(clients))
+                write!(
+                    f,
+                    "at once, and ENDS the GPU work of {clients} (CUDA error 806)",
+                    clients = describe(clients)
+                )
             }
         }
     }
@@ -104,7 +111,9 @@ impl fmt::Display for Difference {
             (DifferenceKind::Devices, from, _) => format!("{subject}: {from} go"),
             (DifferenceKind::MemoryLimit, ..) => format!("{subject}: memory limit {from} MiB -> {to} MiB"),
             (DifferenceKind::ThreadPercentage, ..) => format!("{subject}: threads {from} % -> {to} %"),
-            (DifferenceKind::MaxClients, ..) => format!("{subject}: most clients of a slice {from} -> {to}"),
+            (DifferenceKind::MaxClients, ..) => {
+                format!("{subject}: largest number of clients of a slice {from} -> {to}")
+            }
             (DifferenceKind::PipeDirectory, ..) => {
                 format!("control daemon {subject}: pipe directory {from} -> {to}")
             }
@@ -119,7 +128,7 @@ impl fmt::Display for Difference {
 /// The changes that a reload with this plan would make. The error is the reason why the changes are not known.
 pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
     if published.devices.is_none() {
-        return Err("the service does not know its GPUs yet".to_owned());
+        return Err("the service does not know the GPUs of this host yet".to_owned());
     }
     // The service also gives up private directories before it compares a new plan with the running control daemons.
     let mut plan = plan.clone();
@@ -190,7 +199,7 @@ impl Comparison<'_> {
             else {
                 // If no published GPU has this control daemon's id, the control daemon is about to end anyway.
                 if published.served_by(id).next().is_some() {
-                    let reason = "it is not needed any more".to_owned();
+                    let reason = "this control daemon is no longer needed".to_owned();
                     let effect = Effect::Waits { clients, reason, out_meanwhile: false };
                     self.add(DifferenceKind::ControlDaemon, id, [&"present", &""], effect);
                 }
@@ -286,7 +295,7 @@ impl Comparison<'_> {
                 None => return Effect::Live,
             },
             (None, Some(holder)) => {
-                (holder, format!("control daemon {} holds the GPU", holder.id), planned.is_some())
+                (holder, format!("control daemon {id} holds the GPU", id = holder.id), planned.is_some())
             }
             (None, None) => return Effect::Live,
         };

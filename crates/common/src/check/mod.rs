@@ -103,9 +103,9 @@ pub fn ask_driver<T: Send + 'static>(
     });
     answer.ok_or_else(|| {
         Problem::new(
-            format!("NVML did not answer within {} s", NVML_TIMEOUT.as_secs()),
-            "look for NVRM lines in dmesg: where a GPU hangs nothing but a reboot helps, which ends every job on this \
-             host",
+            format!("NVML did not answer within {seconds} s", seconds = NVML_TIMEOUT.as_secs()),
+            "look for NVRM lines in dmesg: a GPU that hangs needs a reboot of this host, which ends every \
+             job",
         )
     })
 }
@@ -128,7 +128,8 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     };
     for trouble in &mut loaded.agent {
         if let Some(node) = trouble.path.as_ref().and_then(|path| plan::render_node(path, inventory)) {
-            trouble.problem.problem.remedy = format!("name the GPU by its render node, {}", node.display());
+            trouble.problem.problem.remedy =
+                format!("name the GPU by its render node, {node}", node = node.display());
         }
     }
     let driver = Some(inventory.driver.clone());
@@ -136,7 +137,7 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
         Ok(plan) => (Ok(plan.clone()), plan.missing),
         Err(PlanError::NotYet(reason)) => (Err(reason), Vec::new()),
         Err(PlanError::Missing(missing)) => {
-            (Err("the host has none of the GPUs in the device file".into()), missing)
+            (Err("this host has none of the GPUs that the device file names".into()), missing)
         }
         Err(PlanError::Problems(problems)) => return Checked::Wrong { problems, loaded },
     };
@@ -157,7 +158,8 @@ pub fn words(checked: &Checked) -> Vec<String> {
             lines.extend(problems.iter().map(|problem| format!("error: {problem}")));
         }
         Checked::Right { loaded, .. } if !loaded.settings.enabled => {
-            lines.push(format!("no GPU would be served: {}", loaded.settings.why_not_enabled()));
+            let reason = loaded.settings.why_not_enabled();
+            lines.push(format!("no GPU would be served: {reason}"));
         }
         Checked::Right { driver, plan, missing, .. } => {
             lines.extend(driver.iter().map(|driver| match driver {
@@ -178,7 +180,8 @@ pub fn words(checked: &Checked) -> Vec<String> {
 
 fn describe_plan(plan: &Plan, lines: &mut Vec<String>) {
     if plan.gpus.is_empty() {
-        lines.push(format!("no GPU would be served: {}", plan.nothing));
+        let reason = &plan.nothing;
+        lines.push(format!("no GPU would be served: {reason}"));
     }
     for gpu in &plan.gpus {
         lines.push(describe_gpu(gpu));
@@ -191,13 +194,14 @@ fn describe_plan(plan: &Plan, lines: &mut Vec<String>) {
             Tenure::InTurns => format!("slice {}", control_daemon.id),
         };
         format!(
-            "control daemon {}: {serves}; active thread percentage {}; {}; {}pipe directory {}; log directory {}",
-            control_daemon.id,
-            control_daemon.thread_percentage,
-            if control_daemon.multiuser { "one server for all users" } else { "a server per user" },
-            control_daemon.cpus.map(|cpus| format!("bound to CPUs {cpus}; ")).unwrap_or_default(),
-            control_daemon.pipe_directory.display(),
-            control_daemon.log_directory.display(),
+            "control daemon {id}: {serves}; active thread percentage {thread_percentage}; {users}; \
+             {cpus}pipe directory {pipe_directory}; log directory {log_directory}",
+            id = control_daemon.id,
+            thread_percentage = control_daemon.thread_percentage,
+            users = if control_daemon.multiuser { "one server for all users" } else { "a server per user" },
+            cpus = control_daemon.cpus.map(|cpus| format!("bound to CPUs {cpus}; ")).unwrap_or_default(),
+            pipe_directory = control_daemon.pipe_directory.display(),
+            log_directory = control_daemon.log_directory.display(),
         )
     }));
 }
@@ -207,19 +211,26 @@ fn describe_gpu(plan: &GpuPlan) -> String {
     let share = |ordinal| {
         let size = plan.size(ordinal);
         format!(
-            "{} MiB and {} % of the threads{}{}{}",
-            size.memory_mib,
-            size.thread_percentage,
-            if plan.isolation == Isolation::Slice { " in turns" } else { "" },
-            if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
-            plan.max_clients(ordinal).map(|most| format!(", for {most} clients at most")).unwrap_or_default(),
+            "{memory_mib} MiB and {thread_percentage} % of the threads{in_turns}{not_enforced}{most_clients}",
+            memory_mib = size.memory_mib,
+            thread_percentage = size.thread_percentage,
+            in_turns = if plan.isolation == Isolation::Slice { " in turns" } else { "" },
+            not_enforced = if plan.limits_enforced { "" } else { " (not enforced by this GPU)" },
+            most_clients = plan
+                .max_clients(ordinal)
+                .map(|most| format!(", for {most} clients at most"))
+                .unwrap_or_default(),
         )
     };
     let slices = match (plan.unusable(), plan.slices()) {
         (Some(reason), _) => format!("not served: {reason}"),
         (None, 1) => format!("1 slice, {name}-0, {}", share(0)),
         (None, slices) if plan.equal_slices() => {
-            format!("{slices} slices, {name}-0 to {name}-{}, each {}", slices.saturating_sub(1), share(0))
+            format!(
+                "{slices} slices, {name}-0 to {name}-{last}, each {share}",
+                last = slices.saturating_sub(1),
+                share = share(0)
+            )
         }
         (None, slices) => {
             let each = (0..slices).map(|ordinal| format!("{} {}", plan.slice(ordinal), share(ordinal)));
@@ -227,5 +238,5 @@ fn describe_gpu(plan: &GpuPlan) -> String {
         }
     };
     let uuid = plan.gpu.uuid().unwrap_or("UUID unknown");
-    format!("GPU {name} {} ({uuid}): {slices}", plan.gpu.model())
+    format!("GPU {name} {model} ({uuid}): {slices}", model = plan.gpu.model())
 }

@@ -58,9 +58,9 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
     };
     if let (Some(many), Some(origin)) = (many, topology) {
         let found = format!(
-            "with {many} every container fails, unless the platform's host agent reads D-Bus: an agent that does not gives \
-             containers {}, where no control daemon listens",
-            settings.pipe_directory.display()
+            "with {many} every container fails, unless the platform's host agent reads D-Bus: an older \
+             agent gives containers the directory {pipe_directory}, where no control daemon listens",
+            pipe_directory = settings.pipe_directory.display()
         );
         let remedy = "write cuda_mps_topology: shared";
         let problem = LocatedProblem::new(origin.clone(), super::TOPOLOGY_KEY, found, remedy);
@@ -68,14 +68,15 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
     }
     for entry in &settings.devices {
         if !TYPES.contains(&entry.device_type.as_str()) {
-            let found = format!("with {:?} the platform's host agent does not start", entry.device_type);
-            let problem =
-                entry.problem("type", Problem::new(found, "correct its spelling or remove the entry"));
+            let found =
+                format!("the platform's host agent does not start with the type {:?}", entry.device_type);
+            let problem = entry
+                .problem("type", Problem::new(found, "correct the spelling of the type or remove the entry"));
             troubles.push(Trouble { name: "agent-unknown-type", problem, path: None });
         }
         if entry.mps.as_ref().is_some_and(|keys| keys.isolation == Some(Isolation::Slice)) {
-            let found = "the platform's host agent does not list the GPU, unless the agent reads D-Bus: it lists only GPUs in \
-                         compute mode EXCLUSIVE_PROCESS";
+            let found = "the platform's host agent does not list the GPU, unless the agent reads D-Bus: an \
+                         older agent lists only GPUs in compute mode EXCLUSIVE_PROCESS";
             let remedy = "write isolation: gpu";
             let problem = entry.problem("isolation", Problem::new(found, remedy));
             troubles.push(Trouble { name: "agent-needs-exclusive", problem, path: None });
@@ -92,8 +93,9 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
         }
         let Some(path) = entry.path.as_ref().filter(|_| entry.mps.is_some()) else { continue };
         if !matches!(path, DevicePath::RenderNode(_) | DevicePath::Other(_)) {
-            let found =
-                format!("with {path} the platform's host agent does not start, unless it reads D-Bus");
+            let found = format!(
+                "the platform's host agent does not start with the path {path}, unless the agent reads D-Bus"
+            );
             let remedy =
                 "name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it";
             let problem = entry.problem("path", Problem::new(found, remedy));
@@ -105,7 +107,7 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
 
 /// The agent does not treat a key without a value like a missing key.
 fn without_value(EmptyKey { key, origin, read_as }: &EmptyKey) -> Trouble {
-    let found = format!("no value, so the key is not set for this service, and {read_as}");
+    let found = format!("the key has no value, so this service takes the key as not set, and {read_as}");
     let problem = LocatedProblem::new(origin.clone(), *key, found, "write a value or remove the line");
     Trouble { name: "agent-empty-value", problem, path: None }
 }

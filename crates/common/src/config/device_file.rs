@@ -49,7 +49,7 @@ fn items<'t>(
         Value::Map(pairs) => pairs,
         Value::Null => Vec::new(),
         other => {
-            let found = format!("{} instead of the key `devices`", other.found());
+            let found = format!("{found} instead of the key `devices`", found = other.found());
             return Err(LocatedProblem::new(place(root.line), "", found, write_list));
         }
     };
@@ -63,7 +63,7 @@ fn items<'t>(
         } else if ours != "devices" {
             findings.unknown_keys.push((origin, yaml::printable(&name)));
         } else if let Some((earlier, _)) = devices.replace((origin.clone(), value)) {
-            let found = format!("already written at {earlier}; the last one counts");
+            let found = format!("the key is already at {earlier}; the last list counts");
             findings.warnings.push(LocatedProblem::new(origin, name, found, "put all entries into one list"));
         }
     }
@@ -76,7 +76,8 @@ fn items<'t>(
         // would only be consequences, so the entries are not read.
         _ if findings.problems.len() > before => Ok((origin, Vec::new())),
         Value::List(items) if items.len() > MAX_ENTRIES => {
-            let found = format!("{} entries, the limit is {MAX_ENTRIES}", items.len());
+            let found =
+                format!("found {count} entries, at most {MAX_ENTRIES} are allowed", count = items.len());
             Err(LocatedProblem::new(origin, "devices", found, "write one entry for each device of this host"))
         }
         Value::List(items) => Ok((origin, items)),
@@ -91,10 +92,10 @@ fn items<'t>(
 /// The problem of a key that belongs to an entry, but stands at the left edge of the file and so outside of the list.
 fn outside(origin: Origin, key: &str) -> LocatedProblem {
     let remedy = match key {
-        "path" => "begin an entry with it: `- path: ...` below `devices:`",
-        _ => "indent it like path",
+        "path" => "begin an entry with the path: `- path: ...` below `devices:`",
+        _ => "indent this key like path",
     };
-    LocatedProblem::new(origin, key, "stands outside of the list devices", remedy)
+    LocatedProblem::new(origin, key, "the key stands outside of the list `devices`", remedy)
 }
 
 /// The keys of an entry. As for the host agent, other spellings with the same words are accepted: `virtual-number`,
@@ -133,7 +134,7 @@ impl<'t> Entry<'t> {
         let Value::Map(pairs) = value else {
             let keys = "the keys path, type and virtual_number";
             let (found, remedy) = match value {
-                Value::Null => ("an empty entry".to_owned(), format!("remove it, or write {keys}")),
+                Value::Null => ("an empty entry".to_owned(), format!("remove the entry, or write {keys}")),
                 other => (other.found(), format!("write an entry with {keys}")),
             };
             findings.problems.push(self.problem(self.origin.line, "", &found, &remedy));
@@ -171,9 +172,14 @@ impl<'t> Entry<'t> {
         let Some(listed) = listed else { return self.required("virtual_number", remedy, slices) };
         match self.optional("virtual_number", slices)? {
             Some(written) if written != listed => {
-                let found = format!("{written}, but slices has {listed}");
+                let found = format!("found {written}, but the list slices has {listed}");
                 let line = self.fields.get("virtual_number").and_then(|field| field.line);
-                Err(self.problem(line, "virtual_number", &found, &format!("write {listed}, or remove it")))
+                Err(self.problem(
+                    line,
+                    "virtual_number",
+                    &found,
+                    &format!("write {listed}, or remove virtual_number"),
+                ))
             }
             _ => Ok(listed),
         }
@@ -221,7 +227,8 @@ impl<'t> Entry<'t> {
             let size = slice.size(findings)?;
             if size.memory_mib.is_none() && !each_has_memory {
                 let remedy =
-                    "write the memory of the slice, such as 20GiB, or memory of the entry for all others";
+                    "write the memory of this slice, such as 20GiB, or write memory in the entry for every \
+                     slice without its own";
                 findings.problems.push(slice.problem(slice.origin.line, "memory", "missing", remedy));
                 return None;
             }
@@ -239,10 +246,14 @@ impl<'t> Entry<'t> {
             let (line, name) = (key.line.or(self.origin.line), key.value.text());
             let ours = words(&name);
             let (found, remedy) = match keys.iter().copied().find(|key| *key == ours) {
-                None => ("no such key; it is ignored", "correct the spelling or remove it"),
+                None => {
+                    ("the service knows no such key and ignores it", "correct the spelling or remove the key")
+                }
                 Some(key) => match self.fields.insert(key, Node { line, value }) {
                     None => continue,
-                    Some(_) => ("written twice; the last one counts", "remove one of them"),
+                    Some(_) => {
+                        ("the key is written twice; the last value counts", "remove one of the two lines")
+                    }
                 },
             };
             warnings.push(self.problem(line, &yaml::printable(&name), found, remedy));
@@ -274,7 +285,10 @@ const WRITE_TYPE: &str = "write a type such as NVIDIA_MPS";
 
 fn isolation(value: &Value<'_>) -> Result<Isolation, Problem> {
     value.text().parse().map_err(|_| {
-        value.wrong("write slice (a control daemon for each slice) or gpu (one for all slices of the GPU)")
+        value.wrong(
+            "write slice (a control daemon for each slice) or gpu (one control daemon for all slices of the \
+             GPU)",
+        )
     })
 }
 
@@ -290,7 +304,7 @@ fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     match value.text().as_ref() {
         "" => Err(value.wrong(WRITE_TYPE)),
         text if text != MPS_TYPE && is_near_miss(text) => {
-            Err(value.wrong("write NVIDIA_MPS, or the intended other type"))
+            Err(value.wrong("write NVIDIA_MPS, or correct the name of the other type"))
         }
         text => Ok(text.to_owned()),
     }
@@ -374,7 +388,7 @@ mod tests {
     use super::*;
 
     const FILE: &str = "/etc/yunion/host_container_device.yml";
-    const OUTSIDE: &str = "stands outside of the list devices";
+    const OUTSIDE: &str = "the key stands outside of the list `devices`";
 
     fn read(text: &str) -> (Vec<DeviceEntry>, Findings) {
         let mut findings = Findings::default();
@@ -627,7 +641,7 @@ mod tests {
             (
                 "  virtual_number: 3\n  slices: [{memory: 1}]\n",
                 "devices[0].virtual_number",
-                "3, but slices has 1",
+                "found 3, but the list slices has 1",
             ),
         ] {
             let (entries, findings) = entry(lines);
@@ -739,7 +753,7 @@ mod tests {
         assert_eq!(slices, [(5, 4), (7, 4), (9, 2), (12, 4)]);
         assert_eq!(
             told(&findings.warnings),
-            [(3, "devices[3].virtual_number", "written twice; the last one counts")]
+            [(3, "devices[3].virtual_number", "the key is written twice; the last value counts")]
         );
     }
 

@@ -35,7 +35,7 @@ pub(super) struct EmptyKey {
 }
 
 /// The host agent's reaction to a key without a value, if the agent does not accept a text for that key.
-const MISTAKE: &str = "with it the platform's host agent does not start";
+const MISTAKE: &str = "the platform's host agent does not start";
 
 /// Stores a value in the draft. The error names the allowed values.
 type Setter = fn(&mut Draft, &Value<'_>) -> Result<(), Problem>;
@@ -183,12 +183,14 @@ impl Draft {
             return;
         }
         let found = format!(
-            "found {:?}, which is in the pipe directory, where control daemons have files of their own, and where a program that \
-             has the pipe directory reads every log",
+            "found {:?}, which is in the pipe directory: control daemons have files of their own there, and \
+             every program that has the pipe directory can read the logs",
             log_directory.display()
         );
-        let remedy =
-            format!("choose a directory outside, or remove the key: its default is {LOG_BESIDE_PIPE} then");
+        let remedy = format!(
+            "choose a directory outside of the pipe directory, or remove the key: the default is then \
+             {LOG_BESIDE_PIPE}"
+        );
         findings.warnings.push(LocatedProblem::new(origin.clone(), LOG_KEY, found, remedy));
         self.settings.log_in_pipe = Some(origin.clone());
     }
@@ -199,20 +201,20 @@ impl Draft {
         let Settings { pipe_directory, log_directory, topology, .. } = &self.settings;
         if pipe_directory == log_directory {
             let found = format!("found {:?} for both {PIPE_KEY} and {LOG_KEY}", pipe_directory.display());
-            let remedy = "give each a directory of its own";
+            let remedy = "give each of the two keys a directory of its own";
             findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, remedy));
         }
         let private = self.settings.private_directory();
         if log_directory.starts_with(&private) {
             let found = format!(
-                "found {:?}, and {:?} is for the control daemons' sockets",
+                "found {:?}, but {:?} is only for the sockets of control daemons",
                 log_directory.display(),
                 private.display()
             );
             findings.problems.extend(self.problem_at([LOG_KEY, PIPE_KEY], found, "choose another directory"));
         }
         let (below, socket) = match topology {
-            Topology::Shared => ("/".len(), "the control daemon's socket in it"),
+            Topology::Shared => ("/".len(), "the control daemon's socket in this directory"),
             Topology::PerGpu => {
                 ("//".len() + GPU_UUID_BYTES, "a control daemon's socket in <pipe directory>/<GPU UUID>")
             }
@@ -224,8 +226,9 @@ impl Draft {
         let below = below + LONGEST_SOCKET.len();
         let length = pipe_directory.as_os_str().len() + below;
         if length > SOCKET_PATH_BYTES {
-            let found =
-                format!("{socket} would have a path of {length} bytes, the limit is {SOCKET_PATH_BYTES}");
+            let found = format!(
+                "{socket} would have a path of {length} bytes, at most {SOCKET_PATH_BYTES} are possible"
+            );
             let longest = SOCKET_PATH_BYTES.saturating_sub(below);
             let remedy = format!("choose a directory with a path of at most {longest} bytes");
             findings.problems.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
@@ -234,10 +237,10 @@ impl Draft {
         {
             let longest = SOCKET_PATH_BYTES.saturating_sub(below + PRIVATE_SUFFIX.len());
             let found = format!(
-                "the path has {} bytes, so there is no room for a private directory beside it, which control daemons have \
-                 from driver 580 on: a program that has the pipe directory and is root of the host, in a container too, can \
-                 command them",
-                pipe_directory.as_os_str().len()
+                "the path has {length} bytes, too many for the private directory beside the pipe directory \
+                 that control daemons have from driver 580 on: a program that has the pipe directory and is \
+                 root of the host, in a container too, can command the control daemons",
+                length = pipe_directory.as_os_str().len()
             );
             let remedy = format!("choose a directory with a path of at most {longest} bytes");
             findings.warnings.extend(self.problem_at([PIPE_KEY, TOPOLOGY_KEY], found, &remedy));
@@ -250,10 +253,12 @@ impl Draft {
 fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
         (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
-            Some("the platform's host agent reads the text null")
+            Some("the platform's host agent takes the text null as the value")
         }
         (Syntax::Yaml, ENABLE_KEY | REPLICAS_KEY | "log_level") => Some(MISTAKE),
-        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => Some("the platform's host agent reads an empty text"),
+        (Syntax::KeyValue, PIPE_KEY | LOG_KEY) => {
+            Some("the platform's host agent takes an empty text as the value")
+        }
         _ => None,
     }
 }
@@ -328,11 +333,12 @@ fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Fi
         let Some((key, setter)) = KEYS.into_iter().find(|(key, _)| *key == name) else {
             let written = yaml::printable(&written);
             if is_nearly_device_file(&name) {
-                let remedy = format!("write {DEVICE_FILE_KEY}: without it every NVIDIA GPU would be served");
+                let remedy =
+                    format!("write {DEVICE_FILE_KEY}: without this key every NVIDIA GPU would be served");
                 let problem = LocatedProblem::new(origin, written, "no such key", remedy);
                 findings.nearly_device_file.get_or_insert(problem);
             } else if let Some(remedy) = meant_for_us(&name) {
-                let found = "no such key; it is ignored";
+                let found = "the service knows no such key and ignores it";
                 findings.warnings.push(LocatedProblem::new(origin, written, found, remedy));
             } else {
                 findings.unknown_keys.push((origin, written));
@@ -342,11 +348,11 @@ fn ours<'t>(file: &Path, syntax: Syntax, pairs: Vec<Pair<'t>>, findings: &mut Fi
         if let Some(earlier) = chosen.iter().find(|earlier| earlier.key == key) {
             let place = earlier.line.map_or_else(|| "before".to_owned(), |line| format!("on line {line}"));
             let counts = match syntax {
-                Syntax::Yaml => "the last one counts",
-                Syntax::KeyValue => "in `key = value` files the first one counts",
+                Syntax::Yaml => "the last line counts",
+                Syntax::KeyValue => "in `key = value` files the first line counts",
             };
-            let found = format!("already set {place}; {counts}");
-            findings.warnings.push(LocatedProblem::new(origin, key, found, "remove one of them"));
+            let found = format!("the key is already set {place}; {counts}");
+            findings.warnings.push(LocatedProblem::new(origin, key, found, "remove one of the two lines"));
             match syntax {
                 Syntax::Yaml => chosen.retain(|earlier| earlier.key != key),
                 Syntax::KeyValue => continue,
@@ -372,7 +378,7 @@ fn meant_for_us(name: &str) -> Option<String> {
         return Some(format!("keys are written in lower case: {key}"));
     }
     // The rest of the key is not compared, since the platform has further keys with this prefix.
-    lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove it".to_owned())
+    lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove the key".to_owned())
 }
 
 pub(super) fn boolean(value: &Value<'_>) -> Result<bool, Problem> {
@@ -418,7 +424,8 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
 fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {
-        let remedy = "write a path without blanks and without any of : * ? [ \\, which options of Docker and Podman can't have";
+        let remedy = "write a path without blanks and without any of : * ? [ \\, which the options of \
+                      Docker and Podman do not allow";
         return Err(value.wrong(remedy));
     }
     Ok(path)
@@ -589,7 +596,8 @@ mod tests {
         assert_eq!(
             warning.to_string(),
             format!(
-                "{FILE}:3: cuda_mps_replicas: already set on line 1; the last one counts; remove one of them"
+                "{FILE}:3: cuda_mps_replicas: the key is already set on line 1; the last line counts; \
+                 remove one of the two lines"
             )
         );
         // The later value of a key overrides the earlier one, so the earlier one is not checked.
@@ -603,7 +611,7 @@ mod tests {
         assert_eq!(findings.warnings.len(), 1);
         assert_eq!(findings.warnings[0].origin.line, Some(3));
         assert!(findings.warnings[0].problem.found.contains("line 1"), "{}", findings.warnings[0]);
-        assert!(findings.warnings[0].problem.found.contains("first one counts"), "{}", findings.warnings[0]);
+        assert!(findings.warnings[0].problem.found.contains("first line counts"), "{}", findings.warnings[0]);
     }
 
     #[test]

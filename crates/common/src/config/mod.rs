@@ -262,13 +262,17 @@ impl Settings {
         }
         let absent = match self.absent.as_slice() {
             [] => String::new(),
-            absent => format!("; not there: {}", listed(absent)),
+            absent => format!("; files that do not exist: {absent}", absent = listed(absent)),
         };
         let found = match self.sources.as_slice() {
             [] => format!("there is no configuration{absent}"),
-            read => format!("no file sets {ENABLE_KEY}; read: {}{absent}", listed(read)),
+            read => format!(
+                "no file sets {ENABLE_KEY}; files that were read: {read}{absent}",
+                read = listed(read)
+            ),
         };
-        let remedy = "yunion-mpsctl setup writes the configuration, or says which lines belong in the files that are there";
+        let remedy =
+            "yunion-mpsctl setup writes the configuration, or says which lines belong in the existing files";
         Problem::new(found, remedy)
     }
 }
@@ -439,8 +443,9 @@ impl Loaded {
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
-            let remedy = format!("write {ENABLE_KEY}: true, or {ENABLE_KEY}: false to end all GPU work");
-            let found = "no longer set, while GPUs are served";
+            let remedy =
+                format!("write {ENABLE_KEY}: true to go on, or {ENABLE_KEY}: false to end all GPU work");
+            let found = "the key is no longer set, although GPUs are served";
             LocatedProblem::new(Origin::whole(file), ENABLE_KEY, found, remedy)
         })
     }
@@ -469,10 +474,12 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
         }
     }
     let (file, list, remedy) = match &sources.config {
-        Some(file) => {
-            (file.as_path(), &mut findings.problems, "create it or correct the path on the command line")
-        }
-        None => (Path::new(MAIN_FILE), &mut findings.warnings, "without it every key has its default"),
+        Some(file) => (
+            file.as_path(),
+            &mut findings.problems,
+            "create the file or correct the path on the command line",
+        ),
+        None => (Path::new(MAIN_FILE), &mut findings.warnings, "without this file every key has its default"),
     };
     list.push(LocatedProblem::new(Origin::whole(file), "", "no such file", remedy));
 }
@@ -497,7 +504,7 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
             Some(None) => {
                 let origin = draft.origin(DEVICE_FILE_KEY).cloned().unwrap_or_else(|| Origin::whole(&file));
                 let found = format!("no such file: {}", file.display());
-                let remedy = "create it or correct the path";
+                let remedy = "create the file or correct the path";
                 findings.problems.push(LocatedProblem::new(origin, DEVICE_FILE_KEY, found, remedy));
             }
             None => {}
@@ -518,11 +525,12 @@ fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());
     (*enabled && !is_wanted).then(|| {
         let found = format!(
-            "no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut into {replicas} slices"
+            "the device file has no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut \
+             into {replicas} slices"
         );
         let remedy = format!(
-            "write type: NVIDIA_MPS in the entry of each GPU that is to be served, or {REPLICAS_KEY}: {replicas} in host.conf if \
-             that is meant"
+            "write type: NVIDIA_MPS in the entry of each GPU that is to be served; if every GPU is meant, \
+             write {REPLICAS_KEY}: {replicas} in host.conf"
         );
         LocatedProblem::new(Origin::whole(file), "devices", found, remedy)
     })
@@ -541,10 +549,10 @@ fn read_text(sysroot: &Path, file: &Path) -> Result<Option<String>, LocatedProbl
             return Ok(None);
         }
         Err(Unreadable::TooLarge(_)) => {
-            ("larger than 1 MiB".to_owned(), "this can't be the right file: check the path")
+            ("larger than 1 MiB".to_owned(), "no configuration is so large: check the path")
         }
-        Err(error @ Unreadable::Failed(_)) => (error.to_string(), "make it a readable file"),
-        Err(error @ Unreadable::NotRegular(_)) => (error.to_string(), "put a regular file there"),
+        Err(error @ Unreadable::Failed(_)) => (error.to_string(), "make the file readable"),
+        Err(error @ Unreadable::NotRegular(_)) => (error.to_string(), "put a regular file at this path"),
     };
     Err(LocatedProblem::new(Origin::whole(file), "", found, remedy))
 }
@@ -668,7 +676,7 @@ mod tests {
         assert_eq!(loaded.settings, Settings { absent, ..Settings::default() });
         assert_eq!(
             texts(&loaded.warnings),
-            ["/etc/yunion/host.conf: no such file; without it every key has its default"]
+            ["/etc/yunion/host.conf: no such file; without this file every key has its default"]
         );
     }
 
@@ -682,17 +690,18 @@ mod tests {
         let misspelt = ("/etc/yunin/host.conf", b"enable_cuda_mps: true\n".as_slice());
         assert_eq!(
             why(&[misspelt]),
-            "there is no configuration; not there: /opt/yunion/bin/etc/host.conf, /etc/yunion/host.conf, \
-             /etc/yunion/host_local.conf"
+            "there is no configuration; files that do not exist: /opt/yunion/bin/etc/host.conf, \
+             /etc/yunion/host.conf, /etc/yunion/host_local.conf"
         );
         assert_eq!(
             why(&[misspelt, (MAIN_FILE, b"hostname: host1\n")]),
-            "no file sets enable_cuda_mps; read: /etc/yunion/host.conf; not there: /opt/yunion/bin/etc/host.conf, \
-             /etc/yunion/host_local.conf"
+            "no file sets enable_cuda_mps; files that were read: /etc/yunion/host.conf; files that do not \
+             exist: /opt/yunion/bin/etc/host.conf, /etc/yunion/host_local.conf"
         );
         assert_eq!(
             why(&[(PLATFORM_FILE, b"a: b\n"), (LOCAL_FILE, b"enable_cuda_mps:\n")]),
-            "no file sets enable_cuda_mps; read: /opt/yunion/bin/etc/host.conf, /etc/yunion/host_local.conf"
+            "no file sets enable_cuda_mps; files that were read: /opt/yunion/bin/etc/host.conf, \
+             /etc/yunion/host_local.conf"
         );
         assert_eq!(why(&[(MAIN_FILE, b"enable_cuda_mps: false\n")]), "enable_cuda_mps is false");
     }
@@ -757,7 +766,7 @@ mod tests {
         let refused = named("/opt/y.conf").unwrap_err();
         assert_eq!(
             texts(&refused.problems),
-            ["/opt/y.conf: no such file; create it or correct the path on the command line"]
+            ["/opt/y.conf: no such file; create the file or correct the path on the command line"]
         );
         // With the root directory `/`, a relative name is relative to the working directory.
         assert_eq!(below(Path::new("/"), Path::new("etc/host.conf")), Path::new("etc/host.conf"));
@@ -798,9 +807,8 @@ mod tests {
         assert_eq!(problems.len(), 1);
         assert_eq!(
             texts(&warnings),
-            [
-                "/etc/yunion/host.conf:2: cuda_mps_replica: no such key; it is ignored; correct the spelling or remove it"
-            ]
+            ["/etc/yunion/host.conf:2: cuda_mps_replica: the service knows no such key and ignores it; \
+              correct the spelling or remove the key"]
         );
     }
 
@@ -826,8 +834,9 @@ mod tests {
             [("/dev/dri/renderD128", true), ("0000:00:06.0", false), (uuid, false), ("/dev/nvidia0", false)]
         {
             let warned = format!(
-                "{DEVICE_FILE}:4: devices[1].path: with {path} the platform's host agent does not start, unless it reads \
-                 D-Bus; name the GPU by its render node, /dev/dri/renderDN, as `ls -l /dev/dri/by-path` shows it"
+                "{DEVICE_FILE}:4: devices[1].path: the platform's host agent does not start with the path \
+                 {path}, unless the agent reads D-Bus; name the GPU by its render node, /dev/dri/renderDN, \
+                 as `ls -l /dev/dri/by-path` shows it"
             );
             let warned = if known { Vec::new() } else { vec![warned] };
             assert_eq!(told("enable_cuda_mps: true", &devices(path)), warned);
@@ -836,18 +845,14 @@ mod tests {
         let good = devices("/dev/dri/renderD128");
         assert_eq!(
             told("enable_cuda_mps: true\ncuda_mps_topology: per_gpu", &good),
-            [
-                "/etc/yunion/host.conf:2: cuda_mps_topology: with per_gpu every container fails, unless the platform's host \
-              agent reads D-Bus: an agent that does not gives containers /tmp/nvidia-mps/pipe, where no control daemon \
-              listens; write cuda_mps_topology: shared"
-            ]
+            ["/etc/yunion/host.conf:2: cuda_mps_topology: with per_gpu every container fails, unless the \
+              platform's host agent reads D-Bus: an older agent gives containers the directory \
+              /tmp/nvidia-mps/pipe, where no control daemon listens; write cuda_mps_topology: shared"]
         );
         assert_eq!(
             told("enable_cuda_mps: true", &good.replace("NVIDIA_GPU_SHARE", "NVIDIA_MIG")),
-            [
-                "/etc/yunion/host_container_device.yml:2: devices[0].type: with \"NVIDIA_MIG\" the platform's host agent does \
-              not start; correct its spelling or remove the entry"
-            ]
+            ["/etc/yunion/host_container_device.yml:2: devices[0].type: the platform's host agent does not \
+              start with the type \"NVIDIA_MIG\"; correct the spelling of the type or remove the entry"]
         );
     }
 
@@ -861,11 +866,10 @@ mod tests {
         for devices in [of_others, b"devices: []\n", b""] {
             assert_eq!(
                 warned("enable_cuda_mps: true", devices),
-                [
-                    "/etc/yunion/host_container_device.yml: devices: no entry of type NVIDIA_MPS, so each NVIDIA GPU that no entry \
-                     names is cut into 10 slices; write type: NVIDIA_MPS in the entry of each GPU that is to be served, or \
-                     cuda_mps_replicas: 10 in host.conf if that is meant"
-                ]
+                ["/etc/yunion/host_container_device.yml: devices: the device file has no entry of type \
+                  NVIDIA_MPS, so each NVIDIA GPU that no entry names is cut into 10 slices; write type: \
+                  NVIDIA_MPS in the entry of each GPU that is to be served; if every GPU is meant, write \
+                  cuda_mps_replicas: 10 in host.conf"]
             );
             assert!(warned("enable_cuda_mps: true\ncuda_mps_replicas: 10", devices).is_empty());
             assert!(warned("enable_cuda_mps: false", devices).is_empty());
@@ -879,9 +883,8 @@ mod tests {
         let problems = load_files(&[(MAIN_FILE, main)]).unwrap_err();
         assert_eq!(
             texts(&problems),
-            [
-                "/etc/yunion/host.conf:3: container_device_config_file: no such file: /etc/none.yml; create it or correct the path"
-            ]
+            ["/etc/yunion/host.conf:3: container_device_config_file: no such file: /etc/none.yml; create \
+              the file or correct the path"]
         );
     }
 
@@ -969,7 +972,7 @@ mod tests {
         let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
         assert_eq!(
             problem.to_string(),
-            "/etc/yunion/host.conf: is a directory and no regular file; put a regular file there"
+            "/etc/yunion/host.conf: is a directory, not a regular file; put a regular file at this path"
         );
         // Root can read a file whatever its permissions are, so the test makes a file unreadable with a loop of links.
         fs::remove_dir(&main).unwrap();
@@ -981,7 +984,7 @@ mod tests {
         fs::remove_file(&main).unwrap();
         symlink("/dev/zero", &main).unwrap();
         let [problem] = <[LocatedProblem; 1]>::try_from(load_below(&root).unwrap_err()).unwrap();
-        assert_eq!(problem.problem.found, "is a device and no regular file");
+        assert_eq!(problem.problem.found, "is a device, not a regular file");
     }
 
     /// The example file with each line uncommented that has a key.

@@ -132,13 +132,16 @@ fn cut(text: &str, chars: usize) -> Cow<'_, str> {
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedProblem> {
     let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
     if brackets > MAX_BRACKETS {
-        let found = format!("{brackets} brackets, the limit is {MAX_BRACKETS}");
+        let found = format!("found {brackets} brackets, at most {MAX_BRACKETS} are allowed");
         let remedy = "write lists and mappings with one item on each line";
         return Err(LocatedProblem::new(Origin::whole(file), "", found, remedy));
     }
     if let Some((at, line)) = text.lines().enumerate().find(|(_, line)| line.len() > MAX_LINE_BYTES) {
-        let found = format!("a line of {} bytes, the limit is {MAX_LINE_BYTES}", line.len());
-        let remedy = "no setting needs such a line: correct it, or split it";
+        let found = format!(
+            "found a line of {bytes} bytes, at most {MAX_LINE_BYTES} are allowed",
+            bytes = line.len()
+        );
+        let remedy = "correct the line or split it: no setting needs so many bytes";
         let origin = Origin { file: file.to_owned(), line: Some(at + 1) };
         return Err(LocatedProblem::new(origin, "", found, remedy));
     }
@@ -161,7 +164,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
     });
     let (found, remedy) = match tabbed {
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
-        None => ("not valid YAML", "correct that line or the line before it"),
+        None => ("not valid YAML", "correct this line or the line before"),
     };
     // The parser's message may quote keys of the file, so it is cleaned and cut.
     let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
@@ -194,8 +197,11 @@ struct Source<'t> {
 
 impl<'t> Source<'t> {
     fn spend<E: de::Error>(&self, amount: usize) -> Result<(), E> {
-        let left =
-            self.budget.get().checked_sub(amount).ok_or_else(|| E::custom("aliases repeat too much"))?;
+        let left = self
+            .budget
+            .get()
+            .checked_sub(amount)
+            .ok_or_else(|| E::custom("the aliases expand to too many values"))?;
         self.budget.set(left);
         Ok(())
     }
@@ -223,7 +229,7 @@ impl<'t> DeserializeSeed<'t> for NodeSeed<'_, 't> {
 
     fn deserialize<D: de::Deserializer<'t>>(self, deserializer: D) -> Result<Node<'t>, D::Error> {
         if self.depth > MAX_DEPTH {
-            return Err(de::Error::custom("nested too deeply, or an alias that contains itself"));
+            return Err(de::Error::custom("the values are nested too deeply, or an alias contains itself"));
         }
         self.source.spend(1)?;
         deserializer.deserialize_any(self)
@@ -497,20 +503,20 @@ mod tests {
     fn aliases_may_repeat_only_within_bounds() {
         assert_eq!(pairs("a: &x 5\nb: *x\n")[1].2, Value::Integer(5));
         let cyclic = read("a: &x\n  b: *x\n").unwrap_err();
-        assert!(cyclic.problem.found.contains("alias that contains itself"), "{cyclic}");
+        assert!(cyclic.problem.found.contains("an alias contains itself"), "{cyclic}");
         let mut laughs = "a: &a [x, x, x, x, x, x, x, x, x]\n".to_owned();
         for (name, below) in ('b'..='z').zip('a'..) {
             let repeated = vec![format!("*{below}"); 9].join(", ");
             laughs.push_str(&format!("{name}: &{name} [{repeated}]\n"));
         }
         let problem = read(&laughs).unwrap_err();
-        assert!(problem.problem.found.contains("aliases repeat too much"), "{problem}");
+        assert!(problem.problem.found.contains("the aliases expand to too many values"), "{problem}");
         // The limit also holds for many aliases of one large list, and for many aliases of a long text, which each alias
         // copies.
         let wide = format!("a: &a\n{}b:\n{}", "- x\n".repeat(2_000), "- *a\n".repeat(2_000));
-        assert!(read(&wide).unwrap_err().problem.found.contains("aliases repeat too much"));
+        assert!(read(&wide).unwrap_err().problem.found.contains("the aliases expand to too many values"));
         let long = format!("a: &a \"\\x41{}\"\nb:\n{}", "y".repeat(10_000), "- *a\n".repeat(2_000));
-        assert!(read(&long).unwrap_err().problem.found.contains("aliases repeat too much"));
+        assert!(read(&long).unwrap_err().problem.found.contains("the aliases expand to too many values"));
     }
 
     #[test]
@@ -563,7 +569,7 @@ mod tests {
         for quoted in ["\"", "'", ""] {
             let problem = read(&text(8 << 20).replace('"', quoted)).unwrap_err();
             assert_eq!(problem.origin.line, Some(2), "{problem}");
-            assert!(problem.problem.found.contains("the limit is 16384"), "{problem}");
+            assert!(problem.problem.found.contains("at most 16384"), "{problem}");
         }
     }
 

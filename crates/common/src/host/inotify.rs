@@ -28,15 +28,17 @@ pub fn shortage(errno: Errno, no_files: bool) -> Problem {
     match errno {
         Errno::NOSPC => Problem::new(
             "this user has no inotify watch left (sysctl fs.inotify.max_user_watches)",
-            "raise it: `sysctl fs.inotify.max_user_watches=1048576`, and the same line in /etc/sysctl.d",
+            "raise the limit: `sysctl fs.inotify.max_user_watches=1048576`, and the same line in \
+             /etc/sysctl.d",
         ),
         Errno::MFILE if !no_files => Problem::new(
             "this user has no inotify instance left (sysctl fs.inotify.max_user_instances)",
-            "raise it: `sysctl fs.inotify.max_user_instances=8192`, and the same line in /etc/sysctl.d",
+            "raise the limit: `sysctl fs.inotify.max_user_instances=8192`, and the same line in \
+             /etc/sysctl.d",
         ),
         Errno::MFILE => Problem::new(
             "this process can open no more files, so it has no inotify instance",
-            "raise its limit (LimitNOFILE=)",
+            "raise its limit of open files (LimitNOFILE=)",
         ),
         errno => {
             Problem::new(format!("inotify can't be used ({errno})"), "free memory, or raise fs.file-max")

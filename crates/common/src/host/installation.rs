@@ -12,17 +12,22 @@ const MODULE: &str = "proc/driver/nvidia/version";
 const OPERATORS: &str = "run/nvidia/driver";
 
 /// The remedy if NVIDIA's GPU operator has installed the driver in a container.
-const ON_THE_HOST: &str = "install the same driver with its MPS programs on the host, and let the operator leave it alone \
-                           (driver.enabled=false)";
+const ON_THE_HOST: &str = "install the same driver with its MPS programs on the host, and keep the operator \
+                           from installing a driver (driver.enabled=false)";
 
 /// The problem if the module of a driver is loaded, but the host does not have the driver's library. None if no module is
 /// loaded.
 pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     let module = fs::read_to_string(sysroot.join(MODULE)).ok()?;
-    let loaded = format!("NVIDIA's kernel module {} is loaded, and its libraries are", version(&module));
+    let loaded = format!(
+        "NVIDIA's kernel module {version} is loaded, but its libraries are",
+        version = version(&module)
+    );
     Some(match operators_program(sysroot, "nvidia-smi") {
-        Some(problem) => Problem::new(format!("{loaded} not on the host: {}", problem.found), problem.remedy),
-        None => Problem::new(format!("{loaded} not installed"), "install those of the same version"),
+        Some(problem) => {
+            Problem::new(format!("{loaded} not on the host: {why}", why = problem.found), problem.remedy)
+        }
+        None => Problem::new(format!("{loaded} not installed"), "install the libraries of the same version"),
     })
 }
 
@@ -62,14 +67,16 @@ mod tests {
         );
         assert_eq!(
             without_library(root.path()).unwrap().to_string(),
-            "NVIDIA's kernel module 580.95.05 is loaded, and its libraries are not installed; install those of the same version"
+            "NVIDIA's kernel module 580.95.05 is loaded, but its libraries are not installed; install the \
+             libraries of the same version"
         );
         plant("run/nvidia/driver/usr/bin/nvidia-smi", "");
         assert_eq!(
             without_library(root.path()).unwrap().to_string(),
-            "NVIDIA's kernel module 580.95.05 is loaded, and its libraries are not on the host: NVIDIA's GPU operator has the \
-             driver in a container of its own (/run/nvidia/driver); install the same driver with its MPS programs on the host, \
-             and let the operator leave it alone (driver.enabled=false)"
+            "NVIDIA's kernel module 580.95.05 is loaded, but its libraries are not on the host: NVIDIA's \
+             GPU operator has the driver in a container of its own (/run/nvidia/driver); install the same \
+             driver with its MPS programs on the host, and keep the operator from installing a driver \
+             (driver.enabled=false)"
         );
         assert_eq!(operators_program(root.path(), "nvidia-cuda-mps-control"), None);
         assert_eq!(

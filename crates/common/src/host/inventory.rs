@@ -82,13 +82,13 @@ impl Inventory {
             let nvml = match (listed.remove(&pci.address), pci.foreign_driver(), &driver) {
                 (Some(gpu), ..) => gpu.nvml,
                 (None, Some(other), _) => Err(Problem::new(
-                    format!("the kernel driver {other} holds it"),
-                    "bind it to nvidia, or take it out of the device file",
+                    format!("the kernel driver {other} holds the GPU"),
+                    "bind the GPU to nvidia, or remove its entry from the device file",
                 )),
                 (None, None, Err(reason)) => Err(reason.clone()),
-                (None, None, Ok(_)) => {
-                    unlisted.remove(&pci.address).unwrap_or_else(|| Err("NVML was not asked about it".into()))
-                }
+                (None, None, Ok(_)) => unlisted
+                    .remove(&pci.address)
+                    .unwrap_or_else(|| Err("NVML was not asked about this GPU".into())),
             };
             gpus.push(Gpu { pci, nvml });
         }
@@ -175,7 +175,7 @@ mod tests {
             inventory.gpus.iter().map(|gpu| (gpu.pci.address.to_string(), gpu.nvml.clone())).collect();
         assert_eq!(seen[0], ("0000:00:06.0".to_owned(), Ok(facts(1))));
         assert_eq!(seen[1].0, "0000:00:07.0");
-        assert!(seen[1].1.as_ref().unwrap_err().found.contains("vfio-pci holds it"));
+        assert!(seen[1].1.as_ref().unwrap_err().found.contains("vfio-pci holds the GPU"));
         assert_eq!(seen[2], ("0000:00:08.0".to_owned(), Err("0000:00:08.0 is lost".into())));
         assert_eq!(seen[3], ("0001:1a:00.0".to_owned(), Ok(facts(0))));
         assert_eq!(seen.len(), 4);

@@ -27,7 +27,12 @@ impl Place {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let (mount, path) = proc::location(rustix::fs::open(directory, flags, Mode::empty())?)?;
         let place = place_in(&proc::mountinfo(proc::OWN)?, mount, &path);
-        place.ok_or_else(|| io::Error::other(format!("{}: its mount is not listed", directory.display())))
+        place.ok_or_else(|| {
+            io::Error::other(format!(
+                "{directory}: the kernel's list of mounts does not have the mount of this directory",
+                directory = directory.display()
+            ))
+        })
     }
 
     /// The path of this place relative to `other`, which contains it; empty if both are the same. None if `other` does not

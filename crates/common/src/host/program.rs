@@ -25,10 +25,10 @@ pub fn find_program_in(name: &str, path: &OsStr) -> Result<PathBuf, Problem> {
     Err(match unusable {
         Some(file) => Problem::new(
             format!("{} is not executable", file.display()),
-            "chmod 755 it or reinstall the package it is from",
+            "make the file executable (chmod 755) or reinstall its package",
         ),
         None => Problem::new(
-            format!("{name} is in no directory of PATH ({})", Path::new(path).display()),
+            format!("{name} is in no directory of PATH ({path})", path = Path::new(path).display()),
             "install the driver's MPS package (nvidia-cuda-mps, nvidia-compute-utils or xorg-x11-drv-nvidia-cuda)",
         ),
     })

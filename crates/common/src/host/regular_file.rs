@@ -12,7 +12,7 @@ use rustix::fs::{OFlags, PROC_SUPER_MAGIC, fstatfs};
 pub enum Unreadable {
     #[error("can't be read: {0}")]
     Failed(#[from] io::Error),
-    #[error("is {0} and no regular file")]
+    #[error("is {0}, not a regular file")]
     NotRegular(&'static str),
     #[error("is larger than {0} bytes")]
     TooLarge(u64),

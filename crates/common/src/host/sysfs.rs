@@ -17,7 +17,7 @@ const DISPLAY: u32 = 0x03;
 pub(super) fn scan(sysroot: &Path) -> Result<Vec<PciDevice>, String> {
     let bus = sysroot.join("sys/bus/pci/devices");
     let entries = fs::read_dir(&bus)
-        .map_err(|error| format!("{}: the PCI devices can't be listed: {error}", bus.display()))?;
+        .map_err(|error| format!("{bus}: the PCI devices can't be listed: {error}", bus = bus.display()))?;
     let mut devices: Vec<PciDevice> = entries
         .flatten()
         .filter_map(|entry| {

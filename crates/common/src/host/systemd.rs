@@ -69,7 +69,7 @@ pub fn runs_us() -> bool {
 /// This process is no service of systemd, or systemd refuses or does not answer. The process is then most likely still in its
 /// old unit, but systemd may still move it a moment later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
-    let own = own_service().ok_or("this process is no service of systemd")?;
+    let own = own_service().ok_or("this process does not run in a service of systemd")?;
     let name = scope_name(id);
     let started = start_scope(&name, scope_properties(id, pid, &own));
     answer(PATIENCE, &format!("refuses to make {name}"), started).await?;
@@ -99,7 +99,7 @@ async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {
         let cgroup = proc::cgroups_text(pid)
-            .map_err(|error| format!("process {pid} has ended on its way to {name}: {error}"))?;
+            .map_err(|error| format!("process {pid} ended before systemd had moved it to {name}: {error}"))?;
         let unit = unit_of(&cgroup);
         if unit == Some(name) {
             return Ok(());
@@ -107,8 +107,8 @@ async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
         if Instant::now() >= deadline {
             let unit = unit.unwrap_or("no unit");
             return Err(format!(
-                "process {pid} is still in {unit} {} s after systemd was asked to move it to {name}",
-                PATIENCE.as_secs()
+                "process {pid} is still in {unit} {seconds} s after systemd was asked to move it to {name}",
+                seconds = PATIENCE.as_secs()
             )
             .into());
         }
@@ -119,7 +119,7 @@ async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
 /// Removes the limits of the service's unit until the next boot, for a control daemon that stays in the unit's control group.
 /// With the limits the kernel could kill servers, and with them tenants' jobs, to free memory.
 pub async fn lift_limits() -> Result<(), Problem> {
-    let own = own_service().ok_or("this process is no service of systemd")?;
+    let own = own_service().ok_or("this process does not run in a service of systemd")?;
     let lifted = async {
         let limits = ["MemoryHigh", "MemoryMax", "TasksMax"].map(|limit| (limit, Variant::from(u64::MAX)));
         SystemdProxy::new(&Connection::system().await?).await?.set_unit_properties(&own, true, &limits).await
@@ -130,7 +130,7 @@ pub async fn lift_limits() -> Result<(), Problem> {
 /// Asks systemd which job it has for this service's unit. Takes at most 10 s.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
-    match answer(PATIENCE, &format!("can't be asked what it does with {own}"), own_job()).await {
+    match answer(PATIENCE, &format!("does not say which job it has for {own}"), own_job()).await {
         Ok(job) => classify(job.as_deref(), &own),
         Err(reason) => Stopping::Unknown(reason.into()),
     }
@@ -143,7 +143,7 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
         // start job runs right after the stop.
         Some("restart" | "try-restart" | "start" | "reload-or-start") => Stopping::Restart,
         Some(other) => {
-            Stopping::Unknown(format!("systemd's job on {unit} is {other}, which is no reason to stop"))
+            Stopping::Unknown(format!("systemd's job on {unit} is {other}, which does not stop the unit"))
         }
         None => {
             let found = format!("systemd has no job that stops or restarts {unit}");
@@ -179,7 +179,9 @@ async fn answer<T>(
 ) -> Result<T, Problem> {
     match timeout(patience, asked).await {
         Ok(answer) => answer.map_err(|error| format!("systemd {refused}: {error}").into()),
-        Err(_) => Err(format!("systemd did not answer within {} s", patience.as_secs()).into()),
+        Err(_) => {
+            Err(format!("systemd did not answer within {seconds} s", seconds = patience.as_secs()).into())
+        }
     }
 }
 

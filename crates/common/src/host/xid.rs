@@ -45,40 +45,40 @@ use FollowUp::{Application, Look, Reset};
 /// The critical errors that the service knows: the number, the meaning in words, and the consequence.
 const CATALOGUE: [(u64, &str, FollowUp); 35] = [
     (8, "the GPU stopped processing", Application),
-    (11, "a command buffer that can't be read", Application),
+    (11, "an invalid or corrupted push buffer", Application),
     (13, "an exception of the graphics engine", Application),
-    (25, "a command buffer that can't be read", Application),
+    (25, "an invalid or corrupted push buffer", Application),
     (31, "a page fault in a program", Application),
-    (32, "a command buffer that can't be read", Application),
+    (32, "an invalid or corrupted push buffer", Application),
     (43, "the GPU stopped a program", Application),
-    (45, "the work of a program was cleaned up", Application),
+    (45, "the work of a program was cleaned up after an earlier error", Application),
     (46, "the GPU stopped processing", Reset),
-    (48, "an ECC error of two bits", Reset),
+    (48, "a double-bit ECC error", Reset),
     (62, "the internal controller halted", Reset),
-    (63, "a page of memory is replaced, at the next reset", Look),
-    (64, "a page of memory can't be replaced", Reset),
+    (63, "a page or row of memory is replaced at the next reset", Look),
+    (64, "a page or row of memory can't be replaced", Reset),
     (68, "an exception of the video decoder", Application),
-    (69, "an exception of the graphics engine's class", Application),
+    (69, "a class error of the graphics engine", Application),
     (74, "an error of NVLink", Look),
     (79, "the GPU has fallen off the bus", Reset),
-    (92, "many ECC errors of one bit", Look),
-    (94, "an ECC error that hit one program", Application),
-    (95, "an ECC error that may have hit every program", Reset),
-    (109, "a program did not make room in time", Reset),
+    (92, "a high rate of single-bit ECC errors", Look),
+    (94, "a contained ECC error, which hit one program", Application),
+    (95, "an uncontained ECC error, which may have hit every program", Reset),
+    (109, "a switch between programs took too long", Reset),
     (110, "a security fault", Reset),
-    (119, "the GPU's system processor does not answer", Reset),
-    (120, "an error of the GPU's system processor", Reset),
-    (121, "an error of the link to the CPU", Look),
+    (119, "the GPU's system processor (GSP) does not answer", Reset),
+    (120, "an error of the GPU's system processor (GSP)", Reset),
+    (121, "an error of the link to the CPU (C2C)", Look),
     (136, "the training of an NVLink has failed", Reset),
-    (137, "an access through NVLink without the right to it", Application),
-    (140, "an ECC error that was not recovered", Reset),
+    (137, "a forbidden access through NVLink", Application),
+    (140, "an unrecovered ECC error", Reset),
     (143, "the GPU could not be initialised", Reset),
-    (151, "a key could not be replaced", Reset),
+    (151, "an encryption key could not be replaced", Reset),
     (ACTION_CHANGED, "the driver asks for another recovery action", Reset),
-    (155, "an NVLink error that software has defined", Reset),
-    (156, "a defective part is retired, at the next reset", Reset),
-    (157, "a defective part can't be retired", Look),
-    (158, "the GPU did not finish in time", Reset),
+    (155, "a software-defined NVLink error", Reset),
+    (156, "a defective part of the GPU is retired at the next reset", Reset),
+    (157, "a defective part of the GPU can't be retired", Look),
+    (158, "a fatal timeout of the GPU", Reset),
 ];
 
 impl CriticalError {
@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn an_error_has_its_number_and_its_meaning() {
         let text = |xid| CriticalError { xid, action: None }.to_string();
-        assert_eq!(text(48), "Xid 48 (an ECC error of two bits)");
+        assert_eq!(text(48), "Xid 48 (a double-bit ECC error)");
         assert_eq!(text(999), "Xid 999");
     }
 }

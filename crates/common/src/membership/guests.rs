@@ -200,10 +200,15 @@ impl fmt::Display for BadRecord {
         match self {
             Self::Failed(error) => write!(f, "{error}"),
             Self::NotTheAgents => {
-                write!(f, "not a file or directory that only root can write; it is not believed")
+                write!(f, "not a file or directory that only root can write, so the service ignores it")
             }
-            Self::TooLarge => write!(f, "larger than {LARGEST} bytes; it is not read"),
-            Self::NoRoom => write!(f, "all files together are larger than {ALL} bytes; it is not read"),
+            Self::TooLarge => {
+                write!(f, "larger than {LARGEST} bytes, so the service does not read this file")
+            }
+            Self::NoRoom => write!(
+                f,
+                "all files together are larger than {ALL} bytes, so the service does not read this file"
+            ),
             Self::NotUnderstood { line, column } => {
                 write!(f, "not understood at line {line}, column {column}")
             }
@@ -546,7 +551,8 @@ mod tests {
         assert_eq!(records.record_of(ID), None);
         assert_eq!(records.room.left(), 0);
         let told = records_without_effect(servers.0.path());
-        let words = "all files together are larger than 16777216 bytes; it is not read";
+        let words =
+            "all files together are larger than 16777216 bytes, so the service does not read this file";
         assert!(told.len() == 2 && told.iter().all(|(_, why)| why == words), "{told:?}");
         // A file that is too large does not count towards the limit for all files together, so the good file is still read.
         servers.one("good", &id('b'), &[("00:06.0-1", None)]);

@@ -322,8 +322,8 @@ impl SliceMounts {
         }
     }
 
-    /// The slices of a process whose directories were mounted by root of the host or by a runtime of the host. None if the
-    /// mounts of the process prove nothing.
+    /// The slices of a process, as its mounts prove them: root of the host, or a runtime of the host, has mounted the
+    /// directories of these slices. None if the mounts of the process prove nothing.
     fn believed(&self, process: u32, sight: Sight) -> Option<BTreeSet<SliceId>> {
         let its = proc::user_namespace(process).ok();
         if its.is_some() && its == self.user {
@@ -459,7 +459,7 @@ fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }
 
-/// The slice in whose directory a process with this environment looks for its control daemon.
+/// The slice of a process with this environment: in the slice's directory the process looks for its control daemon.
 fn connected(environment: &[u8], pipe_directories: &BTreeSet<PathBuf>) -> Option<SliceId> {
     let directory = Path::new(OsStr::from_bytes(proc::variable(environment, PIPE_DIRECTORY_VARIABLE)?));
     let inside = |pipe: &PathBuf| directory.strip_prefix(pipe).ok();

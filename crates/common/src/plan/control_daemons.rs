@@ -114,11 +114,20 @@ impl ControlDaemonPlan {
         let joins = self.gpus.iter().find(|gpu| reachable(&gpu.uuid) && !present.gpus.contains(&gpu.uuid));
         let leaves = present.gpus.iter().find(|uuid| !self.gpus.iter().any(|gpu| gpu.uuid == **uuid));
         if present.pipe_directory != self.pipe_directory {
-            Some(format!("the pipe directory becomes {}", self.pipe_directory.display()))
+            Some(format!(
+                "the pipe directory becomes {pipe_directory}",
+                pipe_directory = self.pipe_directory.display()
+            ))
         } else if present.control_directory != self.control_directory() {
-            Some(format!("its sockets move to {}", self.control_directory().display()))
+            Some(format!(
+                "the control daemon's sockets move to {control_directory}",
+                control_directory = self.control_directory().display()
+            ))
         } else if present.log_directory != self.log_directory {
-            Some(format!("the log directory becomes {}", self.log_directory.display()))
+            Some(format!(
+                "the log directory becomes {log_directory}",
+                log_directory = self.log_directory.display()
+            ))
         } else if let Some(gpu) = joins {
             Some(format!("{} joins", gpu.uuid))
         } else if let Some(uuid) = leaves {
@@ -128,9 +137,9 @@ impl ControlDaemonPlan {
         } else if !present.multiuser && self.multiuser && !self.multiuser_optional {
             Some("multi-user mode is switched on".to_owned())
         } else if let Some(cpus) = self.cpus.filter(|_| !present.near_cpus) {
-            Some(format!("its CPUs change to {cpus}"))
+            Some(format!("the control daemon's CPUs change to {cpus}"))
         } else if present.near_cpus && self.cpus.is_none() {
-            Some("its CPUs change to all".to_owned())
+            Some("the control daemon's CPUs change to all CPUs of the host".to_owned())
         } else {
             None
         }
@@ -270,10 +279,10 @@ pub(super) fn each_writes_a_log(
     };
     let problems = control_daemons.iter().filter(silent).map(|daemon| {
         let found = format!(
-            "found {:?}, where control daemon {} makes a FIFO: with a directory in its place it writes no log, and no fault \
-             is ever seen",
-            daemon.log_directory.display(),
-            daemon.id
+            "found {log_directory:?}, where control daemon {id} makes a FIFO: with a directory in the place \
+             of the FIFO the control daemon writes no log, and the service sees no fault",
+            log_directory = daemon.log_directory.display(),
+            id = daemon.id
         );
         let remedy = format!("choose a directory outside of the pipe directory, such as {LOG_BESIDE_PIPE}");
         LocatedProblem::new(origin.clone(), LOG_KEY, found, remedy)
@@ -304,8 +313,7 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
     }
 }
 
-/// The slices of the GPU whose limits are smaller than the control daemon's defaults, in words. None if no slice has smaller
-/// limits.
+/// The slices of the GPU with smaller limits than the control daemon's defaults, in words. None if there is no such slice.
 fn smaller(
     gpu: &GpuPlan,
     served: &ServedGpu,
@@ -407,7 +415,7 @@ mod tests {
         assert_eq!(daemon.thread_percentage, 50);
         assert_eq!((daemon.multiuser, daemon.multiuser_optional, daemon.prewarm), (true, false, true));
         assert!(
-            plan.gpus[0].warnings[0].problem.found.contains("default is 50 %"),
+            plan.gpus[0].warnings[0].problem.found.contains("50 % by default"),
             "{:?}",
             plan.gpus[0].warnings
         );
@@ -607,8 +615,11 @@ mod tests {
         assert_eq!(misfit(None, false), None);
         assert_eq!(misfit(Some("0-15"), true), None);
         assert_eq!(misfit(Some("0-14"), true), None);
-        assert_eq!(misfit(Some("0-15"), false).as_deref(), Some("its CPUs change to 0-15"));
-        assert_eq!(misfit(None, true).as_deref(), Some("its CPUs change to all"));
+        assert_eq!(misfit(Some("0-15"), false).as_deref(), Some("the control daemon's CPUs change to 0-15"));
+        assert_eq!(
+            misfit(None, true).as_deref(),
+            Some("the control daemon's CPUs change to all CPUs of the host")
+        );
     }
 
     /// A control daemon of an earlier version of this service has its sockets in the pipe directory.
@@ -630,7 +641,8 @@ mod tests {
             daemon.misfit(&present, |_| true)
         };
         assert_eq!(misfit(daemon.control_directory()), None);
-        let moves = format!("its sockets move to {}.private", daemon.pipe_directory.display());
+        let moves =
+            format!("the control daemon's sockets move to {}.private", daemon.pipe_directory.display());
         assert_eq!(misfit(&daemon.pipe_directory), Some(moves));
     }
 

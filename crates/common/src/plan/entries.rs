@@ -65,7 +65,7 @@ pub(super) fn wanted<'a>(
                 let (origin, first) = earlier.get();
                 let which = address.map(|address| format!(" ({address})")).unwrap_or_default();
                 let found = format!("{path}{which} is named a second time");
-                let remedy = format!("{origin} names it as {first}; keep one");
+                let remedy = format!("keep one entry: {origin} names this GPU as {first}");
                 problems.push(entry.problem("path", Problem::new(found, remedy)));
                 continue;
             }
@@ -158,7 +158,11 @@ pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String 
         let address = gpu.pci.address;
         let claims = |entry: &&DeviceEntry| claimed_by(entry, inventory) == Some(address);
         if let Some(entry) = settings.devices.iter().find(claims) {
-            others.push(format!("{address} is {} in {}", entry.device_type, entry.origin));
+            others.push(format!(
+                "{address} has the type {device_type} in {origin}",
+                device_type = entry.device_type,
+                origin = entry.origin
+            ));
             remedy = "; write type: NVIDIA_MPS in the entry of a GPU that is to be served";
         } else if let Some(driver) = gpu.pci.foreign_driver() {
             others.push(format!("{address} is held by the kernel driver {driver}"));
@@ -167,7 +171,7 @@ pub(super) fn why_nothing(settings: &Settings, inventory: &Inventory) -> String 
     if others.is_empty() {
         return "this host has no NVIDIA GPU to serve".to_owned();
     }
-    format!("every NVIDIA GPU of this host has another use: {}{remedy}", others.join(", "))
+    format!("every NVIDIA GPU of this host has another use: {others}{remedy}", others = others.join(", "))
 }
 
 #[cfg(test)]
@@ -230,9 +234,9 @@ mod tests {
         assert_eq!(plan.gpus, []);
         assert_eq!(
             plan.nothing,
-            "every NVIDIA GPU of this host has another use: 0000:1a:00.0 is NVIDIA_GPU_SHARE in devices.yml:90, \
-             0000:1b:00.0 is held by the kernel driver vfio-pci; write type: NVIDIA_MPS in the entry of a GPU that is to \
-             be served"
+            "every NVIDIA GPU of this host has another use: 0000:1a:00.0 has the type NVIDIA_GPU_SHARE in \
+             devices.yml:90, 0000:1b:00.0 is held by the kernel driver vfio-pci; write type: NVIDIA_MPS in \
+             the entry of a GPU that is to be served"
         );
     }
 
@@ -320,8 +324,8 @@ mod tests {
             let settings = with(vec![(node(128), 4), (node(129), 4), (second.clone(), 4)]);
             let problems = problems(&settings, &h200s());
             let expected = format!(
-                "devices.yml:4: devices[2].path: {second} (0000:1a:00.0) is named a second time; \
-                 devices.yml:2 names it as /dev/dri/renderD128; keep one"
+                "devices.yml:4: devices[2].path: {second} (0000:1a:00.0) is named a second time; keep one \
+                 entry: devices.yml:2 names this GPU as /dev/dri/renderD128"
             );
             assert_eq!(problems, [expected]);
         }
@@ -358,8 +362,9 @@ mod tests {
         assert!(lines[1].starts_with("devices.yml:4: devices[2].path: "));
         assert_eq!(
             lines[2],
-            "devices.yml:5: devices[3].virtual_number: 122881 slices of 0000:1b:00.0, which has 122880 MiB, have 0 MiB \
-             each, and the CUDA context of a client with 1 % of its threads takes 33 MiB or more; write fewer slices"
+            "devices.yml:5: devices[3].virtual_number: 122881 slices of GPU 0000:1b:00.0, which has 122880 \
+             MiB, have 0 MiB each, but the CUDA context of a client with 1 % of the GPU's threads takes 33 \
+             MiB or more; write fewer slices"
         );
         assert!(lines[3].starts_with("devices.yml:6: devices[4].path: /dev/dri/renderD141 does not exist"));
     }

@@ -128,18 +128,20 @@ fn settings(gpu: &Gpu, facts: &NvmlFacts, sizes: &[SliceSize]) -> Vec<NamedProbl
     let address = gpu.pci.address;
     if facts.state.mig_enabled {
         let remedy = format!(
-            "turn it off with nvidia-smi -i {address} -mig 0 once nothing runs on it, and before Hopper reset it then \
-             (nvidia-smi -i {address} --gpu-reset), without this service and nvidia-persistenced, which hold it"
+            "turn MIG off (nvidia-smi -i {address} -mig 0) once nothing runs on the GPU; a GPU before \
+             Hopper then needs a reset (nvidia-smi -i {address} --gpu-reset), with this service and \
+             nvidia-persistenced stopped"
         );
         obstacles.push(NamedProblem::new("mig-enabled", "MIG is on", remedy));
     }
     if facts.state.compute_mode == Some(ComputeMode::Prohibited) {
-        let remedy = format!("change it with nvidia-smi -i {address} -c DEFAULT");
-        let found = "compute mode Prohibited lets no process in";
+        let remedy = format!("change the compute mode with nvidia-smi -i {address} -c DEFAULT");
+        let found = "compute mode Prohibited lets no process use the GPU";
         obstacles.push(NamedProblem::new("compute-mode-prohibited", found, remedy));
     }
     if facts.memory_total_mib.is_none() && sizes.iter().any(|size| size.memory_mib == 0) {
-        let found = "NVML does not report its memory, as if it shared the host's, so the service can't divide the memory";
+        let found = "NVML does not report the memory of the GPU, as of a GPU that shares the memory of the \
+                     host, so the service can't divide the memory";
         let remedy =
             "write the memory of every slice in the GPU's entry in the device file, such as memory: 20GiB";
         obstacles.push(NamedProblem::new("memory-unknown", found, remedy));

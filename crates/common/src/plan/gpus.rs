@@ -92,8 +92,8 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
         .iter()
         .map(|(pid, command)| (format!("{pid} ({command})"), pid.to_string()))
         .unzip();
-    let found = format!("held by processes that do not go through MPS: {}", holders.join(", "));
-    Some(NamedProblem::new(HELD, found, format!("end them: kill {}", pids.join(" "))))
+    let found = format!("held by processes that do not use MPS: {holders}", holders = holders.join(", "));
+    Some(NamedProblem::new(HELD, found, format!("end these processes: kill {pids}", pids = pids.join(" "))))
 }
 
 /// The obstacle that the slices of a GPU should have a control daemon each, but can't. None if they can.
@@ -103,18 +103,18 @@ fn inseparable(
     settings: &Settings,
     inventory: &Inventory,
 ) -> Option<NamedProblem> {
-    let take_back = "take isolation: slice or cuda_mps_topology: per_slice back";
+    let take_back = "remove isolation: slice or cuda_mps_topology: per_slice";
     let mode = facts.state.compute_mode.filter(|mode| mode.is_exclusive());
     let (found, remedy) = if settings.multiuser == MultiUser::Off {
-        let found = "a control daemon for each slice serves every user, and cuda_mps_multiuser is off";
+        let found = "a control daemon for each slice needs multi-user mode, but cuda_mps_multiuser is off";
         (found.to_owned(), "remove cuda_mps_multiuser".to_owned())
     } else if !LINKED_SOCKET.holds(inventory.series(), facts.compute_capability) {
-        let found = "a control daemon for each slice takes driver 580 and a GPU since Volta";
+        let found = "a control daemon for each slice needs driver 580 and a GPU since Volta";
         (found.to_owned(), take_back.to_owned())
     } else if let Some(mode) = mode.filter(|_| !settings.supervision.set_compute_mode) {
-        let found = format!("compute mode {mode} lets in the server of one slice alone");
+        let found = format!("compute mode {mode} lets the server of only one slice use the GPU");
         let address = gpu.pci.address;
-        (found, format!("change it with nvidia-smi -i {address} -c DEFAULT, or {take_back}"))
+        (found, format!("change the compute mode with nvidia-smi -i {address} -c DEFAULT, or {take_back}"))
     } else {
         return None;
     };
@@ -157,25 +157,28 @@ mod tests {
             (|all| all.gpus[1].nvml = Err("GPU is lost".into()), "GPU is lost"),
             (
                 |all| facts(all, 1).state.mig_enabled = true,
-                "MIG is on; turn it off with nvidia-smi -i 0000:1b:00.0 -mig 0 once nothing runs on it, and before Hopper \
-                 reset it then (nvidia-smi -i 0000:1b:00.0 --gpu-reset), without this service and nvidia-persistenced, which \
-                 hold it",
+                "MIG is on; turn MIG off (nvidia-smi -i 0000:1b:00.0 -mig 0) once nothing runs on the GPU; \
+                 a GPU before Hopper then needs a reset (nvidia-smi -i 0000:1b:00.0 --gpu-reset), with this \
+                 service and nvidia-persistenced stopped",
             ),
             (
                 |all| facts(all, 1).state.compute_mode = Some(ComputeMode::Prohibited),
-                "compute mode Prohibited lets no process in; change it with nvidia-smi -i 0000:1b:00.0 -c DEFAULT",
+                "compute mode Prohibited lets no process use the GPU; change the compute mode with \
+                 nvidia-smi -i 0000:1b:00.0 -c DEFAULT",
             ),
             (
                 |all| {
                     facts(all, 1).state.foreign_processes =
                         vec![(4711, "python3".to_owned()), (12, "x".to_owned())];
                 },
-                "held by processes that do not go through MPS: 4711 (python3), 12 (x); end them: kill 4711 12",
+                "held by processes that do not use MPS: 4711 (python3), 12 (x); end these processes: kill \
+                 4711 12",
             ),
             (
                 |all| facts(all, 1).memory_total_mib = None,
-                "NVML does not report its memory, as if it shared the host's, so the service can't divide the memory; write \
-                 the memory of every slice in the GPU's entry in the device file, such as memory: 20GiB",
+                "NVML does not report the memory of the GPU, as of a GPU that shares the memory of the \
+                 host, so the service can't divide the memory; write the memory of every slice in the GPU's \
+                 entry in the device file, such as memory: 20GiB",
             ),
         ];
         for (ail, reason) in ailments {

@@ -103,17 +103,17 @@ fn too_little(
         (memory < context).then_some((size, percentage, context))
     })?;
     let takes = format!(
-        "the CUDA context of a client with {percentage} % of its threads takes {context} MiB or more"
+        "the CUDA context of a client with {percentage} % of the GPU's threads takes {context} MiB or more"
     );
     let Some(written) = size.memory_mib else {
         let found = format!(
-            "{slices} slices of {address}, which has {total} MiB, have {share} MiB each, and {takes}"
+            "{slices} slices of GPU {address}, which has {total} MiB, have {share} MiB each, but {takes}"
         );
         return Some(("virtual_number", Problem::new(found, "write fewer slices")));
     };
     let key = if keys.own.is_empty() { "memory" } else { "slices" };
-    let found = format!("{written} MiB for a slice of {address}, and {takes}");
-    Some((key, Problem::new(found, "write more; a size in GiB has the unit, such as 20GiB")))
+    let found = format!("found {written} MiB for a slice of GPU {address}, but {takes}");
+    Some((key, Problem::new(found, "write a larger number of MiB, or a size with its unit, such as 20GiB")))
 }
 
 /// The key of an entry that asks for more memory than the GPU has.
@@ -124,13 +124,14 @@ fn too_much(gpu: &Gpu, total: u64, keys: &MpsEntry, described: &str) -> Option<(
     let own = keys.own.iter().filter_map(|size| size.memory_mib);
     let largest = own.chain(keys.each.memory_mib).max()?.get();
     if largest > total {
-        let found = format!("{largest} MiB for a slice of {address}, which {described}");
+        let found = format!("found {largest} MiB for a slice of GPU {address}, which {described}");
         return Some((key, Problem::new(found, format!("write {total} or less"))));
     }
     let sum = overcommitted(total, keys).filter(|_| !keys.overcommit)?;
-    let found = format!("{slices} slices have {sum} MiB together, and {address} {described}");
+    let found = format!("{slices} slices have {sum} MiB together, but GPU {address} {described}");
     let remedy = format!(
-        "write {share} MiB or less for each; or write overcommit: true if a client may find no memory although its slice has some left"
+        "write {share} MiB or less for each slice; or write overcommit: true, with which a client may find \
+         no memory although its slice has some left"
     );
     Some((key, Problem::new(found, remedy)))
 }
@@ -201,10 +202,9 @@ mod tests {
         assert_eq!(limits(&plan(&with(vec![(node(128), 698)]), &p40()).unwrap()), [(33, 1)]);
         assert_eq!(
             problems(&with(vec![(node(128), 699)]), &p40()),
-            [
-                "devices.yml:2: devices[0].virtual_number: 699 slices of 0000:00:06.0, which has 23040 MiB, have 32 MiB each, and \
-                 the CUDA context of a client with 1 % of its threads takes 33 MiB or more; write fewer slices"
-            ]
+            ["devices.yml:2: devices[0].virtual_number: 699 slices of GPU 0000:00:06.0, which has 23040 \
+              MiB, have 32 MiB each, but the CUDA context of a client with 1 % of the GPU's threads takes \
+              33 MiB or more; write fewer slices"]
         );
         let mut settings = no_entries();
         settings.replicas = NonZeroU32::new(u32::MAX).unwrap();
@@ -218,10 +218,9 @@ mod tests {
         settings.devices[0].mps.as_mut().unwrap().each.memory_mib = NonZeroU64::new(20);
         assert_eq!(
             problems(&settings, &p40()),
-            [
-                "devices.yml:2: devices[0].memory: 20 MiB for a slice of 0000:00:06.0, and the CUDA context of a client with 25 % \
-                 of its threads takes 57 MiB or more; write more; a size in GiB has the unit, such as 20GiB"
-            ]
+            ["devices.yml:2: devices[0].memory: found 20 MiB for a slice of GPU 0000:00:06.0, but the CUDA \
+              context of a client with 25 % of the GPU's threads takes 57 MiB or more; write a larger \
+              number of MiB, or a size with its unit, such as 20GiB"]
         );
         let keys = settings.devices[0].mps.as_mut().unwrap();
         let size = |memory, thread_percentage| SliceKeys {
@@ -235,12 +234,12 @@ mod tests {
         (keys.slices, keys.each) = (NonZeroU32::new(2).unwrap(), SliceKeys::default());
         keys.own = vec![size(8192, None), size(20, None)];
         let told = problems(&settings, &p40());
-        assert!(told[0].starts_with("devices.yml:2: devices[0].slices: 20 MiB"), "{told:?}");
+        assert!(told[0].starts_with("devices.yml:2: devices[0].slices: found 20 MiB"), "{told:?}");
         // A slice with its own control daemon has all threads of the GPU.
         let mut settings = with(vec![(node(128), 4)]);
         let keys = settings.devices[0].mps.as_mut().unwrap();
         (keys.each.memory_mib, keys.isolation) = (NonZeroU64::new(100), Some(Isolation::Slice));
-        assert!(problems(&settings, &p40())[0].contains("100 % of its threads takes 132 MiB"));
+        assert!(problems(&settings, &p40())[0].contains("100 % of the GPU's threads takes 132 MiB"));
     }
 
     #[test]
@@ -264,19 +263,15 @@ mod tests {
         let problem = |slices, memory, overcommit| problems(&planned(slices, memory, overcommit), &p40());
         assert_eq!(
             problem(4, 5761, false),
-            [
-                "devices.yml:2: devices[0].memory: 4 slices have 23044 MiB together, and 0000:00:06.0 has 23040 MiB; write 5760 \
-                 MiB or less for each; or write overcommit: true if a client may find no memory although its slice has some \
-                 left"
-            ]
+            ["devices.yml:2: devices[0].memory: 4 slices have 23044 MiB together, but GPU 0000:00:06.0 has \
+              23040 MiB; write 5760 MiB or less for each slice; or write overcommit: true, with which a \
+              client may find no memory although its slice has some left"]
         );
         for overcommit in [false, true] {
             assert_eq!(
                 problem(2, 23041, overcommit),
-                [
-                    "devices.yml:2: devices[0].memory: 23041 MiB for a slice of 0000:00:06.0, which has 23040 MiB; write 23040 \
-                  or less"
-                ]
+                ["devices.yml:2: devices[0].memory: found 23041 MiB for a slice of GPU 0000:00:06.0, which \
+                  has 23040 MiB; write 23040 or less"]
             );
         }
     }
@@ -312,11 +307,10 @@ mod tests {
         }
         assert_eq!(
             problems(&planned(&[], 28_673, false), &inventory),
-            [
-                "devices.yml:2: devices[0].memory: 4 slices have 114692 MiB together, and 0000:00:06.0 shares the host's memory, \
-                 of which its slices can have 114688 MiB: an eighth stays with the host; write 28672 MiB or less for each; or \
-                 write overcommit: true if a client may find no memory although its slice has some left"
-            ]
+            ["devices.yml:2: devices[0].memory: 4 slices have 114692 MiB together, but GPU 0000:00:06.0 \
+              shares the host's memory, of which its slices can have 114688 MiB: an eighth stays with the \
+              host; write 28672 MiB or less for each slice; or write overcommit: true, with which a client \
+              may find no memory although its slice has some left"]
         );
         let over = plan(&planned(&[], 28_673, true), &inventory).unwrap();
         assert!(over.gpus[0].warnings.iter().any(|one| one.name == "memory-overcommitted"));

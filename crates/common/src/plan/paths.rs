@@ -93,7 +93,7 @@ pub(super) fn choices(inventory: &Inventory) -> String {
     if paths.is_empty() {
         "this host has no NVIDIA GPU".to_owned()
     } else {
-        format!("the NVIDIA GPUs of this host are {}", paths.join(", "))
+        format!("the NVIDIA GPUs of this host are {gpus}", gpus = paths.join(", "))
     }
 }
 
@@ -115,8 +115,8 @@ fn with_facts<'a>(
     let silent = ours.find_map(|gpu| Some((gpu.pci.address, gpu.nvml.as_ref().err()?)));
     match silent {
         Some((address, reason)) if inventory.driver.is_ok() => {
-            let found = format!("{path} may be the GPU at {address}, which can't be asked: {reason}");
-            let problem = Problem::new(found, "the GPU is served once it answers");
+            let found = format!("{path} may be the GPU at {address}, which does not answer: {reason}");
+            let problem = Problem::new(found, "the GPU is served once this GPU answers");
             Err(Miss::Absent { problem, certain: false })
         }
         _ => Err(absent(inventory, format!("this host has no GPU {path}"))),
@@ -137,7 +137,10 @@ fn no_such_node(node: &Path, inventory: &Inventory) -> Miss {
         inventory.gpus.iter().find(|gpu| gpu.pci.render_node.is_none() && gpu.pci.foreign_driver().is_none());
     match nodeless {
         Some(gpu) if inventory.driver.is_ok() => {
-            let found = format!("{node} does not exist, and {} has no render node yet", gpu.pci.address);
+            let found = format!(
+                "{node} does not exist, and GPU {address} has no render node yet",
+                address = gpu.pci.address
+            );
             let problem = Problem::new(found, "load nvidia-drm (modprobe nvidia-drm)");
             Miss::Absent { problem, certain: false }
         }
@@ -147,8 +150,8 @@ fn no_such_node(node: &Path, inventory: &Inventory) -> Miss {
 
 fn ambiguous(path: &DevicePath, several: &[PciAddress]) -> Miss {
     let several: Vec<String> = several.iter().map(ToString::to_string).collect();
-    let found = format!("{path} may be {}", several.join(" or "));
-    Miss::Ambiguous(Problem::new(found, "write the address with its domain"))
+    let found = format!("{path} may be GPU {gpus}", gpus = several.join(" or "));
+    Miss::Ambiguous(Problem::new(found, "write the PCI address with its domain"))
 }
 
 fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
@@ -180,8 +183,10 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
         Some(device) if device.vendor != NVIDIA => return not_nvidia(quoted, device, inventory),
         Some(PciDevice { address, render_node, .. }) => {
             let remedy = match render_node {
-                Some(node) => format!("write its render node, {}", node.display()),
-                None => "write its render node, /dev/dri/renderDN, once nvidia-drm is loaded".to_owned(),
+                Some(node) => format!("write the GPU's render node, {node}", node = node.display()),
+                None => {
+                    "write the GPU's render node, /dev/dri/renderDN, once nvidia-drm is loaded".to_owned()
+                }
             };
             (format!("{quoted} is {kind} of {address}"), remedy)
         }
@@ -248,14 +253,14 @@ mod tests {
             (
                 other("/dev/dri/card1"),
                 "\"/dev/dri/card1\" is a card node of 0000:1b:00.0".to_owned(),
-                "write its render node, /dev/dri/renderD129",
+                "write the GPU's render node, /dev/dri/renderD129",
             ),
             (other("/dev/dri/card77"), "\"/dev/dri/card77\" is a card node".to_owned(), all),
             (
                 other("/dev/dri/by-path/pci-0000:1b:00.0-render"),
                 "\"/dev/dri/by-path/pci-0000:1b:00.0-render\" is a link to a device node of 0000:1b:00.0"
                     .to_owned(),
-                "write its render node, /dev/dri/renderD129",
+                "write the GPU's render node, /dev/dri/renderD129",
             ),
             (other("/dev/null"), "\"/dev/null\" is not the path of a GPU".to_owned(), all),
             (other("a\nb"), "\"a\\nb\" is not the path of a GPU".to_owned(), all),
@@ -284,9 +289,8 @@ mod tests {
         let several = host(vec![one, gpu("0002:1a:00.0", 129, "GPU-2", 122_880, (9, 0))]);
         assert_eq!(
             problems(&settings, &several),
-            [
-                "devices.yml:2: devices[0].path: 1a:00.0 may be 0001:1a:00.0 or 0002:1a:00.0; write the address with its domain"
-            ]
+            ["devices.yml:2: devices[0].path: 1a:00.0 may be GPU 0001:1a:00.0 or 0002:1a:00.0; write the \
+              PCI address with its domain"]
         );
         // It is ambiguous which GPU the entry of another type names, so no GPU is served.
         let claimed = and_other(no_entries(), Some(short("1a:00.0")));

@@ -15,8 +15,9 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
     let Some(capability) = facts.compute_capability else {
         return vec![NamedProblem::new(
             NO_COMPUTE_CAPABILITY,
-            "NVML does not report its compute capability, so it counts as a GPU that enforces no limits",
-            "nvidia-smi -q and dmesg say more",
+            "NVML does not report the compute capability of the GPU, so the service takes it as a GPU that \
+             enforces no limits",
+            "see nvidia-smi -q and dmesg",
         )];
     };
     let mut warnings = Vec::new();
@@ -24,8 +25,8 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
     if slices.get() > clients {
         warnings.push(NamedProblem::new(
             "more-slices-than-clients",
-            format!("{slices} slices, but the GPU can hold {clients} clients at once"),
-            format!("virtual_number: {clients} or less in the device file"),
+            format!("the GPU has {slices} slices, but can hold {clients} clients at once"),
+            format!("write virtual_number: {clients} or less in the device file"),
         ));
     }
     let counted = NVML_LISTS_CLIENTS.holds(inventory.series(), facts.compute_capability);
@@ -33,12 +34,12 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
         Some(_) if !counted => warnings.push(NamedProblem::new(
             CLIENTS_NOT_COUNTED,
             "max_clients has no effect, since clients can't be counted on a GPU before Volta",
-            "remove max_clients from its entry in the device file",
+            "remove max_clients from the GPU's entry in the device file",
         )),
         Some(most) if most.get() > clients => warnings.push(NamedProblem::new(
             "more-clients-than-places",
             format!("max_clients is {most}, but the GPU can hold {clients} clients at once"),
-            format!("max_clients: {clients} or less in the device file"),
+            format!("write max_clients: {clients} or less in the device file"),
         )),
         _ => {}
     }
@@ -48,11 +49,15 @@ pub(super) fn of_gpu(facts: &NvmlFacts, keys: &MpsEntry, inventory: &Inventory) 
         warnings.push(NamedProblem::new(
             OVERCOMMITTED,
             format!(
-                "its {slices} slices have {sum} MiB together, and the GPU {}: a client may find no memory although its slice \
-                 has some left",
-                describe_memory(facts, total)
+                "the GPU's {slices} slices have {sum} MiB together, but the GPU {described}: a client may \
+                 find no memory although its slice has some left",
+                described = describe_memory(facts, total)
             ),
-            format!("{} MiB or less for each in the device file, if each is to have its memory", memory_mib(total, *slices)),
+            format!(
+                "write {share} MiB or less for each slice in the device file, if each slice is to have all \
+                 its memory",
+                share = memory_mib(total, *slices)
+            ),
         ));
     }
     if !LIMITS.holds(inventory.series(), facts.compute_capability) {
@@ -65,9 +70,10 @@ pub(super) fn not_enforced((major, minor): (u32, u32)) -> NamedProblem {
     NamedProblem::new(
         NOT_ENFORCED,
         format!(
-            "compute capability {major}.{minor} enforces neither the memory limit nor the thread percentage"
+            "compute capability {major}.{minor} enforces neither the memory limit nor the active thread \
+             percentage"
         ),
-        "give its slices to tenants who trust each other, or use a GPU from Volta on",
+        "give the slices of this GPU to tenants who trust each other, or use a GPU from Volta on",
     )
 }
 
@@ -77,7 +83,7 @@ pub(super) fn given_out_twice(ours: &DeviceEntry, other: &DeviceEntry) -> NamedP
     let (ours, origin, device_type) = (&ours.origin, &other.origin, &other.device_type);
     NamedProblem::new(
         "given-out-twice",
-        format!("{ours} lists it as NVIDIA_MPS, and {origin} as {device_type} too"),
+        format!("{ours} lists the GPU as NVIDIA_MPS, but {origin} lists the same GPU as {device_type}"),
         format!("remove one of the entries: {ours} or {origin}"),
     )
 }
@@ -92,10 +98,13 @@ pub(super) fn loose(
 ) -> NamedProblem {
     NamedProblem::new(
         "default-limits-loose",
-        format!("{holder}'s default is {default} {unit}, so only clients that set {variable} keep to {own}"),
-        "cut the GPUs into slices of the same memory and thread_percentage, give clients the environment that \
-         yunion-mpsctl env NAME prints, or write isolation: slice for the GPU: then each slice has its own limits, and the \
-         slices take turns",
+        format!(
+            "{holder} gives clients {default} {unit} by default, so only clients that set {variable} keep \
+             to {own}"
+        ),
+        "cut the GPUs into slices of the same memory and thread_percentage, give clients the environment \
+         that yunion-mpsctl env NAME prints, or write isolation: slice for the GPU, with which each slice \
+         has its own limits and the slices take turns",
     )
 }
 
@@ -171,7 +180,8 @@ mod tests {
         let [twice] = plan.gpus[1].warnings.as_slice() else { panic!("{:?}", plan.gpus[1].warnings) };
         assert_eq!(
             twice.problem.found,
-            "devices.yml:3 lists it as NVIDIA_MPS, and devices.yml:90 as NVIDIA_GPU_SHARE too"
+            "devices.yml:3 lists the GPU as NVIDIA_MPS, but devices.yml:90 lists the same GPU as \
+             NVIDIA_GPU_SHARE"
         );
     }
 }

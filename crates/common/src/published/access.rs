@@ -88,5 +88,5 @@ fn of_gpu(gpu: &GpuView, bindings: &SliceBindings, asker: Asker<'_>) -> Result<u
             Err(obstacle) => refused = refused.into_iter().chain([obstacle]).min(),
         }
     }
-    Err(refused.unwrap_or_else(|| Obstacle::Unusable("it has no slices".to_owned())))
+    Err(refused.unwrap_or_else(|| Obstacle::Unusable("the GPU has no slices".to_owned())))
 }

@@ -122,7 +122,7 @@ pub enum ContainerError {
     #[error("there is no slice or GPU {asked:?}{}", offer(.near))]
     NoSuchDevice { asked: String, near: Vec<String> },
     /// The caller has asked for a free slice of a name that no slice, GPU or model has. `there` lists the GPUs of the host.
-    #[error("no slice, GPU or model is called {asked:?}; there are {there}")]
+    #[error("no slice, GPU or model is called {asked:?}; this host has {there}")]
     NoneCalled { asked: String, there: String },
     /// No slice is free, for the reasons in `why`. `easiest` is the obstacle that is easiest to overcome; None if all slices
     /// are full.
@@ -134,8 +134,8 @@ pub enum ContainerError {
     #[error("{}", refusal(.device, .obstacle))]
     Refused { device: String, obstacle: Obstacle },
     #[error(
-        "{first} and {second} have different pipe directories, and a container can only have one; ask for devices \
-         of one control daemon, or set cuda_mps_topology to shared"
+        "{first} and {second} have different pipe directories, but a container can have only one pipe \
+         directory; ask for devices of one control daemon, or set cuda_mps_topology to shared"
     )]
     SeveralControlDaemons { first: String, second: String },
 }
@@ -178,7 +178,9 @@ fn refusal(device: &str, obstacle: &Obstacle) -> String {
 fn offer(near: &[String]) -> String {
     match near {
         [] => "; `yunion-mpsctl list` shows the names".to_owned(),
-        near => format!("; did you mean {}? `yunion-mpsctl list` shows all names", near.join(" or ")),
+        near => {
+            format!("; did you mean {near}? `yunion-mpsctl list` shows all names", near = near.join(" or "))
+        }
     }
 }
 
@@ -538,7 +540,7 @@ mod tests {
             container_config(snapshot, names).err().map(|error| error.to_string())
         };
         let drained =
-            |name| format!("{name} is drained for new clients; yunion-mpsctl undrain {name} takes that back");
+            |name| format!("{name} is drained for new clients; yunion-mpsctl undrain {name} ends the drain");
         let some = drain(1..3);
         assert_eq!(refusal(&some, &["00:06.0-0", "00:06.0-1"]), Some(drained("00:06.0-1")));
         assert_eq!(refusal(&some, &["00:06.0-0", "00:07.0-1", "GPU-1"]), None);

@@ -41,7 +41,7 @@ impl Event {
     /// The event that a request has ended the GPU work of `clients`. `ended_for` and `whom` are what the request has named, as
     /// a list and in words.
     pub fn ended(whom: &str, ended_for: Vec<String>, clients: String) -> Self {
-        let text = format!("GPU work ended for {whom}, of {clients}");
+        let text = format!("a request for {whom} has ended the GPU work of {clients}");
         Self { ended_for, ended_clients: clients, ..Self::now(text) }
     }
 }

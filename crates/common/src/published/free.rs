@@ -90,7 +90,7 @@ pub fn choose<'s>(
         let reason = match (may_have(gpu, ordinal, bindings, asker), full) {
             (Ok(()), None) => return Ok(ChosenSlice { gpu, ordinal, name: slice.to_string() }),
             (Ok(()), Some(most)) => {
-                format!("full: {} at most (max_clients)", counted(*most as usize, "client"))
+                format!("full: {clients} at most (max_clients)", clients = counted(*most as usize, "client"))
             }
             (Err(obstacle), _) => {
                 let words = obstacle_in_words(&obstacle);
@@ -304,8 +304,9 @@ mod tests {
         for wrong in ["h100", "", "00:08.0", "00:07.0-2"] {
             let refused = chosen(&host, &["p40", wrong], &[], &[]).unwrap_err();
             assert!(
-                refused
-                    .starts_with(&format!("no slice, GPU or model is called {wrong:?}; there are 00:06.0 (")),
+                refused.starts_with(&format!(
+                    "no slice, GPU or model is called {wrong:?}; this host has 00:06.0 ("
+                )),
                 "{refused}"
             );
         }

@@ -18,8 +18,9 @@ pub fn given_several(devices: &str) -> BTreeMap<&str, Vec<&str>> {
 
 pub fn describe(slices: &[&str]) -> String {
     format!(
-        "{} are of one GPU, and MPS can't join slices: together they have the memory and the threads of one slice",
-        slices.join(" and ")
+        "{slices} are slices of one GPU, and MPS can't join slices: a program with all of them has the \
+         memory and the threads of one slice",
+        slices = slices.join(" and ")
     )
 }
 
@@ -40,6 +41,6 @@ mod tests {
                 ("00:06.0", vec!["00:06.0-1", "00:06.0-2"]),
             ])
         );
-        assert!(describe(&found["00:06.0"]).starts_with("00:06.0-1 and 00:06.0-2 are of one GPU"));
+        assert!(describe(&found["00:06.0"]).starts_with("00:06.0-1 and 00:06.0-2 are slices of one GPU"));
     }
 }

@@ -8,6 +8,7 @@ use mps_core::terms::{DeviceName, PciAddress, SliceId};
 
 use crate::bindings::SliceBindings;
 use crate::config::Isolation;
+use crate::counted::counted;
 use crate::host::compute_mode::ComputeMode;
 use crate::plan::GpuPlan;
 use crate::problem::Problem;
@@ -183,7 +184,8 @@ impl GpuView {
     /// over their budgets.
     pub fn gpu_reason(&self) -> String {
         let drained = self.drained.len();
-        let drained = (drained > 0).then(|| format!("{drained} of {} slices drained", self.plan.slices()));
+        let drained = (drained > 0)
+            .then(|| format!("{drained} of {slices} slices drained", slices = self.plan.slices()));
         let full =
             self.full.iter().map(|(ordinal, why)| format!("slice {}: {why}", self.slice_name(*ordinal)));
         let of_slices = drained.into_iter().chain(self.unserved()).chain(self.over_budget());
@@ -196,9 +198,9 @@ impl GpuView {
         let (ordinal, why) = self.unserved.first_key_value()?;
         let more = match self.unserved.len().saturating_sub(1) {
             0 => String::new(),
-            more => format!("; and {more} more"),
+            more => format!("; and {}", counted(more, "more slice")),
         };
-        Some(format!("slice {} is not served: {why}{more}", self.slice_name(*ordinal)))
+        Some(format!("slice {slice} is not served: {why}{more}", slice = self.slice_name(*ordinal)))
     }
 
     /// The side that limits the memory of all clients of a slice together: the kernel, or this service, which watches the
@@ -265,7 +267,7 @@ impl<'a> Named<'a> {
 }
 
 pub fn drained(name: &str) -> Problem {
-    Problem::new("drained for new clients", format!("yunion-mpsctl undrain {name} takes that back"))
+    Problem::new("drained for new clients", format!("yunion-mpsctl undrain {name} ends the drain"))
 }
 
 fn joined(first: impl Iterator<Item = String>, last: &str) -> String {
@@ -336,14 +338,14 @@ mod tests {
         let mut view = gpu("00:06.0", "GPU-1");
         view.uses = vec![SliceUse::default(); 4];
         assert_eq!((view.slice_reason(1), view.gpu_reason()), (String::new(), String::new()));
-        "it has more than 2 clients".clone_into(&mut view.uses[1].overuse);
+        "the slice has more than 2 clients".clone_into(&mut view.uses[1].overuse);
         assert!(view.slice_healthy(1) && view.healthy);
         assert_eq!(view.slice_reason(0), "");
-        assert_eq!(view.slice_reason(1), "over its budget: it has more than 2 clients");
+        assert_eq!(view.slice_reason(1), "over its budget: the slice has more than 2 clients");
         assert_eq!(view.gpu_reason(), "over budget: 00:06.0-1");
         view.drained.insert(1);
         assert!(view.slice_reason(1).starts_with("drained for new clients;"), "{}", view.slice_reason(1));
-        assert!(view.slice_reason(1).ends_with("; over its budget: it has more than 2 clients"));
+        assert!(view.slice_reason(1).ends_with("; over its budget: the slice has more than 2 clients"));
         view.plan.sizes.resize(6, view.plan.size(0));
         view.uses = vec![view.uses[1].clone(); 6];
         assert!(view.gpu_reason().ends_with("00:06.0-2, 00:06.0-3 and 2 more"), "{}", view.gpu_reason());
@@ -355,7 +357,7 @@ mod tests {
         view.drained.insert(1);
         assert!(view.slice_healthy(0) && !view.slice_healthy(1) && view.healthy);
         assert_eq!(view.slice_reason(0), "");
-        let drained = "drained for new clients; yunion-mpsctl undrain 00:06.0-1 takes that back";
+        let drained = "drained for new clients; yunion-mpsctl undrain 00:06.0-1 ends the drain";
         assert_eq!(view.slice_reason(1), drained);
         assert_eq!(view.gpu_reason(), "1 of 4 slices drained");
         view.healthy = false;

@@ -32,7 +32,7 @@ pub struct Linked<D> {
     /// True if the pipe directory contains a link, since the control daemon makes its socket in another directory. False if the
     /// socket itself is in the pipe directory.
     pub has_link: bool,
-    /// The directory that contains the directories of the slices whose links lead to the control daemon.
+    /// The directory that contains a directory for each slice. The links there lead to the control daemon.
     pub slices_in: Option<D>,
     pub gpus: BTreeSet<GpuUuid>,
 }

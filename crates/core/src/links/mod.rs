@@ -39,7 +39,7 @@ pub struct MissingLinks {
 /// The events about links, for the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LinkEvents {
-    /// The ways whose link another program had changed or removed. The service has renewed it.
+    /// The ways to which the service has renewed the link, since another program had changed or removed it.
     pub renewed: BTreeSet<Way>,
     /// The links that the service can't remove, each with the reason.
     pub stuck: BTreeSet<Bad>,
@@ -266,7 +266,7 @@ impl<D: Clone + PartialEq> Links<D> {
         core::mem::take(&mut self.events)
     }
 
-    /// The directory that contains the directories of the slices whose links point to the control daemon.
+    /// The directory that contains a directory for each slice. The links there point to the control daemon.
     pub fn slices_in(&self) -> Option<D> {
         let running = self.running.as_ref()?;
         match &self.wanted {

@@ -192,7 +192,7 @@ impl Register {
         self.served.get(daemon).is_some_and(|served| !served.is_empty())
     }
 
-    /// The PIDs of the clients of a control daemon whose work was not ended by a fatal GPU error.
+    /// The PIDs of those clients of a control daemon that no fatal GPU error has hit.
     pub fn at_work(&self, daemon: &DaemonId) -> Vec<u32> {
         let served = self.served.get(daemon).into_iter().flatten();
         served.filter(|(_, client)| !client.is_hit).map(|(pid, _)| *pid).collect()

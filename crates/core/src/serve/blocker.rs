@@ -90,8 +90,12 @@ impl Blocker {
     fn describe(&self) -> String {
         match self {
             Self::Faulted(fault) => fault.reason(),
-            Self::PlaceTaken(by) => format!("another control daemon (PID {by}) has taken its directory"),
-            Self::DirectoryGone(error) => format!("its directory was removed or replaced ({error})"),
+            Self::PlaceTaken(by) => {
+                format!("another control daemon (PID {by}) has taken the directory of this control daemon")
+            }
+            Self::DirectoryGone(error) => {
+                format!("the directory of the control daemon was removed or replaced ({error})")
+            }
             Self::Hung { looks, error } => format!("{error}, {looks} times in a row"),
             Self::BadDirectory(text)
             | Self::Silent { error: text, .. }
@@ -238,15 +242,18 @@ impl Blockers {
                 | Blocker::DirectoryGone(_)
                 | Blocker::BadDirectory(_)
                 | Blocker::Hung { .. },
-            ) => (ShownAs::Waiting, format!("; it is {ended} when its clients have ended")),
+            ) => (ShownAs::Waiting, format!("; the control daemon is {ended} when its clients have ended")),
             Some(Blocker::Silent { .. }) => {
-                let then = format!("; it is asked repeatedly, and {ended} if it stays so and has no clients");
+                let then = format!(
+                    "; the service keeps asking, and the control daemon is {ended} if it stays silent and \
+                     has no clients"
+                );
                 (ShownAs::Waiting, then)
             }
             Some(Blocker::Misfit(_)) => {
                 let then =
                     if retiring { " and ends" } else { ", for which the control daemon has to restart" };
-                let force = "`yunion-mpsctl apply --force` ends them";
+                let force = "`yunion-mpsctl apply --force` ends the clients";
                 (ShownAs::Waiting, format!("{then} when its clients have ended; {force}"))
             }
         };
@@ -255,7 +262,7 @@ impl Blockers {
         let serving = configured && in_place && leads && (misfit || gravest.is_none());
         if configured && !leads && !retiring && (misfit || gravest.is_none()) {
             let why = gravest.map(|gravest| self.describe(gravest.cleared_by()) + ": ").unwrap_or_default();
-            let reason = format!("{why}it is about to restart, and programs that come wait");
+            let reason = format!("{why}the control daemon is about to restart, and new programs wait");
             return Some(ShownState { state: ShownAs::Starting, serving: false, settled: false, reason });
         }
         let reason = gravest.map(|gravest| self.describe(gravest.cleared_by())).unwrap_or_default() + &then;
@@ -398,7 +405,10 @@ mod tests {
         let mut all = all_of([bad("/a"), misfit(), bad("/b"), bad("/a")]);
         let progress = Progress { configured: true, in_place: true, leads: true, retiring: false };
         let reason = all.shown(progress).unwrap().reason;
-        assert!(reason.starts_with("/a: mode 0700; /b: mode 0700; it is restarted"), "{reason}");
+        assert!(
+            reason.starts_with("/a: mode 0700; /b: mode 0700; the control daemon is restarted"),
+            "{reason}"
+        );
         all.clear(ClearedBy::Access);
         assert!(!all.has(ClearedBy::Access) && all.has(ClearedBy::Order));
     }
@@ -424,11 +434,23 @@ mod tests {
             (vec![], Some(Ready), true, true, ""),
             (vec![misfit()], Some(Waiting), true, false, "for which the control daemon has to restart"),
             (vec![misfit(), server_ended()], Some(Backoff), false, true, "server 9 has ended"),
-            (vec![silent(1), server_ended()], Some(Waiting), false, true, "it is asked repeatedly"),
-            (vec![hung(5)], Some(Waiting), false, true, "no answer, 5 times in a row; it is restarted"),
+            (vec![silent(1), server_ended()], Some(Waiting), false, true, "the service keeps asking"),
+            (
+                vec![hung(5)],
+                Some(Waiting),
+                false,
+                true,
+                "no answer, 5 times in a row; the control daemon is restarted",
+            ),
             (vec![taken], Some(Waiting), false, true, "another control daemon (PID 7) has taken"),
             (vec![directory_gone()], Some(Waiting), false, true, "was removed or replaced (gone)"),
-            (vec![bad_directory(), misfit()], Some(Waiting), false, true, "mode 0700; it is restarted"),
+            (
+                vec![bad_directory(), misfit()],
+                Some(Waiting),
+                false,
+                true,
+                "mode 0700; the control daemon is restarted",
+            ),
             (vec![Blocker::Faulted(Fault::new(9, NOW))], Some(Faulted), false, true, "server 9 met a fatal"),
             (
                 vec![Blocker::Faulted(Fault::new(9, NOW)), silent(1)],
@@ -469,7 +491,7 @@ mod tests {
         let retiring = all_of([misfit()]).shown(progress(true, true, true)).unwrap().reason;
         assert!(retiring.starts_with("it has other GPUs and ends when its clients have ended"), "{retiring}");
         let retiring = all_of([hung(5)]).shown(progress(true, true, true)).unwrap().reason;
-        assert!(retiring.ends_with("it is ended when its clients have ended"), "{retiring}");
+        assert!(retiring.ends_with("the control daemon is ended when its clients have ended"), "{retiring}");
     }
 
     #[test]

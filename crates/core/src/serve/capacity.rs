@@ -96,8 +96,9 @@ impl Capacity {
 
     /// The reason, in words, why a GPU takes no more clients; empty while the GPU takes clients.
     pub(super) fn full(&self, uuid: &str) -> String {
-        let describe =
-            |most: &u32| format!("full: all {most} places are taken; the next client gets CUDA error 46");
+        let describe = |most: &u32| {
+            format!("full: all {most} places for clients are taken; the next client gets CUDA error 46")
+        };
         self.full.get(uuid).map(describe).unwrap_or_default()
     }
 

@@ -233,7 +233,8 @@ impl<S: Shell> Serving<'_, S> {
         let mut state = run.blockers.shown(progress);
         if let (Some(shown), Some(why)) = (&mut state, &run.clients_unknown) {
             shown.reason.push_str(&format!(
-                "; its clients are not known ({why}), and `yunion-mpsctl apply --force` ends it with them"
+                "; the clients of the control daemon are not known ({why}), and `yunion-mpsctl apply \
+                 --force` ends the control daemon with its clients"
             ));
         }
         self.shell.show(Showing::State { state, ends_when_idle });

@@ -28,9 +28,9 @@ impl<S: Shell> Serving<'_, S> {
         while self.shell.is_nobody() {
             if self.wait(LISTEN_PAUSE).await? >= deadline {
                 return Err(Failure::Failed(format!(
-                    "it does not listen {} s after its start{}",
-                    LISTEN_TIMEOUT.as_secs(),
-                    self.shell.words()
+                    "the control daemon does not listen {seconds} s after its start{last_words}",
+                    seconds = LISTEN_TIMEOUT.as_secs(),
+                    last_words = self.shell.words()
                 )));
             }
         }
@@ -73,7 +73,7 @@ impl<S: Shell> Serving<'_, S> {
         self.compare_servers();
         self.keep_state_file();
         if !self.run.blockers.has_failed_check() {
-            let text = format!("control daemon {} is ready", self.wanted.id);
+            let text = format!("control daemon {id} is ready", id = self.wanted.id);
             self.shell.tell(News::Event, text);
         }
         self.show_state();
@@ -97,7 +97,8 @@ impl<S: Shell> Serving<'_, S> {
         // prevent the start of a server.
         self.shell.lead_here()?;
         self.door_is_open();
-        self.shell.passed("linked", "the pipe directory and the directories of slices lead here");
+        self.shell
+            .passed("linked", "the pipe directory and the directories of slices lead to the control daemon");
         self.run.servers.keep(&servers);
         for server in &servers {
             self.watch_server(*server);
@@ -147,8 +148,8 @@ impl<S: Shell> Serving<'_, S> {
                     return Err(Failure::NotYet(text));
                 }
                 return Err(Failure::Failed(format!(
-                    "server {server} exited with status {status} before it was ready{}",
-                    self.shell.words()
+                    "server {server} exited with status {status} before it was ready{last_words}",
+                    last_words = self.shell.words()
                 )));
             }
             if self.shell.now() >= deadline {
@@ -165,13 +166,16 @@ impl<S: Shell> Serving<'_, S> {
 
     pub(super) fn no_server_is_ready(&self) -> Failure {
         let seconds = SERVER_TIMEOUT.as_secs();
-        Failure::Failed(format!("no server is ready after {seconds} s{}", self.shell.words()))
+        Failure::Failed(format!(
+            "no server is ready after {seconds} s{last_words}",
+            last_words = self.shell.words()
+        ))
     }
 
     /// Finds out if the running control daemon can serve the order.
     pub(super) fn find_misfit(&mut self) {
         let misfit = if self.wanted.retiring {
-            Some("it is not needed any more".to_owned())
+            Some("this control daemon is no longer needed".to_owned())
         } else {
             self.shell.misfit(self.reach)
         };

@@ -55,7 +55,7 @@ impl<S: Shell> Serving<'_, S> {
         self.read_on().await;
         if self.run.quiet_since > begun {
             self.open_door();
-            return Err("a client came or left in between".to_owned());
+            return Err("a client came or left in the meantime".to_owned());
         }
         Ok(())
     }

@@ -40,7 +40,9 @@ impl<S: Shell> Serving<'_, S> {
                 let holders = self.shell.holders(&self.run.servers.alive()).await;
                 if holders.is_empty() { Judged::Idle } else { Judged::KeptOut(holders) }
             }
-            Ok(clients) => Judged::Clients(format!("left to its {}", clients_counted(clients))),
+            Ok(clients) => {
+                Judged::Clients(format!("left running for its {clients}", clients = clients_counted(clients)))
+            }
             Err(error) => Judged::Clients(format!("left running, since its clients are not known: {error}")),
         }
     }
@@ -52,7 +54,8 @@ impl<S: Shell> Serving<'_, S> {
     pub(super) async fn in_use(&mut self) -> Result<usize, String> {
         let why = match self.count_its_clients().await {
             Ok(0) if self.is_any_server_faulted().await => {
-                "it lists no client, and its list is not relied on after a fatal GPU error".to_owned()
+                "the control daemon lists no client, but its list is not reliable after a fatal GPU error"
+                    .to_owned()
             }
             // The control daemon is asked for its clients once more: a client may have come during the question about faults.
             Ok(0) => return self.count_its_clients().await,
@@ -85,7 +88,7 @@ impl<S: Shell> Serving<'_, S> {
     /// The clients of the control daemon. If another control daemon has taken its directory before or during the question,
     /// the answer may be from that control daemon, so the result is an error.
     pub(super) async fn list_clients(&mut self) -> Result<ClientPids, Failure> {
-        let elsewhere = "it does not listen in its pipe directory any more";
+        let elsewhere = "the control daemon does not listen in its pipe directory any more";
         if !self.listens_in_place() {
             return Err(Failure::Failed(elsewhere.to_owned()));
         }
@@ -140,7 +143,7 @@ impl<S: Shell> Serving<'_, S> {
         }
         // If the request to end the control daemon got lost, the next check finds that it lives. In that case the control
         // daemon gets its order again, and new clients are let in.
-        let lives = "the control daemon was asked to end, and has not yet";
+        let lives = "the control daemon was asked to end, and has not ended yet";
         self.missed(lives.to_owned());
         self.show_state();
         Err(lives.to_owned())
@@ -150,7 +153,7 @@ impl<S: Shell> Serving<'_, S> {
     async fn end_unused(&mut self) -> Result<bool, String> {
         let Some(may_end) = Permit::unused(self.in_use().await.ok()) else {
             self.open_door();
-            return Err("a client came in between".to_owned());
+            return Err("a client came in the meantime".to_owned());
         };
         self.run.door = Door::ClosedForGood;
         if self.shell.quit_if_idle(may_end).await {

@@ -62,8 +62,9 @@ impl Fault {
     pub(super) fn reason(&self) -> String {
         let held_up = self.held_up.as_ref().map(|why| format!("; {why}")).unwrap_or_default();
         format!(
-            "server {} met a fatal GPU error and takes no client until its present ones have ended{held_up}",
-            self.server
+            "server {server} met a fatal GPU error and takes no new client until its present clients have \
+             ended{held_up}",
+            server = self.server
         )
     }
 }

@@ -80,10 +80,11 @@ impl LeftOut {
         match self {
             Self::Unreachable(error) => error.clone(),
             Self::ModeRefused(error) => format!(
-                "it is served once its compute mode can be set: {error}; with cuda_mps_set_compute_mode: false it is served as it \
-                 is, and programs get in without MPS and without limits"
+                "the GPU is served once its compute mode can be set: {error}; with \
+                 cuda_mps_set_compute_mode: false the GPU is served in its present compute mode, and \
+                 programs can use it without MPS and without limits"
             ),
-            Self::InOtherHands(id) => format!("control daemon {id} still has it"),
+            Self::InOtherHands(id) => format!("control daemon {id} still has the GPU"),
         }
     }
 }
@@ -125,7 +126,7 @@ impl GpuReach {
         let first = self.left_out.iter().next();
         let why = first.map(|(gpu, why)| format!(": GPU {}: {}", wanted.name_of(gpu), why.describe()));
         let why = why.unwrap_or_default();
-        format!("none of its GPUs can be served{why}")
+        format!("no GPU of this control daemon can be served{why}")
     }
 
     /// Looks at each GPU of the order. Leaves a GPU out, or takes it in again; the other GPUs stay served. Returns the
@@ -241,14 +242,16 @@ impl GpuReach {
                 Ok(true) => {
                     if self.had_our_mode.contains(&gpu) {
                         let (mode, name) = (wanted.id.tenure().compute_mode(), wanted.name_of(&gpu));
-                        let text =
-                            format!("compute mode of GPU {name} was changed by others; set to {mode} again");
+                        let text = format!(
+                            "another program changed the compute mode of GPU {name}; the service has set {mode} again"
+                        );
                         shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
                     }
                     self.note_our_mode(&gpu);
                 }
                 Err(error) => {
-                    let text = format!("compute mode of GPU {}: {error}", wanted.name_of(&gpu));
+                    let text =
+                        format!("the compute mode of GPU {name}: {error}", name = wanted.name_of(&gpu));
                     shell.tell_of_gpu(&gpu, GpuNews::Warning, text);
                 }
             }

@@ -119,7 +119,8 @@ impl<S: Shell> Serving<'_, S> {
             Some(false) => {
                 let there = self.shell.describe(&left);
                 fault.held_up = Some(format!(
-                    "still there: {there}; end them, since this driver does not say when the server is well"
+                    "these clients have not ended: {there}; end these clients, since this driver does not \
+                     report when the server has recovered"
                 ));
             }
         }
@@ -179,8 +180,8 @@ impl<S: Shell> Serving<'_, S> {
         let unknown = self.add_clients_of_nvml(&known.pids(), &mut clients).await;
         let held_up = match after_grace(&known.pids(), self.run.gpus.len() == 1, clients) {
             AfterGrace::End(..) if unknown.is_some() => format!(
-                "it is not ended, since its clients are not all known: {}",
-                unknown.unwrap_or_default()
+                "the server is not ended, since not all its clients are known: {why}",
+                why = unknown.unwrap_or_default()
             ),
             AfterGrace::End(may_end, stay) => match self.close_door().await {
                 Ok(()) => {
@@ -190,18 +191,20 @@ impl<S: Shell> Serving<'_, S> {
                     }
                     return asked.map(drop);
                 }
-                Err(why) => format!("it is not ended: {why}"),
+                Err(why) => format!("the server is not ended: {why}"),
             },
             AfterGrace::GpuNotKnown(stay) => format!(
-                "on which of its GPUs is not known, so the server is left to its clients: {}; end the clients that get CUDA \
-                 error 700",
-                self.shell.describe(&stay)
+                "the GPU with the error is not known, so the server is left running for its clients: \
+                 {clients}; end the clients that get CUDA error 700",
+                clients = self.shell.describe(&stay)
             ),
-            AfterGrace::OthersAreWell(stay, others) => format!(
-                "still there: {}; end them, since the server is left to its {} on healthy GPUs",
-                self.shell.describe(&stay),
-                clients_counted(others)
-            ),
+            AfterGrace::OthersAreWell(stay, others) => {
+                let (hit, healthy) = (self.shell.describe(&stay), clients_counted(others));
+                format!(
+                    "end these clients, which the error has hit: {hit}; the server is left running for its \
+                     {healthy} on healthy GPUs"
+                )
+            }
         };
         if let Some(fault) = self.fault() {
             fault.held_up = Some(held_up);
@@ -231,7 +234,9 @@ impl<S: Shell> Serving<'_, S> {
             return Ok(false);
         }
         if stay.is_empty() {
-            let text = format!("server {server} ended: it has no client, and is still faulted");
+            let text = format!(
+                "server {server} was ended: the server has no client, and has not recovered from its fault"
+            );
             self.shell.tell(News::Warning, text);
             self.shell.shut_down_idle_server(server, may_end).await?;
             return Ok(true);
@@ -239,8 +244,10 @@ impl<S: Shell> Serving<'_, S> {
         if self.processes(stay).is_disjoint(&processes) {
             return Ok(false);
         }
-        let why = format!("still there long after its fault: {}", self.shell.describe(stay));
-        self.shell.tell(News::Warning, format!("server {server} ended: {why}"));
+        let stay = self.shell.describe(stay);
+        let text =
+            format!("server {server} was ended, since these clients stayed long after its fault: {stay}");
+        self.shell.tell(News::Warning, text);
         self.shell.shut_down_server(server, may_end).await?;
         Ok(true)
     }
@@ -342,7 +349,7 @@ impl<S: Shell> Serving<'_, S> {
             // The end was in the log before the process was seen to end, or the server has ended before the service watched
             // its process.
             (None, Some((server, status))) => format!("server {server} exited with status {status}{words}"),
-            (None, None) => format!("its server has ended{words}"),
+            (None, None) => format!("the server has ended{words}"),
         };
         let revive_at = run.revival.next(now);
         run.blockers.put(Blocker::ServerEnded { reason, revive_at });

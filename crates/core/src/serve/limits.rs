@@ -43,7 +43,10 @@ impl<S: Shell> Serving<'_, S> {
             let Some(found) = self.difference(look, server, &limits) else { continue };
             self.shell.tell(
                 News::Warning,
-                format!("limits of server {server} were changed by others: {found}; restored"),
+                format!(
+                    "another program changed the limits of server {server}: {found}; the service has \
+                     restored the limits"
+                ),
             );
             self.give(server, &limits).await?;
         }
@@ -55,7 +58,10 @@ impl<S: Shell> Serving<'_, S> {
         if let Some(found) = look.differences.get(&None) {
             self.shell.tell(
                 News::Warning,
-                format!("limits for new servers were changed by others: {found}; restored"),
+                format!(
+                    "another program changed the limits for new servers: {found}; the service has restored \
+                     the limits"
+                ),
             );
             self.shell.set_limits(None, limits).await?;
         }
@@ -94,7 +100,7 @@ impl<S: Shell> Serving<'_, S> {
         if has_written && self.difference(&look, server, limits).is_none() {
             return Ok(());
         }
-        self.shell.passed("live", &format!("server {server} gets other limits"));
+        self.shell.passed("live", &format!("server {server} gets the new limits"));
         self.give(server, limits).await
     }
 
@@ -121,7 +127,10 @@ impl<S: Shell> Serving<'_, S> {
         let Some(difference) = self.confirm(server, limits).await? else { return Ok(()) };
         self.shell.tell(
             News::Warning,
-            format!("server {server} started with other limits: {difference}; corrected"),
+            format!(
+                "server {server} started with wrong limits: {difference}; the service has corrected the \
+                 limits"
+            ),
         );
         self.shell.set_limits(None, limits).await?;
         self.give(server, limits).await
@@ -142,7 +151,8 @@ impl<S: Shell> Serving<'_, S> {
             self.shell.tell(
                 News::Warning,
                 format!(
-                    "server {server} wrote no limits to the log; its limits are confirmed to the GiB only"
+                    "server {server} wrote no limits to the log, so its memory limits are confirmed only in \
+                     whole GiB"
                 ),
             );
             return Ok(None);

@@ -88,7 +88,10 @@ impl<S: Shell> Serving<'_, S> {
                 self.shell.tell(News::Event, format!("server {server} exited with status 0"));
             }
             Meaning::ServerExited { server, status } => {
-                let text = format!("server {server} exited with status {status}{}", self.shell.words());
+                let text = format!(
+                    "server {server} exited with status {status}{last_words}",
+                    last_words = self.shell.words()
+                );
                 self.shell.tell(News::ServerFailed { server }, text);
             }
             Meaning::FaultHandling { server } => self.fault_told(server),

@@ -83,7 +83,7 @@ impl<S: Shell> Serving<'_, S> {
                 return Ok(());
             }
             if self.shell.now() >= deadline {
-                return Err("in the way: a client that has come in between".to_owned());
+                return Err("in the way: a client that came in the meantime".to_owned());
             }
             self.shell.pause(IDLE_SERVER_PAUSE).await;
         }

@@ -153,9 +153,8 @@ impl Server {
                 let bytes = *self.memory_bytes.get(ordinal)?;
                 (bytes != mib << 20).then(|| {
                 format!(
-                    "device pinned memory limit {} MiB is in force on device {ordinal} instead of {mib} MiB",
-                    bytes >> 20
-                )
+                    "device pinned memory limit {found_mib} MiB is in force on device {ordinal} instead of \
+                     {mib} MiB", found_mib = bytes >> 20)
             })
             },
         )

@@ -141,9 +141,12 @@ pub async fn start(
         }
         let refuses = "this driver's control daemon refuses multi-user mode";
         if !users.is_optional {
-            return Err(Failure::Waiting(format!("{refuses}; set cuda_mps_multiuser to {}", users.without)));
+            return Err(Failure::Waiting(format!(
+                "{refuses}; set cuda_mps_multiuser to {without}",
+                without = users.without
+            )));
         }
-        shell.tell(format!("{refuses}; it serves one user at a time"));
+        shell.tell(format!("{refuses}, and serves one user at a time"));
         multiuser = false;
     }
     shell.passed("listens", "the control daemon listens");
@@ -160,20 +163,21 @@ async fn make_way(shell: &mut impl Starter, place: StartPlace) -> Result<(), Fai
     let may_end = Permit::unused(clients.as_ref().ok().copied());
     if let Some((pid, may_end)) = pid.zip(may_end) {
         shell.tell(format!(
-            "control daemon {named} in {directory} was not started by this service and has no client: replacing it"
+            "control daemon {named} in {directory} was not started by this service and has no client: the \
+             service replaces it"
         ));
         if shell.end_stranger(place, pid, may_end).await? {
             return Ok(());
         }
         return Err(Failure::Waiting(format!(
-            "control daemon {named} in {directory} was asked to end and has not yet"
+            "control daemon {named} in {directory} was asked to end and has not ended yet"
         )));
     }
     Err(match clients {
         Ok(clients) => Failure::InUse(format!(
-            "a control daemon that this service has not started ({named}) serves {} in {directory}; it is replaced when they are done, or \
-             {end_it}",
-            clients_counted(clients)
+            "a control daemon that this service has not started ({named}) serves {clients} in {directory}; \
+             the service replaces it when these clients have ended, or {end_it}",
+            clients = clients_counted(clients)
         )),
         Err(error) => Failure::Waiting(format!(
             "a control daemon that this service has not started ({named}) holds {directory}: {error}; {end_it}"

@@ -23,7 +23,7 @@ impl<S: Shell> Serving<'_, S> {
             Ok(()) if self.shell.listener() == Some(pid) => {}
             Ok(()) => {
                 return Err(Failure::Waiting(format!(
-                    "another control daemon has taken the directory of PID {pid}"
+                    "another control daemon has taken the directory of the control daemon with PID {pid}"
                 )));
             }
             Err(Failure::Ended { .. }) => return Ok(false),
@@ -37,7 +37,10 @@ impl<S: Shell> Serving<'_, S> {
         if is_heard {
             self.learn_clients().await;
         }
-        let text = format!("control daemon {} (PID {pid}) taken over", self.wanted.id);
+        let text = format!(
+            "control daemon {id} (PID {pid}) taken over from the previous run of the service",
+            id = self.wanted.id
+        );
         self.shell.tell(News::Event, text);
         self.shell.passed("taken-over", &format!("control daemon {pid} was taken over"));
         Ok(true)

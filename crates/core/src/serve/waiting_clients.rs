@@ -112,7 +112,7 @@ impl<S: Shell> Serving<'_, S> {
                 Some(served) if served != uid => format!(
                     "until the clients of user {served} have ended: this control daemon serves one user at a time"
                 ),
-                _ => "and no server takes it".into(),
+                _ => "for a server, and no server accepts it".into(),
             };
             let command = self.shell.command(pid);
             self.shell.tell(News::Warning, format!("client {pid} ({command}) of user {uid} waits {why}"));

@@ -94,14 +94,14 @@ pub fn exceeded(budget: Budget, all: InUse) -> BTreeSet<Part> {
 pub fn may_cut_back<T: PartialEq>(members: &[Member<T>]) -> Result<Permit, String> {
     if let Some(claims) = members.iter().find(|member| member.only_claims) {
         let pid = claims.process.pid;
-        return Err(format!("only the environment of process {pid} says that it has this slice"));
+        return Err(format!("only the environment of process {pid} says that the process has this slice"));
     }
     let permit = Ok(Permit::new(Cause::OverBudget));
     let Some((first, others)) = members.split_first() else { return permit };
     let is_anothers = |member: &&Member<T>| member.tenant.is_none() || member.tenant != first.tenant;
     let Some(other) = others.iter().find(is_anothers) else { return permit };
     let (one, two) = (first.process.pid, other.process.pid);
-    Err(format!("processes {one} and {two} are of several users or containers"))
+    Err(format!("processes {one} and {two} belong to different users or containers"))
 }
 
 /// The member that loses its work next. None if the remaining members fit, or if no member may be ended. The newest member
@@ -124,8 +124,16 @@ pub fn next_victim<T>(
 /// The exceeded parts of a budget, in words. The text stays the same while clients come and go.
 pub fn describe(budget: Budget, exceeded: &BTreeSet<Part>) -> String {
     let word = |part: &Part| match part {
-        Part::Memory => format!("its clients hold more than its {} MiB together", budget.memory_mib),
-        Part::Clients => format!("it has more than {}", clients_counted(budget.max_clients as usize)),
+        Part::Memory => {
+            format!(
+                "the clients of the slice hold more than its {memory_mib} MiB together",
+                memory_mib = budget.memory_mib
+            )
+        }
+        Part::Clients => format!(
+            "the slice has more than {clients}",
+            clients = clients_counted(budget.max_clients as usize)
+        ),
     };
     exceeded.iter().map(word).collect::<Vec<_>>().join("; ")
 }
@@ -164,7 +172,7 @@ mod tests {
         assert!(may_cut_back::<Tenant>(&[]).is_ok());
         assert_eq!(may_cut_back(&[old, new.clone()]).unwrap().cause(), Cause::OverBudget);
         for (other, reason) in
-            [(claims, "environment of process 1"), (unknown, "several"), (others, "several")]
+            [(claims, "environment of process 1"), (unknown, "different"), (others, "different")]
         {
             for members in [[other.clone(), new.clone()], [new.clone(), other]] {
                 assert!(may_cut_back(&members).unwrap_err().contains(reason), "{members:?}");
@@ -241,11 +249,11 @@ mod tests {
         let both = BTreeSet::from([Part::Clients, Part::Memory]);
         assert_eq!(
             describe(BUDGET, &both),
-            "its clients hold more than its 100 MiB together; it has more than 2 clients"
+            "the clients of the slice hold more than its 100 MiB together; the slice has more than 2 clients"
         );
         assert_eq!(describe(BUDGET, &BTreeSet::new()), "");
         let one = Budget { max_clients: 1, ..BUDGET };
-        assert_eq!(describe(one, &BTreeSet::from([Part::Clients])), "it has more than 1 client");
+        assert_eq!(describe(one, &BTreeSet::from([Part::Clients])), "the slice has more than 1 client");
     }
 
     prop_compose! {

@@ -387,10 +387,11 @@ async fn add_clients_of_nvml<T: TerminationShell>(
     let server = daemon.faulted.first().copied()?;
     let why = |why: &str| {
         format!(
-            "server {server} handles a fatal GPU error, and its control daemon may not list its clients; {why}"
+            "server {server} handles a fatal GPU error, and the list of its control daemon may lack \
+             clients; {why}"
         )
     };
-    let Some(gpus) = &daemon.gpus else { return Some(why("its GPUs are not known")) };
+    let Some(gpus) = &daemon.gpus else { return Some(why("the GPUs of the control daemon are not known")) };
     let listed: BTreeSet<u32> = daemon.clients.keys().map(|(_, pid)| *pid).collect();
     let mut doubt = None;
     for (gpu, there) in shell.clients_on(gpus).await {

@@ -40,13 +40,19 @@ impl<O: fmt::Display> fmt::Display for LeftClient<O> {
         let Self { owner, why, .. } = self;
         match why {
             WhyLeft::AtWork => write!(f, "{owner}"),
-            WhyLeft::StaysStopped(why) => write!(f, "{owner} (it can't be continued: {why})"),
+            WhyLeft::StaysStopped(why) => {
+                write!(f, "{owner} (the stopped process can't be continued: {why})")
+            }
             WhyLeft::Faulted { server } => write!(
                 f,
                 "{owner} (its server {server} handles a fatal GPU error, and the client may be at work on a healthy GPU)"
             ),
             WhyLeft::MayHaveEnded => {
-                write!(f, "{owner} (the control daemon did not answer, so its work may have ended or not)")
+                write!(
+                    f,
+                    "{owner} (the control daemon did not answer, so the GPU work of this client may have \
+                     ended or not)"
+                )
             }
         }
     }
@@ -119,46 +125,52 @@ impl<O: fmt::Display> fmt::Display for TerminationError<O> {
             Self::SeveralContainers { id, found } => {
                 write!(
                     f,
-                    "{id} is the beginning of several containers: {}; give more digits",
-                    found.join(", ")
+                    "{id} is the beginning of several container ids: {found}; give more digits",
+                    found = found.join(", ")
                 )
             }
             Self::NoSuchClient(pid) => {
                 write!(
                     f,
-                    "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; a program \
-                     that is there as BYPASS, without MPS, is ended by kill"
+                    "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; end \
+                     a program that is listed with BYPASS (without MPS) by kill"
                 )
             }
             Self::NotTheirs { pid, user } => {
                 write!(f, "process {pid} is no client of a GPU here that user {user} has started")
             }
-            Self::Unreadable { pid, why } => write!(f, "process {pid} can't be looked at: {why}"),
+            Self::Unreadable { pid, why } => write!(f, "process {pid} can't be read in /proc: {why}"),
             Self::Unplaced(clients) => write!(
                 f,
-                "no process that is known to have these slices uses them any more; these clients may have one of them: \
-                 {}; neither a mounted directory nor their environment says which slice of this GPU they have (for a bound \
-                 slice the environment does not count); their GPU work goes on; terminate them by PID or container before \
-                 they get a signal",
-                first_named(clients.iter().cloned())
+                "no process that is known to have these slices uses the slices any more, but these clients \
+                 may have one of the slices, and their GPU work goes on: {clients}; neither a mounted \
+                 directory nor the environment says which slice of this GPU these clients have (for a bound \
+                 slice the environment does not count); terminate these clients by PID or container before \
+                 sending a signal",
+                clients = first_named(clients.iter().cloned())
             ),
             Self::Silent { why, left } if left.is_empty() => f.write_str(why),
             Self::Silent { why, left } => {
-                write!(f, "{why}; the GPU work of these clients may go on: {}", named_clients(left))
+                write!(
+                    f,
+                    "{why}; the GPU work of these clients may go on: {left}",
+                    left = named_clients(left)
+                )
             }
             Self::OutOfTime { after, left, doubt } if left.is_empty() => {
                 let seconds = after.as_secs();
-                write!(f, "after {seconds} s it is not known which clients there are")?;
+                write!(f, "after {seconds} s the clients are still not known")?;
                 doubt.as_ref().map_or(Ok(()), |doubt| write!(f, ": {doubt}"))
             }
             Self::OutOfTime { after, left, doubt } => {
                 let seconds = after.as_secs();
                 write!(
                     f,
-                    "after {seconds} s the GPU work of these clients could not be ended: {}; no signal was sent to them",
-                    named_clients(left)
+                    "after {seconds} s the GPU work of these clients could not be ended: {left}; no signal \
+                     was sent to them",
+                    left = named_clients(left)
                 )?;
-                doubt.as_ref().map_or(Ok(()), |doubt| write!(f, "; there may be more: {doubt}"))
+                doubt.as_ref().map_or(Ok(()), |doubt| write!(f, "; there may be more clients: {doubt}"))
             }
         }
     }
@@ -184,11 +196,12 @@ mod tests {
             TerminationError::OutOfTime { after: AFTER, left: clients, doubt: Some("A hangs".to_string()) };
         assert_eq!(
             error.to_string(),
-            "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (the control daemon did not \
-             answer, so its work may have ended or not); no signal was sent to them; there may be more: A hangs"
+            "after 30 s the GPU work of these clients could not be ended: PID 7; PID 8 (the control daemon \
+             did not answer, so the GPU work of this client may have ended or not); no signal was sent to \
+             them; there may be more clients: A hangs"
         );
         let error = TerminationError::<String>::OutOfTime { after: AFTER, left: Vec::new(), doubt: None };
-        assert_eq!(error.to_string(), "after 30 s it is not known which clients there are");
+        assert_eq!(error.to_string(), "after 30 s the clients are still not known");
     }
 
     #[test]

@@ -45,7 +45,7 @@ pub trait TerminationShell: ClientShell {
     /// Another look at all processes begins.
     fn begin_look(&mut self);
 
-    /// The users of a process: its real user, and each user with whose rights the process acts.
+    /// The users of a process: its real user, and each user with the rights of which the process acts.
     fn users(&mut self, pid: u32) -> impl Future<Output = Result<Vec<u32>, String>> + Send;
 
     /// The slices that a process is known to have. None if they are not known.

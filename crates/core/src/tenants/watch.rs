@@ -124,7 +124,7 @@ impl OveruseNews {
         }
         let words = &self.words;
         let memory = self.memory_mib.map(|mib| format!("{mib} MiB ")).unwrap_or_default();
-        let spared = self.spared.as_ref().map(|why| format!("; no work is ended: {why}"));
+        let spared = self.spared.as_ref().map(|why| format!("; the service ends no work: {why}"));
         let spared = spared.unwrap_or_default();
         format!("{device} is over its budget: {words}; {memory}in use by {clients}{spared}")
     }
@@ -161,16 +161,21 @@ impl AttemptNews {
     pub fn text(&self, device: &str, clients: &str) -> String {
         match &self.told {
             AttemptResult::Ended(_, suppressed) => {
-                let before =
-                    suppressed.map(|count| format!("; before, also of {count} clients that are not named"));
+                let before = suppressed.map(|count| {
+                    format!("; since the last such message, it has also ended the GPU work of {count} other clients")
+                });
                 let before = before.unwrap_or_default();
-                format!("GPU work ended since {device} was over its budget, of {clients}{before}")
+                format!(
+                    "the service has ended the GPU work of {clients}, since {device} was over its \
+                     budget{before}"
+                )
             }
             AttemptResult::Stays(_, reason) => {
                 format!("{device} is over its budget, and the work of {clients} can't be ended: {reason}")
             }
             AttemptResult::Unknown(_, reason) => format!(
-                "{device} is over its budget, and it is not known whether the work of {clients} has ended: {reason}"
+                "{device} is over its budget, and the service does not know if the work of {clients} has \
+                 ended: {reason}"
             ),
         }
     }
@@ -206,7 +211,7 @@ pub struct BudgetWatch {
     spared: Spared,
     /// The messages of the slices that have exceeded their budget at least once, by the slices' ordinals.
     slices: BTreeMap<u32, SliceMessages>,
-    /// The last ends of work of the slices whose clients were ended, by the slices' ordinals.
+    /// For each slice that has lost clients to its budget, by its ordinal: the last ends of their work.
     endings: BTreeMap<u32, Endings>,
     /// True if a client has come since the last look.
     has_come: bool,
@@ -433,7 +438,7 @@ mod tests {
         let mut watch = watch(gpu(true));
         let members = [member(1, 60), member(2, 60)];
         let over = look(&mut watch, &members, SECOND);
-        let words = "its clients hold more than its 100 MiB together";
+        let words = "the clients of the slice hold more than its 100 MiB together";
         assert_eq!(
             texts(&over),
             ["slice 1 is over its budget: ".to_owned() + words + "; 120 MiB in use by them"]
@@ -475,7 +480,8 @@ mod tests {
             let mut watch = watch(gpu(terminate));
             let over =
                 look(&mut watch, &[member(1, 60), Member { tenant: Some(8), ..member(2, 60) }], SECOND);
-            let reason = "; no work is ended: processes 1 and 2 are of several users or containers";
+            let reason =
+                "; the service ends no work: processes 1 and 2 belong to different users or containers";
             assert_eq!(texts(&over).concat().ends_with(reason), terminate);
             assert!(!is_cut_back(&over));
         }
@@ -546,20 +552,26 @@ mod tests {
         assert_eq!(
             first,
             [
-                "GPU work ended since slice 1 was over its budget, of [1, 2]",
+                "the service has ended the GPU work of [1, 2], since slice 1 was over its budget",
                 "slice 1 is over its budget, and the work of [4] can't be ended: a debugger has it",
             ]
         );
         let unknown = victim(5, VictimState::Unknown("no answer".to_owned()));
         assert_eq!(
             told(Vec::new(), Some(unknown)),
-            ["slice 1 is over its budget, and it is not known whether the work of [5] has ended: no answer"]
+            ["slice 1 is over its budget, and the service does not know if the work of [5] has ended: no \
+              answer"]
         );
         assert_eq!((told(ended(&[1]), None).len(), told(ended(&[1]), None).len()), (1, 1));
         assert_eq!(told(ended(&[1, 2]), Some(stays)), [""; 0]);
         let news = watch.has_attempted(Some(ended(&[9])), 61 * SECOND);
         let text = news.first().unwrap().text("slice 1", "9");
-        assert!(text.ends_with("of 9; before, also of 2 clients that are not named"), "{text}");
+        assert!(
+            text.ends_with(
+                "; since the last such message, it has also ended the GPU work of 2 other clients"
+            ),
+            "{text}"
+        );
     }
 
     /// A tenant who starts clients again after each end uses more than the slice until the next look. So from the third end

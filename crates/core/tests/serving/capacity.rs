@@ -35,9 +35,12 @@ fn a_gpu_is_full_when_the_check_finds_as_many_clients_as_it_can_hold() {
     assert_eq!((story.calls("clients 200"), full(&story, "A").as_str()), (0, ""));
     // The health check of a control daemon with clients counts the clients.
     story.served(12_000);
-    assert_eq!(full(&story, "A"), "full: all 2 places are taken; the next client gets CUDA error 46");
+    assert_eq!(
+        full(&story, "A"),
+        "full: all 2 places for clients are taken; the next client gets CUDA error 46"
+    );
     assert_eq!(full(&story, "B"), "");
-    assert!(story.has_told("GPU 0a:00.0 is full: all 2 places are taken"));
+    assert!(story.has_told("GPU 0a:00.0 is full: all 2 places for clients are taken"));
 }
 
 #[test]
@@ -139,7 +142,10 @@ fn a_refusal_is_not_believed_where_fewer_clients_are_left() {
     story.host().at(8100, |host| host.says(REFUSED));
     story.served(25_000);
     assert!(!full(&story, "A").contains("48"), "{}", full(&story, "A"));
-    assert_eq!(full(&story, "A"), "full: all 2 places are taken; the next client gets CUDA error 46");
+    assert_eq!(
+        full(&story, "A"),
+        "full: all 2 places for clients are taken; the next client gets CUDA error 46"
+    );
 }
 
 #[test]

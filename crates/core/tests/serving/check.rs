@@ -54,12 +54,13 @@ fn misses_are_counted_each_second_until_it_counts_as_hung() {
     });
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(30_500);
-    let asked = "Waiting, not serving: no answer; it is asked repeatedly, and restarted if it stays so and has no clients";
+    let asked = "Waiting, not serving: no answer; the service keeps asking, and the control daemon is \
+                 restarted if it stays silent and has no clients";
     assert_eq!(story.shown(), asked);
     assert_eq!(story.host().reader.words, ["warning: no answer"]);
     story.served(34_500);
-    let hung =
-        "Waiting, not serving: no answer, 5 times in a row; it is restarted when its clients have ended";
+    let hung = "Waiting, not serving: no answer, 5 times in a row; the control daemon is restarted when its \
+                clients have ended";
     assert_eq!(story.shown(), hung);
     assert_eq!(story.times("read GPUs"), [30_150, 31_150, 32_150, 33_150, 34_150]);
     assert_eq!(story.host().reader.words, ["warning: no answer"], "once is enough");
@@ -86,8 +87,8 @@ fn one_that_another_has_taken_the_place_of_is_told_nothing() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().at(20_000, |host| host.taken_by = Some(7));
     story.served(45_000);
-    let shown = "Waiting, not serving: another control daemon (PID 7) has taken its directory; it is restarted when its \
-                 clients have ended";
+    let shown = "Waiting, not serving: another control daemon (PID 7) has taken the directory of this \
+                 control daemon; the control daemon is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
     assert!(!story.has_done("keep links") && story.calls("set limits") == 0);
     assert!(story.calls("client PIDs") == 0, "it would list its own");
@@ -101,8 +102,8 @@ fn one_without_a_directory_is_not_told_to_have_missed() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.answers = Some(Failure::Unreachable("nobody listens".to_owned()));
     story.served(31_000);
-    let shown = "Waiting, not serving: its directory was removed or replaced (nobody listens); it is restarted when its \
-                 clients have ended";
+    let shown = "Waiting, not serving: the directory of the control daemon was removed or replaced (nobody \
+                 listens); the control daemon is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.words.is_empty());
     assert!(story.host().reader.ends_when_idle);
@@ -134,15 +135,16 @@ fn a_socket_that_users_cannot_get_to_is_shown_until_they_can() {
     story.host().client(1, SERVER, "A");
     story.host().stage.bad_directories = vec!["mode 0700".to_owned()];
     story.served(31_000);
-    let shown = "Waiting, not serving: mode 0700; it is restarted when its clients have ended";
+    let shown =
+        "Waiting, not serving: mode 0700; the control daemon is restarted when its clients have ended";
     assert_eq!(story.shown(), shown);
     story.host().is_changed_by_others(None, 99, 0);
     story.served(61_000);
-    assert!(!story.has_told("were changed by others"), "limits can wait");
+    assert!(!story.has_told("another program changed the limits"), "limits can wait");
     story.host().stage.bad_directories.clear();
     story.served(91_000);
     assert_eq!(story.shown(), "Ready, serving");
-    assert!(story.has_told("were changed by others"));
+    assert!(story.has_told("another program changed the limits"));
 }
 
 #[test]
@@ -151,7 +153,8 @@ fn a_directory_of_its_own_that_is_bad_is_shown() {
     story.host().client(1, SERVER, "A");
     story.host().stage.bad_links = Some("its directory belongs to somebody".to_owned());
     story.served(31_000);
-    let shown = "Waiting, not serving: its directory belongs to somebody; it is restarted when its clients have ended";
+    let shown = "Waiting, not serving: its directory belongs to somebody; the control daemon is restarted \
+                 when its clients have ended";
     assert_eq!(story.shown(), shown);
 }
 
@@ -179,8 +182,8 @@ fn a_misfit_is_found_by_the_check_and_ends_with_the_last_client() {
     story.host().client(1, SERVER, "A");
     story.host().at(20_000, |host| host.stage.misfit = Some("it has other GPUs".to_owned()));
     story.served(45_000);
-    let shown = "Waiting, serving: it has other GPUs, for which the control daemon has to restart when its clients have \
-                 ended; `yunion-mpsctl apply --force` ends them";
+    let shown = "Waiting, serving: it has other GPUs, for which the control daemon has to restart when its \
+                 clients have ended; `yunion-mpsctl apply --force` ends the clients";
     assert_eq!(story.shown(), shown);
     assert!(story.host().reader.ends_when_idle && story.has_done("put off"));
     assert!(story.has_done("keep the state file, stays: false"));
@@ -216,7 +219,8 @@ fn clients_that_are_not_known_keep_it_and_that_is_told_once() {
         "warning: the control daemon is not ended, since its clients are not known: other words; NVML hangs";
     assert_eq!(story.host().reader.words, [told]);
     let shown = story.shown();
-    let why = "its clients are not known (other words; NVML hangs), and `yunion-mpsctl apply --force` ends it with them";
+    let why = "the clients of the control daemon are not known (other words; NVML hangs), and \
+               `yunion-mpsctl apply --force` ends the control daemon with its clients";
     assert!(shown.ends_with(why), "{shown}");
     // The order fits again, so the control daemon is no misfit any more.
     story.host().stage.misfit = None;
@@ -304,11 +308,9 @@ fn one_that_could_not_be_reached_is_checked_at_once() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.children_are_unknown = true;
     story.served(100);
-    assert!(
-        story
-            .shown()
-            .starts_with("Waiting, not serving: its directory was removed or replaced (nobody listens)")
-    );
+    assert!(story.shown().starts_with(
+        "Waiting, not serving: the directory of the control daemon was removed or replaced (nobody listens)"
+    ));
     assert_eq!(story.times("inspect with limits"), [0]);
     // The act after the interruption checks the control daemon at once, and sends it no limits while it can't be reached.
     story.break_off(|_| {});

@@ -76,7 +76,7 @@ fn a_client_that_came_through_the_door_opens_it_again() {
         });
     });
     story.served(2500);
-    assert_eq!(story.host().stage.answered, [Err("a client came or left in between".to_owned())]);
+    assert_eq!(story.host().stage.answered, [Err("a client came or left in the meantime".to_owned())]);
     assert_eq!(story.calls("quit"), 0);
     let [closed, opened, gone] = order(&story, &["keep waiting", "lead again", "let go"])[..] else {
         panic!()
@@ -93,7 +93,7 @@ fn one_that_was_asked_to_end_with_a_client_takes_no_other() {
     story.host().during("quit if idle", |host| host.client(1, SERVER, "A"));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.served(60_000);
-    let lives = "the control daemon was asked to end, and has not yet";
+    let lives = "the control daemon was asked to end, and has not ended yet";
     assert_eq!(story.host().stage.answered, [Err(lives.to_owned())]);
     assert!(!story.has_done("lead again") && story.calls("signal") == 0);
     let shown = story.shown();

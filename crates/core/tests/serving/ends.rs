@@ -39,8 +39,11 @@ fn asked(story: &mut Story, request: Requested) -> (Option<Ended>, Vec<Result<()
 #[test]
 fn clients_are_counted_by_the_control_daemon_first() {
     assert_eq!(judged(&mut with_clients(&[])), Judged::Idle);
-    assert_eq!(judged(&mut with_clients(&[1])), Judged::Clients("left to its 1 client".to_owned()));
-    assert_eq!(judged(&mut with_clients(&[1, 2])), Judged::Clients("left to its 2 clients".to_owned()));
+    assert_eq!(judged(&mut with_clients(&[1])), Judged::Clients("left running for its 1 client".to_owned()));
+    assert_eq!(
+        judged(&mut with_clients(&[1, 2])),
+        Judged::Clients("left running for its 2 clients".to_owned())
+    );
 }
 
 #[test]
@@ -65,7 +68,7 @@ fn programs_that_keep_the_server_out_are_named() {
 fn a_client_that_comes_during_the_last_question_counts() {
     let mut story = with_clients(&[]);
     story.host().during("inspect", |host| host.client(1, SERVER, "A"));
-    assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
+    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
 }
 
 #[test]
@@ -73,21 +76,21 @@ fn the_list_of_another_control_daemon_is_not_taken_for_ours() {
     let mut story = with_clients(&[]);
     story.host().taken_by = Some(7);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
-    assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
+    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
     assert_eq!(story.calls("client PIDs"), 0);
     // Another control daemon takes the directory while the service asks for the clients.
     let mut story = with_clients(&[]);
     story.host().during("client PIDs", |host| host.taken_by = Some(7));
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
-    assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
+    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
 }
 
 #[test]
 fn whoever_has_no_servers_has_no_clients() {
     for (children, expected) in [
         (Some(false), Judged::Idle),
-        (Some(true), Judged::Clients("left to its 2 clients".to_owned())),
-        (None, Judged::Clients("left to its 2 clients".to_owned())),
+        (Some(true), Judged::Clients("left running for its 2 clients".to_owned())),
+        (None, Judged::Clients("left running for its 2 clients".to_owned())),
     ] {
         let mut story = with_clients(&[]);
         story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
@@ -104,7 +107,7 @@ fn whoever_has_no_servers_has_no_clients() {
 #[test]
 fn nobody_knows_where_nvml_says_nothing() {
     let unknown = "left running, since its clients are not known: no answer; NVML hangs";
-    for (there, expected) in [(vec![], unknown), (vec![1], "left to its 1 client")] {
+    for (there, expected) in [(vec![], unknown), (vec![1], "left running for its 1 client")] {
         let mut story = with_clients(&[]);
         story.host().stage.answers = Some(Failure::Silent("no answer".to_owned()));
         story.host().stage.nvml.insert("A".to_owned(), Ok(there.into_iter().collect()));
@@ -129,13 +132,13 @@ fn an_empty_list_is_not_relied_on_after_a_fatal_error() {
                 story.host().stage.answers_to.insert("inspect", failure);
             }
         }
-        assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()), "{case}");
+        assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()), "{case}");
     }
     let mut story = with_clients(&[]);
     story.host().says(mps_core::mps::Meaning::FaultHandling { server: SERVER });
     story.host().stage.nvml.insert("A".to_owned(), Err("NVML hangs".to_owned()));
-    let why = "left running, since its clients are not known: it lists no client, and its list is not relied on after a \
-               fatal GPU error; NVML hangs";
+    let why = "left running, since its clients are not known: the control daemon lists no client, but its \
+               list is not reliable after a fatal GPU error; NVML hangs";
     assert_eq!(judged(&mut story), Judged::Clients(why.to_owned()));
 }
 
@@ -145,7 +148,7 @@ fn a_faulted_server_that_nobody_has_seen_come_is_asked_about_too() {
     story.served(1000);
     story.host().unseen_server_faults(300);
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
-    assert_eq!(judged(&mut story), Judged::Clients("left to its 1 client".to_owned()));
+    assert_eq!(judged(&mut story), Judged::Clients("left running for its 1 client".to_owned()));
 }
 
 #[test]
@@ -223,7 +226,7 @@ fn a_change_that_a_client_has_come_in_between_of_is_refused() {
     story.host().at(1600, |host| host.client(1, SERVER, "A"));
     story.host().asks(Requested::Apply { force: false });
     story.served(1800);
-    assert_eq!(story.host().stage.answered, [Err("a client came in between".to_owned())]);
+    assert_eq!(story.host().stage.answered, [Err("a client came in the meantime".to_owned())]);
 }
 
 #[test]
@@ -250,7 +253,7 @@ fn the_server_is_restarted_if_it_has_no_clients() {
 fn a_server_that_stays_has_a_client_that_came_in_between() {
     let mut story = with_clients(&[]);
     story.host().stage.stays = true;
-    let refused = vec![Err("in the way: a client that has come in between".to_owned())];
+    let refused = vec![Err("in the way: a client that came in the meantime".to_owned())];
     story.host().asks(Requested::RestartServer);
     story.served(5150);
     assert!(story.host().stage.answered.is_empty());
@@ -274,7 +277,10 @@ fn one_that_answers_is_taken_over_with_what_its_log_says() {
     story.host().defaults.percentage = 50;
     story.host().server_comes(9);
     assert_eq!(story.once(async |serving| serving.take_over().await), Ok(true));
-    let told = ["server 9 is ready", "control daemon shared (PID 100) taken over"];
+    let told = [
+        "server 9 is ready",
+        "control daemon shared (PID 100) taken over from the previous run of the service",
+    ];
     assert_eq!(story.host().reader.words, told);
     assert_eq!(story.host().stage.steps, ["taken-over"]);
     assert!(story.has_done("continue"), "somebody may have stopped it");
@@ -287,7 +293,7 @@ fn one_in_a_place_of_another_is_not_taken_over() {
     let mut story = Story::with_gpus(&["A"]);
     story.host().taken_by = Some(7);
     let taken_over = story.once(async |serving| serving.take_over().await);
-    let text = "another control daemon has taken the directory of PID 100".to_owned();
+    let text = "another control daemon has taken the directory of the control daemon with PID 100".to_owned();
     assert_eq!(taken_over, Err(Failure::Waiting(text)));
     let mut story = Story::with_gpus(&["A"]);
     story.host().end(None);
@@ -317,7 +323,7 @@ fn one_that_does_not_listen_yet_is_waited_for() {
     assert_eq!(story.host().now.as_millis(), 9000);
     let mut story = Story::with_gpus(&["A"]);
     story.host().has_no_directory = true;
-    let text = "it does not listen 10 s after its start; its log ends here".to_owned();
+    let text = "the control daemon does not listen 10 s after its start; its log ends here".to_owned();
     assert_eq!(story.once(async |serving| serving.listens().await), Err(Failure::Failed(text)));
     assert_eq!(story.host().now.as_millis(), 10_000);
     let mut story = Story::with_gpus(&["A"]);

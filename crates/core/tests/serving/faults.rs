@@ -39,7 +39,7 @@ fn whoever_was_hit_is_told_once_and_the_rest_later() {
     assert!(
         story
             .shown()
-            .starts_with("Faulted, not serving: server 200 met a fatal GPU error and takes no client")
+            .starts_with("Faulted, not serving: server 200 met a fatal GPU error and takes no new client")
     );
     assert_eq!(story.host().reader.words, ["fault of 200: server 200 met a fatal GPU error"]);
     assert!(story.has_done("remember {1}"));
@@ -103,7 +103,9 @@ fn a_server_is_ended_after_the_grace_for_clients_that_stay() {
     assert_eq!(story.calls("shut down"), 0);
     story.served(45_000);
     assert!(story.has_done("shut down server 200 (Fault)"));
-    assert!(story.has_told("warning: server 200 ended: still there long after its fault: 1"));
+    assert!(
+        story.has_told("warning: server 200 was ended, since these clients stayed long after its fault: 1")
+    );
     assert_eq!((story.shown().as_str(), story.host().reader.servers.clone()), ("Ready, serving", vec![201]));
 }
 
@@ -181,7 +183,9 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
     story.served(39_900);
     assert_eq!(story.calls("shut down"), 0);
     story.served(45_000);
-    assert!(story.has_told("warning: server 200 ended: it has no client, and is still faulted"));
+    assert!(story.has_told(
+        "warning: server 200 was ended: the server has no client, and has not recovered from its fault"
+    ));
     assert!(story.has_done("shut down idle server 200 (Fault)"));
 }
 
@@ -189,7 +193,8 @@ fn a_server_without_clients_that_stays_faulted_is_ended_after_the_grace() {
 fn a_server_is_left_to_clients_that_are_well() {
     let mut story = faulted(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);
-    let why = "still there: 1; end them, since the server is left to its 1 client on healthy GPUs";
+    let why = "end these clients, which the error has hit: 1; the server is left running for its 1 client \
+               on healthy GPUs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // The last client on the healthy GPU ends. The server is ended, since its other client has lost its work.
@@ -202,7 +207,7 @@ fn a_server_is_left_to_clients_that_are_well() {
 fn a_client_that_came_between_two_errors_is_well() {
     let mut story = faulted(&[(1, "A"), (2, "A")], &[1]);
     story.served(60_000);
-    assert!(story.shown().contains("left to its 1 client on healthy GPUs"), "{}", story.shown());
+    assert!(story.shown().contains("left running for its 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
 }
 
@@ -211,7 +216,7 @@ fn a_server_is_left_to_its_clients_while_nobody_knows_which_gpu_it_was() {
     // Even if all clients are on one GPU, the error may have happened on the other GPU.
     for mut story in [faulted(&[(1, "A"), (2, "B")], &[]), faulted(&[(1, "A"), (2, "A")], &[])] {
         story.served(60_000);
-        assert!(story.shown().contains("on which of its GPUs is not known"), "{}", story.shown());
+        assert!(story.shown().contains("the GPU with the error is not known"), "{}", story.shown());
         assert_eq!(story.calls("shut down"), 0);
     }
 }
@@ -229,13 +234,13 @@ fn clients_that_nvml_knows_keep_the_server_as_well() {
     story.host().stage.nvml.insert("A".to_owned(), Ok([1].into()));
     story.host().stage.nvml.insert("B".to_owned(), Ok([2].into()));
     story.served(60_000);
-    assert!(story.shown().contains("left to its 1 client on healthy GPUs"), "{}", story.shown());
+    assert!(story.shown().contains("left running for its 1 client on healthy GPUs"), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // NVML can't list the clients on GPU B, which the error has not hit.
     let mut story = faulted(&[(1, "A")], &[1]);
     story.host().stage.nvml.insert("B".to_owned(), Err("NVML hangs".to_owned()));
     story.served(60_000);
-    let why = "it is not ended, since its clients are not all known: NVML hangs";
+    let why = "the server is not ended, since not all its clients are known: NVML hangs";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0);
     // If NVML can't list the clients on the GPU with the error, that does not matter: all of them have lost their work.
@@ -312,7 +317,8 @@ fn faulted_with_535(clients: &'static [(u32, &'static str)], named: &'static [u3
 fn with_driver_535_a_fault_lasts_as_long_as_somebody_who_was_hit() {
     let mut story = faulted_with_535(&[(1, "A"), (2, "B")], &[1]);
     story.served(60_000);
-    let why = "still there: 1; end them, since this driver does not say when the server is well";
+    let why = "these clients have not ended: 1; end these clients, since this driver does not report when \
+               the server has recovered";
     assert!(story.shown().ends_with(why), "{}", story.shown());
     assert_eq!(story.calls("shut down"), 0, "others may be at work there");
     story.host().at(61_000, |host| host.only_stay(&[2]));

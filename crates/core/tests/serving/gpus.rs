@@ -50,11 +50,11 @@ fn a_gpu_in_other_hands_is_left_out_until_it_is_free() {
     let mut story = served(&["A", "B"]);
     story.break_off(|wanted| wanted.held = [("B".to_owned(), "C".into())].into());
     story.served(2000);
-    assert_eq!(left_out(&story, "B"), "control daemon C still has it");
+    assert_eq!(left_out(&story, "B"), "control daemon C still has the GPU");
     story.break_off(|wanted| wanted.held.clear());
     story.served(3000);
     let told = [
-        "GPU 0b:00.0: control daemon C still has it",
+        "GPU 0b:00.0: control daemon C still has the GPU",
         "GPU 0b:00.0 is free: control daemon C has released it",
     ];
     let of_gpu: Vec<String> =
@@ -68,7 +68,8 @@ fn a_mode_that_others_have_changed_is_set_again() {
     story.host().with_our_mode.remove("B");
     story.served(31_000);
     assert_eq!(story.times("take the mode of"), [30_150]);
-    let told = "warning: compute mode of GPU 0b:00.0 was changed by others; set to EXCLUSIVE_PROCESS again";
+    let told = "warning: another program changed the compute mode of GPU 0b:00.0; the service has set \
+                EXCLUSIVE_PROCESS again";
     assert_eq!(story.host().reader.words, [told]);
     // NVML refuses to set the compute mode.
     {
@@ -77,7 +78,7 @@ fn a_mode_that_others_have_changed_is_set_again() {
         host.stage.refuses.insert("A".to_owned(), "NVML says no".to_owned());
     }
     story.served(61_000);
-    assert_eq!(story.host().reader.words[1..], ["warning: compute mode of GPU 0a:00.0: NVML says no"]);
+    assert_eq!(story.host().reader.words[1..], ["warning: the compute mode of GPU 0a:00.0: NVML says no"]);
     assert_eq!(left_out(&story, "A"), "", "it serves");
 }
 
@@ -143,7 +144,8 @@ fn a_mode_that_a_reload_wants_was_changed_by_nobody() {
     story.break_off(|wanted| wanted.sets_modes = true);
     story.served(80_000);
     assert_eq!(story.times("take the mode of").len(), 1);
-    let told = "warning: compute mode of GPU 0a:00.0 was changed by others; set to EXCLUSIVE_PROCESS again";
+    let told = "warning: another program changed the compute mode of GPU 0a:00.0; the service has set \
+                EXCLUSIVE_PROCESS again";
     let has_told = |story: &Story| story.host().reader.words.contains(&told.to_owned());
     assert!(!has_told(&story), "{:?}", story.host().reader.words);
     story.host().with_our_mode.remove("A");
@@ -164,7 +166,8 @@ fn no_server_is_kept_out_where_control_daemons_take_turns() {
     story.break_off(|wanted| wanted.id = "0a:00.0-0".into());
     story.host().with_our_mode.remove("A");
     story.served(65_000);
-    let told = "warning: compute mode of GPU 0a:00.0 was changed by others; set to DEFAULT again";
+    let told =
+        "warning: another program changed the compute mode of GPU 0a:00.0; the service has set DEFAULT again";
     assert!(story.host().reader.words.contains(&told.to_owned()), "{:?}", story.host().reader.words);
 }
 

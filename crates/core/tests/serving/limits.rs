@@ -111,11 +111,9 @@ fn a_server_that_writes_nothing_is_set_once_more_and_that_is_told() {
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (1, "nothing"));
     story.served(2100);
     assert_eq!((story.calls("set limits of 9"), story.shown().as_str()), (2, "Ready, serving"));
-    assert!(
-        story.has_told(
-            "warning: server 9 wrote no limits to the log; its limits are confirmed to the GiB only"
-        )
-    );
+    assert!(story.has_told(
+        "warning: server 9 wrote no limits to the log, so its memory limits are confirmed only in whole GiB"
+    ));
 }
 
 #[test]
@@ -202,8 +200,8 @@ fn a_new_server_with_limits_of_somebody_else_is_corrected() {
     });
     story.served(3000);
     assert!(story.has_told(
-        "warning: server 200 started with other limits: active thread percentage 99.0 is in force instead of 50; \
-         corrected"
+        "warning: server 200 started with wrong limits: active thread percentage 99.0 is in force instead \
+         of 50; the service has corrected the limits"
     ));
     assert_eq!(percentages(&story), (50, 50));
     assert_eq!(story.shown(), "Ready, serving");
@@ -262,12 +260,14 @@ fn limits_that_others_have_changed_are_set_again_by_the_check() {
     }
     story.forget();
     story.served(32_000);
-    assert!(
-        story.has_told("warning: limits for new servers were changed by others: 99 instead of 50; restored")
-    );
-    assert!(
-        story.has_told("warning: limits of server 200 were changed by others: 98 instead of 50; restored")
-    );
+    assert!(story.has_told(
+        "warning: another program changed the limits for new servers: 99 instead of 50; the service has \
+         restored the limits"
+    ));
+    assert!(story.has_told(
+        "warning: another program changed the limits of server 200: 98 instead of 50; the service has \
+         restored the limits"
+    ));
     assert_eq!(percentages(&story), (50, 50));
     assert_eq!(story.shown(), "Ready, serving");
 }
@@ -282,7 +282,9 @@ fn a_line_with_other_limits_brings_the_check_at_once() {
     let reason = "server 200: device pinned memory limit 1 MiB is in force on device 0 instead of 1024 MiB";
     assert_eq!(story.host().reader.gpus["A"].reason, reason);
     story.served(1200);
-    assert!(story.has_told("limits of server 200 were changed by others: device pinned memory limit 1 MiB"));
+    assert!(
+        story.has_told("another program changed the limits of server 200: device pinned memory limit 1 MiB")
+    );
     assert_eq!(story.host().reader.gpus["A"].reason, "");
 }
 
@@ -317,8 +319,8 @@ fn one_that_retires_gets_no_limits() {
     story.forget();
     story.served(40_000);
     assert_eq!((story.calls("set limits"), percentage(&story, SERVER)), (0, 50));
-    let shown = "Waiting, serving: it is not needed any more and ends when its clients have ended; \
-                 `yunion-mpsctl apply --force` ends them";
+    let shown = "Waiting, serving: this control daemon is no longer needed and ends when its clients have \
+                 ended; `yunion-mpsctl apply --force` ends the clients";
     assert_eq!(story.shown(), shown);
     // The last client ends, so the retiring control daemon is ended.
     story.host().at(42_000, |host| {

@@ -56,7 +56,7 @@ fn a_server_that_the_check_does_not_find_any_more_is_missed() {
         host.server_comes_in = Duration::MAX;
     }
     story.served(30_500);
-    assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
+    assert_eq!(story.shown(), "Backoff, not serving: the server has ended; its log ends here");
 }
 
 /// The process of a killed server ends before its control daemon notices that and lets the next server start.
@@ -94,7 +94,7 @@ fn the_end_of_a_server_is_told_with_its_own_pid() {
         host.server_comes_in = Duration::MAX;
     });
     story.served(60_000);
-    assert_eq!(story.shown(), "Backoff, not serving: its server has ended; its log ends here");
+    assert_eq!(story.shown(), "Backoff, not serving: the server has ended; its log ends here");
 }
 
 #[test]
@@ -164,11 +164,12 @@ fn the_next_server_gets_the_limits_of_the_order() {
         host.server_ends(SERVER, 0);
     });
     story.served(12_000);
-    assert!(
-        story.has_told("warning: limits for new servers were changed by others: 99 instead of 50; restored")
-    );
+    assert!(story.has_told(
+        "warning: another program changed the limits for new servers: 99 instead of 50; the service has \
+         restored the limits"
+    ));
     assert_eq!(story.host().servers[&201].setting.percentage, 50);
-    assert!(!story.has_told("started with other limits"));
+    assert!(!story.has_told("started with wrong limits"));
 }
 
 #[test]
@@ -269,7 +270,7 @@ fn the_end_of_a_server_that_nobody_watches_is_no_news() {
 fn clients_that_wait_are_told_once_with_the_reason() {
     for (multiuser, why) in [
         (false, "until the clients of user 1000 have ended: this control daemon serves one user at a time"),
-        (true, "and no server takes it"),
+        (true, "for a server, and no server accepts it"),
     ] {
         let mut story = if multiuser { Story::with_gpus(&["A"]) } else { Story::with_one_user(&["A"]) };
         story.host().at(1000, |host| {

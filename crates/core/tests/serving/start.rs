@@ -142,8 +142,8 @@ fn a_stranger_without_clients_makes_way_in_either_place() {
         shell.has_pipe = true;
         *(if is_own { &mut shell.own } else { &mut shell.pipe }) = stranger(Some(7), Ok(0));
         assert_eq!(shell.started(&["A"]), Ok(true));
-        let told =
-            "control daemon PID 7 in /pipe was not started by this service and has no client: replacing it";
+        let told = "control daemon PID 7 in /pipe was not started by this service and has no client: the \
+                    service replaces it";
         assert_eq!(shell.told(), [told]);
         let ended = if is_own { "end 7 in Own (Unused)" } else { "end 7 in Pipe (Unused)" };
         assert_eq!(shell.shell.host().stage.calls[0].1, ended);
@@ -163,8 +163,8 @@ fn a_stranger_with_clients_is_left_to_them() {
         (
             Some(7),
             Ok(1),
-            "a control daemon that this service has not started (PID 7) serves 1 client in /pipe; it is replaced when they are done, or \
-             `quit` ends it",
+            "a control daemon that this service has not started (PID 7) serves 1 client in /pipe; the \
+             service replaces it when these clients have ended, or `quit` ends it",
         ),
         (
             Some(7),
@@ -174,8 +174,8 @@ fn a_stranger_with_clients_is_left_to_them() {
         (
             None,
             Ok(0),
-            "a control daemon that this service has not started (an unknown PID) serves 0 clients in /pipe; it is replaced when they are \
-             done, or `quit` ends it",
+            "a control daemon that this service has not started (an unknown PID) serves 0 clients in /pipe; \
+             the service replaces it when these clients have ended, or `quit` ends it",
         ),
     ] {
         let mut shell = HostStart::with_gpus(&["A"]);
@@ -190,7 +190,7 @@ fn a_stranger_with_clients_is_left_to_them() {
 fn a_stranger_that_does_not_go_is_waited_for() {
     let mut shell = HostStart::with_gpus(&["A"]);
     (shell.own, shell.stays) = (stranger(Some(7), Ok(0)), true);
-    let words = "control daemon PID 7 in /pipe was asked to end and has not yet";
+    let words = "control daemon PID 7 in /pipe was asked to end and has not ended yet";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
     assert!(shell.spawned.is_empty());
 }
@@ -206,8 +206,9 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
     assert!(reach.is_left_out("B") && reach.is_left_out("C") && !reach.is_left_out("A"));
     let told = [
         "unreachable: GPU 0b:00.0: it is lost",
-        "warning: GPU 0c:00.0: it is served once its compute mode can be set: NVML says no; with cuda_mps_set_compute_mode: false it \
-         is served as it is, and programs get in without MPS and without limits",
+        "warning: GPU 0c:00.0: the GPU is served once its compute mode can be set: NVML says no; with \
+         cuda_mps_set_compute_mode: false the GPU is served in its present compute mode, and programs can \
+         use it without MPS and without limits",
     ];
     assert_eq!(shell.told(), told);
 }
@@ -216,7 +217,7 @@ fn a_gpu_that_cannot_be_reached_or_set_is_left_out() {
 fn without_any_gpu_nothing_is_started() {
     let mut shell = HostStart::with_gpus(&["A"]);
     shell.shell.host().stage.lost.insert("A".to_owned(), "it is lost".to_owned());
-    let words = "none of its GPUs can be served: GPU 0a:00.0: it is lost";
+    let words = "no GPU of this control daemon can be served: GPU 0a:00.0: it is lost";
     assert_eq!(shell.started(&["A"]), Err(Failure::Waiting(words.to_owned())));
     assert!(shell.spawned.is_empty());
 }
@@ -230,7 +231,7 @@ fn a_driver_that_refuses_multi_user_mode_gets_none_if_that_is_allowed() {
     assert_eq!(shell.forgotten, 1);
     assert_eq!(
         shell.told(),
-        ["this driver's control daemon refuses multi-user mode; it serves one user at a time"]
+        ["this driver's control daemon refuses multi-user mode, and serves one user at a time"]
     );
 }
 

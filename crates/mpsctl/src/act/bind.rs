@@ -159,7 +159,8 @@ fn wanted(arguments: &Arguments) -> Result<Option<ToBind>> {
     }
     if is_in_user_namespace() {
         ignore_input();
-        say("note: only root may bind slices; the container of this user is known by its environment");
+        say("note: only root may bind slices, so the service knows the slice of this container only by its \
+             environment");
         return Ok(None);
     }
     let state = container_state(io::stdin()).map_err(Error::Failed)?;

@@ -57,7 +57,7 @@ pub(crate) async fn drain(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
         // Other commands do not treat a closed pipe as an error. With `--wait` the exit status says if clients remain, so the
         // end of the waiting must be an error.
         Err(error) if arguments.wait && error.is_closed_pipe() => Err(Error::Failed(
-            "the reader of the output has gone, so the waiting has ended; the drain stays".to_owned(),
+            "the reader has closed the output, so the waiting has ended; the drain stays".to_owned(),
         )),
         done => done,
     }
@@ -72,12 +72,12 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
     let scope = Scope::new(daemon, names).await?;
     let drained = subject(names, "is", "are");
     let done = match scope.open_directory(&daemon.control_daemons().await?) {
-        None => format!("{drained} drained: no new client gets {}.", pronoun(names)),
+        None => format!("{drained} drained: no new client gets {slices}.", slices = pronoun(names)),
         Some(directory) => format!(
-            "{drained} drained: no client is given {} any more. A program that has {} already can still start clients, since the control \
-             daemon's socket is there.",
-            pronoun(names),
-            printable(directory)
+            "{drained} drained: no new program is given {slices}. But a program that has the directory \
+             {directory} already can start new clients, since the control daemon still listens there.",
+            slices = pronoun(names),
+            directory = printable(directory)
         ),
     };
     writeln!(out, "{}", prose(&done))?;
@@ -97,7 +97,7 @@ async fn drain_and_wait(daemon: &DaemonProxy, arguments: &Arguments, out: &mut d
     let again = if names.is_empty() { "--all".to_owned() } else { printable(&names.join(" ")) };
     writeln!(
         out,
-        "The waiting has ended, and the drain stays: yunion-mpsctl undrain {again} takes it back."
+        "The waiting has ended, and the drain stays: yunion-mpsctl undrain {again} ends the drain."
     )?;
     Ok(u8::try_from(128 + signal.as_raw()).unwrap_or(FAILED))
 }
@@ -174,7 +174,7 @@ impl Scope {
         self.all || says_no_slice || known.any(|(_, is_drained)| *is_drained)
     }
 
-    /// True if a process without MPS uses a GPU whose slices are all drained, or any GPU if everything is drained.
+    /// True if a process without MPS uses a GPU of which all slices are drained, or any GPU if everything is drained.
     fn bypasses(&self, client: &Client) -> bool {
         let mut its = self.slices.iter().filter(|(slice, _)| is_on(client, slice)).peekable();
         client.bypass && (self.all || its.peek().is_some() && its.all(|(_, is_drained)| *is_drained))
@@ -233,7 +233,10 @@ fn no_client(bypassing: &[Listed<Client>]) -> String {
     if bypassing.is_empty() {
         return "No client is left.".to_owned();
     }
-    format!("No client is left. Not waited for, since it is without MPS: {}.", describe(bypassing))
+    format!(
+        "No client is left. The drain does not wait for programs without MPS: {programs}.",
+        programs = describe(bypassing)
+    )
 }
 
 /// A note that the drain waits for some clients only because their slices are not known; empty if there are none.
@@ -244,8 +247,9 @@ fn unplaced(clients: &[Listed<Client>]) -> String {
         return String::new();
     }
     format!(
-        " The slice of {} is not known and may be a drained one, so nothing is free yet.",
-        pids.join(", ")
+        " The slice of process {pids} is not known and may be a drained slice, so the drained slices may \
+         not be free yet.",
+        pids = pids.join(", ")
     )
 }
 
@@ -428,8 +432,7 @@ mod tests {
         assert_eq!(
             String::from_utf8(out).unwrap(),
             "Waiting for process 1 (job\u{fffd}, user worker, 00:06.0-1).\n\
-             Waiting for process 2 (job\u{fffd}, user worker, slice not known). The slice of 2 is not known and may be a drained \
-             one, so nothing is free yet.\n\
+             Waiting for process 2 (job\u{fffd}, user worker, slice not known). The slice of process 2 is not known and may be a drained slice, so the drained slices may not be free yet.\n\
              Process 1 has left.\nProcess 2 has left.\n"
         );
         let mut out = Vec::new();
@@ -440,7 +443,10 @@ mod tests {
         let text = String::from_utf8(out).unwrap();
         assert!(text.starts_with("Waiting for 2 clients:\nPID  USER"), "{text}");
         assert!(text.contains("\u{1b}[5A\u{1b}[JWaiting for 1 client:\n"), "{text:?}");
-        assert!(text.contains("\nThe slice of 2 is not known and may be a drained one"), "{text:?}");
+        assert!(
+            text.contains("\nThe slice of process 2 is not known and may be a drained slice"),
+            "{text:?}"
+        );
         assert!(text.ends_with("\u{1b}[4A\u{1b}[J"), "{text:?}");
     }
 }

@@ -135,7 +135,7 @@ async fn takes_control_group(command: &[OsString]) -> bool {
     }
     let moved = systemd::move_self_to_scope(&format!("yunion-mpsctl run: {}", label(command))).await;
     if let Err(why) = &moved {
-        say(&format!("note: the command is known by its environment alone: {why}"));
+        say(&format!("note: the service knows the slice of the command only by its environment: {why}"));
     }
     moved.is_ok()
 }
@@ -160,7 +160,11 @@ pub(crate) fn become_command(arguments: &[OsString], err: &mut dyn Write) -> Opt
         Ok(_) => std::process::Command::new(command).args(rest).exec(),
         Err(error) => error.into(),
     };
-    let _ = writeln!(err, "yunion-mpsctl: can't run {}: {error}", printable(&command.to_string_lossy()));
+    let _ = writeln!(
+        err,
+        "yunion-mpsctl: can't run {command}: {error}",
+        command = printable(&command.to_string_lossy())
+    );
     Some(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
 }
 
@@ -185,9 +189,9 @@ pub(crate) fn without_dashes(arguments: &[OsString]) -> Option<String> {
         let quoted =
             |words: &[Cow<'_, str>]| words.iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ");
         let devices = if devices.is_empty() { "SLICE".to_owned() } else { quoted(devices) };
-        format!("yunion-mpsctl run {devices} -- {}", quoted(command))
+        format!("yunion-mpsctl run {devices} -- {command}", command = quoted(command))
     };
-    Some(format!("the command stands behind `--`; did you mean: {}", printable(&meant)))
+    Some(format!("write the command behind `--`; did you mean: {meant}", meant = printable(&meant)))
 }
 
 /// True if a word could be the name of a slice or a GPU: `00:06.0-1`, `GPU-76aef7ff-...`.
@@ -249,9 +253,12 @@ async fn release(command: ProcessGroup) {
     let trouble = match timeout(RELEASE_TIMEOUT, terminate_clients(command)).await {
         Ok(Ok(())) => return,
         Ok(Err(error)) => error.to_string(),
-        Err(_) => format!("no end of it within {seconds} s"),
+        Err(_) => format!("the GPU work did not end within {seconds} s"),
     };
-    say(&format!("the GPU work was not ended first, neighbours may suffer: {trouble}"));
+    say(&format!(
+        "the GPU work was not ended before the signal, which may be a fault for other clients of the GPU: \
+         {trouble}"
+    ));
 }
 
 async fn terminate_clients(command: ProcessGroup) -> Result<(), BusError> {
@@ -311,7 +318,7 @@ mod tests {
             let words: Vec<OsString> = line.split(' ').map(OsString::from).collect();
             let text = without_dashes(&words)?;
             Some(
-                text.strip_prefix("the command stands behind `--`; did you mean: yunion-mpsctl ")
+                text.strip_prefix("write the command behind `--`; did you mean: yunion-mpsctl ")
                     .unwrap()
                     .to_owned(),
             )

@@ -49,10 +49,16 @@ pub(crate) async fn terminate(
         (json!({"pid": pid}), format!("Process {pid} uses no GPU any more."))
     } else if let Some(id) = container {
         daemon.release_container(id).await?;
-        (json!({"container": id}), format!("No process in container {} uses a GPU any more.", printable(id)))
+        (
+            json!({"container": id}),
+            format!("No process in container {id} uses a GPU any more.", id = printable(id)),
+        )
     } else {
         daemon.release_devices(device).await?;
-        (json!({"devices": device}), format!("No process uses {} any more.", printable(&device.join(", "))))
+        (
+            json!({"devices": device}),
+            format!("No process uses {devices} any more.", devices = printable(&device.join(", "))),
+        )
     };
     if arguments.json {
         return print_json(out, &ended);

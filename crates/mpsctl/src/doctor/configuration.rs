@@ -16,8 +16,8 @@ use common::problem::LocatedProblem;
 pub(super) const CHECKS: &[Check] = &[
     ("the configuration", configuration),
     ("keys that are set twice", overridden),
-    ("what an agent can read", agent),
-    ("whether the configuration is loaded", loaded),
+    ("settings that the host agent can't read", agent),
+    ("the configuration in force", loaded),
     ("how programs find a slice", programs),
 ];
 
@@ -31,7 +31,7 @@ fn configuration(facts: &Facts) -> Outcome {
         Checked::Refused(Refused { problems, .. }) | Checked::Wrong { problems, .. } => {
             let mut files = problems.iter().map(|problem| &problem.origin.file);
             if let Some(file) = files.find(|file| for_root(facts, file)) {
-                return Err(format!("only root can read {}", file.display()).into());
+                return Err(format!("only root can read {file}", file = file.display()).into());
             }
             let wrong = |problem| of_problem(Severity::Error, "configuration-wrong", problem);
             findings.extend(problems.iter().map(wrong));
@@ -43,7 +43,7 @@ fn configuration(facts: &Facts) -> Outcome {
             }
             // If the driver is missing, another check reports that, so the plan's problem would be a repetition.
             if let (Err(problem), Ok(_), []) = (plan, &facts.inventory.driver, missing.as_slice()) {
-                let problem = problem.clone().or_remedy("yunion-mpsctl check says more");
+                let problem = problem.clone().or_remedy("see yunion-mpsctl check");
                 findings.push(finding(Severity::Error, "no-plan", "the GPUs", problem));
             }
         }
@@ -67,8 +67,9 @@ fn for_root(facts: &Facts, file: &Path) -> bool {
 
 fn overridden(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.overridden, |(key, earlier, later)| {
-        let found = format!("{key} here counts, and that in {earlier} does not");
-        let remedy = format!("if that is not meant, remove {key} from {}", later.file.display());
+        let found = format!("{key} in this file counts, and {key} in {earlier} does not");
+        let remedy =
+            format!("if the other value is meant, remove {key} from {file}", file = later.file.display());
         [info("key-overridden", later, found, remedy)]
     })
 }
@@ -89,14 +90,20 @@ fn loaded(facts: &Facts) -> Outcome {
                 "pipe-directory-differs",
                 format!("control daemon {}", difference.subject),
                 format!(
-                    "it listens in {}, and the host agent gives containers {}, as host.conf says",
-                    difference.from, difference.to
+                    "the control daemon listens in {from}, but the host agent gives containers {to}, as \
+                     host.conf says",
+                    from = difference.from,
+                    to = difference.to
                 ),
-                "systemctl reload yunion-mps-daemon; if it then waits for clients: yunion-mpsctl apply --force ends \
-                 them",
+                "systemctl reload yunion-mps-daemon; if the change then waits for clients, yunion-mpsctl \
+                 apply --force ends these clients",
             )),
             DifferenceKind::ControlDaemon => {}
-            DifferenceKind::Enabled | DifferenceKind::Devices | DifferenceKind::MemoryLimit | DifferenceKind::ThreadPercentage | DifferenceKind::MaxClients => {
+            DifferenceKind::Enabled
+            | DifferenceKind::Devices
+            | DifferenceKind::MemoryLimit
+            | DifferenceKind::ThreadPercentage
+            | DifferenceKind::MaxClients => {
                 changes.push(difference.to_string());
             }
         }
@@ -105,8 +112,8 @@ fn loaded(facts: &Facts) -> Outcome {
         findings.push(warning(
             "configuration-not-loaded",
             loaded.files(),
-            format!("differs from the configuration in force: {}", changes.join(" | ")),
-            "look with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
+            format!("differs from the configuration in force: {changes}", changes = changes.join(" | ")),
+            "look at the changes with yunion-mpsctl check, then systemctl reload yunion-mps-daemon",
         ));
     }
     Ok(findings)
@@ -123,7 +130,7 @@ fn programs(facts: &Facts) -> Outcome {
     let isolations: Vec<Isolation> = facts.plan()?.gpus.iter().map(|gpu| gpu.isolation).collect();
     // The GPUs of isolated slices have compute mode `DEFAULT`, in which every program may open them.
     let open = "has the whole GPU, without MPS and without limits";
-    let closed = "gets the error 46, busy or unavailable";
+    let closed = "gets CUDA error 46, busy or unavailable";
     let gets = match (isolations.contains(&Isolation::Slice), isolations.contains(&Isolation::Gpu)) {
         (false, _) if !settings.supervision.set_compute_mode => return Ok(Vec::new()),
         (false, _) => closed.to_owned(),
@@ -137,7 +144,8 @@ fn programs(facts: &Facts) -> Outcome {
         }
         _ => start.to_owned(),
     };
-    let found =
-        format!("CUDA does not look there by itself: a program that was not started with a slice {gets}");
+    let found = format!(
+        "CUDA does not look in this directory by itself: a program that was not started with a slice {gets}"
+    );
     Ok(vec![info("programs-need-slice", settings.pipe_directory.display(), found, remedy)])
 }

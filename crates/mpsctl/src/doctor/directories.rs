@@ -41,8 +41,8 @@ fn refused(facts: &Facts) -> Outcome {
         Ok(false) if in_use(facts, &directory) => Some(error(
             "directory-missing",
             directory.display(),
-            "it does not exist, though the service runs: another program has removed it",
-            "yunion-mpsctl apply restarts the control daemon once it has no clients",
+            "the directory does not exist, although the service runs: another program has removed it",
+            "yunion-mpsctl apply restarts the control daemon once no client is left",
         )),
         Ok(_) => None,
         Err(bad) => {
@@ -72,7 +72,10 @@ fn closed(facts: &Facts) -> Outcome {
                 findings.push(error(
                     "directory-closed",
                     directory.display(),
-                    format!("{}: clients of other users can't get through it", mode(&metadata)),
+                    format!(
+                        "{mode}, so clients of other users can't reach the directories below",
+                        mode = mode(&metadata)
+                    ),
                     format!("chmod o+x {}", directory.display()),
                 ));
             }
@@ -81,8 +84,14 @@ fn closed(facts: &Facts) -> Outcome {
             findings.push(error(
                 "directory-open",
                 pipe.display(),
-                format!("{}: others can put their own sockets there", mode(&metadata)),
-                format!("chmod 755 {}, and see who has changed it", pipe.display()),
+                format!(
+                    "{mode}, so other users can put their own sockets into this directory",
+                    mode = mode(&metadata)
+                ),
+                format!(
+                    "chmod 755 {pipe}, and find out which program has changed the mode",
+                    pipe = pipe.display()
+                ),
             ));
         }
     }
@@ -105,12 +114,14 @@ fn private(facts: &Facts) -> Outcome {
                 warning(
                     "sockets-not-private",
                     own.display(),
-                    "the control daemon's sockets are there, and not in a directory of its own: a container that has this \
-                     directory and runs as the host's root can command it",
+                    "the control daemon's sockets are in this directory, and not in a private one: a \
+                     container that has this directory and runs as root of the host can command the control \
+                     daemon",
                     format!(
-                        "if the directory is a mount, configure a directory that is none; else the sockets move to {} when its \
-                         clients have ended, or with yunion-mpsctl apply --force, which ends them",
-                        wanted.display()
+                        "if the directory is a mount point, configure another directory; otherwise the \
+                         sockets move to {wanted} when the clients of the control daemon have ended, or \
+                         with yunion-mpsctl apply --force, which ends these clients",
+                        wanted = wanted.display()
                     ),
                 )
             });
@@ -119,8 +130,11 @@ fn private(facts: &Facts) -> Outcome {
         Some(error(
             "private-directory-open",
             own.display(),
-            format!("{}: others than root can command the control daemon", mode(&metadata)),
-            format!("chmod 700 {}, and see who has changed it", own.display()),
+            format!(
+                "{mode}, so users other than root can command the control daemon",
+                mode = mode(&metadata)
+            ),
+            format!("chmod 700 {own}, and find out which program has changed the mode", own = own.display()),
         ))
     })
 }
@@ -138,22 +152,23 @@ fn judge_flag(pipe: &Path) -> Option<Finding> {
     let (found, remedy) = match immutable::is_set(fs::File::open(pipe).ok()?) {
         Ok(true) => return None,
         Ok(false) => (
-            "it is not immutable".to_owned(),
-            "if it is so for longer than a minute, remove what is not the service's from it; in a container, give the \
-             service CAP_LINUX_IMMUTABLE",
+            "the directory is not immutable".to_owned(),
+            "if this lasts longer than a minute, remove files of other programs from the directory; in a \
+             container, give the service CAP_LINUX_IMMUTABLE",
         ),
         Err(error) => (
-            format!("its file system has no immutable flag ({error})"),
+            format!("the file system of the directory has no immutable flag ({error})"),
             "configure a directory on ext4, XFS, Btrfs, or on tmpfs with a newer kernel",
         ),
     };
-    let harm = "a container that has it mounted writable can take links away until the next health check";
-    let remedy = format!("mount it read-only into containers; {remedy}");
+    let harm =
+        "a container with a writable mount of the directory can remove links until the next health check";
+    let remedy = format!("mount the directory read-only into containers; {remedy}");
     Some(info("directories-changeable", pipe.display(), format!("{found}: {harm}"), remedy))
 }
 
 fn mode(metadata: &Metadata) -> String {
-    format!("its mode is {:04o}", metadata.permissions().mode() & 0o7777)
+    format!("the mode is {:04o}", metadata.permissions().mode() & 0o7777)
 }
 
 fn file_systems(facts: &Facts) -> Outcome {
@@ -170,15 +185,15 @@ fn judge_file_system(directory: &Path, system: &StatVfs) -> Option<Finding> {
         return Some(error(
             "file-system-read-only",
             &directory,
-            "its file system is mounted read-only",
+            "the file system of this directory is mounted read-only",
             format!("see dmesg for the reason, then mount -o remount,rw $(stat -c %m {directory})"),
         ));
     }
     // A file system that does not count files reports a total of 0.
     let found = if system.f_files > 0 && system.f_favail == 0 {
-        "its file system can hold no more files".to_owned()
+        "the file system of this directory can hold no more files".to_owned()
     } else if room < ROOM {
-        format!("its file system has {room} bytes left")
+        format!("the file system of this directory has {room} bytes left")
     } else {
         return None;
     };
@@ -211,16 +226,18 @@ fn socket(directory: &Path, pid: u32) -> Option<Finding> {
         Some(other) if other != pid => Some(error(
             "pipe-directory-taken",
             socket.display(),
-            format!("control daemon {other} listens there, and not ours, {pid}"),
-            format!("end it: kill {other} (its clients end with it), then yunion-mpsctl apply"),
+            format!("control daemon {other} listens there instead of the service's control daemon {pid}"),
+            format!("end control daemon {other} and its clients: kill {other}, then yunion-mpsctl apply"),
         )),
         Some(_) => None,
         None => Some(error(
             "pipe-socket-missing",
             socket.display(),
-            format!("no process listens there, though control daemon {pid} lives: new clients can't connect"),
-            "yunion-mpsctl apply restarts it once it has no clients; `yunion-mpsctl doctor` says whether \
-                 systemd-tmpfiles may have removed the socket",
+            format!(
+                "no process listens there, although control daemon {pid} runs: new clients can't connect"
+            ),
+            "yunion-mpsctl apply restarts the control daemon once no client is left; doctor also reports if \
+             systemd-tmpfiles may have removed the socket",
         )),
     }
 }
@@ -234,8 +251,12 @@ fn log_size(facts: &Facts) -> Outcome {
             warning(
                 "log-too-large",
                 file.display(),
-                format!("{} MiB, and cuda_mps_log_max_size is {} MiB", size >> 20, most >> 20),
-                format!("truncate -s 0 {}; while the service runs it keeps the log short", file.display()),
+                format!(
+                    "the log has {mib} MiB, but cuda_mps_log_max_size is {most_mib} MiB",
+                    mib = size >> 20,
+                    most_mib = most >> 20
+                ),
+                format!("truncate -s 0 {file}; a running service keeps the log short", file = file.display()),
             )
         })
     })
@@ -247,16 +268,17 @@ fn runtime_directory(facts: &Facts) -> Outcome {
     let state_file = directory.join("state.json");
     if let Err(what) = &facts.state_file {
         if fs::File::open(&state_file).is_err_and(|error| error.kind() == ErrorKind::PermissionDenied) {
-            return Err(format!("only root can read {}", state_file.display()).into());
+            return Err(format!("only root can read {state_file}", state_file = state_file.display()).into());
         }
         // A running service still knows the content of its state file, and writes the file again. A service that starts now
         // would not know it.
         let remedy = if facts.published().is_ok() {
-            "the service writes it again within a minute: do not restart it before, or it takes its control daemons for \
-             another's"
+            "the service writes the file again within a minute: do not restart the service before, or it \
+             takes its control daemons for those of another program"
         } else {
-            "the next start passes it over; it takes control daemons that still run for another's, and replaces each once \
-             it has no clients; check the compute modes afterwards"
+            "the next start of the service ignores this file, takes running control daemons for those of \
+             another program, and replaces each control daemon once no client is left; check the compute \
+             modes afterwards"
         };
         findings.push(warning("state-file-damaged", state_file.display(), format!("it {what}"), remedy));
     }
@@ -264,8 +286,12 @@ fn runtime_directory(facts: &Facts) -> Outcome {
         findings.push(error(
             "runtime-directory-missing",
             directory.display(),
-            "it does not exist, though the service runs: a restart would not find its control daemons",
-            format!("mkdir -m 755 {}, then systemctl reload yunion-mps-daemon", directory.display()),
+            "the directory does not exist, although the service runs: after a restart the service would not \
+             find its control daemons",
+            format!(
+                "mkdir -m 755 {directory}, then systemctl reload yunion-mps-daemon",
+                directory = directory.display()
+            ),
         ));
     }
     Ok(findings)
@@ -276,12 +302,17 @@ fn shared_memory(facts: &Facts) -> Outcome {
     let directory = facts.file("/dev/shm");
     let remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm";
     let bad = |found: String, remedy: &str| Ok(vec![error("shm-unusable", "/dev/shm", found, remedy)]);
-    let Ok(metadata) = fs::metadata(&directory) else { return bad("it does not exist".to_owned(), remedy) };
+    let Ok(metadata) = fs::metadata(&directory) else {
+        return bad("the directory does not exist".to_owned(), remedy);
+    };
     if !metadata.is_dir() {
-        return bad("it is no directory".to_owned(), remedy);
+        return bad("this path is not a directory".to_owned(), remedy);
     }
     if metadata.mode() & 0o003 != 0o003 {
-        return bad(format!("{}: not every user can write there", mode(&metadata)), "chmod 1777 /dev/shm");
+        return bad(
+            format!("{mode}, so not every user can write there", mode = mode(&metadata)),
+            "chmod 1777 /dev/shm",
+        );
     }
     if proc::is_mounted(&facts.file(proc::MOUNTS), "/dev/shm").is_ok_and(|mounted| !mounted) {
         return bad("nothing is mounted there".to_owned(), remedy);
@@ -294,20 +325,20 @@ fn shared_memory(facts: &Facts) -> Outcome {
 fn container_toolkit(facts: &Facts) -> Outcome {
     let settings = facts.enabled()?;
     let Some(tool) = toolkit::installed(&facts.sources.sysroot) else { return Ok(Vec::new()) };
-    let remedy = "cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: /var/log/yunion-mps in \
-                  host.conf, for this service and the host agent alike";
+    let remedy = "write cuda_mps_pipe_directory: /run/yunion-mps/pipe and cuda_mps_log_directory: \
+                  /var/log/yunion-mps in host.conf, for this service and the host agent alike";
     let pipe = &settings.pipe_directory;
     if pipe == Path::new(WHERE_CUDA_LOOKS) {
         let found = format!(
-            "{tool} is installed: it mounts this directory into every container with a GPU, and CUDA looks there by \
-             itself, so containers that were given no slice become clients too"
+            "{tool} is installed and mounts this directory into every container with a GPU; CUDA looks \
+             there by itself, so containers that were given no slice become clients too"
         );
         return Ok(vec![warning("toolkit-captures-containers", pipe.display(), found, remedy)]);
     }
     let below = [pipe, &settings.log_directory].into_iter().find(|path| path.starts_with(WHERE_CUDA_LOOKS));
     let found = format!(
-        "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, and with it the sockets and \
-         logs of others"
+        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU, and with this \
+         directory the sockets and logs of other tenants"
     );
     each(below, |path| [info("toolkit-shows-directories", path.display(), &found, remedy)])
 }
@@ -318,8 +349,8 @@ fn selinux(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let pipe = facts.enabled()?.pipe_directory.display();
-    let found = "SELinux is enforcing and keeps containers from the control daemon: a label on the directory is not enough, since \
-                 the kernel asks for connectto too";
+    let found = "SELinux is enforcing and keeps containers from the control daemon: a label on the \
+                 directory is not enough, since the kernel also checks the permission connectto";
     let remedy = "if ausearch -m avc names the directory or connectto: start the container with --security-opt label=disable; \
                   docs/containers.md says more";
     Ok(vec![info("selinux-enforcing", pipe, found, remedy)])
@@ -348,7 +379,8 @@ fn ageing(facts: &Facts) -> Outcome {
             "directory-ageing",
             &directory,
             format!(
-                "systemd-tmpfiles removes what is old there ({file}: {line}), and a control daemon runs for months"
+                "systemd-tmpfiles removes old files in this directory ({file}: {line}), and a control \
+                 daemon keeps its files for months"
             ),
             format!(
                 "put these two lines in /etc/tmpfiles.d/yunion-mps-local.conf: `X {parent}` and `x {directory}`"

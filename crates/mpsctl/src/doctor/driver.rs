@@ -31,7 +31,7 @@ const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/s
 
 fn driver(facts: &Facts) -> Outcome {
     each(facts.inventory.driver.clone().err(), |problem| {
-        let problem = problem.or_remedy("nvidia-smi and dmesg say more");
+        let problem = problem.or_remedy("see nvidia-smi and dmesg");
         [finding(Severity::Error, "driver-unusable", "NVIDIA driver", problem)]
     })
 }
@@ -85,7 +85,7 @@ fn service_path(facts: &Facts) -> Outcome {
         Some(error(
             "program-not-in-service-path",
             name,
-            format!("it is in {directory}, and the service looks in {path}"),
+            format!("the program is in {directory}, but the service looks in {path}"),
             edit_unit(&format!("Environment=PATH={path}:{directory}")),
         ))
     })
@@ -105,13 +105,17 @@ fn version(facts: &Facts) -> Outcome {
     Ok(vec![warning(
         "version-skew",
         CONTROL,
-        format!("it is of CUDA {}, and the driver {driver} of CUDA {}", words(program), words(cuda)),
+        format!(
+            "this program belongs to CUDA {program}, but driver {driver} to CUDA {cuda}",
+            program = words(program),
+            cuda = words(cuda)
+        ),
         format!("install the MPS package of {driver}; after a driver upgrade, reboot"),
     )])
 }
 
 fn nodes(facts: &Facts) -> Outcome {
-    facts.inventory.driver.as_ref().map_err(|_| "without a driver there are none")?;
+    facts.inventory.driver.as_ref().map_err(|_| "without a driver there are no device nodes")?;
     let mut wanted = vec![
         (PathBuf::from("/dev/nvidiactl"), "nvidia-modprobe -c 0".to_owned()),
         (PathBuf::from("/dev/nvidia-uvm"), "nvidia-modprobe -u -c 0".to_owned()),
@@ -127,7 +131,12 @@ fn nodes(facts: &Facts) -> Outcome {
     }
     each(wanted, |(node, remedy)| {
         let Ok(metadata) = fs::metadata(facts.file(&node)) else {
-            return Some(error("device-node-missing", node.display(), "it does not exist", remedy));
+            return Some(error(
+                "device-node-missing",
+                node.display(),
+                "the device node does not exist",
+                remedy,
+            ));
         };
         // Render nodes are skipped: they belong to a group of their own, and CUDA does not open them. All other nodes must be
         // open to every user.
@@ -135,17 +144,18 @@ fn nodes(facts: &Facts) -> Outcome {
         if open {
             return None;
         }
-        let kind = if metadata.file_type().is_char_device() { "" } else { " (and it is no device)" };
+        let kind = if metadata.file_type().is_char_device() { "" } else { " (and the file is no device)" };
         Some(warning(
             "device-node-permissions",
             node.display(),
             format!(
-                "its mode is {:04o}{kind}: CUDA programs of other users can't open it",
+                "the mode is {:04o}{kind}, so CUDA programs of other users can't open this device node",
                 metadata.mode() & 0o7777
             ),
             format!(
-                "chmod 666 {}; for good: NVreg_DeviceFileMode=0666 in /etc/modprobe.d/nvidia.conf",
-                node.display()
+                "chmod 666 {node}; to keep this mode, write NVreg_DeviceFileMode=0666 in \
+                 /etc/modprobe.d/nvidia.conf",
+                node = node.display()
             ),
         ))
     })
@@ -155,7 +165,7 @@ fn nodes(facts: &Facts) -> Outcome {
 /// root.
 fn inotify(facts: &Facts) -> Outcome {
     if !facts.own_processes() {
-        return Err("the processes of this machine are not the host's".into());
+        return Err("this command does not see the processes of the host".into());
     }
     let shortage = inotify::none_left().filter(|_| rustix::process::geteuid().is_root());
     each(shortage, |Problem { found, remedy }| {

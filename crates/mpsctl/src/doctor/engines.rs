@@ -26,21 +26,22 @@ const ENGINES: [Engine; 3] = [
         name: "Docker",
         traces: &["/usr/bin/dockerd", "/usr/sbin/dockerd", "/usr/local/bin/dockerd"],
         files: &["/etc/docker/daemon.json"],
-        lines: "name /usr/bin/yunion-mps-runc as the path of a runtime, and this as the default runtime, then systemctl \
-                reload docker",
+        lines: "add a runtime with the path /usr/bin/yunion-mps-runc, make this runtime the default, then \
+                systemctl reload docker",
     },
     Engine {
         name: "podman",
         traces: &["/usr/bin/podman", "/usr/local/bin/podman"],
         files: &["/etc/containers/containers.conf", "/usr/share/containers/containers.conf"],
-        lines: "name /usr/bin/yunion-mps-runc in [engine.runtimes], and this as the runtime in [engine]",
+        lines: "add a runtime with the path /usr/bin/yunion-mps-runc in [engine.runtimes], and name this \
+                runtime in [engine]",
     },
     Engine {
         name: "containerd",
         traces: &["/etc/containerd/config.toml"],
         files: &["/etc/containerd/config.toml"],
-        lines: "name /usr/bin/yunion-mps-runc as BinaryName in the options of the CRI plugin's runtime runc, then systemctl \
-                restart containerd",
+        lines: "write BinaryName = /usr/bin/yunion-mps-runc in the options of the CRI plugin's runtime \
+                runc, then systemctl restart containerd",
     },
 ];
 
@@ -57,11 +58,11 @@ fn runtimes(facts: &Facts) -> Outcome {
             "stop-harms-neighbours",
             file,
             format!(
-                "{} names no runtime that ends GPU work before a signal: a container that is stopped in the middle of a \
-                 kernel ends the work of its neighbours on the GPU",
-                engine.name
+                "{name} names no runtime that ends GPU work before a signal: a container that is stopped in \
+                 the middle of a kernel ends the work of its neighbours on the GPU",
+                name = engine.name
             ),
-            format!("{}; docs/stops.md has the lines", engine.lines),
+            format!("{lines}; docs/stops.md has the lines", lines = engine.lines),
         ))
     })
 }

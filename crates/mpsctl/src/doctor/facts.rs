@@ -134,7 +134,7 @@ impl Facts {
     pub(super) fn plan(&self) -> Result<&Plan, Problem> {
         match &self.checked {
             Checked::Right { plan: Ok(plan), .. } => Ok(plan),
-            _ => Err("there is no plan now".into()),
+            _ => Err("no GPU could be planned now".into()),
         }
     }
 
@@ -198,7 +198,8 @@ impl Facts {
         let configured = self.directories().unwrap_or_default().into_iter().map(|(pipe, _)| pipe);
         for directory in configured.chain([default]) {
             if let Some(pid) = listener(&directory) {
-                let trace = format!("it listens in {}", directory.display());
+                let trace =
+                    format!("the control daemon listens in {directory}", directory = directory.display());
                 add(FoundDaemon { pid, trace, pipe_directory: Some(directory), elsewhere: false });
             }
         }
@@ -206,7 +207,7 @@ impl Facts {
             for server in &gpu.servers {
                 let parent = proc::stat(*server).ok().map(|stat| stat.parent);
                 let Some(pid) = parent.filter(|pid| is_mps(*pid)) else { continue };
-                add(FoundDaemon::new(pid, format!("its server {server} uses GPU {uuid}")));
+                add(FoundDaemon::new(pid, format!("server {server} of the control daemon uses GPU {uuid}")));
             }
         }
         if self.own_processes() {
@@ -223,9 +224,11 @@ fn load(sources: &Sources) -> Result<Loaded, Refused> {
     let all = sources.clone();
     check::within(DEADLINE, move || config::load(&all)).unwrap_or_else(|| {
         let file = sources.main_files().first().map(|file| file.to_path_buf()).unwrap_or_default();
-        let found =
-            format!("it, or a file that is read after it, can't be read within {} s", DEADLINE.as_secs());
-        let remedy = "see whether its file system hangs: findmnt -T FILE, dmesg";
+        let found = format!(
+            "this file, or a file that is read after this one, can't be read within {seconds} s",
+            seconds = DEADLINE.as_secs()
+        );
+        let remedy = "find out if a file system hangs: findmnt -T FILE, dmesg";
         let problem = LocatedProblem::new(Origin::whole(&file), "", found, remedy);
         Err(Refused { problems: vec![problem], warnings: Vec::new() })
     })

@@ -16,7 +16,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the compute modes", compute_modes),
     ("programs that bypass MPS", bypassing),
     ("persistence mode", persistence),
-    ("what the plan warns of", warnings),
+    ("the warnings about the plan", warnings),
     ("the sum of thread percentages", oversubscription),
 ];
 
@@ -64,20 +64,25 @@ fn compute_modes(facts: &Facts) -> Outcome {
         let wanted = mode_while_served(facts, &known.uuid);
         let open = || match wanted {
             Some(ComputeMode::Default) => {
-                format!("its compute mode is {mode}, so a server of one slice alone can use it")
+                format!(
+                    "the compute mode of the GPU is {mode}, so the server of only one slice can use the GPU"
+                )
             }
-            _ => format!("its compute mode is {mode}, so programs can use it without MPS and without limits"),
+            _ => format!(
+                "the compute mode of the GPU is {mode}, so programs can use the GPU without MPS and without \
+                 limits"
+            ),
         };
         if let Some(wanted) = wanted.filter(|wanted| *wanted != mode) {
             return Some(if sets_mode {
                 let word = wanted.to_string().to_uppercase();
                 let remedy = format!(
-                    "systemctl reload yunion-mps-daemon sets it again, as does nvidia-smi -i {address} -c {word}; find out \
-                     who changed it"
+                    "systemctl reload yunion-mps-daemon sets the compute mode again, as does nvidia-smi -i \
+                     {address} -c {word}; find out which program changed the mode"
                 );
                 error("compute-mode-drift", names(gpu), open(), remedy)
             } else {
-                let remedy = "cuda_mps_set_compute_mode: true in host.conf";
+                let remedy = "write cuda_mps_set_compute_mode: true in host.conf";
                 info("compute-mode-left-alone", names(gpu), open(), remedy)
             });
         }
@@ -89,7 +94,8 @@ fn compute_modes(facts: &Facts) -> Outcome {
                 "compute-mode-left",
                 names(gpu),
                 format!(
-                    "its compute mode is still {mode}, and nothing serves it: one process alone can use it"
+                    "the compute mode of the GPU is still {mode}, but no service runs: one process alone \
+                     can use the GPU"
                 ),
                 format!("systemctl start yunion-mps-daemon, or nvidia-smi -i {address} -c DEFAULT"),
             )
@@ -104,12 +110,14 @@ fn bypassing(facts: &Facts) -> Outcome {
         let (who, pids): (Vec<_>, Vec<_>) = on_it.map(|one| (named(one), one.pid.to_string())).unzip();
         let is_served =
             published.gpus.iter().any(|one| one.device_path.as_ref() == Some(&known.uuid) && one.healthy);
-        let found =
-            format!("it is cut into slices, and used without MPS and without limits by {}", who.join(", "));
+        let found = format!(
+            "the GPU is cut into slices, but is used without MPS and without limits by {who}",
+            who = who.join(", ")
+        );
         let remedy = format!(
-            "end them (kill {}) and start them as clients: yunion-mpsctl run {}-0 -- PROGRAM",
-            pids.join(" "),
-            gpu.id()
+            "end these programs (kill {pids}) and start them as clients: yunion-mpsctl run {id}-0 -- PROGRAM",
+            pids = pids.join(" "),
+            id = gpu.id()
         );
         (!who.is_empty()).then(|| {
             finding(unless_served(is_served), "bypassing-program", names(gpu), Problem::new(found, remedy))
@@ -124,7 +132,8 @@ fn persistence(facts: &Facts) -> Outcome {
             warning(
                 "persistence-off",
                 names(&plan.gpu),
-                "persistence mode is off: whenever no program has the GPU open, the driver forgets its compute mode",
+                "persistence mode is off: the driver forgets the compute mode whenever no program has the \
+                 GPU open",
                 "systemctl enable --now nvidia-persistenced, or nvidia-smi -pm 1 after each boot",
             )
         })
@@ -145,9 +154,13 @@ fn oversubscription(facts: &Facts) -> Outcome {
     each(planned(facts)?, |plan| {
         let sum: u32 = plan.sizes.iter().map(|size| u32::from(size.thread_percentage)).sum();
         let each = if plan.equal_slices() {
-            format!("{} slices of {} %", plan.slices(), plan.size(0).thread_percentage)
+            format!(
+                "{slices} slices of {percentage} %",
+                slices = plan.slices(),
+                percentage = plan.size(0).thread_percentage
+            )
         } else {
-            format!("the percentages of {} slices", plan.slices())
+            format!("the percentages of {slices} slices", slices = plan.slices())
         };
         let at_once = plan.isolation == Isolation::Gpu;
         (sum > 100 && plan.limits_enforced && at_once).then(|| {
@@ -155,7 +168,8 @@ fn oversubscription(facts: &Facts) -> Outcome {
                 "threads-oversubscribed",
                 names(&plan.gpu),
                 format!("{each} add up to {sum} %"),
-                "nothing, if that is meant; cuda_mps_thread_percentage: equal gives each its own share",
+                "change nothing if slices may compete for threads; otherwise cuda_mps_thread_percentage: \
+                 equal gives each slice its own share",
             )
         })
     })

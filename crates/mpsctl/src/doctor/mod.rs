@@ -92,7 +92,10 @@ struct Finding {
 
 type Name = &'static str;
 
-#[expect(clippy::needless_pass_by_value, reason = "texts and displayed paths alike are made for it")]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "callers make texts and displayed paths for this call alone"
+)]
 fn finding(severity: Severity, name: Name, subject: impl ToString, problem: Problem) -> Finding {
     Finding { name, severity, subject: subject.to_string(), problem }
 }
@@ -117,7 +120,8 @@ fn info(name: Name, subject: impl ToString, found: impl Into<String>, remedy: im
 /// The remedy for a missing setting in the service's unit.
 fn edit_unit(setting: &str) -> String {
     format!(
-        "systemctl edit yunion-mps-daemon, add [Service] and {setting}, then systemctl restart yunion-mps-daemon"
+        "write [Service] and {setting} with systemctl edit yunion-mps-daemon, then systemctl restart \
+         yunion-mps-daemon"
     )
 }
 
@@ -125,7 +129,7 @@ fn edit_unit(setting: &str) -> String {
 type Outcome = Result<Vec<Finding>, Problem>;
 
 /// Makes a finding from each element.
-#[expect(clippy::unnecessary_wraps, reason = "checks end with it")]
+#[expect(clippy::unnecessary_wraps, reason = "each check returns this type")]
 fn each<T, F: IntoIterator<Item = Finding>>(
     of: impl IntoIterator<Item = T>,
     judge: impl FnMut(T) -> F,
@@ -207,9 +211,12 @@ fn examine(facts: &Arc<Facts>) -> DoctorReport {
             None => report.findings.push(error(
                 "check-hangs",
                 what,
-                format!("no end of this check within {} s: a file system or a process hangs", DEADLINE.as_secs()),
-                "look for mounts whose server is gone (findmnt -t nfs,nfs4,cifs,fuse) and for lines with `blocked for \
-                 more than` in dmesg",
+                format!(
+                    "this check has not ended within {seconds} s: a file system or a process hangs",
+                    seconds = DEADLINE.as_secs()
+                ),
+                "look for mounts without a server (findmnt -t nfs,nfs4,cifs,fuse), and for lines with \
+                 `blocked for more than` in dmesg",
             )),
         }
     }
@@ -231,15 +238,15 @@ fn write(report: &DoctorReport, verbose: bool, out: &mut dyn Write) -> io::Resul
     }
     let count = |severity| report.findings.iter().filter(|finding| finding.severity == severity).count();
     if report.findings.is_empty() {
-        writeln!(out, "Nothing wrong: {} checks made.", report.made)?;
+        writeln!(out, "Nothing wrong: {made} checks made.", made = report.made)?;
     } else {
         writeln!(
             out,
-            "{}, {}, {} to know; {} checks made.",
-            counted(count(Severity::Error), "error"),
-            counted(count(Severity::Warning), "warning"),
-            count(Severity::Info),
-            report.made
+            "{errors}, {warnings}, {notes}; {made} checks made.",
+            errors = counted(count(Severity::Error), "error"),
+            warnings = counted(count(Severity::Warning), "warning"),
+            notes = counted(count(Severity::Info), "note"),
+            made = report.made
         )?;
     }
     if verbose {
@@ -249,7 +256,10 @@ fn write(report: &DoctorReport, verbose: bool, out: &mut dyn Write) -> io::Resul
         0 => Ok(()),
         left_out => {
             let checks = counted(left_out, "check");
-            writeln!(out, "{checks} could not be made; yunion-mpsctl doctor -v says which, and why.")
+            writeln!(
+                out,
+                "{checks} could not be made; yunion-mpsctl doctor -v names these checks and the reasons."
+            )
         }
     }
 }
@@ -260,7 +270,11 @@ fn write_not_checked(not_checked: &[NotChecked], out: &mut dyn Write) -> io::Res
         by_reason.entry(reason).or_default().push(check);
     }
     for (reason, checks) in by_reason {
-        writeln!(out, "{}", hanging(&format!("Not checked, since {reason}: {}", checks.join("; "))))?;
+        writeln!(
+            out,
+            "{}",
+            hanging(&format!("Not checked, since {reason}: {checks}", checks = checks.join("; ")))
+        )?;
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use common::host::proc;
 use common::problem::Problem;
 
 pub(super) const CHECKS: &[Check] =
-    &[("control daemons of others", foreign), ("the limit of open files", open_files)];
+    &[("control daemons of other programs", foreign), ("the limit of open files", open_files)];
 
 /// The most open files that a server needs for one client. With the usual limit of 1024, fewer than 60 clients are
 /// possible.
@@ -19,7 +19,7 @@ const FILES: u64 = 64;
 fn foreign(facts: &Facts) -> Outcome {
     // Without a list of the service's own control daemons, foreign control daemons can't be told from them.
     if facts.published().is_err() && facts.state_file.is_err() {
-        return Err("it is not known which control daemons the service has started".into());
+        return Err("doctor does not know which control daemons the service has started".into());
     }
     let configured = facts.directories().unwrap_or_default();
     each(facts.control_daemons.iter().filter(|daemon| !facts.is_ours(daemon.pid)), |daemon| {
@@ -28,26 +28,34 @@ fn foreign(facts: &Facts) -> Outcome {
         let end = match directory {
             // The directory of this control daemon is in a container, and programs in the container can't be trusted. So no
             // command for the host is shown.
-            Some(_) if daemon.elsewhere => "end it in the container that it runs in".to_owned(),
+            Some(_) if daemon.elsewhere => "end the control daemon in its container".to_owned(),
             // The directory comes from the environment of a process, which can have any text in it, and root will type this
             // line. So the text is quoted.
             Some(path) => format!(
-                "echo quit | CUDA_MPS_PIPE_DIRECTORY={} nvidia-cuda-mps-control, which waits for its clients",
-                quoted(&path.display().to_string())
+                "echo quit | CUDA_MPS_PIPE_DIRECTORY={path} nvidia-cuda-mps-control, which waits for the \
+                 clients to end",
+                path = quoted(&path.display().to_string())
             ),
-            None => "yunion-mpsctl doctor as root says where it listens and how to end it".to_owned(),
+            None => {
+                "run yunion-mpsctl doctor as root, which says where the control daemon listens and how to \
+                 end it"
+                    .to_owned()
+            }
         };
         let (severity, found, remedy) = if in_ours {
             (
                 Severity::Error,
-                format!("{}, and this service has not started it", daemon.trace),
-                format!("it is replaced by the service once it has no clients; by hand: {end}"),
+                format!("{trace}, and the service has not started this control daemon", trace = daemon.trace),
+                format!("the service replaces this control daemon once no client is left; by hand: {end}"),
             )
         } else {
             (
                 Severity::Warning,
-                format!("{}: its clients use GPUs past this service, or find them taken", daemon.trace),
-                format!("{end}; then find out who starts it"),
+                format!(
+                    "{trace}, and its clients use GPUs without this service, or find the GPUs in use",
+                    trace = daemon.trace
+                ),
+                format!("{end}; then find out which program starts the control daemon"),
             )
         };
         let problem = Problem::new(found, remedy);
@@ -69,11 +77,15 @@ fn open_files(facts: &Facts) -> Outcome {
         if limit < needed {
             findings.push(warning(
                 "open-files-too-few",
-                format!("control daemon {} (PID {pid})", daemon.id),
-                format!("it may open {limit} files, and {slices} clients at once need about {needed}"),
+                format!("control daemon {id} (PID {pid})", id = daemon.id),
                 format!(
-                    "{}; for this control daemon: prlimit --nofile=500000 --pid of it and its server",
-                    edit_unit("LimitNOFILE=500000")
+                    "the control daemon may open {limit} files, but {slices} clients at the same time need \
+                     about {needed}"
+                ),
+                format!(
+                    "{edit}; for the control daemon that runs, also use prlimit --nofile=500000 --pid with \
+                     its PID and the PID of its server",
+                    edit = edit_unit("LimitNOFILE=500000")
                 ),
             ));
         }

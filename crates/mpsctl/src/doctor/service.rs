@@ -19,7 +19,7 @@ pub(super) const CHECKS: &[Check] = &[
     ("the bus", bus),
     ("the state of the unit", unit_state),
     ("the settings of the unit", unit_settings),
-    ("unit files that hide the package's", shadowed),
+    ("unit files that hide the unit of the package", shadowed),
     ("the program of the platform", upstream),
     ("the version that runs", version),
 ];
@@ -34,14 +34,14 @@ fn bus(facts: &Facts) -> Outcome {
     let finding = match &facts.bus {
         BusAnswer::Answers(_) => return Ok(Vec::new()),
         BusAnswer::Unreachable(reason) => {
-            let remedy = "systemctl start dbus; journalctl -u dbus says more";
+            let remedy = "systemctl start dbus; see journalctl -u dbus";
             error("bus-unreachable", "the system bus", reason, remedy)
         }
         BusAnswer::Denied(reason) => {
             let remedy = if rustix::process::geteuid().is_root() {
-                format!("install {} and systemctl reload dbus", POLICIES[0])
+                format!("install {policy} and systemctl reload dbus", policy = POLICIES[0])
             } else {
-                "run yunion-mpsctl doctor as root, or join the group".to_owned()
+                "run yunion-mpsctl doctor as root, or join the group yunion-mps".to_owned()
             };
             error("bus-refuses", "io.yunion.Mps1", reason, remedy)
         }
@@ -50,21 +50,22 @@ fn bus(facts: &Facts) -> Outcome {
         BusAnswer::Silent => error(
             "service-silent",
             UNIT,
-            "it runs and does not answer",
+            "the service runs, but does not answer",
             "journalctl -u yunion-mps-daemon, then systemctl restart yunion-mps-daemon: running jobs carry on",
         ),
         BusAnswer::Refuses(reason) => error(
             "service-refuses",
             UNIT,
-            format!("it does not say how it is: {reason}"),
-            "run yunion-mpsctl doctor again, in case it was just starting or ending; journalctl -u \
-             yunion-mps-daemon says more",
+            format!("the service does not report its state: {reason}"),
+            "run yunion-mpsctl doctor again, in case the service was just starting or ending; see \
+             journalctl -u yunion-mps-daemon",
         ),
         BusAnswer::NotRunning => error(
             "service-not-running",
             UNIT,
             "the name io.yunion.Mps1 has no owner on the system bus",
-            "systemctl enable --now yunion-mps-daemon; if it does not stay: journalctl -u yunion-mps-daemon",
+            "systemctl enable --now yunion-mps-daemon; if the service ends again, see journalctl -u \
+             yunion-mps-daemon",
         ),
     };
     let no_policy =
@@ -73,8 +74,8 @@ fn bus(facts: &Facts) -> Outcome {
         error(
             "bus-policy-missing",
             POLICIES[0],
-            "it does not exist, so the bus lets no process own the name io.yunion.Mps1",
-            "install it again with the package, then systemctl reload dbus",
+            "the file does not exist, so the bus lets no process own the name io.yunion.Mps1",
+            "install the package again, then systemctl reload dbus",
         )
     });
     Ok([finding].into_iter().chain(policy).collect())
@@ -108,38 +109,45 @@ fn judge_state(unit: &UnitProperties) -> Vec<Finding> {
         }
         "masked" => {
             let remedy = "systemctl unmask yunion-mps-daemon && systemctl enable --now yunion-mps-daemon";
-            return vec![error("unit-masked", UNIT, "it is masked: nothing starts it", remedy)];
+            return vec![error(
+                "unit-masked",
+                UNIT,
+                "the unit is masked, so nothing starts the service",
+                remedy,
+            )];
         }
         "bad-setting" | "error" => {
             let (subject, remedy) = (word(unit, "FragmentPath"), format!("systemd-analyze verify {UNIT}"));
-            findings.push(error("unit-broken", subject, "systemd can't read it", remedy));
+            findings.push(error("unit-broken", subject, "systemd can't read this unit file", remedy));
         }
         _ => {}
     }
     if word(unit, "UnitFileState") == "disabled" {
         let remedy = "systemctl enable yunion-mps-daemon";
-        findings.push(warning("unit-not-enabled", UNIT, "it does not start at boot", remedy));
+        findings.push(warning("unit-not-enabled", UNIT, "the service does not start at boot", remedy));
     }
     if word(unit, "ActiveState") == "failed" {
         let status = unit.get("ExecMainStatus").and_then(Value::as_i64).unwrap_or_default();
         let (found, remedy) = match (word(unit, "Result"), status) {
             ("exit-code", 78) => (
-                "it ended because the configuration is wrong".to_owned(),
+                "the service ended because the configuration is wrong".to_owned(),
                 "yunion-mpsctl check, then systemctl start yunion-mps-daemon",
             ),
             ("start-limit-hit", _) => (
-                "it ended too often".to_owned(),
-                "journalctl -u yunion-mps-daemon, then systemctl reset-failed yunion-mps-daemon and start it",
+                "the service ended too often".to_owned(),
+                "journalctl -u yunion-mps-daemon, then systemctl reset-failed yunion-mps-daemon and \
+                 systemctl start yunion-mps-daemon",
             ),
             (result, status) => (
-                format!("it failed: {result}, exit status {status}"),
+                format!("the service failed: {result}, exit status {status}"),
                 "journalctl -u yunion-mps-daemon, then systemctl start yunion-mps-daemon",
             ),
         };
         findings.push(error("unit-failed", UNIT, found, remedy));
     }
     if is_set(unit, "NeedDaemonReload") {
-        let (subject, found) = (word(unit, "FragmentPath"), "it was changed since systemd read it");
+        let (subject, found) =
+            (word(unit, "FragmentPath"), "the unit file was changed after systemd had read it");
         findings.push(warning("unit-changed", subject, found, "systemctl daemon-reload"));
     }
     findings
@@ -157,8 +165,11 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
     }
     let temporary = needed.iter().find(|path| path.starts_with("/tmp") || path.starts_with("/var/tmp"));
     if let Some(directory) = temporary.filter(|_| is_set(unit, "PrivateTmp")) {
-        let found =
-            format!("PrivateTmp=yes: {} is not the directory that containers are given", directory.display());
+        let found = format!(
+            "PrivateTmp=yes: the service has its own {directory}, which is not the directory that \
+             containers are given",
+            directory = directory.display()
+        );
         findings.push(error("unit-private-tmp", UNIT, found, edit_unit("PrivateTmp=no")));
     }
     let granted = unit.get("ReadWritePaths").and_then(Value::as_array).into_iter().flatten();
@@ -178,7 +189,10 @@ fn judge_settings(unit: &UnitProperties, needed: &[PathBuf]) -> Vec<Finding> {
             findings.push(error(
                 "unit-protects-directory",
                 directory.display(),
-                format!("ProtectSystem={}: the service can't write there", word(unit, "ProtectSystem")),
+                format!(
+                    "ProtectSystem={value}: the service can't write to this directory",
+                    value = word(unit, "ProtectSystem")
+                ),
                 edit_unit(&format!("ReadWritePaths={}", to_be_writable(directory).display())),
             ));
         }
@@ -208,10 +222,13 @@ fn shadowed(facts: &Facts) -> Outcome {
         return Ok(Vec::new());
     }
     let starts = text.lines().find_map(|line| line.trim().strip_prefix("ExecStart="));
-    let found = format!("it hides the unit of the package and starts {}", starts.unwrap_or("nothing"));
+    let found = format!(
+        "this file hides the unit of the package and starts {program}",
+        program = starts.unwrap_or("nothing")
+    );
     let hidden = hidden.display();
     let remedy =
-        format!("rm {hidden} && systemctl daemon-reload; own settings belong in a drop-in: systemctl edit");
+        format!("rm {hidden} && systemctl daemon-reload; put own settings into a drop-in: systemctl edit");
     Ok(vec![warning("unit-shadowed", hidden, found, remedy)])
 }
 
@@ -220,7 +237,8 @@ fn shadowed(facts: &Facts) -> Outcome {
 fn upstream(facts: &Facts) -> Outcome {
     let installed = facts.file(UPSTREAM).exists().then(|| {
         let found = "the platform's own MPS daemon is still installed, and would use the same GPUs";
-        let remedy = "remove the package that it is from (dpkg -S or rpm -qf), or rm it";
+        let remedy =
+            "remove the package of this program (find it with dpkg -S or rpm -qf), or delete the file";
         warning("upstream-installed", UPSTREAM, found, remedy)
     });
     let processes = if facts.own_processes() { proc::pids() } else { Vec::new() };
@@ -228,7 +246,8 @@ fn upstream(facts: &Facts) -> Outcome {
     let running = runs.map(|pid| {
         let found =
             "the platform's own MPS daemon runs: it sets compute modes and starts control daemons as well";
-        let remedy = format!("systemctl stop the unit that `systemctl status {pid}` names, or kill {pid}");
+        let remedy =
+            format!("stop the unit that `systemctl status {pid}` names (systemctl stop), or kill {pid}");
         error("upstream-running", format!("process {pid}"), found, remedy)
     });
     Ok(installed.into_iter().chain(running).collect())

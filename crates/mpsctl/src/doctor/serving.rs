@@ -21,9 +21,9 @@ pub(super) const CHECKS: &[Check] = &[
     ("the control daemons", control_daemons),
     ("the health of the slices", slices),
     ("the state of the service", service),
-    ("whether limits are confirmed", limits),
+    ("the confirmation of the limits", limits),
     ("the CPUs of the control daemons", cpus),
-    ("whose slices the clients use", devices),
+    ("the slices of the clients", devices),
     ("the records of the host agent", records),
     ("clients that can command the control daemon", commanders),
     ("drained slices", drained),
@@ -40,10 +40,10 @@ pub(super) const GPUS: &str = "the health of the GPUs";
 const RECORDS: usize = 4;
 
 /// The remedy for a problem whose published reason already says what to do.
-const DO_WHAT_IT_SAYS: &str = "do what the reason says; yunion-mpsctl status and the journal say more";
+const DO_WHAT_IT_SAYS: &str = "do what the reason says; see also yunion-mpsctl status and the journal";
 
 /// The remedy for tenants who are root on the host.
-const OTHER_USER: &str = "run such containers as a user of their own or in a user namespace";
+const OTHER_USER: &str = "run such containers as another user, or in a user namespace";
 
 fn name(daemon: &ControlDaemon) -> String {
     format!("control daemon {}", daemon.id)
@@ -62,18 +62,19 @@ fn control_daemons(facts: &Facts) -> Outcome {
             ControlDaemonState::Faulted => Some(error(
                 "control-daemon-faulted",
                 name(daemon),
-                format!("its server has met a fatal GPU error: {reason}"),
-                "it is healed when its clients have ended, at the latest after cuda_mps_fault_grace; sooner with \
-                 yunion-mpsctl terminate PID for each that status names",
+                format!("a server of this control daemon has met a fatal GPU error: {reason}"),
+                "the server recovers or is replaced when its clients have ended, at the latest after \
+                 cuda_mps_fault_grace; to end the fault sooner, run yunion-mpsctl terminate PID for each \
+                 client that yunion-mpsctl status names",
             )),
             ControlDaemonState::Backoff => Some(error(
                 "control-daemon-backoff",
                 name(daemon),
-                format!("it died or does not start: {reason}"),
+                format!("the control daemon died or does not start: {reason}"),
                 format!(
-                    "it is tried again by itself; journalctl -u yunion-mps-daemon has what it said of failures, \
-                     {}/control.log every line",
-                    daemon.log_directory
+                    "the service tries again by itself; see the errors in journalctl -u yunion-mps-daemon, \
+                     and every line of the control daemon in {log_directory}/control.log",
+                    log_directory = daemon.log_directory
                 ),
             )),
             ControlDaemonState::Waiting => {
@@ -82,8 +83,8 @@ fn control_daemons(facts: &Facts) -> Outcome {
                 let remedy = if daemon.pid.is_none() {
                     "do what the reason says"
                 } else {
-                    "do what the reason says; if it waits for clients, yunion-mpsctl clients lists them and \
-                     yunion-mpsctl apply --force ends their GPU work"
+                    "do what the reason says; if the control daemon waits for clients, yunion-mpsctl \
+                     clients lists the clients and yunion-mpsctl apply --force ends their GPU work"
                 };
                 let is_served = published.served_by(&daemon.id).all(|gpu| gpu.healthy);
                 let problem = Problem::new(reason, remedy);
@@ -165,10 +166,12 @@ fn kernel_limits(facts: &Facts) -> Outcome {
             "kernel-limit-refused",
             &device.addr,
             format!(
-                "the kernel holds no memory limit for {}: {reason}; the service watches its budget",
-                device.bound_to
+                "the kernel holds no memory limit for {bound_to}: {reason}; only the service watches the \
+                 memory of this slice",
+                bound_to = device.bound_to
             ),
-            "remove the reason, and yunion-mpsctl reload tries again; or set cuda_mps_memory_limit: watch",
+            "remove the reason and run yunion-mpsctl reload, which tries again; or set \
+             cuda_mps_memory_limit: watch",
         ))
     })
 }
@@ -195,10 +198,14 @@ fn limits(facts: &Facts) -> Outcome {
                 let Some(asked) = asked else { continue };
                 let found = match confirmed {
                     Some(confirmed) if confirmed != asked => {
-                        format!("asked for {asked} {unit}, and in force are {confirmed} {unit}")
+                        format!(
+                            "the service has asked for {asked} {unit}, but {confirmed} {unit} are in force"
+                        )
                     }
                     None if gpu.limits_enforced && !daemon.servers.is_empty() => {
-                        format!("asked for {asked} {unit}, and no server has confirmed it")
+                        format!(
+                            "the service has asked for {asked} {unit}, but no server has confirmed this limit"
+                        )
                     }
                     _ => continue,
                 };
@@ -206,8 +213,9 @@ fn limits(facts: &Facts) -> Outcome {
                     "limits-unconfirmed",
                     &gpu.addr,
                     found,
-                    "yunion-mpsctl reload sets them again; a server that keeps others is replaced, once it has no clients, by \
-                     busctl call io.yunion.Mps1 /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
+                    "yunion-mpsctl reload sets the limits again; a server that keeps wrong limits is \
+                     replaced, once it has no clients, by busctl call io.yunion.Mps1 \
+                     /io/yunion/Mps1/Manager io.yunion.Mps1.Control RestartServer s GPU",
                 ));
             }
         }
@@ -220,7 +228,8 @@ fn devices(facts: &Facts) -> Outcome {
     let clients = match &published.clients {
         Ok(clients) => clients,
         Err(reason) => {
-            let remedy = "run doctor again: the list is refused only while too many callers ask for it";
+            let remedy = "run yunion-mpsctl doctor again: the service refuses the list only while too many \
+                          callers ask for it";
             return Ok(vec![warning("clients-unknown", "the clients", reason.to_string(), remedy)]);
         }
     };
@@ -240,8 +249,12 @@ fn devices(facts: &Facts) -> Outcome {
         findings.push(info(
             "clients-without-device",
             counted(nameless.len(), "client"),
-            format!("the slice that they were given is not known: {}", nameless.join(", ")),
-            "start them with yunion-mpsctl run, or with the environment that yunion-mpsctl env prints",
+            format!(
+                "the service does not know the slices of these clients: {clients}",
+                clients = nameless.join(", ")
+            ),
+            "start such clients with yunion-mpsctl run, or with the environment that yunion-mpsctl env \
+             prints",
         ));
     }
     if !claim.is_empty() {
@@ -249,12 +262,13 @@ fn devices(facts: &Facts) -> Outcome {
             "clients-claim-slices",
             counted(claim.len(), "client"),
             format!(
-                "they are in containers, and their environment alone says which slice they have, so no budget ends their \
-                 work: {}; yunion-mpsctl clients -o wide shows how each client is known",
-                claim.join(", ")
+                "these clients are in containers, and only their environment says which slice they have, so \
+                 no budget ends their work: {clients}; yunion-mpsctl clients -o wide shows how each client \
+                 is known",
+                clients = claim.join(", ")
             ),
-            "start the containers with CDI devices, or let the agent call Control.Bind; yunion-mpsctl bind 00:06.0-1 --pid PID \
-             does it for a container that runs",
+            "start the containers with CDI devices, or let the agent call Control.Bind; yunion-mpsctl bind \
+             00:06.0-1 --pid PID binds a slice to a container that runs already",
         ));
     }
     Ok(findings)
@@ -265,7 +279,7 @@ fn devices(facts: &Facts) -> Outcome {
 fn records(facts: &Facts) -> Outcome {
     let servers = &facts.enabled()?.supervision.servers_path;
     if !rustix::process::geteuid().is_root() {
-        return Err("only root can read them".into());
+        return Err("only root can read the records of the host agent".into());
     }
     let bad = records_without_effect(servers);
     if bad.is_empty() {
@@ -280,8 +294,9 @@ fn records(facts: &Facts) -> Outcome {
         "records-without-effect",
         servers.display(),
         words.join("; "),
-        "clients in the containers of these guests are known by their environment alone; give the files and their directories \
-         to root with chown root:root and chmod go-w, and let the host agent write again what is not understood",
+        "give the files and their directories to root with chown root:root and chmod go-w, and let the host \
+         agent write damaged files again; until then only the environment of the clients in these \
+         containers says which slice they have",
     )])
 }
 
@@ -298,13 +313,17 @@ fn full(facts: &Facts) -> Outcome {
         let found = match (most, names.as_slice()) {
             (Some((_, most)), _) => format!("all {most} places for clients are taken"),
             (None, []) => return None,
-            (None, names) => format!("as many clients as max_clients in {}", names.join(", ")),
+            (None, names) => format!(
+                "the number of clients has reached max_clients in {slices}",
+                slices = names.join(", ")
+            ),
         };
         Some(info(
             "slices-full",
             &gpu.addr,
             found,
-            "place no more work there until a client has ended; yunion-mpsctl clients lists them",
+            "start no more work on this GPU until a client has ended; yunion-mpsctl clients lists the \
+             clients",
         ))
     })
 }
@@ -335,10 +354,8 @@ fn commanders(facts: &Facts) -> Outcome {
             "clients-command-all",
             counted(all.len(), "client"),
             format!(
-                "root of the host in a container with the control daemon's own directory can set the limits of all clients and \
-                 end the control daemon: {}",
-                all.join(", ")
-            ),
+                "these clients are in containers, run as root of the host and have the control daemon's own \
+                 directory, so they can set the limits of all clients and end the control daemon: {clients}", clients = all.join(", ")),
             format!(
                 "let the agent give each container only the directory of its slice, which yunion-mpsctl env prints from \
                  Volta and driver 580 on; {OTHER_USER}"
@@ -350,8 +367,9 @@ fn commanders(facts: &Facts) -> Outcome {
             "clients-command-neighbours",
             counted(neighbours.len(), "client"),
             format!(
-                "root of the host in a container can end the GPU work of others: {}",
-                neighbours.join(", ")
+                "these clients are in containers and run as root of the host, so they can end the GPU work \
+                 of other clients: {clients}",
+                clients = neighbours.join(", ")
             ),
             OTHER_USER,
         ));
@@ -370,8 +388,8 @@ fn drained(facts: &Facts) -> Outcome {
     Ok(vec![info(
         "slices-drained",
         counted(drained.len(), "slice"),
-        format!("drained for new clients: {}", drained.join(", ")),
-        "yunion-mpsctl undrain NAME takes that back for a slice or a GPU, undrain --all for everything",
+        format!("drained for new clients: {drained}", drained = drained.join(", ")),
+        "yunion-mpsctl undrain NAME ends the drain of a slice or a GPU, undrain --all ends every drain",
     )])
 }
 
@@ -389,9 +407,10 @@ fn budgets(facts: &Facts) -> Outcome {
             "slice-over-budget",
             &device.addr,
             format!("{overuse}{in_use}"),
-            "yunion-mpsctl clients lists them, yunion-mpsctl terminate PID ends the work of one; max_clients in the \
-             device file allows more clients, and cuda_mps_overuse: terminate in host.conf ends the newest by itself, where \
-             all of them are of one user and one container and none is known by its environment alone",
+            "yunion-mpsctl clients lists the clients, and yunion-mpsctl terminate PID ends the work of one \
+             client; max_clients in the device file allows more clients; with cuda_mps_overuse: terminate \
+             in host.conf the service ends the newest clients by itself, if all clients of the slice belong \
+             to one user and one container and none is known only by its environment",
         ))
     })
 }
@@ -400,14 +419,18 @@ fn budgets(facts: &Facts) -> Outcome {
 fn cpus(facts: &Facts) -> Outcome {
     each(&facts.published()?.control_daemons, |daemon| {
         let (wanted, cpus) = (daemon.wanted_cpus.as_ref()?, daemon.cpus.as_ref()?);
-        let found = format!("it is to run on CPUs {wanted}, which are near its GPUs, and may run on {cpus}");
+        let found = format!(
+            "the control daemon should run on CPUs {wanted}, which are near its GPUs, but may run on CPUs \
+             {cpus}"
+        );
         (daemon.state == ControlDaemonState::Ready && wanted != cpus).then(|| {
             warning(
                 "cpus-elsewhere",
                 name(daemon),
                 found,
-                "let the service and its control group use these CPUs (CPUAffinity= of the unit, AllowedCPUs= of \
-                 system.slice); the control daemon is bound at its next start; or cuda_mps_cpu_affinity: none",
+                "let the service and its control group use these CPUs (CPUAffinity= of the unit, \
+                 AllowedCPUs= of system.slice); the control daemon is bound at its next start; or write \
+                 cuda_mps_cpu_affinity: none",
             )
         })
     })
@@ -422,15 +445,15 @@ fn waiting(facts: &Facts) -> Outcome {
             "client-waits-for-other-user",
             format!("process {}", client.pid),
             format!(
-                "{} of user {} waits for a server; a control daemon without multi-user mode serves one user until the \
-                 clients of that user have all ended",
-                client.command,
-                client.user.as_deref().unwrap_or_default()
+                "{command} of user {user} waits for a server; a control daemon without multi-user mode \
+                 serves one user until the clients of that user have all ended",
+                command = client.command,
+                user = client.user.as_deref().unwrap_or_default()
             ),
             format!(
-                "cuda_mps_multiuser: auto with a driver from {} on and GPUs from Volta on; otherwise run the clients as \
-                 one user, or use cuda_mps_topology: per_gpu",
-                MULTI_USER.series
+                "write cuda_mps_multiuser: auto with a driver from {series} on and GPUs from Volta on; \
+                 otherwise run the clients as one user, or write cuda_mps_topology: per_gpu",
+                series = MULTI_USER.series
             ),
         )]
     })

@@ -110,9 +110,10 @@ impl Environment {
         match serde_json::from_str::<Result<T, String>>(&answer) {
             Ok(Ok(answer)) => Ok(answer),
             Ok(Err(text)) => Err(Error::Failed(format!("a CUDA process: {text}"))),
-            Err(_) if answer.is_empty() => {
-                Err(Error::Failed(format!("a CUDA process ended without an answer: {}", output.status)))
-            }
+            Err(_) if answer.is_empty() => Err(Error::Failed(format!(
+                "a CUDA process ended without an answer: {status}",
+                status = output.status
+            ))),
             Err(_) => Err(Error::Failed(format!("a CUDA process said {answer:?}"))),
         }
     }

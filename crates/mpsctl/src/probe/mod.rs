@@ -57,7 +57,7 @@ pub(crate) async fn probe(daemon: &DaemonProxy, arguments: &Arguments, out: &mut
         // If no slice was named, an unhealthy slice is not probed. A named slice is always probed.
         if arguments.device.is_none() && !device.healthy {
             let health = health::describe(device);
-            let advice = if device.drained { "" } else { "; name it to have it probed all the same" };
+            let advice = if device.drained { "" } else { "; name the slice to probe it nevertheless" };
             report.error = Some(format!("{health}{advice}"));
         } else if let Err(error) = report.fill(daemon, arguments.beside_clients).await {
             report.error = Some(error.to_string());
@@ -125,8 +125,8 @@ async fn refuse_to_queue(daemon: &DaemonProxy, device: &Device) -> Result<()> {
     let Some(other) = other else { return Ok(()) };
     let (user, pid) = (other.user.shown(), other.pid);
     Err(Error::Failed(format!(
-        "its control daemon serves user {user} (PID {pid}), and no other user until the clients of that user have ended: \
-         try again then, or as that user"
+        "the control daemon serves user {user} (PID {pid}), and no other user until the clients of that \
+         user have ended: try again then, or as user {user}"
     )))
 }
 
@@ -268,7 +268,7 @@ impl<'a> ProbeReport<'a> {
         if let Some(error) = &self.error {
             writeln!(out, "{}", prose(&format!("NOT PROBED: {error}")))?;
         } else if self.matches() && *limits_enforced {
-            writeln!(out, "What is promised is what a client gets.")?;
+            writeln!(out, "A client gets the memory and the threads that the service publishes.")?;
         }
         writeln!(out)
     }
@@ -291,14 +291,15 @@ fn differences(who: &str, limits: ProbeLimits, seen: ContextFacts, all: u32) -> 
     if seen.memory_free >= limit || seen.allocated.is_some_and(|allocated| allocated >= limit) {
         let free = seen.memory_free;
         differences.push(format!(
-            "{who} has {free} MiB of memory free: the limit of {limit} MiB is not in force, or a looser one is"
+            "{who} has {free} MiB of memory free: the limit of {limit} MiB is not in force, or a larger \
+             limit is"
         ));
     } else if let Some(got) = [Some(seen.memory_free), seen.allocated].into_iter().flatten().min()
         && got < least
     {
         differences.push(format!(
-            "{who} gets {got} MiB of memory under a limit of {limit} MiB, at least {least} would be right: a lower \
-             limit is in force, or others hold the memory"
+            "{who} gets {got} MiB of memory under a limit of {limit} MiB, but should get at least {least} \
+             MiB: a lower limit is in force, or other programs hold the memory"
         ));
     }
     differences
@@ -336,12 +337,13 @@ mod tests {
             (ContextFacts { sms: 12, ..MEASURED }, "it has 12 SMs instead of 32 (25 % of 132)"),
             (
                 ContextFacts { memory_free: 71614, allocated: Some(35942), ..MEASURED },
-                "it has 71614 MiB of memory free: the limit of 35942 MiB is not in force, or a looser one is",
+                "it has 71614 MiB of memory free: the limit of 35942 MiB is not in force, or a larger limit \
+                 is",
             ),
             (
                 ContextFacts { allocated: Some(20000), ..MEASURED },
-                "it gets 20000 MiB of memory under a limit of 35942 MiB, at least 35622 would be right: a lower \
-                 limit is in force, or others hold the memory",
+                "it gets 20000 MiB of memory under a limit of 35942 MiB, but should get at least 35622 MiB: \
+                 a lower limit is in force, or other programs hold the memory",
             ),
         ] {
             assert_eq!(differences("it", QUARTER, seen, 132), [expected]);

@@ -20,8 +20,8 @@ impl Questions {
             return Ok(Self { answers: None });
         }
         if !io::stdin().is_terminal() {
-            let words =
-                "setup asks questions, and its input is no terminal; with --yes it takes the defaults";
+            let words = "setup asks questions, but standard input is no terminal; with --yes setup takes \
+                         the default answers";
             return Err(Error::Failed(words.to_owned()));
         }
         Ok(Self { answers: Some(Box::new(io::stdin().lock())) })

@@ -91,7 +91,8 @@ pub(super) fn compose(answers: &Answers, loaded: &Loaded) -> Vec<File> {
     }
     if answers.by_itself {
         keys.push((
-            "CUDA looks here by itself: every CUDA program of this host is a client of a slice, without any setting.",
+            "CUDA looks in this directory by itself: every CUDA program of this host is a client of a \
+             slice, without any setting.",
             format!("cuda_mps_pipe_directory: {WHERE_CUDA_LOOKS}"),
         ));
     }
@@ -128,6 +129,6 @@ fn device_file(path: &Path, gpus: &[(Gpu, u32, Option<NonZeroU64>)]) -> File {
          slices.\n# `man 5 yunion-mps-host_container_device.yml` has all keys. Check a change with `yunion-mps-daemon \
          --check`.\n\n{lines}"
     );
-    let change = "Let each of these GPUs have this entry, and no other, in";
+    let change = "Give each of these GPUs this entry, and no other, in";
     File { path: path.to_owned(), text, lines, change }
 }

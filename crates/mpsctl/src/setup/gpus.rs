@@ -43,7 +43,9 @@ impl HostGpus {
             let obstacle = match planned(gpu) {
                 Some(planned) if planned.servable() => None,
                 Some(planned) => Some(planned.unusable().unwrap_or_default()),
-                None => gpu.pci.foreign_driver().map(|driver| format!("the kernel driver {driver} holds it")),
+                None => {
+                    gpu.pci.foreign_driver().map(|driver| format!("the kernel driver {driver} holds the GPU"))
+                }
             };
             if let Some(obstacle) = obstacle {
                 left_out.push((gpu.clone(), obstacle));
@@ -84,7 +86,7 @@ impl HostGpus {
             }
         }
         for (gpu, reason) in &self.left_out {
-            lines.push(format!("  {} {}: left out: {reason}", gpu.id(), gpu.model()));
+            lines.push(format!("  {id} {model}: left out: {reason}", id = gpu.id(), model = gpu.model()));
         }
         if self.inventory.gpus.is_empty() {
             lines.push("  none of NVIDIA".to_owned());
@@ -107,7 +109,8 @@ impl HostGpus {
         }
         let (share, model) = (self.share(group, slices), group.describe_model());
         Some(format!(
-            "On the {model} every CUDA program then has {share}, even if no other program runs. With 1 slice it has all."
+            "On the {model} every CUDA program then has {share}, even if no other program runs. With 1 \
+             slice, a program has the whole GPU."
         ))
     }
 
@@ -126,8 +129,8 @@ impl HostGpus {
             (size.memory_mib > 0).then_some((size.memory_mib, size.thread_percentage))
         };
         match share() {
-            Some((memory, threads)) => format!("{memory} MiB of its memory and {threads} % of its threads"),
-            None => format!("1/{slices} of its memory and 1/{slices} of its threads"),
+            Some((memory, threads)) => format!("{memory} MiB of memory and {threads} % of the threads"),
+            None => format!("1/{slices} of the memory and 1/{slices} of the threads"),
         }
     }
 }

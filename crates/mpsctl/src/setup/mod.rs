@@ -57,7 +57,8 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
     let root = Path::new("/");
     if arguments.sysroot == root && !arguments.dry_run && !rustix::process::geteuid().is_root() {
         return Err(failed(
-            "only root can write the configuration: run it with sudo; --dry-run shows the files to every user",
+            "only root can write the configuration: run setup with sudo; --dry-run shows the files to every \
+             user",
         ));
     }
     let mut questions = Questions::new(arguments.yes)?;
@@ -67,7 +68,7 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
         Err(refused) => {
             say(&Checked::Refused(refused), out)?;
             return Err(failed(
-                "the configuration that is there has mistakes, and setup changes no file that is there",
+                "the existing configuration has mistakes, and setup changes no existing file",
             ));
         }
     };
@@ -87,7 +88,7 @@ pub(super) async fn setup(arguments: &Arguments, out: &mut dyn Write) -> Result<
             writeln!(out, "\n{}:\n", file.path.display())?;
             out.write_all(indented(&file.text).as_bytes())?;
         }
-        writeln!(out, "\nNothing was written: that is what --dry-run is for.")?;
+        writeln!(out, "\nNothing was written, because of --dry-run.")?;
         return Ok(0);
     }
     let names: Vec<String> = files.iter().map(|file| file.path.display().to_string()).collect();
@@ -134,7 +135,8 @@ fn ask(
             None => {
                 let proposed = group.proposed();
                 writeln!(out, "{}", prose(&found.describe_share(group, proposed)))?;
-                let question = format!("How many slices shall {} have? 0 leaves it out.", group.describe());
+                let question =
+                    format!("How many slices shall {gpus} have? 0 leaves it out.", gpus = group.describe());
                 questions.number(&printable(&question), proposed, out)?
             }
         });
@@ -143,7 +145,7 @@ fn ask(
         return Err(failed("no GPU is to have slices, so nothing was written"));
     }
     let platform = loaded.platform || {
-        let question = "Does this host belong to a Cloudpods platform? Nothing here looks like it.";
+        let question = "Does this host belong to a Cloudpods platform? Nothing on this host looks like that.";
         questions.no_or_yes(question, out)?
     };
     let asks = !platform && found.can_isolate_slices();
@@ -162,9 +164,11 @@ fn ask(
 
 /// Asks if a fault should affect only its slice, and explains the disadvantage.
 fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
-    let said = "A program that fails on the GPU ends the programs of all slices of that GPU. With a control daemon for each \
-                slice it ends the programs of its slice alone. Then the slices take turns: 8 processes of ResNet-50 on 4 slices \
-                do 1.6 times the work of 8 without MPS, instead of 4 times. Programs without MPS can use the GPU too, and are reported.";
+    let said = "A program that fails on the GPU ends the programs of all slices of that GPU. With a control \
+                daemon for each slice, such a program ends only the programs of its own slice. But then the \
+                slices take turns: 8 processes of ResNet-50 on 4 slices do 1.6 times the work of 8 \
+                processes without MPS, instead of 4 times. Programs without MPS can then use the GPU too, \
+                and the service reports them.";
     writeln!(out, "{}", prose(said))?;
     questions.no_or_yes("Should a fault stay in its slice?", out)
 }
@@ -172,12 +176,12 @@ fn ask_isolation(questions: &mut Questions, out: &mut dyn Write) -> Result<bool>
 /// Asks if CUDA programs should find the control daemon without any settings. The default is no if containers would find it too,
 /// since `doctor` warns about that.
 fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write) -> Result<bool> {
-    let question = "Should every CUDA program of this host use a slice automatically? Otherwise only programs that are \
-                    started with a slice find it.";
+    let question = "Should every CUDA program of this host use a slice automatically? Otherwise only \
+                    programs that are started with a slice use one.";
     let Some(tool) = toolkit::installed(sysroot) else { return questions.yes_or_no(question, out) };
     let said = format!(
-        "{tool} is installed: it mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers that were given \
-         no slice would find their way too."
+        "{tool} is installed and mounts {WHERE_CUDA_LOOKS} into every container with a GPU, so containers \
+         that were given no slice would use slices too."
     );
     writeln!(out, "{}", prose(&said))?;
     questions.no_or_yes(question, out)
@@ -187,7 +191,7 @@ fn ask_by_itself(sysroot: &Path, questions: &mut Questions, out: &mut dyn Write)
 fn print_files(files: &[File], sources: &Sources, out: &mut dyn Write) -> Result<u8> {
     writeln!(
         out,
-        "Nothing was written: configuration is there already, and setup changes no file that is there."
+        "Nothing was written: this host has configuration files already, and setup changes no existing file."
     )?;
     for file in files {
         let path = file.path.display();
@@ -216,7 +220,8 @@ async fn finish(sources: &Sources, platform: bool, out: &mut dyn Write) -> Resul
     if platform {
         writeln!(
             out,
-            "    kubectl rollout restart ds -n onecloud default-host    # so that the platform looks again"
+            "    kubectl rollout restart ds -n onecloud default-host    # so that the platform reads the \
+             GPUs again"
         )?;
     } else {
         writeln!(out, "    yunion-mpsctl run --free -- ./a-cuda-program")?;

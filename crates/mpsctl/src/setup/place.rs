@@ -27,7 +27,10 @@ pub(super) fn all(sysroot: &Path, files: &[File]) -> Result<(), String> {
             for path in placed {
                 let _ = fs::remove_file(path);
             }
-            return Err(format!("{} can't be written: {error}; nothing was written", file.path.display()));
+            return Err(format!(
+                "{path} can't be written: {error}; nothing was written",
+                path = file.path.display()
+            ));
         }
         placed.push(path);
     }

@@ -39,9 +39,11 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     writeln!(out, "{}", table_of(CLIENTS, &named, wide).shorten(width()))?;
     let bypassing = listed.iter().filter(|one| one.bypass).count();
     if bypassing > 0 {
-        let (use_a_gpu, them) = if bypassing == 1 { ("uses", "it") } else { ("use", "them") };
+        let (use_a_gpu, programs) =
+            if bypassing == 1 { ("uses", "this process") } else { ("use", "these processes") };
         let said = format!(
-            "BYPASS: {bypassing} of these {use_a_gpu} a GPU without our MPS server; nothing holds {them} to a share."
+            "BYPASS: {bypassing} of these processes {use_a_gpu} a GPU without an MPS server of this \
+             service; no limit holds for {programs}."
         );
         writeln!(out, "\n{}", prose(&said))?;
     }
@@ -49,7 +51,8 @@ pub(crate) async fn clients(daemon: &DaemonProxy, arguments: &Arguments, out: &m
     if waiting > 0 {
         let wait = if waiting == 1 { "waits" } else { "wait" };
         let said = format!(
-            "WAITS: {waiting} of these {wait} for a server; yunion-mpsctl status says in its events for whom."
+            "WAITS: {waiting} of these processes {wait} for a server; the events in yunion-mpsctl status \
+             name the reason."
         );
         writeln!(out, "\n{}", prose(&said))?;
     }
@@ -64,9 +67,9 @@ fn why_none(service: &Service) -> String {
         // In the state `degraded`, another control daemon than the service's own may serve a GPU, and its clients are not
         // known here. So the reason of the state is shown.
         Some(State::Degraded) => format!(
-            "No clients of this service: no process uses a GPU that it serves. Note that {}",
-            describe_state(service)
+            "No clients of this service: no process uses a GPU that it serves. Note that {state}",
+            state = describe_state(service)
         ),
-        _ => format!("No clients of this service: {}", describe_state(service)),
+        _ => format!("No clients of this service: {state}", state = describe_state(service)),
     }
 }

@@ -150,8 +150,8 @@ fn only_slice(devices: &str) -> Result<&str, String> {
     }
     if !devices.contains('-') {
         return Err(format!(
-            "{devices} is a GPU, and each CDI device is a slice: `yunion-mpsctl list` shows the names, and --free takes one \
-             of them"
+            "{devices} is a GPU, and each CDI device is a slice: `yunion-mpsctl list` shows the names, and \
+             --free takes a free slice"
         ));
     }
     Ok(devices)
@@ -229,9 +229,9 @@ pub(crate) fn ensure_reachable(answer: &ContainerAnswer) -> Result<()> {
     let Some((_, directory)) = directory else { return Ok(()) };
     match fs::metadata(Path::new(directory).join("control")) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Failed(format!(
-            "{directory}/control is not there for this process, and is for the service: this process has a /tmp of its own \
-             (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set cuda_mps_pipe_directory to a directory outside of it, \
-             /run/yunion-mps/pipe for one"
+            "the service has {directory}/control, but this process does not see this file: this process has \
+             a /tmp of its own (PrivateTmp= of a unit, job_container/tmpfs of Slurm); set \
+             cuda_mps_pipe_directory to a directory outside of /tmp, such as /run/yunion-mps/pipe"
         ))),
         // A user who may not look into the directory gets no error here. CUDA reports the error if there is one.
         _ => Ok(()),

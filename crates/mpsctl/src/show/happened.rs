@@ -43,7 +43,7 @@ pub(super) fn last_events(events: &[Listed<Event>], width: Option<usize>) -> Opt
         let at = format!("  {}", time::local(time::from_microseconds(event.last.at)));
         lines.add_toned_row([(at, None), (line, event.last.fault.then_some(Tone::Bad))]);
     }
-    let hint = if is_all { "" } else { "; yunion-mpsctl events prints all, in full" };
+    let hint = if is_all { "" } else { "; yunion-mpsctl events prints all events in full" };
     (!shown.is_empty()).then(|| format!("Last events{hint}:\n{lines}"))
 }
 
@@ -115,7 +115,7 @@ mod tests {
         );
         let said = last_events(&events, None).unwrap();
         assert!(said.contains("  3 times: control daemon shared started as PID 333\n"), "{said}");
-        assert!(said.starts_with("Last events; yunion-mpsctl events prints all, in full:\n"), "{said}");
+        assert!(said.starts_with("Last events; yunion-mpsctl events prints all events in full:\n"), "{said}");
     }
 
     #[test]
@@ -128,7 +128,7 @@ mod tests {
             Some((said.lines().next()?.to_owned(), lines.collect::<Vec<_>>()))
         };
         assert_eq!(shown(0, None), None);
-        let hint = "Last events; yunion-mpsctl events prints all, in full:";
+        let hint = "Last events; yunion-mpsctl events prints all events in full:";
         for (count, heading, expected) in [
             (3, "Last events:", vec!["a", "fault", "b"]),
             (5, "Last events:", vec!["a", "fault", "b", "fault too", "c"]),

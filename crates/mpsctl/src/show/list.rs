@@ -132,7 +132,9 @@ fn print_sliceless(out: &mut dyn Write, gpus: &[Listed<Gpu>], devices: &[Listed<
                 let memory = memory.map(|mib| format!("  {mib} MiB")).unwrap_or_default();
                 format!("no slice  {}{memory}", number(clients))
             }
-            (None, clients) => format!("{}; yunion-mpsctl clients shows their slices", number(clients)),
+            (None, clients) => {
+                format!("{clients}; yunion-mpsctl clients shows their slices", clients = number(clients))
+            }
         };
         let name = if gpus.len() > 1 { format!("{}: ", gpu.addr.shown()) } else { String::new() };
         writeln!(out, "{name}{said}")?;

@@ -74,7 +74,7 @@ pub(crate) async fn metrics(daemon: &DaemonProxy, arguments: &Arguments, out: &m
 /// Replaces the file. Anything other than a regular file, for example a device, is not replaced.
 fn replace(file: &Path, text: &str) -> io::Result<()> {
     if fs::symlink_metadata(file).is_ok_and(|there| !there.is_file()) {
-        return Err(io::Error::other("it is there, and is no regular file"));
+        return Err(io::Error::other("the file exists, and is not a regular file"));
     }
     whole_file::write(file, text.as_bytes())
 }
@@ -94,13 +94,14 @@ async fn published(daemon: &DaemonProxy) -> Result<Published, BusError> {
 fn about_service(published: &Published, to: &mut Families) {
     let Service { version, driver_version, state, enabled, generation, .. } = &*published.service;
     let version = [("version", printable(version)), ("driver_version", printable(driver_version))];
-    to.info("build_info", "The service and the NVIDIA driver that it found.", [version.to_vec()]);
+    to.info("build_info", "The version of the service and of the NVIDIA driver.", [version.to_vec()]);
     let states = states(state.and_others(), &state.shown(), &Vec::new());
     to.add("service_state", "1 for the state that the service is in.", states);
-    to.one("enabled", "Whether enable_cuda_mps is true.", flag(*enabled));
+    to.one("enabled", "1 if enable_cuda_mps is true, otherwise 0.", flag(*enabled));
     to.one(
         "generation",
-        "Number that grows with every change of the published slices, and starts again with the service.",
+        "A number that grows with every change of the published slices, and starts again at a restart of \
+         the service.",
         *generation as f64,
     );
     let last = published.events.iter().map(|event| event.at).max();
@@ -124,7 +125,7 @@ fn about_control_daemons(daemons: &[Listed<ControlDaemon>], to: &mut Families) {
     );
     to.each(
         "server_restarts_total",
-        "MPS servers that replaced an earlier one since the service started.",
+        "MPS servers that replaced an earlier server since the service started.",
         daemons,
         |daemon| f64::from(daemon.server_restarts),
     );
@@ -146,7 +147,7 @@ fn about_gpus(gpus: &[Listed<Gpu>], to: &mut Families) {
     to.info("gpu_info", "The GPUs that are configured.", gpus.iter().map(info));
     to.each(
         "gpu_healthy",
-        "Whether a client of the GPU that starts now is served with its limits.",
+        "1 if a client that starts on the GPU now is served with its limits, otherwise 0.",
         gpus,
         |gpu| flag(gpu.healthy),
     );
@@ -157,7 +158,7 @@ fn about_gpus(gpus: &[Listed<Gpu>], to: &mut Families) {
     });
     to.each(
         "gpu_max_clients",
-        "The most clients that the GPU can hold; the next one gets CUDA error 46.",
+        "The largest number of clients that the GPU can hold; the next client gets CUDA error 46.",
         gpus,
         |gpu| gpu.max_clients.map(f64::from),
     );
@@ -173,11 +174,11 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
     to.info("device_info", "The slices.", devices.iter().map(|device| device.labels()));
     to.each(
         "device_healthy",
-        "Whether a client that starts now gets the slice and is served with its limits.",
+        "1 if a client that starts now gets the slice and is served with its limits, otherwise 0.",
         devices,
         |device| flag(device.healthy),
     );
-    to.each("device_drained", "Whether the slice is taken out of use for new clients.", devices, |device| {
+    to.each("device_drained", "1 if the slice is drained for new clients, otherwise 0.", devices, |device| {
         flag(device.drained)
     });
     to.each(
@@ -188,19 +189,25 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
     );
     to.each(
         "device_threads_limit_ratio",
-        "The share of the GPU's threads that each client of the slice may have active.",
+        "The active thread percentage of each client of the slice, as a ratio.",
         devices,
         |device| f64::from(device.mps_thread_percentage) / 100.0,
     );
-    to.each("device_limits_enforced", "Whether the GPU enforces the two limits.", devices, |device| {
-        flag(device.limits_enforced)
-    });
+    to.each(
+        "device_limits_enforced",
+        "1 if the GPU enforces the memory limit and the thread limit, otherwise 0.",
+        devices,
+        |device| flag(device.limits_enforced),
+    );
     to.each("device_clients", "The processes that have the slice.", devices, |device| {
         device.clients.map(f64::from)
     });
-    to.each("device_max_clients", "The most clients that the slice may have.", devices, |device| {
-        device.max_clients.map(f64::from)
-    });
+    to.each(
+        "device_max_clients",
+        "The largest number of clients that the slice may have.",
+        devices,
+        |device| device.max_clients.map(f64::from),
+    );
     to.each(
         "device_memory_used_bytes",
         "The GPU memory that the clients of the slice hold.",
@@ -209,7 +216,8 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
     );
     to.each(
         "device_overuse",
-        "Whether the clients of the slice have more memory together, or are more, than it may have.",
+        "1 if the slice has more clients than allowed, or its clients hold more memory together than the \
+         slice has, otherwise 0.",
         devices,
         |device| device.overuse.as_ref().map(|overuse| flag(!overuse.is_empty())),
     );
@@ -218,14 +226,15 @@ fn about_devices(devices: &[Listed<Device>], to: &mut Families) {
 fn about_bypasses(published: &Published, to: &mut Families) {
     to.one(
         "clients_known",
-        "Whether the service listed the clients; if not, the processes without MPS are left out, and each client.",
+        "1 if the service could list the clients, otherwise 0; without the list there are no metrics of \
+         single clients and of processes without MPS.",
         flag(published.clients.is_ok()),
     );
     let Ok(clients) = &published.clients else { return };
     let on_gpu = |gpu: &Gpu, client: &Client| client.bypass && gpu.device_path.as_ref() == Some(&client.gpu);
     to.each(
         "gpu_bypass_processes",
-        "The processes that use the GPU without our MPS server.",
+        "The processes that use the GPU without an MPS server of this service.",
         &published.gpus,
         |gpu| number(clients.iter().filter(|client| on_gpu(gpu, client)).count()),
     );
@@ -237,7 +246,7 @@ fn about_each_client(published: &Published, devices: &[Listed<Device>], to: &mut
     to.add("client_memory_used_bytes", "The GPU memory that the client holds.", series);
     to.one(
         "clients_left_out",
-        "The clients without series of their own, since there are too many.",
+        "The number of clients that have no series of their own, since there are too many clients.",
         number(left_out),
     );
 }
@@ -476,7 +485,10 @@ mod tests {
         let link = directory.path().join("link");
         symlink("/dev/null", &link).unwrap();
         for path in [directory.path(), &link] {
-            assert_eq!(replace(path, "").unwrap_err().to_string(), "it is there, and is no regular file");
+            assert_eq!(
+                replace(path, "").unwrap_err().to_string(),
+                "the file exists, and is not a regular file"
+            );
         }
         let missing = directory.path().join("none/a.prom");
         assert_eq!(replace(&missing, "").unwrap_err().kind(), io::ErrorKind::NotFound);

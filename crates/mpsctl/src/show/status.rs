@@ -166,7 +166,10 @@ fn how_it_waits(
     if daemon.state != ControlDaemonState::Waiting {
         return None;
     }
-    let since = format!("it waits since {}", time::local(time::from_seconds(daemon.since)));
+    let since = format!(
+        "the control daemon has waited since {since}",
+        since = time::local(time::from_seconds(daemon.since))
+    );
     // In the plan, a GPU of this control daemon may already belong to another control daemon.
     let is_of_another =
         |gpu: &String| all.iter().any(|other| other.id != daemon.id && other.gpus.contains(gpu));

@@ -224,7 +224,7 @@ impl Table {
         if left_out.is_empty() {
             return text;
         }
-        let note = format!("(no room for {}; --json has all)", left_out.join(", "));
+        let note = format!("(no room for {left_out}; --json has all)", left_out = left_out.join(", "));
         format!("{text}\n{}", prose_in(&note, width))
     }
 

@@ -54,7 +54,8 @@ async fn follow(json: bool, out: &mut dyn Write) -> Result<()> {
             Ok(events) => {
                 complaint.clear();
                 if printed.may_miss_some(&events) {
-                    say("more events have come at once than the service keeps; journalctl has all");
+                    say("more events came at once than the service keeps; journalctl -u yunion-mps-daemon \
+                         has all events");
                 }
                 print(&printed.new_ones(events), json, out)?;
                 out.flush()?;

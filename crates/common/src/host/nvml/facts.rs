@@ -45,7 +45,7 @@ impl NvmlFacts {
     pub(super) fn read(device: &Device<'_>, index: u32, process_record: usize) -> Result<Self, Problem> {
         let uuid = device.uuid().map_err(|error| match error {
             error if is_gone(&error) => words(&error),
-            error => words(&error).prefixed("its UUID can't be read"),
+            error => words(&error).prefixed("the UUID of the GPU can't be read"),
         })?;
         let compute_capability = known("compute capability", device.cuda_compute_capability())?;
         Ok(Self {
@@ -74,7 +74,7 @@ fn known<T>(what: &str, value: Result<T, NvmlError>) -> Result<Option<T>, Proble
         Ok(value) => Ok(Some(value)),
         Err(error) if is_gone(&error) => Err(words(&error)),
         Err(error) => {
-            tracing::debug!("NVML does not say the {what}: {error}");
+            tracing::debug!("NVML does not report the {what}: {error}");
             Ok(None)
         }
     }
@@ -95,7 +95,7 @@ fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(
     match foreign() {
         Err(NotListed::Refused(error)) if is_gone(&error) => Err(words(&error)),
         Err(why) => {
-            tracing::debug!("NVML does not list the processes: {}", why_not_listed(&why));
+            tracing::debug!("NVML does not list the processes of the GPU: {why}", why = why_not_listed(&why));
             Ok(Vec::new())
         }
         Ok(foreign) => Ok(foreign),

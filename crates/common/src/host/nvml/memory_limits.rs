@@ -15,7 +15,9 @@ impl Driver {
         if control_groups::find(&group.path).ok().as_ref() != Some(group) {
             // The kernel removes the limit of a control group together with the control group.
             return match goal {
-                LimitGoal::Hold(_) => LimitOutcome::Refused("the control group has ended".to_owned()),
+                LimitGoal::Hold(_) => {
+                    LimitOutcome::Refused("the control group does not exist any more".to_owned())
+                }
                 LimitGoal::Lift(_) => LimitOutcome::Reached,
             };
         }
@@ -42,8 +44,8 @@ impl Driver {
         let now = memory_limits::read(&device, &directory)?;
         if now.limit != wanted {
             return Ok(LimitOutcome::Refused(format!(
-                "the driver has accepted the limit of {mib} MiB, but reports {}",
-                limit_in_words(now)
+                "the driver has accepted the limit of {mib} MiB, but reports {reported}",
+                reported = limit_in_words(now)
             )));
         }
         Ok(match self.uncounted(uuid, group, now.used) {
@@ -69,8 +71,8 @@ impl Driver {
         let counted = counted.div_ceil(MIB);
         (has > counted).then(|| {
             format!(
-                "the programs there have {has} MiB, and the driver counts {counted} MiB: memory from before the limit \
-                 does not count; it does when they are started again"
+                "the programs in the control group have {has} MiB, and the driver counts {counted} MiB: \
+                 memory that a program had before the limit counts only after a restart of the program"
             )
         })
     }
@@ -86,20 +88,25 @@ impl Driver {
 
 fn limit_in_words(MemoryLimit { limit, reserved, .. }: MemoryLimit) -> String {
     let limit = if limit == NO_LIMIT { "no limit".to_owned() } else { format!("{} MiB", limit / MIB) };
-    if reserved == 0 { limit } else { format!("{limit}, with {} MiB reserved", reserved / MIB) }
+    if reserved == 0 { limit } else { format!("{limit}, with {mib} MiB reserved", mib = reserved / MIB) }
 }
 
 fn why_refused(error: &NvmlError) -> String {
     match error {
-        NvmlError::NotSupported => "the driver holds no limit here: that takes cgroup v2, and a GPU without MIG; \
-                                    a kernel before 6.14 has no controller dmem, and then the driver's own has to be \
-                                    on (RmMemacctMode)"
-            .to_owned(),
-        NvmlError::NotFound => "the control group has no file dmem.max, since the controller dmem is not on above it \
-                                (cgroup.subtree_control)"
-            .to_owned(),
+        NvmlError::NotSupported => {
+            "the driver enforces no memory limit on this host: a limit needs cgroup v2, a GPU without MIG, \
+             and the controller dmem of kernel 6.14 or the driver's own accounting (RmMemacctMode)"
+                .to_owned()
+        }
+        NvmlError::NotFound => {
+            "the control group has no file dmem.max, since the control groups above it do not turn on the \
+             controller dmem (cgroup.subtree_control)"
+                .to_owned()
+        }
         NvmlError::InvalidArg | NvmlError::InUse => {
-            "the driver refuses the limit: the programs there have more, or the GPU has less".to_owned()
+            "the driver refuses the limit: the programs in the control group have more memory, or the GPU \
+             has less"
+                .to_owned()
         }
         error => words(error).to_string(),
     }

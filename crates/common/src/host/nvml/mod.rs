@@ -66,7 +66,7 @@ impl Driver {
         if nvml.lib().nvmlShutdown.is_err() {
             // Dropping `nvml` would call the missing function, and the wrapper would panic.
             std::mem::forget(nvml);
-            let found = format!("{LIBRARY} is not NVIDIA's: it has no function nvmlShutdown");
+            let found = format!("{LIBRARY} is not NVIDIA's library: the function nvmlShutdown is missing");
             return Err(Problem::new(found, "reinstall the driver"));
         }
         // Without a version, the driver is assumed to write records of the usual length.
@@ -82,7 +82,8 @@ impl Driver {
     /// The CUDA version of the driver, 13000 for 13.0.
     pub fn cuda_version(&self) -> Result<u32, Problem> {
         let version = read("the CUDA version", self.nvml.sys_cuda_driver_version())?;
-        u32::try_from(version).map_err(|_| format!("a CUDA version of {version}").into())
+        u32::try_from(version)
+            .map_err(|_| format!("NVML reports the impossible CUDA version {version}").into())
     }
 
     /// The number of GPUs that NVML lists, including lost ones.
@@ -114,7 +115,8 @@ impl Driver {
             }
             error => words(&error),
         })?;
-        let index = device.index().map_err(|error| words(&error).prefixed("its index can't be read"))?;
+        let index =
+            device.index().map_err(|error| words(&error).prefixed("the index of the GPU can't be read"))?;
         NvmlFacts::read(&device, index, self.process_record)
     }
 
@@ -131,7 +133,8 @@ impl Driver {
     pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), Problem> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
-                format!("the compute mode can't be set to {mode}: that takes root with CAP_SYS_ADMIN").into()
+                format!("the compute mode can't be set to {mode}: only root with CAP_SYS_ADMIN may set it")
+                    .into()
             }
             error => words(&error).prefixed(format_args!("the compute mode can't be set to {mode}")),
         })?;
@@ -140,7 +143,7 @@ impl Driver {
             Ok(())
         } else {
             let found = format!("the compute mode was set to {mode} but reads {now}");
-            Err(Problem::new(found, "does another program set it?"))
+            Err(Problem::new(found, "find out which other program sets the compute mode"))
         }
     }
 
@@ -337,11 +340,11 @@ fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
     match error {
         NvmlError::LibloadingError(error) => why_not_loaded(error, sysroot),
         NvmlError::LibraryNotFound => {
-            Problem::new(format!("{LIBRARY} lacks a library that it needs"), "reinstall the NVIDIA driver")
+            Problem::new(format!("{LIBRARY} needs a library that is missing"), "reinstall the NVIDIA driver")
         }
         NvmlError::DriverNotLoaded => Problem::new(
             "the NVIDIA driver is not loaded",
-            "load it (modprobe nvidia), and see dmesg if that fails",
+            "load the driver (modprobe nvidia), and see dmesg if that fails",
         ),
         NvmlError::LibRmVersionMismatch => Problem::new(
             "the NVIDIA driver in the kernel and its libraries are of different versions, as after an upgrade",
@@ -349,7 +352,7 @@ fn why_not_open(error: &NvmlError, sysroot: &Path) -> Problem {
         ),
         NvmlError::NoPermission => Problem::new(
             "no permission to talk to the NVIDIA driver",
-            "run as root, and look at the rights of /dev/nvidiactl",
+            "run as root, and check the mode of /dev/nvidiactl",
         ),
         NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => {
             Problem::new(format!("{LIBRARY} lacks a basic function of NVML"), "reinstall the NVIDIA driver")
@@ -365,12 +368,12 @@ fn no_descriptors() -> Option<Problem> {
         Errno::MFILE => {
             let most = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
             Some(Problem::new(
-                format!("this process can open no more files ({most}), so NVML can't be used"),
-                "raise its limit (LimitNOFILE= in systemctl edit yunion-mps-daemon, or ulimit -n)",
+                format!("this process has reached its limit of {most} open files, so NVML can't be used"),
+                "raise the limit (LimitNOFILE= in systemctl edit yunion-mps-daemon, or ulimit -n)",
             ))
         }
         Errno::NFILE => Some(Problem::new(
-            "this host can open no more files, so NVML can't be used",
+            "this host has reached its limit of open files, so NVML can't be used",
             "raise the sysctl fs.file-max",
         )),
         _ => None,
@@ -399,20 +402,20 @@ fn why_not_loaded(error: &impl fmt::Display, sysroot: &Path) -> Problem {
 fn words(error: &NvmlError) -> Problem {
     match error {
         NvmlError::GpuLost => Problem::new(
-            "GPU is lost: it has fallen off the bus or no longer answers",
+            "GPU is lost: the GPU has fallen off the bus or no longer answers",
             "look for Xid lines in dmesg and reboot the host",
         ),
         NvmlError::ResetRequired => {
-            "GPU needs a reset before it can be used again: nvidia-smi --gpu-reset once this service and \
-             nvidia-persistenced, which hold it, are stopped; or reboot the host"
+            "GPU needs a reset before it can be used again: stop this service and nvidia-persistenced, \
+             which hold the GPU, and run nvidia-smi --gpu-reset; or reboot the host"
                 .into()
         }
         NvmlError::NoPermission => Problem::new("no permission", "run as root"),
         NvmlError::InsufficientPower => "GPU lacks power: check its power cables".into(),
         NvmlError::IrqIssue => Problem::new("GPU's interrupts do not arrive", "look for NVRM lines in dmesg"),
         NvmlError::FailedToLoadSymbol(_) | NvmlError::FunctionNotFound => Problem::new(
-            format!("{LIBRARY} lacks the function"),
-            "the driver is older than this service supports",
+            format!("{LIBRARY} lacks a function of NVML that the service calls"),
+            "install a newer driver: this service does not support the present one",
         ),
         NvmlError::UnexpectedVariant(code) => format!("NVML answered with the unknown code {code}").into(),
         NvmlError::Unknown => {

@@ -72,7 +72,7 @@ impl GpuQuestions {
             .ask(addresses.iter().copied(), patience, REMAINDER, move |address| driver.facts_at(*address));
         let silent = || {
             Err(Problem::new(
-                format!("NVML did not answer within {} s", PATIENCE.as_secs()),
+                format!("NVML did not answer within {seconds} s", seconds = PATIENCE.as_secs()),
                 "look for NVRM lines in dmesg",
             ))
         };

@@ -53,7 +53,7 @@ const LEAST: (u16, u16) = (50, 12);
 pub(super) fn draw(frame: &mut Frame, model: &Model, state: &TopState, colour: bool) {
     let (area, width) = (frame.area(), usize::from(frame.area().width));
     if area.width < LEAST.0 || area.height < LEAST.1 {
-        let words = format!("top needs {} columns and {} rows", LEAST.0, LEAST.1);
+        let words = format!("top needs {columns} columns and {rows} rows", columns = LEAST.0, rows = LEAST.1);
         return frame.render_widget(cut(&words, width), area);
     }
     let header = header(width, model, state);
@@ -315,7 +315,7 @@ impl<R> TopTable<'_, R> {
             title += &format!("; as of {}", time_of_day(of));
         }
         if !left_out.is_empty() {
-            title += &format!("; no room for {}", left_out.join(", "));
+            title += &format!("; no room for {left_out}", left_out = left_out.join(", "));
         }
         title
     }

@@ -233,7 +233,7 @@ impl TopState {
             Some(client) => {
                 let facts = [Some(client.command.shown()), client.user.as_ref().map(Shown::shown)];
                 let facts = facts.into_iter().flatten().collect::<Vec<_>>().join(", ");
-                let question = format!("End the GPU work of process {} ({facts})? y/N", client.pid);
+                let question = format!("End the GPU work of process {pid} ({facts})? y/N", pid = client.pid);
                 self.question = Some((ClientId::new(client), question));
             }
         }
