@@ -138,7 +138,7 @@ impl Daemon {
         if let Err(error) = self.state_file.lock().set_bindings(bindings) {
             // A service that starts later reads the old bindings from the file, and ends them again, since their control
             // groups have no process.
-            tracing::warn!("the end of bindings can't be saved: {error}");
+            tracing::warn!("ended bindings can't be removed from the state file: {error}");
             return;
         }
         tell_ended(&ended);

@@ -184,7 +184,8 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     host.devices(&["path: 0000:00:06.0, type: NVIDIA_MPS, virtual_number: 4"]);
     host.configure("cuda_mps_topology: per_gpu");
     let warnings = [
-        "cuda_mps_topology: with per_gpu every container fails, unless the platform's host agent reads D-Bus: ",
+        "cuda_mps_topology: with the topology per_gpu every container fails, unless the platform's host \
+         agent reads D-Bus: ",
         "devices[0].path: the platform's host agent does not start with the path 0000:00:06.0, unless the \
          agent reads D-Bus; name the GPU by its render node, /dev/dri/renderD128\n",
     ];
@@ -200,12 +201,18 @@ fn what_stops_the_host_agent_is_told_everywhere() {
     host.wait_for_state("ready");
     let said = |warning: &str| host.log().matches(warning).count();
     assert_eq!(
-        [said("with per_gpu every container fails"), said("the platform's host agent does not start")],
+        [
+            said("with the topology per_gpu every container fails"),
+            said("the platform's host agent does not start")
+        ],
         [1, 1]
     );
     assert!(host.call("Control.Reload").status.success());
     assert_eq!(
-        [said("with per_gpu every container fails"), said("the platform's host agent does not start")],
+        [
+            said("with the topology per_gpu every container fails"),
+            said("the platform's host agent does not start")
+        ],
         [2, 2]
     );
     assert_eq!(host.stop().code(), Some(0));

@@ -662,7 +662,10 @@ async fn limits_that_are_not_in_force() {
     let found = tokio::task::spawn_blocking(move || scene.findings()).await.unwrap();
     let unconfirmed = found.iter().find(|finding| finding["name"] == "limits-unconfirmed").unwrap();
     assert_eq!(unconfirmed["subject"], "00:06.0");
-    assert_eq!(unconfirmed["found"], "the service has asked for 25 %, but 100 % are in force");
+    assert_eq!(
+        unconfirmed["found"],
+        "the service has asked for a limit of 25 %, but a limit of 100 % is in force"
+    );
 }
 
 /// An answer of systemd about the unit, at the place where systemd answers.

@@ -356,7 +356,7 @@ fn a_fault_lasts_where_nobody_tells_of_its_end() {
         let stays = host.served(&mut host.program(&["hold", "600", "--stay"]));
         let before = host.wait_for_status("a server", |status| some_server(status).is_some());
         host.fault();
-        let named = format!("still there: {} (", stays.id());
+        let named = format!("these clients have not ended: {} (", stays.id());
         host.wait_for_status("who is in the way", |status| {
             let daemon = control_daemon(status);
             daemon["state"] == "faulted" && daemon["reason"].as_str().unwrap().contains(&named)

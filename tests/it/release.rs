@@ -229,7 +229,7 @@ fn what_cannot_be_terminated_says_why() {
         let complaint = failed(&scene.host.mpsctl(&["terminate", pid]));
         let expected = format!(
             "process {pid} is no client of a GPU here; yunion-mpsctl clients lists the clients; end a \
-             program with BYPASS in that list, which is without MPS, by kill"
+             program that is listed with BYPASS (without MPS) by kill"
         );
         assert_eq!(complaint, format!("yunion-mpsctl: {expected}\n"));
     }

@@ -401,7 +401,7 @@ fn wait_until_its_clients_are_not_known(host: &Host, control_daemon: u32) {
     let expected = "NVML does not list the clients of GPU";
     let status = host.wait_for_status("clients that are not known", |status| {
         let reason = control_daemon_reason(status);
-        reason.contains("its clients are not known") && reason.contains(expected)
+        reason.contains("the clients of the control daemon are not known") && reason.contains(expected)
     });
     assert_eq!(control_pid(&status), control_daemon);
     let told = "the control daemon is not ended, since its clients are not known";

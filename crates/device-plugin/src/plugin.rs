@@ -268,7 +268,7 @@ impl Plugin {
             }
             Err(error) => {
                 resource.registration = Registration::Failed(kubelet, Instant::now());
-                Some(format!("{name} is not registered: {error}; trying again"))
+                Some(format!("{name} is not registered with the kubelet: {error}; trying again"))
             }
         };
         self.say("kubelet", complaint);

@@ -58,8 +58,8 @@ pub(super) fn troubles(settings: &Settings, topology: Option<&Origin>, empty: &[
     };
     if let (Some(many), Some(origin)) = (many, topology) {
         let found = format!(
-            "with {many} every container fails, unless the platform's host agent reads D-Bus: an older \
-             agent gives containers the directory {pipe_directory}, where no control daemon listens",
+            "with the topology {many} every container fails, unless the platform's host agent reads D-Bus: \
+             an older agent gives containers the directory {pipe_directory}, where no control daemon listens",
             pipe_directory = settings.pipe_directory.display()
         );
         let remedy = "write cuda_mps_topology: shared";

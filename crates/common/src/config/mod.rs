@@ -845,8 +845,8 @@ mod tests {
         let good = devices("/dev/dri/renderD128");
         assert_eq!(
             told("enable_cuda_mps: true\ncuda_mps_topology: per_gpu", &good),
-            ["/etc/yunion/host.conf:2: cuda_mps_topology: with per_gpu every container fails, unless the \
-              platform's host agent reads D-Bus: an older agent gives containers the directory \
+            ["/etc/yunion/host.conf:2: cuda_mps_topology: with the topology per_gpu every container fails, \
+              unless the platform's host agent reads D-Bus: an older agent gives containers the directory \
               /tmp/nvidia-mps/pipe, where no control daemon listens; write cuda_mps_topology: shared"]
         );
         assert_eq!(

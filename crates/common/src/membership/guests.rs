@@ -200,7 +200,11 @@ impl fmt::Display for BadRecord {
         match self {
             Self::Failed(error) => write!(f, "{error}"),
             Self::NotTheAgents => {
-                write!(f, "not a file or directory that only root can write, so the service ignores it")
+                write!(
+                    f,
+                    "other users than root can write this path, or it is no file or directory, so the \
+                     service ignores it"
+                )
             }
             Self::TooLarge => {
                 write!(f, "larger than {LARGEST} bytes, so the service does not read this file")

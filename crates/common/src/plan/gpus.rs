@@ -109,7 +109,7 @@ fn inseparable(
         let found = "a control daemon for each slice needs multi-user mode, but cuda_mps_multiuser is off";
         (found.to_owned(), "remove cuda_mps_multiuser".to_owned())
     } else if !LINKED_SOCKET.holds(inventory.series(), facts.compute_capability) {
-        let found = "a control daemon for each slice needs driver 580 and a GPU since Volta";
+        let found = "a control daemon for each slice needs driver 580 or newer, and a GPU from Volta on";
         (found.to_owned(), take_back.to_owned())
     } else if let Some(mode) = mode.filter(|_| !settings.supervision.set_compute_mode) {
         let found = format!("compute mode {mode} lets the server of only one slice use the GPU");

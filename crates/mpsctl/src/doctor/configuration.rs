@@ -67,7 +67,7 @@ fn for_root(facts: &Facts, file: &Path) -> bool {
 
 fn overridden(facts: &Facts) -> Outcome {
     each(&facts.loaded()?.overridden, |(key, earlier, later)| {
-        let found = format!("{key} in this file counts, and {key} in {earlier} does not");
+        let found = format!("{key} in this file overrides {key} in {earlier}");
         let remedy =
             format!("if the other value is meant, remove {key} from {file}", file = later.file.display());
         [info("key-overridden", later, found, remedy)]

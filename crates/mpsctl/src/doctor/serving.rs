@@ -199,12 +199,14 @@ fn limits(facts: &Facts) -> Outcome {
                 let found = match confirmed {
                     Some(confirmed) if confirmed != asked => {
                         format!(
-                            "the service has asked for {asked} {unit}, but {confirmed} {unit} are in force"
+                            "the service has asked for a limit of {asked} {unit}, but a limit of \
+                             {confirmed} {unit} is in force"
                         )
                     }
                     None if gpu.limits_enforced && !daemon.servers.is_empty() => {
                         format!(
-                            "the service has asked for {asked} {unit}, but no server has confirmed this limit"
+                            "the service has asked for a limit of {asked} {unit}, but no server has \
+                             confirmed this limit"
                         )
                     }
                     _ => continue,
