@@ -1,13 +1,16 @@
 # The commands for developers. Each target does its own set-up: missing programs are installed (as root) or named.
 BOARD ?= h200
 
+# The architecture of the packages if it is not that of this machine: amd64 or arm64.
+export ARCH
+
 # Each target uses all cores by itself, and installs and fetches what the next ones need.
 .NOTPARALLEL:
 
-.PHONY: help build install deb rpm packages dist check-dist fetch test check demo model mutants soak bench cluster
+.PHONY: help build install deb rpm packages dist check-dist fetch test test-arm64 check demo model mutants soak bench cluster
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
 build: ## the release binaries, in target/release, and manual pages and completions, in target/pages
 	scripts/deps.sh build
@@ -20,7 +23,7 @@ install: ## what make build has built, on this host: make install, or with PREFI
 
 packages: deb rpm ## both
 
-deb: target/packaged ## the Debian packages, in dist, for every distribution from Debian 10 and Ubuntu 20.04 on
+deb: target/packaged ## the Debian packages, in dist, for every distribution from Debian 10 and Ubuntu 20.04 on (ARCH=arm64: in dist/arm64)
 	packaging/deb/build.sh
 
 rpm: target/packaged ## the rpms, in dist, for RHEL 8 and 9, openEuler 20.03 and newer, Fedora
@@ -43,6 +46,7 @@ check-dist: ## builds both packages from make dist in a clean root without a net
 fetch: ## all that make deb rpm takes from the network, which it needs no more then
 	scripts/deps.sh packages
 	scripts/fetch-zig.sh
+	$(if $(ARCH),. packaging/architecture.sh && scripts/fetch-std.sh "$$RPM_ARCH-unknown-linux-gnu")
 	cargo fetch --locked
 
 demo: ## what the service is for, on one screen, on a simulated host: make demo BOARD=h200, h200x8, mixed, gh200x4, gb10 or tesla-p40 (RELEASE=1 as in make test)
@@ -66,10 +70,14 @@ ready-to-test: $(PACKAGES_TO_TEST)
 	scripts/fetch-cel.sh .cache/cel
 	scripts/fetch-programs.sh .cache/programs
 	$(if $(filter 0,$(shell id -u)),scripts/machine-root.sh .cache/machine)
+	$(if $(filter 0,$(shell id -u)),scripts/arm64-under-test.sh)
 	cargo build --workspace --locked
 
 test: ready-to-test ## every test, also against the real MPS control daemons 535, 550 and 555 and, as root, of the packages in a booted systemd (no GPU needed); what was skipped is named in the end; STRESS=2 for two busy loops on each core beside them
 	scripts/test.py
+
+test-arm64: ready-to-test ## as root: many of the tests on simulated hosts with programs for aarch64 in an emulator, and all that make test does with them
+	cargo test --locked --test it -- --include-ignored --nocapture arm64::
 
 check: ## format, lints, links of the documentation, licences and sources of the dependencies
 	scripts/deps.sh

@@ -34,6 +34,7 @@ begin_to_fetch() { # PROGRAM...
 
 # Makes apt-get use its own lists, sources and caches: then it needs no root and changes nothing of the machine.
 write_apt_conf() { # WORK-DIRECTORY
+    [ -z "${architecture:-}" ] || printf 'APT::Architecture "%s";\nAPT::Architectures { "%s"; };\n' "$architecture" "$architecture"
     cat <<END
 Dir::Etc::sourcelist "$1/sources.list";
 Dir::Etc::sourceparts "/dev/null";
@@ -54,19 +55,30 @@ Acquire::Check-Valid-Until "false";
 END
 }
 
+# Makes ready for apt-get -c WORK-DIRECTORY/apt.conf: the sources and the lists. Without a mirror the sources are this machine's.
+# The variable architecture, if it is set, asks for the packages of another architecture than this machine's.
+prepare_apt() { # MIRROR SUITE COMPONENT WORK-DIRECTORY
+    local mirror=$1 suite=$2 component=$3 work=$4 trust=''
+    # This function runs in a condition, where set -e has no effect: each step says what happens when it fails.
+    mkdir -p "$work/lists/partial" "$work/deb/partial" || return 1
+    # As root, apt downloads as its own user.
+    [ "$(id -u)" -ne 0 ] || chown -R _apt "$work/deb" || return 1
+    write_apt_conf "$work" >"$work/apt.conf" || return 1
+    if [ -n "$mirror" ]; then
+        # Debian's keys, if apt does not trust them by default.
+        [ ! -r "$KEYRING" ] || trust="[signed-by=$KEYRING] "
+        echo "deb $trust$mirror $suite $component" >"$work/sources.list" || return 1
+    else
+        sed -i '/^Dir::Etc/d' "$work/apt.conf" || return 1
+    fi
+    apt-get -qq -c "$work/apt.conf" update </dev/null
+}
+
 # Unpacks packages of a suite into WORK-DIRECTORY/tree, and leaves the packages in WORK-DIRECTORY/deb.
 unpack_packages() { # MIRROR SUITE COMPONENT WORK-DIRECTORY PACKAGE...
-    local mirror=$1 suite=$2 component=$3 work=$4 trust='' deb
+    local work=$4 deb
+    prepare_apt "$@" || return 1
     shift 4
-    # This function runs in a condition, where set -e has no effect: each step says what happens when it fails.
-    mkdir -p "$work/lists/partial" "$work/deb" || return 1
-    # As root, apt downloads as its own user.
-    [ "$(id -u)" -ne 0 ] || chown _apt "$work/deb" || return 1
-    # Debian's keys, if apt does not trust them by default.
-    [ ! -r "$KEYRING" ] || trust="[signed-by=$KEYRING] "
-    echo "deb $trust$mirror $suite $component" >"$work/sources.list" || return 1
-    write_apt_conf "$work" >"$work/apt.conf" || return 1
-    apt-get -qq -c "$work/apt.conf" update </dev/null || return 1
     (cd "$work/deb" && apt-get -qq -c "$work/apt.conf" download "$@" </dev/null) || return 1
     for deb in "$work"/deb/*.deb; do
         dpkg-deb -x "$deb" "$work/tree" || return 1

@@ -1,6 +1,8 @@
 #!/bin/bash
 # Fetches the real MPS control daemons that the tests run against, into DIR/535, DIR/550 and DIR/555 (.cache/mps unless
-# given): nvidia-cuda-mps-control and, beside it, nvidia-cuda-mps-server. Nothing that is there already is fetched again.
+# given): nvidia-cuda-mps-control and, beside it, nvidia-cuda-mps-server. Nothing that is there already is fetched again. With
+# ARCHITECTURE, Debian's name, they are those for another machine:
+#   scripts/fetch-mps-control.sh [DIR [ARCHITECTURE]]
 # They come from Debian's package nvidia-cuda-mps, through the mirror that this machine's apt uses. The licence is
 # NVIDIA's: they are for testing on this machine only and never part of this repository or of a package.
 # A control daemon looks its server up in PATH and nowhere else: put its directory first there.
@@ -48,6 +50,8 @@ missing() {
 }
 
 dir=${1:-.cache/mps}
+# shellcheck disable=SC2034 # for apt
+architecture=${2:-}
 [ -n "$(missing)" ] || exit 0
 
 mkdir -p "$dir"

@@ -10,7 +10,7 @@ use std::process::Command;
 use rustix::process::Signal;
 use serde_json::json;
 
-use crate::support::host::{Host, assert_has, binaries, control_daemon, control_pid, text};
+use crate::support::host::{Host, assert_has, binaries, control_daemon, control_pid, daemon, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
@@ -281,7 +281,7 @@ fn a_pipe_directory_too_long_for_a_socket() {
 /// The exit status and the output of `--check`, which is killed if it hangs.
 fn check_in_time(host: &Host) -> (Option<i32>, String) {
     let mut command = host.command("timeout");
-    command.args(["--signal=KILL", "30"]).arg(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
+    command.args(["--signal=KILL", "30"]).arg(daemon());
     let checked = command.args(["--check", "--sysroot"]).arg(host.path("sysroot")).output().unwrap();
     (checked.status.code(), text(&checked))
 }

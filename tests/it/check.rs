@@ -6,7 +6,7 @@ use std::process::Stdio;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::support::host::{Host, signal_pid, text};
+use crate::support::host::{Host, daemon, signal_pid, text};
 use crate::support::wait::wait_for;
 
 const ENTRY: &str = "path: /dev/dri/renderD128, type: NVIDIA_MPS, virtual_number:";
@@ -252,8 +252,8 @@ fn the_file_that_the_service_reads_is_looked_at() {
     let host = Host::new("h200");
     fs::rename(host.file("/etc/yunion/host.conf"), host.file("/etc/own.conf")).unwrap();
     let root = host.path("sysroot").display().to_string();
-    let mut daemon = host.command(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
-    let daemon = daemon.args(["--config=/etc/own.conf", "--sysroot", &root]).stderr(Stdio::null());
+    let mut command = host.command(daemon());
+    let daemon = command.args(["--config=/etc/own.conf", "--sysroot", &root]).stderr(Stdio::null());
     let mut daemon = daemon.spawn().unwrap();
     host.wait_for_state("ready");
     let files = document(&host)["files"].clone();

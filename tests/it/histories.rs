@@ -17,7 +17,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::support::client::Client;
-use crate::support::host::{Host, alive, signal_pid, succeeded, text};
+use crate::support::host::{Host, alive, nvidias, signal_pid, succeeded, text};
 use crate::support::slice::inode;
 use crate::support::wait::wait_for;
 use core_world::scripted::{ClientNumber, DEEDS, Deed, SCRIPTS, Script, Seen, SeenDaemon, gpu};
@@ -425,9 +425,7 @@ fn the_host_shows_what_the_world_shows() {
 #[test]
 fn nvidias_control_daemons_show_what_the_world_shows() {
     for series in ["535", "550", "555"] {
-        let programs = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
-        let is_there = programs.join("nvidia-cuda-mps-control").is_file();
-        assert!(is_there, "{} is missing; fetch it with scripts/fetch-mps-control.sh", programs.display());
+        let programs = nvidias(series);
         try_all("nvidias_control_daemons_show_what_the_world_shows", WITH_NVIDIAS, Some((series, &programs)));
     }
 }

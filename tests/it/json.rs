@@ -12,7 +12,7 @@ use serde_json::Value;
 use yunion_mps::Request;
 
 use crate::support::bus::{ctl, printed};
-use crate::support::host::{Host, binaries, text};
+use crate::support::host::{Host, binaries, daemon, text};
 use crate::support::schema::{directory, strict};
 use crate::support::service::Service;
 use crate::support::snapshot::{P40, p40_board};
@@ -112,7 +112,7 @@ fn differences_and_mistakes_of_a_configuration_are_as_documented() {
     }
     // `yunion-mps-daemon --check` prints the same document.
     let output = host
-        .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
+        .command(daemon())
         .args(["--check", "--json", "--sysroot"])
         .arg(host.path("sysroot"))
         .output()

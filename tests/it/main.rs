@@ -21,6 +21,7 @@
 )]
 
 mod access;
+mod arm64;
 mod attacks;
 mod bad_input;
 mod bindings;

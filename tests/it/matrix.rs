@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use crate::support::bystander::Bystander;
-use crate::support::host::{Host, alive, signal_pid};
+use crate::support::host::{Host, alive, daemon, signal_pid};
 use crate::support::processes::{control_daemons, launchers};
 use crate::support::random::Random;
 use crate::support::slice::leads_to;
@@ -70,7 +70,7 @@ struct Service {
 impl Service {
     fn start(host: &Host, kill: Option<Kill>) -> Self {
         let mut child = host
-            .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
+            .command(daemon())
             .arg("--sysroot")
             .arg(host.path("sysroot"))
             .stdout(Stdio::null())

@@ -3,31 +3,23 @@
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::host::{Host, assert_has, binaries, control_daemon, control_pid, text};
+use crate::support::host::{Host, assert_has, binaries, control_daemon, control_pid, nvidias, text};
+use crate::support::processes::arguments;
 use crate::support::wait::wait_for;
 
 /// A host with one H200 and the control daemon of that driver, not the simulator's.
 fn host(series: &str) -> Host {
-    let programs = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
-    for program in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
-        let file = programs.join(program);
-        assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-mps-control.sh", file.display());
-    }
+    let programs = nvidias(series);
     let mut host = Host::new("h200");
     // All programs of a driver have the driver's version.
     host.plant("driver", series);
     host.prefer(&programs);
     host
-}
-
-fn command_line(pid: u32) -> Vec<String> {
-    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap();
-    String::from_utf8(bytes).unwrap().split_terminator('\0').map(str::to_owned).collect()
 }
 
 fn events(status: &Value) -> Vec<&str> {
@@ -46,9 +38,8 @@ fn serves(series: &str, multiuser: bool) {
     assert_eq!(host.compute_mode(0), "Exclusive_Process");
 
     let pid = control_pid(&status);
-    let arguments = command_line(pid);
-    let program = Path::new(&arguments[0]);
-    assert!(program.ends_with(format!(".cache/mps/{series}/nvidia-cuda-mps-control")), "{arguments:?}");
+    let arguments = arguments(pid);
+    assert_eq!(Path::new(&arguments[0]), nvidias(series).join("nvidia-cuda-mps-control"), "{arguments:?}");
     let expected: &[&str] = if multiuser { &["-f", "-multiuser-server"] } else { &["-f"] };
     assert_eq!(arguments[1..], *expected);
     let refused = "this driver's control daemon refuses multi-user mode, and serves one user at a time";
@@ -99,8 +90,7 @@ fn start_in_the_longest_pipe_directory() {
 /// makes its FIFO. The simulated control daemon does the same.
 #[test]
 fn without_their_fifo_they_write_no_log() {
-    let real = |series: &str| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".cache/mps").join(series);
-    for programs in [binaries(), real("535"), real("550"), real("555")] {
+    for programs in [binaries(), nvidias("535"), nvidias("550"), nvidias("555")] {
         let host = Host::new("h200");
         let program = programs.join("nvidia-cuda-mps-control");
         let lines = |in_the_way: bool| {

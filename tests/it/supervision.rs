@@ -17,8 +17,8 @@ use serde_json::{Value, json};
 use common::host::socket::listener;
 
 use crate::support::host::{
-    Host, alive, assert_has, binaries, control_daemon, control_pid, process_state, signal_pid, start_time,
-    text,
+    Host, alive, assert_has, binaries, control_daemon, control_pid, daemon, process_state, signal_pid,
+    start_time, text,
 };
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::topology::{Topology, in_both_topologies};
@@ -513,8 +513,8 @@ fn another_control_daemon_in_the_pipe_directory_takes_no_clients(topology: Topol
 /// Starts the daemon a second time on the same host, like an administrator who has forgotten `--check`. Returns its exit status
 /// and its output.
 fn second_daemon(host: &Host) -> (Option<i32>, String) {
-    let mut daemon = host
-        .command(env!("CARGO_BIN_EXE_yunion-mps-daemon"))
+    let mut second = host
+        .command(daemon())
         .arg("--sysroot")
         .arg(host.path("sysroot"))
         .stdout(Stdio::null())
@@ -522,12 +522,12 @@ fn second_daemon(host: &Host) -> (Option<i32>, String) {
         .spawn()
         .unwrap();
     let deadline = Instant::now() + DEADLINE;
-    while daemon.try_wait().unwrap().is_none() && Instant::now() < deadline {
+    while second.try_wait().unwrap().is_none() && Instant::now() < deadline {
         sleep(Duration::from_millis(20));
     }
     // SIGINT is what Ctrl-C sends. Sending it to a process that has ended is no error here.
-    signal_pid(daemon.id(), Signal::INT);
-    let output = daemon.wait_with_output().unwrap();
+    signal_pid(second.id(), Signal::INT);
+    let output = second.wait_with_output().unwrap();
     (output.status.code(), text(&output))
 }
 

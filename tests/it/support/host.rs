@@ -16,8 +16,19 @@ use super::bus::{AS_MEMBER, PrivateBus};
 use super::processes::processes_with;
 use super::wait::{DEADLINE, PAUSE, wait_for};
 
+/// The environment variable with the directory of programs for aarch64, which an emulator runs: [`crate::arm64`] sets it.
+pub(crate) const EMULATED: &str = "MPS_TEST_EMULATED";
+
+/// Returns whether an emulator runs the programs under test.
+pub(crate) fn emulated() -> bool {
+    std::env::var_os(EMULATED).is_some()
+}
+
 /// The directory of the programs under test and of the simulator's programs.
 pub(crate) fn binaries() -> PathBuf {
+    if let Some(directory) = std::env::var_os(EMULATED) {
+        return directory.into();
+    }
     let daemon = Path::new(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
     let directory = daemon.parent().unwrap().to_owned();
     assert!(
@@ -40,6 +51,22 @@ pub(crate) fn programs_with(out: &Path, name: &str, script: &str) -> PathBuf {
     fs::write(programs.join(name), script).unwrap();
     fs::set_permissions(programs.join(name), fs::Permissions::from_mode(0o755)).unwrap();
     programs
+}
+
+/// The directory of NVIDIA's control daemon of this series.
+pub(crate) fn nvidias(series: &str) -> PathBuf {
+    let cache = if emulated() { ".cache/mps-arm64" } else { ".cache/mps" };
+    let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join(cache).join(series);
+    for program in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+        let file = programs.join(program);
+        assert!(file.is_file(), "{} is missing; fetch it with scripts/fetch-mps-control.sh", file.display());
+    }
+    programs
+}
+
+/// The service's program.
+pub(crate) fn daemon() -> PathBuf {
+    binaries().join("yunion-mps-daemon")
 }
 
 /// The program yunion-mpsctl.
@@ -234,7 +261,7 @@ impl Host {
     }
 
     fn daemon_command(&self) -> Command {
-        let mut command = self.command(env!("CARGO_BIN_EXE_yunion-mps-daemon"));
+        let mut command = self.command(daemon());
         command.arg("--sysroot").arg(self.path("sysroot"));
         command
     }

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use super::host::{Host, stat_fields};
+use super::host::{Host, emulated, stat_fields};
 
 /// The PIDs of a host's control daemons that run in the foreground.
 pub(crate) fn control_daemons(host: &Host) -> Vec<u32> {
@@ -24,11 +24,16 @@ pub(crate) fn launchers(host: &Host) -> Vec<u32> {
     with_arguments(host, |arguments| arguments.get(1).is_some_and(|argument| argument == "launch-control"))
 }
 
+/// The arguments of a process, the name of its program first.
+pub(crate) fn arguments(pid: u32) -> Vec<String> {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let line = line.strip_suffix(b"\0").unwrap_or(&line);
+    let words = line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned());
+    // The kernel puts the emulator and the path of the program in front of them.
+    words.skip(if emulated() { 2 } else { 0 }).collect()
+}
+
 fn with_arguments(host: &Host, wanted: impl Fn(&[String]) -> bool) -> Vec<u32> {
-    let arguments = |pid: u32| -> Vec<String> {
-        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-        line.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect()
-    };
     host.processes().into_iter().filter(|pid| wanted(&arguments(*pid))).collect()
 }
 

@@ -1,0 +1,252 @@
+//! The packages for aarch64, on a machine that is none: an emulator runs their programs, in namespaces in which the kernel knows the
+//! emulator (`tests/arm64/emulated.sh`).
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::Value;
+
+use crate::support::host::{EMULATED, text};
+use crate::support::skip::{root_or_skip, skip};
+use crate::support::wait::wait_for;
+
+/// The tests on simulated hosts that are run again with programs for aarch64. `make test-arm64` runs more of them.
+const AGAIN: [&str; 5] = [
+    "serving::clients_are_listed_with_their_slices",
+    "reload::more_slices",
+    "first_steps::setup_of_a_host_without_the_platform_is_one_file",
+    "supervision::the_compute_mode_of_before_outlives_a_killed_daemon",
+    "real_control_daemons::of_555_serves_all_users",
+];
+
+const WITHOUT_NAMESPACE: &str = "this kernel knows no emulator for a user namespace";
+
+fn source(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// Returns whether programs for aarch64 can run. Otherwise the test is skipped.
+fn can_run(what: &str) -> bool {
+    if cfg!(target_arch = "aarch64") {
+        skip(what, "this machine is aarch64: every other test runs such programs");
+        return false;
+    }
+    if !root_or_skip(what) {
+        return false;
+    }
+    let emulator = source(".cache/arm64/qemu-aarch64");
+    assert!(emulator.is_file(), "{} is missing; scripts/arm64-root.sh fetches it", emulator.display());
+    // From Linux 6.7 on, a user namespace has emulators of its own.
+    let mut mount = Command::new("unshare");
+    mount.args(["--user", "--map-root-user", "--mount", "mount", "-t", "binfmt_misc", "binfmt_misc"]);
+    let can = mount.arg("/proc/sys/fs/binfmt_misc").stderr(Stdio::null()).status().unwrap().success();
+    if !can {
+        skip(what, WITHOUT_NAMESPACE);
+    }
+    can
+}
+
+fn emulated() -> Command {
+    let mut command = Command::new("setpriv");
+    // If the test is killed, everything in the namespaces ends.
+    command.args(["--pdeathsig", "KILL"]).arg(source("tests/arm64/emulated.sh"));
+    command
+}
+
+/// The directory with the programs for aarch64.
+fn programs() -> PathBuf {
+    let programs = source("target/under-test/programs/arm64");
+    let is_built = programs.join("yunion-mps-daemon").is_file();
+    assert!(is_built, "{} is missing; scripts/arm64-under-test.sh makes it", programs.display());
+    programs
+}
+
+/// The deb of the service for aarch64.
+fn deb() -> PathBuf {
+    let release = std::env::var_os("RELEASE").is_some_and(|value| !value.is_empty());
+    let directory = source(if release { "dist/arm64" } else { "target/under-test/arm64" });
+    let found: Vec<PathBuf> = fs::read_dir(&directory)
+        .into_iter()
+        .flatten()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("yunion-mps-daemon_"))
+        .collect();
+    let [deb] = &found[..] else { panic!("not one deb of the service in {}: {found:?}", directory.display()) };
+    deb.clone()
+}
+
+/// A Debian for arm64, without a systemd that runs.
+struct Root {
+    namespaces: Child,
+    /// The PID on this machine of its first process.
+    first: u32,
+}
+
+/// The only child of a process.
+fn child_of(pid: u32) -> Option<u32> {
+    fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.trim().parse().ok()
+}
+
+impl Root {
+    fn new() -> Self {
+        let namespaces = emulated().arg(source("tests/arm64/root.sh")).stdin(Stdio::null()).spawn().unwrap();
+        let mut root = Self { namespaces, first: 0 };
+        root.first = wait_for("the first process", || {
+            // The script, unshare, and the process in the namespaces.
+            child_of(child_of(root.namespaces.id())?)
+        });
+        wait_for("a Debian for arm64", || {
+            root.run("test -e /run/is-up && uname -m").stdout.starts_with(b"aarch64").then_some(())
+        });
+        root
+    }
+
+    /// A shell script in there, with the programs of its simulated host, if there is one.
+    fn command(&self, script: &str) -> Command {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--target={}", self.first)).args(["--user", "--mount", "--pid", "--ipc"]);
+        command.args(["--root", "--wd", "/usr/bin/env", "-i", "LC_ALL=C.UTF-8", "YUNION_MPS_SIM=/srv/host"]);
+        command.arg("PATH=/srv/host/bin:/usr/sbin:/usr/bin").arg("LD_LIBRARY_PATH=/srv/host/lib");
+        command.args(["sh", "-euc", script]).stdin(Stdio::null());
+        command
+    }
+
+    fn run(&self, script: &str) -> Output {
+        self.command(script).output().unwrap()
+    }
+
+    /// The text on stdout of a shell script, which must succeed.
+    #[track_caller]
+    fn sh(&self, script: &str) -> String {
+        let output = self.run(script);
+        assert!(output.status.success(), "{script}: {}\n{}", output.status, text(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// Starts a program that stays, with its output in a file, and returns its PID in there.
+    #[track_caller]
+    fn start(&self, program: &str, output: &str) -> String {
+        self.sh(&format!("{program} >>{output} 2>&1 </dev/null & echo $!")).trim().to_owned()
+    }
+
+    /// The JSON that yunion-mpsctl prints. Null if it fails.
+    fn json(&self, arguments: &str) -> Value {
+        let output = self.run(&format!("yunion-mpsctl {arguments} --json"));
+        serde_json::from_slice(&output.stdout).unwrap_or_default()
+    }
+
+    fn wait_until_ready(&self) -> Value {
+        wait_for("the state ready", || {
+            let status = self.json("status");
+            (status["service"]["state"] == "ready").then_some(status)
+        })
+    }
+}
+
+impl Drop for Root {
+    fn drop(&mut self) {
+        let _ = self.namespaces.kill();
+        let _ = self.namespaces.wait();
+    }
+}
+
+const DAEMON: &str = "yunion-mps-daemon --sysroot /srv/host/sysroot";
+
+/// From its installation to its purge, with a client that notices nothing of a reload and of a kill.
+#[test]
+fn the_deb_installs_serves_and_leaves_nothing() {
+    if !can_run("the deb for aarch64") {
+        return;
+    }
+    let root = Root::new();
+    let tree = |path: &Path| format!("/srv/tree/{}", path.strip_prefix(source("")).unwrap().display());
+    root.sh("systemd-sysusers");
+    let said = root.sh(&format!("dpkg --install {} 2>&1", tree(&deb())));
+    assert!(said.contains("run 'yunion-mpsctl setup'"), "{said}");
+    assert_eq!(root.sh("dpkg --verify yunion-mps-daemon"), "");
+    assert_eq!(root.sh("dpkg-query --show --showformat '${Architecture}' yunion-mps-daemon"), "arm64");
+    assert!(root.sh("getent group yunion-mps").starts_with("yunion-mps:"));
+
+    root.sh(&format!("cd / && {}/yunion-mps-sim create h200 /srv/host", tree(&programs())));
+    root.start("dbus-daemon --system --nofork --nopidfile", "/srv/bus.log");
+    root.sh("rm /srv/host/sysroot/etc/yunion/*");
+    root.sh("yunion-mpsctl setup --yes --slices 4 --sysroot /srv/host/sysroot");
+    let plan = root.sh(&format!("{DAEMON} --check"));
+    assert!(plan.contains("00:06.0-3"), "{plan}");
+
+    let first = root.start(DAEMON, "/srv/daemon.log");
+    let status = root.wait_until_ready();
+    let control_daemon = status["control_daemons"][0]["pid"].clone();
+    assert!(control_daemon.is_u64(), "{status:#}");
+    assert_eq!(root.json("list").as_array().unwrap().len(), 4);
+    let client = root.start("yunion-mpsctl run 00:06.0-1 -- cuda-client hold 600", "/srv/client.log");
+    let clients = || root.json("clients");
+    let listed = wait_for("the client in its slice", || {
+        let listed = clients();
+        (listed[0]["device"] == "00:06.0-1" && listed[0]["memory_mib"].is_u64()).then_some(listed)
+    });
+    let unharmed = || {
+        let status = root.wait_until_ready();
+        assert_eq!(status["control_daemons"][0]["pid"], control_daemon);
+        wait_for("the same client", || (clients()[0]["pid"] == listed[0]["pid"]).then_some(()));
+        root.sh(&format!("kill -0 {client}"));
+    };
+
+    root.sh("sed -i 's/^cuda_mps_replicas: 4/cuda_mps_replicas: 5/' /srv/host/sysroot/etc/yunion/host.conf");
+    root.sh(&format!("kill -HUP {first}"));
+    wait_for("a fifth slice", || (root.json("list").as_array()?.len() == 5).then_some(()));
+    unharmed();
+
+    root.sh(&format!("kill -KILL {first}"));
+    wait_for("the end of the service", || root.json("status").is_null().then_some(()));
+    let second = root.start(DAEMON, "/srv/daemon.log");
+    unharmed();
+
+    root.sh(&format!("kill -TERM {second}"));
+    wait_for("no process of MPS", || {
+        let left = root.sh("cat /proc/[0-9]*/comm 2>/dev/null || :");
+        (!left.contains("nvidia-cuda-mps") && !left.contains("yunion-mps")).then_some(())
+    });
+    let mode = root.sh("nvidia-smi --query-gpu=compute_mode --format=csv,noheader");
+    assert_eq!(mode.trim(), "Default");
+    root.sh("dpkg --purge yunion-mps-daemon 2>&1");
+    assert_eq!(root.sh("ls /usr/bin | grep yunion || :"), "");
+}
+
+/// Simulated hosts whose programs are all for aarch64, and the control daemon of NVIDIA's for it.
+#[test]
+fn tests_hold_with_programs_for_aarch64() {
+    if !can_run("programs for aarch64") {
+        return;
+    }
+    again(&AGAIN);
+}
+
+/// `make test-arm64`: all tests of these kinds.
+#[test]
+#[ignore = "takes long: make test-arm64"]
+fn more_tests_hold_with_programs_for_aarch64() {
+    if !can_run("more programs for aarch64") {
+        return;
+    }
+    again(&MORE);
+}
+
+const MORE: [&str; 8] =
+    ["serving::", "reload::", "supervision::", "first_steps::", "check::", "clients::", "drain::", "real_control_daemons::"];
+
+/// Runs tests of this program, with programs for aarch64 in the place of those under test.
+#[track_caller]
+fn again(tests: &[&str]) {
+    let libraries = tempfile::tempdir().unwrap();
+    // Only libraries: the emulator would look for every other file there too.
+    std::os::unix::fs::symlink(source(".cache/arm64/root/usr/lib"), libraries.path().join("lib")).unwrap();
+    let mut command = emulated();
+    command.arg(std::env::current_exe().unwrap()).args(tests);
+    command.env("RUST_TEST_THREADS", "2").env(EMULATED, programs()).env("QEMU_LD_PREFIX", libraries.path());
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let said = text(&output);
+    let ran = said.lines().filter(|line| line.starts_with("test ") && line.ends_with(" ... ok")).count();
+    assert!(output.status.success() && ran >= tests.len(), "{said}");
+}
