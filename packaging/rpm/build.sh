@@ -18,7 +18,10 @@ compression=()
 [ -z "$suffix" ] || compression=(--define 'package_compression 0')
 foreign=()
 [ -z "$FOREIGN" ] || foreign=(--target "$RPM_ARCH-linux")
-rpmbuild -bb "${foreign[@]}" --with prebuilt "${compression[@]}" --build-in-place --define "_topdir $work" --define "_builddir $PWD" \
+# Two builds give the same bytes, on any machine.
+same=(--define 'source_date_epoch_from_changelog 1' --define 'use_source_date_epoch_as_buildtime 1'
+    --define 'clamp_mtime_to_source_date_epoch 1' --define '_buildhost localhost')
+rpmbuild -bb "${foreign[@]}" --with prebuilt "${compression[@]}" "${same[@]}" --build-in-place --define "_topdir $work" --define "_builddir $PWD" \
     --define "_dbpath $work/db" "$work/yunion-mps-daemon.spec" >"$work/log" 2>&1 || {
     cat "$work/log" >&2
     exit 1
