@@ -44,14 +44,17 @@ fetch() { # MIRROR
     # The maintainer scripts of base-passwd and base-files would do this.
     cp "$work/tree/usr/share/base-passwd/passwd.master" "$work/tree/etc/passwd" || return 1
     cp "$work/tree/usr/share/base-passwd/group.master" "$work/tree/etc/group" || return 1
+    rm -r "$work/tree/var/run" && ln -s /run "$work/tree/var/run" || return 1
     rm -rf "$dir" "$dir.new" && mkdir -p "$dir.new" || return 1
     mv "$work/tree" "$dir.new/root" && mv "$scratch/qemu/tree/usr/bin/qemu-aarch64" "$dir.new/" || return 1
+    echo "$made_of" >"$dir.new/made-of" || return 1
     # Renamed in one step: a directory with the final name is complete.
     mv -T "$dir.new" "$dir" || return 1
     echo "arm64-root: $("$dir/qemu-aarch64" --version | head -n 1), $(du -sh "$dir/root" | cut -f 1) in $dir/root" >&2
 }
 
 dir=${1:-.cache/arm64}
-[ ! -x "$dir/qemu-aarch64" ] || exit 0
+made_of=$(cat scripts/arm64-root.sh scripts/debian-packages.sh | sha256sum)
+[ "$(cat "$dir/made-of" 2>/dev/null)" != "$made_of" ] || exit 0
 begin_to_fetch
 from_a_mirror || fail "can't get qemu-user, and $PACKAGES for arm64, of Debian $SUITE; try again"

@@ -7,7 +7,7 @@ here=$(cd "$(dirname "$0")/../.." && pwd)
 mount -t tmpfs -o mode=755,size=1g tmpfs /mnt
 mkdir /mnt/upper /mnt/work /mnt/root
 root=/mnt/root
-mount -t overlay -o "lowerdir=$here/.cache/arm64/root,upperdir=/mnt/upper,workdir=/mnt/work" overlay "$root"
+mount -t overlay -o "userxattr,lowerdir=$here/.cache/arm64/root,upperdir=/mnt/upper,workdir=/mnt/work" overlay "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount -t tmpfs -o mode=755 tmpfs "$root/run"

@@ -11,9 +11,9 @@ use crate::support::host::{EMULATED, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
-/// The tests on simulated hosts that are run again with programs for aarch64. `make test-arm64` runs more of them.
+/// The tests on simulated hosts that are run again with programs for aarch64.
 const AGAIN: [&str; 5] = [
-    "serving::clients_are_listed_with_their_slices",
+    "serving::the_h200_is_ready_when_its_server_has_its_limits",
     "reload::more_slices",
     "first_steps::setup_of_a_host_without_the_platform_is_one_file",
     "supervision::the_compute_mode_of_before_outlives_a_killed_daemon",
@@ -72,7 +72,9 @@ fn deb() -> PathBuf {
         .map(|entry| entry.unwrap().path())
         .filter(|path| path.file_name().unwrap().to_string_lossy().starts_with("yunion-mps-daemon_"))
         .collect();
-    let [deb] = &found[..] else { panic!("not one deb of the service in {}: {found:?}", directory.display()) };
+    let [deb] = &found[..] else {
+        panic!("not one deb of the service in {}: {found:?}", directory.display())
+    };
     deb.clone()
 }
 
@@ -223,28 +225,12 @@ fn tests_hold_with_programs_for_aarch64() {
     again(&AGAIN);
 }
 
-/// `make test-arm64`: all tests of these kinds.
-#[test]
-#[ignore = "takes long: make test-arm64"]
-fn more_tests_hold_with_programs_for_aarch64() {
-    if !can_run("more programs for aarch64") {
-        return;
-    }
-    again(&MORE);
-}
-
-const MORE: [&str; 8] =
-    ["serving::", "reload::", "supervision::", "first_steps::", "check::", "clients::", "drain::", "real_control_daemons::"];
-
 /// Runs tests of this program, with programs for aarch64 in the place of those under test.
 #[track_caller]
 fn again(tests: &[&str]) {
-    let libraries = tempfile::tempdir().unwrap();
-    // Only libraries: the emulator would look for every other file there too.
-    std::os::unix::fs::symlink(source(".cache/arm64/root/usr/lib"), libraries.path().join("lib")).unwrap();
     let mut command = emulated();
-    command.arg(std::env::current_exe().unwrap()).args(tests);
-    command.env("RUST_TEST_THREADS", "2").env(EMULATED, programs()).env("QEMU_LD_PREFIX", libraries.path());
+    command.arg(source("tests/arm64/libraries.sh")).arg(std::env::current_exe().unwrap()).args(tests);
+    command.env("RUST_TEST_THREADS", "2").env(EMULATED, programs());
     let output = command.stdin(Stdio::null()).output().unwrap();
     let said = text(&output);
     let ran = said.lines().filter(|line| line.starts_with("test ") && line.ends_with(" ... ok")).count();
