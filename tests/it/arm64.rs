@@ -20,8 +20,6 @@ const AGAIN: [&str; 5] = [
     "real_control_daemons::of_555_serves_all_users",
 ];
 
-const WITHOUT_NAMESPACE: &str = "this kernel knows no emulator for a user namespace";
-
 fn source(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
@@ -29,7 +27,7 @@ fn source(path: &str) -> PathBuf {
 /// Returns whether programs for aarch64 can run. Otherwise the test is skipped.
 fn can_run(what: &str) -> bool {
     if cfg!(target_arch = "aarch64") {
-        skip(what, "this machine is aarch64: every other test runs such programs");
+        skip(what, "this machine is aarch64");
         return false;
     }
     if !root_or_skip(what) {
@@ -42,7 +40,7 @@ fn can_run(what: &str) -> bool {
     mount.args(["--user", "--map-root-user", "--mount", "mount", "-t", "binfmt_misc", "binfmt_misc"]);
     let can = mount.arg("/proc/sys/fs/binfmt_misc").stderr(Stdio::null()).status().unwrap().success();
     if !can {
-        skip(what, WITHOUT_NAMESPACE);
+        skip(what, "this kernel has no emulators for a user namespace");
     }
     can
 }
@@ -85,9 +83,10 @@ struct Root {
     first: u32,
 }
 
-/// The only child of a process.
-fn child_of(pid: u32) -> Option<u32> {
-    fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?.trim().parse().ok()
+/// The children of a process.
+fn children(pid: u32) -> Vec<u32> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    children.split_ascii_whitespace().map(|pid| pid.parse().unwrap()).collect()
 }
 
 impl Root {
@@ -95,8 +94,12 @@ impl Root {
         let namespaces = emulated().arg(source("tests/arm64/root.sh")).stdin(Stdio::null()).spawn().unwrap();
         let mut root = Self { namespaces, first: 0 };
         root.first = wait_for("the first process", || {
-            // The script, unshare, and the process in the namespaces.
-            child_of(child_of(root.namespaces.id())?)
+            // The script has other children too.
+            let is_unshare = |pid: &u32| {
+                fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "unshare\n")
+            };
+            let unshare = children(root.namespaces.id()).into_iter().find(is_unshare)?;
+            children(unshare).first().copied()
         });
         wait_for("a Debian for arm64", || {
             root.run("test -e /run/is-up && uname -m").stdout.starts_with(b"aarch64").then_some(())
