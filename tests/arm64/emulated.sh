@@ -14,8 +14,8 @@ mask='\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\x
 
 directory=$(mktemp -d)
 mkfifo "$directory/go"
-# If this script is killed, everything in the namespaces ends.
-setpriv --pdeathsig KILL unshare --user --mount --pid --ipc --fork --kill-child --propagation private sh -euc '
+# If this script is killed, everything in the namespaces ends: their first process ends with its parent.
+setpriv --pdeathsig KILL unshare --user --mount --pid --ipc --fork --propagation private sh -euc '
     # Until the users are there.
     read -r go <"$1"
     mount -t proc proc /proc
@@ -24,7 +24,8 @@ setpriv --pdeathsig KILL unshare --user --mount --pid --ipc --fork --kill-child 
     # the rights of their files, as without an emulator.
     printf "%s\n" ":mps-aarch64:M::$2:$3:$4:FPC" >/proc/sys/fs/binfmt_misc/register
     shift 4
-    exec "$@"' sh "$directory/go" "$magic" "$mask" "$emulator" "$@" &
+    # Once more: a process that gets rights, as this one did when the users were there, forgets it.
+    exec setpriv --pdeathsig KILL "$@"' sh "$directory/go" "$magic" "$mask" "$emulator" "$@" &
 child=$!
 own=$(readlink /proc/self/ns/user)
 until [ "$(readlink "/proc/$child/ns/user")" != "$own" ]; do
