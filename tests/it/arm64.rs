@@ -7,7 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
 
-use crate::support::host::{EMULATED, text};
+use crate::support::host::{EMULATED, alive, text};
 use crate::support::skip::{root_or_skip, skip};
 use crate::support::wait::wait_for;
 
@@ -217,6 +217,9 @@ fn the_deb_installs_serves_and_leaves_nothing() {
     assert_eq!(mode.trim(), "Default");
     root.sh("dpkg --purge yunion-mps-daemon 2>&1");
     assert_eq!(root.sh("ls /usr/bin | grep yunion || :"), "");
+    let first_process = root.first;
+    drop(root);
+    wait_for("no namespace left", || (!alive(first_process)).then_some(()));
 }
 
 /// Simulated hosts whose programs are all for aarch64, and the control daemon of NVIDIA's for it.
