@@ -148,7 +148,7 @@ impl TerminationShell for EndingShell<Processes> {
             .await
     }
 
-    async fn owner(&mut self, pid: u32, _: Option<Vec<SliceId>>) -> KnownClient {
+    async fn owner(&mut self, pid: u32) -> KnownClient {
         let clients = &self.processes.clients;
         if let Ok(process) = identity::read(pid) {
             clients.look_up(&[process]).await;

@@ -102,7 +102,7 @@ fn a_client_without_a_known_slice_is_told_after_the_work_of_the_others() {
     ];
     let there = host(&processes);
     let (had_work, answer) = ask(&there, Target::Slices(vec![slice_of("0a:00.0", 1)]));
-    assert_eq!(had_work, ["PID 1 0a:00.0-1"]);
+    assert_eq!(had_work, ["PID 1"]);
     let unplaced =
         TerminationError::Unplaced(vec!["PID 3 (program)".to_owned(), "PID 4 (program)".to_owned()]);
     assert_eq!(answer, Err(unplaced));

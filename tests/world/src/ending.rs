@@ -41,14 +41,11 @@ const MOST_IN_A_MOMENT: usize = 400;
 pub struct SimOwner {
     pub(crate) pid: u32,
     pub(crate) process: Option<u32>,
-    /// The slices that the service knows for the client, if the request needs them.
-    slices: Vec<SliceId>,
 }
 
 impl fmt::Display for SimOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PID {}", self.pid)?;
-        self.slices.iter().try_for_each(|slice| write!(f, " {}-{}", gpu_of(*slice), slice.ordinal))
+        write!(f, "PID {}", self.pid)
     }
 }
 
@@ -469,13 +466,13 @@ impl TerminationShell for SimEnding {
         }
     }
 
-    async fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> SimOwner {
+    async fn owner(&mut self, pid: u32) -> SimOwner {
         let process = self.look(pid, |client| client.tenant.process);
         let is_at_work = self.look(pid, SimClient::is_at_work);
         if let (Some(process), Some(true)) = (process, is_at_work) {
             self.state().found.insert(SimProcess { pid, process });
         }
-        SimOwner { pid, process, slices: slices.unwrap_or_default() }
+        SimOwner { pid, process }
     }
 
     async fn program(&mut self, _: u32) -> String {

@@ -32,24 +32,17 @@ pub enum Target {
 /// The answer to the question if a request means a process.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meant {
-    Yes(Match),
+    /// The request means the process. The set has the containers of the request that contain the process: the beginning of an id
+    /// may name several containers.
+    Yes(BTreeSet<EnclosingContainer>),
     No,
     /// The request names slices, and the slice of the process is not known.
     NotKnown,
 }
 
-/// The containers or slices of the request because of which it means a process.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) struct Match {
-    /// The containers of the request that contain the process. The beginning of an id may name several containers.
-    pub(super) containers: BTreeSet<EnclosingContainer>,
-    /// The slices of the request that the process has. None if the request names no slices.
-    pub(super) slices: Option<Vec<SliceId>>,
-}
-
 impl Meant {
     fn if_so(is_meant: bool) -> Self {
-        if is_meant { Self::Yes(Match { containers: BTreeSet::new(), slices: None }) } else { Self::No }
+        if is_meant { Self::Yes(BTreeSet::new()) } else { Self::No }
     }
 }
 
@@ -84,8 +77,7 @@ impl Target {
             Self::Container(id) => {
                 let around = shell.containers(pid).await?.into_iter();
                 let containers: BTreeSet<_> = around.filter(|one| one.id.starts_with(id.as_str())).collect();
-                let is_in_one = !containers.is_empty();
-                Ok(if is_in_one { Meant::Yes(Match { containers, slices: None }) } else { Meant::No })
+                Ok(if containers.is_empty() { Meant::No } else { Meant::Yes(containers) })
             }
             Self::Signalled(stop) => {
                 if !stop.has(&shell.control_group(pid).await?) {
@@ -112,17 +104,12 @@ fn compare_slices(wanted: &[SliceId], known: Option<KnownSlices>) -> Meant {
     let Some(KnownSlices { slices, is_certain }) = known else { return Meant::NotKnown };
     let is_near = |slice: &SliceId| wanted.iter().any(|wanted| wanted.gpu == slice.gpu);
     let is_placed = is_certain || slices.iter().any(is_near);
-    let matching: Vec<SliceId> = slices.into_iter().filter(|slice| wanted.contains(slice)).collect();
-    match (matching.is_empty(), is_placed) {
-        (false, _) => Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(matching) }),
-        (true, true) => Meant::No,
-        (true, false) => Meant::NotKnown,
-    }
+    let has_one = slices.iter().any(|slice| wanted.contains(slice));
+    if has_one || is_placed { Meant::if_so(has_one) } else { Meant::NotKnown }
 }
 
 #[cfg(test)]
 mod tests {
-    use alloc::vec;
 
     use super::*;
     use crate::terms::{GpuId, PciAddress};
@@ -137,7 +124,7 @@ mod tests {
             compare_slices(&[slice(6, 1)], Some(KnownSlices { slices: slices.to_vec(), is_certain }))
         };
         for is_certain in [true, false] {
-            let wanted = Meant::Yes(Match { containers: BTreeSet::new(), slices: Some(vec![slice(6, 1)]) });
+            let wanted = Meant::Yes(BTreeSet::new());
             assert_eq!(found(&[slice(7, 3), slice(6, 1)], is_certain), wanted);
             assert_eq!(
                 found(&[slice(7, 3), slice(6, 2)], is_certain),

@@ -9,7 +9,7 @@ use core::time::Duration;
 
 use super::client_shell::{Connections, DaemonClients, ListedClient, known_clients};
 use super::end_client::{ClientEnd, end_client};
-use super::target::{Match, Meant, Target};
+use super::target::{Meant, Target};
 use super::termination_error::{LeftClient, TerminationError, WhyLeft};
 use super::termination_shell::{EnclosingContainer, RequestNews, TerminationShell};
 use crate::{CoreTime, GpuUuid, Permit};
@@ -61,7 +61,8 @@ struct MeantClient<T: TerminationShell> {
     pid: u32,
     connections: Connections,
     held: T::Held,
-    why: Match,
+    /// The containers of the request that contain the client.
+    containers: BTreeSet<EnclosingContainer>,
 }
 
 /// The reason why a look at the clients may have missed some.
@@ -244,14 +245,14 @@ impl<T: TerminationShell> Termination<T> {
                 }
             }
             Ok(Meant::Yes(_)) if self.named.as_ref().is_some_and(|named| !shell.is_alive(named)) => {}
-            Ok(Meant::Yes(why)) => {
+            Ok(Meant::Yes(containers)) => {
                 let (control, gpus) = (control.clone(), gpus.cloned());
-                let found =
-                    MeantClient { control, gpus, server, pid, connections: client.connections, held, why };
+                let connections = client.connections;
+                let found = MeantClient { control, gpus, server, pid, connections, held, containers };
                 if !self.has_ended(shell, &found) {
                     // The owner is looked up now, while the process runs: the answer names this client if the request runs
                     // out of time.
-                    let owner = shell.owner(pid, found.why.slices.clone()).await;
+                    let owner = shell.owner(pid).await;
                     let client = LeftClient { pid, owner, why: WhyLeft::AtWork };
                     self.left
                         .entry((server, pid))
@@ -267,9 +268,9 @@ impl<T: TerminationShell> Termination<T> {
     /// containers of the host's own runtime come first.
     fn narrow(&mut self, look: &mut RequestLook<T>) -> Result<(), TerminationError<T::Owner>> {
         let Target::Container(id) = &self.target else { return Ok(()) };
-        let is_the_hosts = |one: &MeantClient<T>| one.why.containers.iter().any(|one| one.is_the_hosts);
+        let is_the_hosts = |one: &MeantClient<T>| one.containers.iter().any(|one| one.is_the_hosts);
         self.only_hosts |= look.found.iter().any(is_the_hosts);
-        let all = look.found.iter().flat_map(|found| found.why.containers.iter().cloned());
+        let all = look.found.iter().flat_map(|found| found.containers.iter().cloned());
         let mut containers: BTreeSet<EnclosingContainer> = all.collect();
         if self.only_hosts {
             containers.retain(|one| one.is_the_hosts);
@@ -368,7 +369,7 @@ impl<T: TerminationShell> Termination<T> {
         }
         let mut words = Vec::new();
         for pid in unplaced {
-            words.push(format!("{} ({})", shell.owner(pid, None).await, shell.program(pid).await));
+            words.push(format!("{} ({})", shell.owner(pid).await, shell.program(pid).await));
         }
         Err(TerminationError::Unplaced(words))
     }

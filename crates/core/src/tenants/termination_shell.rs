@@ -67,8 +67,8 @@ pub trait TerminationShell: ClientShell {
         signal: u32,
     ) -> impl Future<Output = Result<Option<Reception>, String>> + Send;
 
-    /// Describes a process. The caller knows that the process has these slices, if there are some.
-    fn owner(&mut self, pid: u32, slices: Option<Vec<SliceId>>) -> impl Future<Output = Self::Owner> + Send;
+    /// Describes a process.
+    fn owner(&mut self, pid: u32) -> impl Future<Output = Self::Owner> + Send;
 
     /// The program that a process runs.
     fn program(&mut self, pid: u32) -> impl Future<Output = String> + Send;
