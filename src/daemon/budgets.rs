@@ -36,7 +36,6 @@ impl Daemon {
     pub(super) fn handle(&mut self, event: LoopEvent) {
         match event {
             LoopEvent::CriticalError(uuid, error) => self.met(&uuid, error),
-            LoopEvent::Daemons(reply) => drop(reply.send(self.fleet.with_clients())),
             LoopEvent::Recorded(container, device) => self.bind_recorded(container, device),
             LoopEvent::Event(text) => self.event(text),
             LoopEvent::CutBack(device, text) => self.tell_of_slice(Message::CutBack, &device, text),

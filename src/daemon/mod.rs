@@ -124,6 +124,7 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
     let (driver, driver_seen) = watch::channel(None);
     let nvml = NvmlWorker::new(driver_seen, state_file.clone());
     let tools = tools(nvml, state_file.clone(), Arc::clone(&changed), signals_of_bus.clone());
+    let fleet = Fleet::new(tools.clone());
     let mut daemon = Daemon {
         look: HostLook::new(options.sources.sysroot.clone(), driver, events.clone()),
         options,
@@ -131,11 +132,11 @@ pub(crate) async fn run(options: Options, level: Level) -> Exit {
         settings: loaded.settings,
         plan: Err("the service has not read the GPUs of this host yet".to_owned()),
         requests: Requests::new(&tools.nvml, tools.clients.clone()),
-        budgets: Budgets::new(&tools, events.clone()),
+        budgets: Budgets::new(&tools, events.clone(), Arc::new(fleet.finds_clients())),
         limit_keeper: KernelLimitKeeper::new(tools.nvml.clone(), Arc::clone(&changed), events),
         signals: signals_of_bus,
         next_look_at_groups: None,
-        fleet: Fleet::new(tools),
+        fleet,
         cdi_spec: CdiSpec::new(state_file.clone()),
         state_file,
         changed,

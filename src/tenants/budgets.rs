@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use mps_core::register::{KnownClient, RecordedContainer, Tenant};
 use mps_core::terms::{DeviceName, GpuId, ProcessId};
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -73,7 +73,7 @@ impl GpuBudget {
     }
 }
 
-/// An event for the main loop to report, or a question for the main loop to answer.
+/// An event for the main loop to report.
 #[derive(Debug)]
 pub(crate) enum LoopEvent {
     /// The name of a slice that exceeds its budget, the signal about it, and the message.
@@ -87,12 +87,12 @@ pub(crate) enum LoopEvent {
     /// A container that should be bound: by the host agent's records alone it has this slice, or some slice of this
     /// GPU.
     Recorded(RecordedContainer, DeviceName),
-    /// A question for the control daemons through which the work of clients can be ended.
-    Daemons(oneshot::Sender<Vec<ClientsDaemon>>),
 }
 
+/// Finds the control daemons through which the work of clients can be ended.
+type FindsDaemons = Arc<dyn Fn() -> Vec<ClientsDaemon> + Send + Sync>;
+
 /// The watches over all GPUs.
-#[derive(Debug)]
 pub(crate) struct Budgets {
     nvml: NvmlWorker,
     wake_ups: GpuWakeUps,
@@ -100,6 +100,7 @@ pub(crate) struct Budgets {
     /// Wakes the main loop.
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
+    daemons: FindsDaemons,
     /// The watches, by the UUIDs of their GPUs.
     watched: BTreeMap<String, WatchHandle>,
 }
@@ -121,9 +122,9 @@ impl Drop for WatchHandle {
 }
 
 impl Budgets {
-    pub(crate) fn new(tools: &Tools, events: mpsc::Sender<LoopEvent>) -> Self {
+    pub(crate) fn new(tools: &Tools, events: mpsc::Sender<LoopEvent>, daemons: FindsDaemons) -> Self {
         let Tools { nvml, wake_ups, clients, changed, .. } = tools.clone();
-        Self { nvml, wake_ups, clients, changed, events, watched: BTreeMap::new() }
+        Self { nvml, wake_ups, clients, changed, events, daemons, watched: BTreeMap::new() }
     }
 
     /// Starts and ends watches, so that exactly these GPUs are watched.
@@ -155,6 +156,7 @@ impl Budgets {
             clients: self.clients.clone(),
             changed: Arc::clone(&self.changed),
             events: self.events.clone(),
+            daemons: Arc::clone(&self.daemons),
             looked,
             over: watch::Sender::default(),
             passed_on: BTreeMap::new(),
@@ -202,6 +204,7 @@ struct GpuWatch {
     clients: Clients,
     changed: Arc<Notify>,
     events: mpsc::Sender<LoopEvent>,
+    daemons: FindsDaemons,
     looked: watch::Sender<(Option<Instant>, GpuUse)>,
     /// The slices that exceed their budgets and of which clients may be ended, by the last look.
     over: watch::Sender<Vec<OverBudget<Tenant>>>,
@@ -346,13 +349,11 @@ impl GpuWatch {
     fn begin_attempt(&mut self) -> JoinHandle<Attempted> {
         let over = self.over.subscribe();
         let mut enforcer = std::mem::take(&mut self.enforcer);
-        let (events, begun) = (self.events.clone(), self.begun);
+        let (daemons, begun) = (Arc::clone(&self.daemons), self.begun);
         // A separate task ends the clients, since the control daemon waits for each of them. The looks at the GPU go on
         // meanwhile.
         tokio::spawn(async move {
-            let (reply, answer) = oneshot::channel();
-            let _ = events.send(LoopEvent::Daemons(reply)).await;
-            let mut shell = EndingShell::new(answer.await.unwrap_or_default(), begun, ());
+            let mut shell = EndingShell::new(daemons(), begun, ());
             let Enforced { victims, broken_off } =
                 enforcer.enforce(&mut shell, || over.borrow().clone()).await;
             if let Some(reason) = broken_off {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use mps_core::mps::ServerStatus;
 use mps_core::tenants::{ClientShell, DaemonClients, TerminateAnswer, UnknownClients, by_client};
-use mps_core::terms::{ProcessId, SliceId};
+use mps_core::terms::SliceId;
 use mps_core::{CoreTime, Permit};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -15,6 +15,7 @@ use crate::mps::control::{Control, ControlError};
 use crate::mps::process::{GoingOn, Held};
 use common::host::identity;
 use common::host::proc;
+use common::state_file::Running;
 
 /// The time for which the end of GPU work waits for the list of clients of one control daemon. Each question to the control
 /// daemon has a shorter deadline.
@@ -30,16 +31,9 @@ pub(crate) struct ClientsDaemon {
     pub control: Arc<Control>,
     /// The only slice that the control daemon serves. None if the control daemon serves all slices of its GPUs.
     pub slice: Option<SliceId>,
-    /// The process and the GPUs of a control daemon of the service. None if a foreign control daemon listens in the place of
-    /// a control daemon of the service.
-    pub ours: Option<OwnDaemon>,
-}
-
-/// The process of a control daemon of the service, and the UUIDs of its GPUs.
-#[derive(Debug, Clone)]
-pub(crate) struct OwnDaemon {
-    pub process: ProcessId,
-    pub gpus: Vec<String>,
+    /// The entry of the control daemon in the state file. None if it is a foreign control daemon that listens in the place of a
+    /// control daemon of the service.
+    pub ours: Option<Running>,
 }
 
 /// Ends the work of clients of control daemons. `processes` gives the facts about processes that the reason for the
@@ -112,7 +106,7 @@ async fn clients_of(daemon: &ClientsDaemon, patience: Duration) -> Result<Daemon
             ..clients
         }),
         Err(why) => {
-            let has_no_server = ours.as_ref().is_some_and(|OwnDaemon { process, .. }| {
+            let has_no_server = ours.as_ref().is_some_and(|Running { process, .. }| {
                 !identity::runs(*process) || proc::has_children(process.pid).is_ok_and(|has_some| !has_some)
             });
             Err(UnknownClients { why, has_no_server })

@@ -1,7 +1,6 @@
 //! The clients of the control daemons: their slices, and who would end with which control daemon.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use mps_core::Goal;
@@ -14,7 +13,7 @@ use super::Fleet;
 use crate::mps::control::Control;
 use crate::register::Clients;
 use crate::supervisor::{Status, SupervisorHandle};
-use crate::tenants::ending_shell::{ClientsDaemon, OwnDaemon};
+use crate::tenants::ending_shell::ClientsDaemon;
 use common::host::identity;
 use common::membership::Slices;
 use common::state_file::Running;
@@ -96,30 +95,15 @@ impl Fleet {
         known.filter(|client| identity::runs(client.process)).collect()
     }
 
-    /// Every control daemon that may have clients: each control daemon of the service that runs, taken over or not,
-    /// and any foreign control daemon that listens in its place.
+    /// Every control daemon that may have clients.
     pub(crate) fn with_clients(&self) -> Vec<ClientsDaemon> {
-        let in_place =
-            self.ask_all(|supervisor| (supervisor.status().view.id, supervisor.control_in_place()));
-        let mut in_place: BTreeMap<DaemonId, Arc<Control>> =
-            in_place.into_iter().filter_map(|(id, control)| Some((id, control?))).collect();
-        let state_file = self.tools.state_file.lock();
-        let running =
-            state_file.control_daemons().iter().filter(|(_, running)| identity::runs(running.process));
-        let mut all: Vec<ClientsDaemon> = running
-            .map(|(id, running)| {
-                in_place.remove(id);
-                let control = Arc::new(self.tools.front_ends.control_in(running.control_directory()));
-                ClientsDaemon {
-                    control,
-                    slice: id.only_slice(),
-                    ours: Some(OwnDaemon { process: running.process, gpus: running.gpus.clone() }),
-                }
-            })
-            .collect();
-        let others = in_place.into_iter();
-        all.extend(others.map(|(id, control)| ClientsDaemon { control, slice: id.only_slice(), ours: None }));
-        all
+        self.conductor.with_clients()
+    }
+
+    /// The function that returns every control daemon that may have clients, for tasks beside the loop.
+    pub(crate) fn finds_clients(&self) -> impl Fn() -> Vec<ClientsDaemon> + Send + Sync + 'static {
+        let conductor = self.conductor.clone();
+        move || conductor.with_clients()
     }
 
     fn status(&self, id: &DaemonId) -> Option<Status> {

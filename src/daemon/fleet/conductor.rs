@@ -8,8 +8,11 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, sleep_until};
 
 use crate::message::{Message, Subject};
+use crate::mps::control::Control;
 use crate::supervisor::{Instructions, SupervisorHandle, Tools, written};
+use crate::tenants::ending_shell::ClientsDaemon;
 use common::host::compute_mode::ComputeMode;
+use common::host::identity;
 
 /// The core, shared by all parts of the service that have events for it. The results of acts reach it even while the main loop
 /// waits for something.
@@ -48,6 +51,28 @@ impl Conductor {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Conducted> {
         self.conducted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Every control daemon that may have clients: each control daemon of the service that runs, taken over or not, and
+    /// any foreign control daemon that listens in its place.
+    pub(super) fn with_clients(&self) -> Vec<ClientsDaemon> {
+        let Conducted { core, supervisors, tools, .. } = &*self.lock();
+        let followed = supervisors.iter().filter(|(id, _)| core.goal(id).is_some());
+        let mut in_place: BTreeMap<&DaemonId, Arc<Control>> =
+            followed.filter_map(|(id, supervisor)| Some((id, supervisor.control_in_place()?))).collect();
+        let state_file = tools.state_file.lock();
+        let running =
+            state_file.control_daemons().iter().filter(|(_, running)| identity::runs(running.process));
+        let mut all: Vec<ClientsDaemon> = running
+            .map(|(id, running)| {
+                in_place.remove(id);
+                let control = Arc::new(tools.front_ends.control_in(running.control_directory()));
+                ClientsDaemon { control, slice: id.only_slice(), ours: Some(running.clone()) }
+            })
+            .collect();
+        let others = in_place.into_iter();
+        all.extend(others.map(|(id, control)| ClientsDaemon { control, slice: id.only_slice(), ours: None }));
+        all
     }
 
     /// Gives an event to the core, and has the supervisors carry out the resulting acts.
