@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::yield_now;
 use tokio::time::{Instant, sleep_until};
 
 use crate::compose::{self, Parts};
@@ -252,7 +253,8 @@ impl Daemon {
                 Some(Ok(finished)) = self.requests.beside.join_next() => self.finished(finished),
                 Some(_) = self.requests.look.join_next() => self.requests.begin_list(&self.fleet),
                 Some(event) = happened.recv() => self.handle(event),
-                () = changed.notified() => {}
+                // Tasks that are ready run first, so that the changes of all of them are published together.
+                () = changed.notified() => yield_now().await,
                 () = sleep_or_never(self.next_look_at_groups) => self.end_bindings(),
                 () = sleep_or_never(self.next_scan) => {
                     self.scan_pause = (self.scan_pause * 2).min(SCAN_FOR_MORE);

@@ -161,13 +161,15 @@ impl<P: Clone + PartialEq> Core<P> {
     /// The GPUs in the order for this id that other control daemons still have, each with the id of that control daemon.
     pub fn held(&self, id: &DaemonId) -> HeldGpus {
         let Some(order) = self.lifecycles.get(id).map(Lifecycle::order) else { return HeldGpus::new() };
+        let tenure = order.id.tenure();
+        let first = DaemonId::first_that_keeps_from(tenure);
         let holder = |gpu: &GpuUuid| {
-            let keeps = |one: &Lifecycle<P>| one.keeps(gpu, order.id.tenure());
-            let mut others = self.lifecycles.iter().filter(|(other, one)| keeps(one) && *other != id);
+            let others = self.lifecycles.range(first.clone()..);
+            let mut others = others.filter(|(other, one)| one.keeps(gpu, tenure) && *other != id);
             let is_kept = |(other, one): &(&DaemonId, &RunningDaemon)| {
-                one.gpus.contains(gpu) && other.tenure().keeps_from(order.id.tenure())
+                one.gpus.contains(gpu) && other.tenure().keeps_from(tenure)
             };
-            let left = || self.left.iter().find(is_kept).map(|(id, _)| id);
+            let left = || self.left.range(first.clone()..).find(is_kept).map(|(id, _)| id);
             others.next().map(|(other, _)| other).or_else(left).cloned()
         };
         order.gpus.iter().filter_map(|gpu| Some((gpu.clone(), holder(gpu)?))).collect()

@@ -178,6 +178,7 @@ impl From<DeviceName> for String {
     serde(into = "String", from = "String")
 )]
 pub enum DaemonId {
+    // The order of the variants is the order of the ids: `first_that_keeps_from` counts on it.
     /// The control daemon of one slice.
     Slice(SliceId),
     /// The control daemon of all slices of a GPU.
@@ -192,6 +193,15 @@ impl DaemonId {
         match self {
             Self::Slice(_) => Tenure::InTurns,
             Self::Gpu(_) | Self::Shared => Tenure::Alone,
+        }
+    }
+
+    /// The first id, in the order of ids, of a control daemon that may keep a GPU from a control daemon of this tenure. On a large
+    /// host most control daemons take turns, and keep no GPU from each other.
+    pub fn first_that_keeps_from(tenure: Tenure) -> Self {
+        match tenure {
+            Tenure::InTurns => Self::Gpu(GpuUuid::new()),
+            Tenure::Alone => Self::Slice(GpuId(PciAddress::default()).slice(0)),
         }
     }
 
@@ -315,6 +325,18 @@ mod tests {
             assert_eq!((id.to_string().as_str(), id.tenure()), (text, tenure));
             assert_eq!(format!("{id:?}"), text);
             assert_eq!(id.directory_name().as_deref(), directory);
+        }
+        let all = [
+            slice("00:00.0-0"),
+            slice("00:06.0-1"),
+            DaemonId::from(""),
+            DaemonId::from("GPU-0"),
+            DaemonId::Shared,
+        ];
+        assert!(all.is_sorted());
+        for tenure in [Tenure::Alone, Tenure::InTurns] {
+            let first = DaemonId::first_that_keeps_from(tenure);
+            assert!(all.iter().all(|id| (*id >= first) == id.tenure().keeps_from(tenure)), "{tenure:?}");
         }
         for other in ["", "00:06.0", "Shared", "00:06.0-01"] {
             assert_eq!(DaemonId::from(other), DaemonId::Gpu(other.into()), "{other}");
