@@ -140,8 +140,8 @@ fn settings(gpu: &Gpu, facts: &NvmlFacts, sizes: &[SliceSize]) -> Vec<NamedProbl
         obstacles.push(NamedProblem::new("compute-mode-prohibited", found, remedy));
     }
     if facts.memory_total_mib.is_none() && sizes.iter().any(|size| size.memory_mib == 0) {
-        let found = "NVML does not report the memory of the GPU, as of a GPU that shares the memory of the \
-                     host, so the service can't divide the memory";
+        let found = "NVML does not report the memory of the GPU, which may share the memory of the host: \
+                     the service can't divide this memory by itself";
         let remedy =
             "write the memory of every slice in the GPU's entry in the device file, such as memory: 20GiB";
         obstacles.push(NamedProblem::new("memory-unknown", found, remedy));

@@ -103,7 +103,8 @@ fn inseparable(
     settings: &Settings,
     inventory: &Inventory,
 ) -> Option<NamedProblem> {
-    let take_back = "remove isolation: slice or cuda_mps_topology: per_slice";
+    let take_back = "remove the key that asks for such control daemons: isolation in the device file, or \
+                     cuda_mps_topology in host.conf";
     let mode = facts.state.compute_mode.filter(|mode| mode.is_exclusive());
     let (found, remedy) = if settings.multiuser == MultiUser::Off {
         let found = "a control daemon for each slice needs multi-user mode, but cuda_mps_multiuser is off";
@@ -176,8 +177,8 @@ mod tests {
             ),
             (
                 |all| facts(all, 1).memory_total_mib = None,
-                "NVML does not report the memory of the GPU, as of a GPU that shares the memory of the \
-                 host, so the service can't divide the memory; write the memory of every slice in the GPU's \
+                "NVML does not report the memory of the GPU, which may share the memory of the host: \
+                 the service can't divide this memory by itself; write the memory of every slice in the GPU's \
                  entry in the device file, such as memory: 20GiB",
             ),
         ];
