@@ -82,8 +82,8 @@ impl From<BindingEntry<'_>> for Binding<SliceId> {
     }
 }
 
-/// The entries of the bindings as the service wrote them last. Most changes add one binding to thousands, so only the new entry
-/// is serialized.
+/// The bindings, with the JSON entries that the service last wrote to the state file. Most changes add one binding to thousands,
+/// so only the new entry is serialized.
 #[derive(Debug, Default)]
 pub struct WrittenBindings {
     bindings: Arc<SliceBindings>,
@@ -91,7 +91,7 @@ pub struct WrittenBindings {
 }
 
 impl WrittenBindings {
-    /// The entries of these bindings as JSON text, separated by commas.
+    /// The entries of `bindings` as JSON text, separated by commas.
     pub fn entries(&mut self, bindings: &Arc<SliceBindings>) -> serde_json::Result<&str> {
         let before = mem::take(self);
         let (mut entries, more) = match bindings.added_to(&before.bindings) {

@@ -1,5 +1,6 @@
-//! The pipe directory and the log directory, which are in /tmp by default. The service makes and checks them so that it follows
-//! nothing that another user has put there, and clients can trust them.
+//! The pipe directory and the log directory, which are in /tmp by default. The service makes and checks both directories so that
+//! it follows nothing that another user has put into /tmp or another parent directory, and so that clients can trust the
+//! directories.
 
 pub mod immutable;
 
@@ -21,7 +22,7 @@ use rustix::path::Arg;
 #[derive(Debug, thiserror::Error)]
 #[error("{path}: {problem}", path = path.display())]
 pub struct BadDirectory {
-    /// The directory, or one of its ancestors.
+    /// The directory with the problem: the wanted directory, or one of its ancestors.
     pub path: PathBuf,
     pub problem: Problem,
 }
@@ -57,9 +58,9 @@ fn open_as(path: &Path, mode: u32) -> Result<OwnedFd, BadDirectory> {
     Ok(directory)
 }
 
-/// Like [`open`], for a directory `path` inside a `parent` that [`open`] returned. Anything else with the name of the directory
-/// is renamed, and `moved` gets a message about that: a user who can write in `parent` must not be able to prevent that the
-/// directory is made.
+/// Like [`open`], for a directory `path` inside a `parent` that [`open`] returned. Anything else that has the name of the
+/// directory is renamed, and `moved` gets a message about the renaming: a user who can write in `parent` must not be able to
+/// prevent that the directory is made.
 pub fn open_in(parent: &OwnedFd, path: &Path, moved: &mut Vec<String>) -> Result<OwnedFd, BadDirectory> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let failed = |error: Errno| bad(path, format!("can't be made or opened: {error}"));
@@ -108,7 +109,7 @@ pub fn clear_place(
 }
 
 /// Makes sure that a control daemon can make its FIFO in this pipe directory: a directory with the name of the FIFO, which was
-/// the log directory before, is renamed. Returns a message about that.
+/// the log directory before, is renamed. Returns a message about the renaming of the directory.
 pub fn free_place_of_fifo(directory: &Path) -> Result<Option<String>, BadDirectory> {
     let path = directory.join(LOG_FIFO);
     let Some(there) = walk(directory, false)? else { return Ok(None) };
@@ -128,8 +129,8 @@ pub fn existing(path: &Path) -> Result<Option<OwnedFd>, BadDirectory> {
     walk(path, false)
 }
 
-/// Opens the directory `path`, which must belong to the service. None if the directory does not exist. The call does not
-/// correct the mode: the health check does that, and reports it.
+/// Opens the directory `path`, which must belong to the service. None if the directory does not exist. The call does not correct
+/// a wrong mode of the directory: the health check corrects and reports a wrong mode.
 ///
 /// # Errors
 /// The directory belongs to another user.
@@ -210,7 +211,8 @@ fn walk(path: &Path, make: bool) -> Result<Option<OwnedFd>, BadDirectory> {
     Ok(Some(directory))
 }
 
-/// The problem of a read-only file system. Usually only the unit makes the file system read-only for the service.
+/// The problem of a read-only file system. Usually only the service's systemd unit makes the file system read-only for the
+/// service.
 fn read_only(path: &Path) -> Problem {
     Problem::new(
         "the file system is read-only",
@@ -317,7 +319,7 @@ fn entry(directory: impl AsFd, name: impl Arg) -> rustix::io::Result<Option<Owne
 }
 
 /// Makes sure that clients of every user can reach the socket of a control daemon that this service has started. The socket, or a
-/// link to it, is in the pipe directory. Repairs the modes of the directory, and of the socket in `control_directory`, and
+/// link to it, is in the pipe directory. Repairs the modes of the pipe directory, and of the socket in `control_directory`, and
 /// describes each repair. A missing directory or socket is no error.
 ///
 /// # Errors
@@ -366,17 +368,17 @@ fn repair(path: &Path, was: u32, mode: u32) -> String {
 
 #[derive(Debug)]
 pub struct LogFile {
-    /// The log, opened for appending.
+    /// The log file, opened for appending.
     pub output: File,
-    /// The log, opened for reading and truncating.
+    /// The log file, opened for reading and truncating.
     pub file: File,
     /// A message about a wrong file that had the name of the log: what was wrong with that file, and its new name.
     pub moved_away: Option<String>,
 }
 
-/// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. The function accepts
-/// only a regular file that belongs to root and has no second hard link. Other users could read or write anything else, so
-/// anything else is renamed.
+/// Opens the log with this name in a directory that [`open`] returned, and makes it if it is missing. The function accepts only a
+/// regular file that belongs to root and has no second hard link. Other users could read or write any other file, so any other
+/// file with the name of the log is renamed.
 pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     let mut moved_away = None;
     loop {
@@ -384,7 +386,7 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
             Some(Ok(entry)) => reopen(&entry, OFlags::APPEND | OFlags::WRONLY)?,
             None => match create(&directory, Path::new(name)) {
                 Ok(output) => output,
-                // Another process has made the file between the two calls, so the loop tries again.
+                // Another process has made the file after the search for the log and before this call, so the loop tries again.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 Err(error) => return Err(error),
             },
@@ -399,8 +401,8 @@ pub fn open_log(directory: impl AsFd, name: &str) -> io::Result<LogFile> {
     }
 }
 
-/// Looks for the log `name` in the directory. Ok is the log; the inner error says why the entry with that name can't be the
-/// log. None if the directory has no such entry.
+/// Looks for the log `name` in the directory. The inner result is the log, or the reason why the entry with the name `name` can't
+/// be the log. None if the directory has no such entry.
 fn find_log(directory: impl AsFd, name: &str) -> io::Result<Option<Result<OwnedFd, String>>> {
     let Some(entry) = entry(directory, name)? else { return Ok(None) };
     let stat = rustix::fs::fstat(&entry)?;
@@ -471,7 +473,7 @@ fn own_link(file: BorrowedFd<'_>) -> PathBuf {
     proc::open_file(proc::OWN, file.as_raw_fd())
 }
 
-/// chmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. The call through /proc still reaches the
+/// fchmod(2) does not accept an `O_PATH` descriptor, so the call goes through /proc. The call through /proc still reaches the
 /// same file.
 fn chmod(file: impl AsFd, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::chmod(own_link(file.as_fd()), Mode::from_raw_mode(mode))

@@ -8,11 +8,11 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// The number of slices of each GPU.
 pub type SliceCounts = BTreeMap<GpuId, u32>;
 
-/// The drained slices and GPUs. A GPU stands for all its slices. A name stays even if the host has no such slice any more: the
-/// next reload may bring the slice back.
+/// The drained slices and GPUs. The name of a GPU stands for all slices of the GPU. A name stays even if the host has no such
+/// slice any more: the next reload may bring the slice back.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Drained {
-    /// True if an administrator has drained the whole host. While this is set, a GPU that is added later is drained too.
+    /// True if an administrator has drained the whole host. While `all` is true, a GPU that is added later is drained too.
     all: bool,
     #[serde(deserialize_with = "readable")]
     names: BTreeSet<DeviceName>,
@@ -30,7 +30,8 @@ impl Drained {
         self.all || self.names(DeviceName::Gpu(slice.gpu)) || self.names(DeviceName::Slice(slice))
     }
 
-    /// Returns whether an administrator drained exactly this name. The host may have no device with the name any more.
+    /// Returns whether an administrator drained the slice or GPU with exactly this name. The host may have no device with the
+    /// name any more.
     pub fn names(&self, name: DeviceName) -> bool {
         self.names.contains(&name)
     }
@@ -41,9 +42,9 @@ impl Drained {
         self.names.extend(names);
     }
 
-    /// Puts these GPUs and slices into use again. An empty list means everything. If a GPU was drained and only one of its
-    /// slices is named, the other slices stay drained; and likewise for the GPUs of a drained host. `there` has the present
-    /// GPUs: after a call with names, a GPU that is added later is not drained.
+    /// Puts these GPUs and slices into use again. An empty list means every GPU and slice. If a GPU was drained and `names` has
+    /// only one of its slices, the other slices stay drained. If the whole host was drained and `names` has only one GPU, the
+    /// other GPUs stay drained. `there` has the present GPUs: after a call with names, a GPU that is added later is not drained.
     pub fn undrain(&mut self, names: &[DeviceName], there: &SliceCounts) {
         if names.is_empty() {
             *self = Self::default();

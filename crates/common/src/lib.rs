@@ -1,5 +1,5 @@
 //! All code that the service and its tools share: the host, its configuration, the plan, the values that the service publishes,
-//! and the access to them over D-Bus. Nothing here starts a process or sends it a signal.
+//! and the access to these values over D-Bus. No code in this crate starts a process or sends a signal to a process.
 //!
 //! | floor | module | its job |
 //! |---|---|---|

@@ -15,8 +15,8 @@ use crate::bus::proxy::{BusError, DaemonProxy, Listed};
 use crate::bus::rows::{Client, ControlDaemon, Device, Event, Gpu, Service};
 use crate::host::proc;
 
-/// The time that the daemon has to report its state, which needs no work. The time is short, so that a daemon that is stopped
-/// or hangs is noticed earlier than a daemon that works on a request.
+/// The longest time that the daemon may take to report its state. The report needs no work of the daemon. The time is short, so
+/// that a caller notices a stopped or hanging daemon earlier than a daemon that works on a request.
 pub const SIGN_OF_LIFE: Duration = Duration::from_secs(10);
 
 /// The daemon's answer, or the reason for its absence.
@@ -38,14 +38,15 @@ pub struct Published {
     /// None until the daemon knows its GPUs.
     pub devices: Option<Vec<Listed<Device>>>,
     pub gpus: Vec<Listed<Gpu>>,
-    /// The clients, or the reason why the daemon did not list them: it asks the control daemons, and a control daemon may hang.
+    /// The clients, or the reason why the daemon did not list the clients: for the list, the daemon asks the control daemons, and
+    /// a control daemon may hang.
     pub clients: Result<Vec<Listed<Client>>, BusError>,
     pub events: Vec<Listed<Event>>,
     pub pid: Option<u32>,
 }
 
 impl BusAnswer {
-    /// Asks the daemon for everything that it publishes. Without a daemon, the answer gives the reason.
+    /// Asks the daemon for everything that it publishes. If the daemon does not answer, the result gives the reason.
     pub async fn ask() -> Self {
         let daemon = match DaemonProxy::connect().await {
             Ok(daemon) => daemon,
@@ -71,8 +72,8 @@ impl BusAnswer {
         if let Self::Answers(published) = self { Some(published) } else { None }
     }
 
-    /// The main configuration file for a command line that names none: the file that the service reads. None if the service's
-    /// file is not known.
+    /// The main configuration file for a command line that names no file: the file that the service reads. None if the service's
+    /// main configuration file is not known.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         self.published()?.config(sysroot)
     }
@@ -98,7 +99,7 @@ pub fn published_name(name: &str, devices: &[Listed<Device>]) -> String {
     .map_or_else(|| name.to_owned(), |address| format!("{}{ordinal}", address.short()))
 }
 
-/// Returns whether `name` is the published name of this slice or of its GPU.
+/// Returns whether `name` is the published name of the slice `device` or of the slice's GPU.
 pub fn is_called(device: &Device, name: &str) -> bool {
     let uuid = device.device_path.as_ref();
     device.addr == name
@@ -122,12 +123,12 @@ impl Published {
         Ok(Self { service, control_daemons, devices, gpus, clients, events, pid })
     }
 
-    /// The main file on the command line of the service. None if the command line names none, or if the service reads below
-    /// another directory.
+    /// The main file on the command line of the service. None if the service's command line names no file, or if the service
+    /// reads its files below another directory than `sysroot`.
     pub fn config(&self, sysroot: &Path) -> Option<PathBuf> {
         let arguments = Arguments::try_parse_from(proc::arguments(self.pid?)).ok()?;
-        // A relative path starts in the service's working directory. Only root may look up that directory, so such a path is
-        // not returned.
+        // A relative path starts in the service's working directory. Only root may look up the service's working directory, so a
+        // relative path is not returned.
         arguments.config.filter(|file| file.is_absolute() && arguments.sysroot == sysroot)
     }
 

@@ -7,12 +7,13 @@ use zbus::{Connection, MatchRule, MessageStream};
 
 use super::{MANAGER, NAME};
 
-/// Says that the service has published something new, has started, or has ended. The signal does not say what has changed.
+/// Tells yunion-mpsctl that the service has published something new, has started, or has ended. A signal of the service does not
+/// say which value has changed.
 #[derive(Debug)]
 pub struct ServiceChanges {
     told: watch::Receiver<()>,
-    /// The task that receives the signals. The task takes every signal at once: an unread signal would delay the answers
-    /// behind it.
+    /// The task that receives the service's signals. The task takes every signal at once: an unread signal would delay the
+    /// answers behind the signal.
     _hears: JoinSet<()>,
 }
 

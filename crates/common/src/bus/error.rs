@@ -26,15 +26,17 @@ pub enum RequestError {
     NotServed(String),
     /// The slice is bound to the control group of another owner.
     Taken(String),
-    /// The control group of the process belongs to several programs or users, so it can't be bound, and its clients can't be
-    /// ended together.
+    /// The control group of the process that the caller has named belongs to several programs or users. So the control group
+    /// can't be bound, and its clients can't be ended together.
     SharedControlGroup(String),
-    /// The caller may not do this: `org.freedesktop.DBus.Error.AccessDenied`, the same error with which the bus refuses a call.
+    /// The caller has no right to make the request. The error has the D-Bus name `org.freedesktop.DBus.Error.AccessDenied`, the
+    /// same name with which the bus refuses a call.
     AccessDenied(String),
     Failed(String),
 }
 
-// zbus can't derive this trait here: the D-Bus name of one variant has another prefix than the names of the other variants.
+// zbus can't derive `DBusError` for `RequestError`: the D-Bus name of one variant has another prefix than the names of the other
+// variants.
 impl DBusError for RequestError {
     fn create_reply(&self, call: &Header<'_>) -> zbus::Result<Message> {
         Message::error(call, self.name()).build(&clean(self.text()))
@@ -70,7 +72,8 @@ impl RequestError {
         self.name_and_text().1
     }
 
-    /// The error with this name on the bus. None if it is an error of the bus, or of a newer service.
+    /// The error whose name on the bus is `name`. None if `name` is the name of an error of the bus itself, or of a newer
+    /// service.
     pub(super) fn read(name: &str, text: String) -> Option<Self> {
         const ALL: [fn(String) -> RequestError; 11] = [
             RequestError::NotReady,

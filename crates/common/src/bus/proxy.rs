@@ -1,5 +1,5 @@
-//! The connection to the daemon for yunion-mpsctl. Answers are rows with the keys of the bus, so that no other module needs D-Bus
-//! types.
+//! The connection to the daemon for yunion-mpsctl. Each answer is returned as rows, whose keys are the keys of the D-Bus
+//! dictionaries, so that no other module needs D-Bus types.
 
 use std::collections::HashMap;
 use std::io;
@@ -24,7 +24,8 @@ use crate::host::variant::json;
 /// on the request.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(75);
 
-/// The time that the bus has to accept the connection, which takes milliseconds. The deadline of a method starts later.
+/// The time that the bus has to accept the connection, which takes milliseconds. The deadline of a method call starts once the
+/// bus has accepted the connection.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(10);
 
 /// The time that yunion-mpsctl waits until the service has counted the clients: a little longer than the service needs at most.
@@ -81,7 +82,8 @@ impl From<fdo::Error> for BusError {
     }
 }
 
-/// A row of an answer. The JSON of the row has every key of the dictionary, also keys that this version does not know.
+/// A row of an answer of the daemon, such as one slice or one GPU. The JSON of the row has every key of the D-Bus dictionary,
+/// also keys that this version of yunion-mpsctl does not know.
 #[derive(Debug, Clone)]
 pub struct Listed<R> {
     row: R,
@@ -180,7 +182,7 @@ type OptionValues<'o> = HashMap<&'static str, Variant<'o>>;
 /// The slices that a caller asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SliceWish {
-    /// The names of slices and GPUs as `yunion-mpsctl list` shows them. A GPU stands for one of its slices.
+    /// The names of slices and GPUs as `yunion-mpsctl list` shows them. The name of a GPU stands for one slice of the GPU.
     pub names: Vec<String>,
     /// True if the caller wants one slice: the slice with the fewest clients among those in `names`, or among all slices if
     /// `names` is empty. False if the caller wants every slice in `names`.
@@ -210,9 +212,9 @@ impl GroupOf {
 pub struct ContainerStop {
     /// The first process of the container.
     pub pid: u32,
-    /// The id of the container, as the runtime knows it. It may be empty.
+    /// The id of the container in the container runtime. The id may be empty.
     pub container: String,
-    /// The number of the signal that the runtime is about to send.
+    /// The number of the signal that the container runtime is about to send.
     pub signal: u32,
     /// True if every process of the container gets the signal, not only the first one.
     pub to_all: bool,
@@ -235,8 +237,8 @@ trait Control {
     fn undrain(&self, names: &[String]) -> zbus::Result<()>;
 }
 
-/// Turns the bus's refusal of a method that is only for root into an error that says so. The bus's own text speaks of policy
-/// rules.
+/// Turns the bus's refusal of a method that is only for root into an error that says that only root may call the method. The
+/// bus's own error text speaks of policy rules.
 fn for_root<T>(answer: zbus::Result<T>) -> Result<T, BusError> {
     answer.map_err(|error| match BusError::from(error) {
         BusError::Refused(RequestError::AccessDenied(_)) => {
@@ -273,7 +275,8 @@ impl Deref for DaemonProxy {
 }
 
 impl DaemonProxy {
-    /// Connects to the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, if set). A missing daemon is noticed by the first call.
+    /// Connects to the system bus (`DBUS_SYSTEM_BUS_ADDRESS`, if set). Connecting succeeds even if the daemon is missing: in that
+    /// case the first method call fails.
     pub async fn connect() -> Result<Self, BusError> {
         let joined = Builder::system().method_timeout(ANSWER_DEADLINE).build();
         let connection = timeout(CONNECT_DEADLINE, joined).await.map_err(|_| {
@@ -287,14 +290,14 @@ impl DaemonProxy {
         Ok(Self { manager, control })
     }
 
-    /// Subscribes to the signals about changes.
+    /// Subscribes to the signals with which the service reports changes of its published values.
     pub async fn changes(&self) -> Result<ServiceChanges, BusError> {
         Ok(ServiceChanges::on(self.manager.inner().connection()).await?)
     }
 
-    /// Asks the service to count the clients, so that the next answers of `devices` and `gpus` have present numbers. Errors are
-    /// ignored, since older numbers are worth showing too: an older service does not know this call, a busy service refuses it,
-    /// and a service that waits for a hung GPU takes too long.
+    /// Asks the service to count the clients, so that the next answers of `devices` and `gpus` have the present numbers of
+    /// clients. Errors of the request are ignored, since older numbers are worth showing too: an older service does not know this
+    /// call, a busy service refuses it, and a service that waits for a hung GPU takes too long.
     pub async fn look_at_clients(&self) {
         let _ = timeout(LOOK_TIMEOUT, self.manager.have_clients_counted()).await;
     }
@@ -368,7 +371,8 @@ impl DaemonProxy {
         for_root(self.control.apply(force).await)
     }
 
-    /// The Manager's properties. The keys have names of the form of the keys of other answers: `state_reason`.
+    /// The properties of the interface `io.yunion.Mps1.Manager`. The keys are written like the keys of other answers, such as
+    /// `state_reason` for the property `StateReason`.
     pub async fn service(&self) -> Result<Listed<Service>, BusError> {
         let proxy = self.manager.inner();
         let properties = PropertiesProxy::new(proxy.connection(), proxy.destination(), proxy.path()).await?;
@@ -384,7 +388,7 @@ impl DaemonProxy {
     }
 }
 
-/// Turns a property's name into the key of a dictionary: `StateReason` becomes `state_reason`.
+/// Turns a D-Bus property's name, such as `StateReason`, into the key of a dictionary, such as `state_reason`.
 fn key(property: &str) -> String {
     let mut key = String::with_capacity(property.len() + 2);
     for letter in property.chars() {

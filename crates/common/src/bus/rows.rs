@@ -1,7 +1,8 @@
-//! The dictionaries on the bus, each as a struct: the service makes it from the Snapshot, and yunion-mpsctl reads it from an
-//! answer. Each key is one line of a list here, with its type and the source of its value; the XML files in `config` describe its
-//! meaning. Some keys are the platform's JSON names; the others are additions of this service. Objects on the bus have the same
-//! values as properties, under the same names in CamelCase.
+//! The dictionaries on the bus, each as a struct: the service makes the struct from the Snapshot, and yunion-mpsctl reads the
+//! struct from an answer. Each key of a dictionary is one line of a list in this file, with the key's type and the source of its
+//! value; the XML files in `config` describe the meaning of each key. Some keys are the platform's JSON names; the other keys are
+//! additions of this service. Objects on the bus have the values of the dictionaries as properties, under the same names in
+//! CamelCase.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -31,7 +32,8 @@ use crate::text::clean;
 /// An `a{sv}`. A key without a known value is left out.
 pub type Dict = BTreeMap<&'static str, Variant<'static>>;
 
-/// A struct that is a dictionary on the bus. Serde writes it to the message directly, without building a dictionary first.
+/// A struct that is a dictionary on the bus. Serde writes the struct to the D-Bus message directly, without building a dictionary
+/// first.
 pub trait Row: Serialize + Type {
     /// The keys with an annotation, "const" or "false", as in the D-Bus annotation `EmitsChangedSignal`.
     const EMITS: &[(&str, &str)];
@@ -43,7 +45,7 @@ pub trait Row: Serialize + Type {
 
     fn dict(&self) -> Dict;
 
-    /// Writes the known values. `named` gives the name of each key.
+    /// Writes the known values of the row. `named` turns a key of the row into the name under which the value is written.
     fn write<M: SerializeMap>(
         &self,
         map: &mut M,
@@ -194,8 +196,8 @@ macro_rules! row {
     };
 }
 
-/// Defines a row and the properties of the object that shows it. A key with "const" in front never changes while the object
-/// exists. Changes of a key with "false" in front cause no signal.
+/// Defines a row and the properties of the D-Bus object that shows the row. The value of a key with "const" in front never
+/// changes while the object exists. Changes of the value of a key with "false" in front cause no signal.
 macro_rules! object {
     (
         $(#[$doc:meta])*
@@ -264,8 +266,8 @@ gpu_object! {
         bound_to: String = gpu.bound.get(&slice).map(|bound| bound.by.clone()).unwrap_or_default();
         "false" clients: Option<u32> = gpu.slice_use(slice).map(|one| one.clients);
         "const" dev_type: String = "NVIDIA_MPS".to_owned();
-        // The platform's default is -1 for both numbers. If this were another number, the platform would conclude that the
-        // device has changed.
+        // The platform's default is -1 for `device_minor` and for `index`. If the service published another number, the platform
+        // would conclude that the device has changed.
         "const" device_minor: i32 = -1;
         drained: bool = gpu.drained.contains(&slice);
         healthy: bool = gpu.slice_healthy(slice);
@@ -432,8 +434,8 @@ row! {
     }
 }
 
-/// A name of the client's container in the host agent's records: `name` says which of the names. None if the records have no
-/// such name.
+/// One of the names that the host agent's records have for the client's container: the function `name` selects the name. None if
+/// the records lack the selected name.
 fn guest_name(client: &ClientView, name: fn(&GuestContainer) -> &String) -> Option<String> {
     client.client.guest.as_ref().map(name).filter(|name| !name.is_empty()).cloned()
 }
@@ -444,7 +446,7 @@ impl fmt::Display for PcieInfo {
     }
 }
 
-/// Turns the key of a dictionary into a property's name: `mps_memory_limit` becomes `MpsMemoryLimit`.
+/// Turns the key of a dictionary, such as `mps_memory_limit`, into a D-Bus property's name, such as `MpsMemoryLimit`.
 pub fn property_name(key: &str) -> String {
     let mut name = String::with_capacity(key.len());
     for word in key.split('_') {
@@ -455,8 +457,8 @@ pub fn property_name(key: &str) -> String {
     name
 }
 
-/// `00:06.0-1` as an element of an object path, `_00_06_0_1`: letters and digits stay. The element does not begin with a
-/// digit, since some languages use it as an identifier.
+/// Turns a name, such as `00:06.0-1`, into an element of a D-Bus object path, such as `_00_06_0_1`. Letters and digits of the
+/// name stay. The element does not begin with a digit, since some languages use the element as an identifier.
 fn path_element(name: &str) -> String {
     let mut element: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if !element.starts_with(|c: char| c.is_ascii_alphabetic()) {
@@ -473,7 +475,7 @@ fn mib(mib: u64) -> i32 {
     i32::try_from(mib).unwrap_or(i32::MAX)
 }
 
-/// An amount of memory as the MiB of a key. None if the number is 0, which means that the memory is not known.
+/// An amount of memory in MiB as the value of a key. None if the number is 0, which means that the memory is not known.
 fn known_mib(known: u64) -> Option<i32> {
     (known > 0).then(|| mib(known))
 }

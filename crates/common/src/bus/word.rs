@@ -7,8 +7,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer};
 use strum::VariantNames;
 
-/// A word in an answer of the service. A newer service may use a word that this version does not know: `Unknown` keeps that
-/// word, and equals no variant.
+/// A word in an answer of the service. A newer service may use a word that this version does not know. `Unknown` keeps a word
+/// that this version does not know, and equals no variant of `E`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Word<E> {
     Known(E),
@@ -16,7 +16,7 @@ pub enum Word<E> {
 }
 
 impl<E: Copy> Word<E> {
-    /// The variant for this word. None if this version does not know the word.
+    /// The variant of `E` for which the word stands. None if this version does not know the word.
     pub fn known(&self) -> Option<E> {
         if let Self::Known(meaning) = self { Some(*meaning) } else { None }
     }

@@ -18,9 +18,9 @@ use crate::plan::{ControlDaemonPlan, GpuPlan, Plan, Present};
 pub struct Difference {
     pub kind: DifferenceKind,
     pub subject: String,
-    /// The value that the service publishes now. Empty if the thing is new.
+    /// The value that the service publishes now. Empty if the reload adds `subject`.
     pub from: String,
-    /// The value after the reload. Empty if the reload removes the thing.
+    /// The value after the reload. Empty if the reload removes `subject`.
     pub to: String,
     pub effect: Effect,
 }
@@ -125,12 +125,14 @@ impl fmt::Display for Difference {
     }
 }
 
-/// The changes that a reload with this plan would make. The error is the reason why the changes are not known.
+/// The changes that a reload of the service with the plan `plan` would make. The error is the reason why the changes are not
+/// known.
 pub fn differences(loaded: &Loaded, plan: &Plan, published: &Published) -> Result<Vec<Difference>, String> {
     if published.devices.is_none() {
         return Err("the service does not know the GPUs of this host yet".to_owned());
     }
-    // The service also gives up private directories before it compares a new plan with the running control daemons.
+    // Like the service, the check removes unusable private directories from the plan before it compares the plan with the running
+    // control daemons.
     let mut plan = plan.clone();
     for daemon in &mut plan.control_daemons {
         give_up_private_directory(daemon);
@@ -258,7 +260,7 @@ impl Comparison<'_> {
             (DifferenceKind::MemoryLimit, memory, to.memory_mib),
             (DifferenceKind::ThreadPercentage, threads, to.thread_percentage.into()),
         ] {
-            // A limit of 0 in the plan means that the limit is unknown, so it is not compared.
+            // A limit of 0 in the plan means that the limit is unknown, so such a limit is not compared.
             if let Some(from) = from.filter(|from| to > 0 && u64::try_from(*from) != Ok(to)) {
                 self.add(kind, name, [&from, &to], self.effect_for(uuid));
             }
@@ -269,7 +271,7 @@ impl Comparison<'_> {
         if let (Some(from), Some(to)) = (from, to)
             && from != to
         {
-            // The service enforces this limit itself, so no control daemon has to be replaced.
+            // The service itself enforces the limit of clients, so no control daemon has to be replaced.
             self.add(DifferenceKind::MaxClients, name, [&from, &to], Effect::Live);
         }
     }
@@ -317,8 +319,8 @@ fn ordered(planned: &ControlDaemonPlan, published: &Published) -> bool {
     })
 }
 
-/// Returns whether the planned control daemon has another pipe directory than the running control daemon, whose clients then
-/// have to end first. New clients then do not find the running control daemon.
+/// Returns whether the planned control daemon has another pipe directory than the running control daemon. If the directories
+/// differ, the clients of the running control daemon have to end first, and new clients do not find the running control daemon.
 fn moves(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> bool {
     planned.pipe_directory != Path::new(&daemon.pipe_directory)
 }
@@ -329,8 +331,8 @@ fn misfit(planned: &ControlDaemonPlan, daemon: &rows::ControlDaemon) -> Option<S
         control_directory: Path::new(&daemon.control_directory),
         log_directory: Path::new(&daemon.log_directory),
         gpus: &daemon.gpus,
-        // A control daemon that has not started yet does not publish `multiuser`. The check then assumes that it will be as
-        // planned.
+        // A control daemon that has not started yet does not publish `multiuser`. For a control daemon without a published value,
+        // the check assumes the planned value.
         multiuser: daemon.multiuser.unwrap_or(planned.multiuser),
         near_cpus: daemon.wanted_cpus.is_some(),
     };
@@ -341,7 +343,7 @@ fn count(gpu: &Gpu) -> u64 {
     u64::try_from(gpu.virtual_num).unwrap_or_default()
 }
 
-/// The names of consecutive slices: `00:06.0-4`, or `00:06.0-4 to 00:06.0-7`.
+/// The names of consecutive slices of a GPU as text, such as `00:06.0-4` for one slice, or `00:06.0-4 to 00:06.0-7`.
 fn slices(gpu: &str, from: u64, to: u64) -> String {
     match to.saturating_sub(1) {
         last if last <= from => format!("{gpu}-{from}"),

@@ -26,7 +26,7 @@ const NVML_TIMEOUT: Duration = Duration::from_secs(15);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Checked {
     Refused(Refused),
-    /// The files are correct in themselves, but do not fit this host.
+    /// The configuration files are correct in themselves, but do not fit this host.
     Wrong {
         problems: Vec<LocatedProblem>,
         loaded: Loaded,
@@ -55,7 +55,7 @@ impl Checked {
         }
     }
 
-    /// The settings. None if the files themselves have mistakes.
+    /// The settings. None if the configuration files themselves have mistakes.
     pub fn loaded(&self) -> Option<&Loaded> {
         match self {
             Self::Refused(_) => None,
@@ -63,7 +63,7 @@ impl Checked {
         }
     }
 
-    /// The warnings about the files for this service, without the warnings about the host agent.
+    /// The warnings about the configuration files that concern this service, without the warnings that concern the host agent.
     pub fn warnings(&self) -> &[LocatedProblem] {
         match self {
             Self::Refused(refused) => &refused.warnings,
@@ -71,7 +71,7 @@ impl Checked {
         }
     }
 
-    /// The warnings about the files for this service, and the warnings about the host agent.
+    /// The warnings about the configuration files that concern this service, and the warnings that concern the host agent.
     pub fn all_warnings(&self) -> impl Iterator<Item = &LocatedProblem> {
         let troubles = self.loaded().into_iter().flat_map(|loaded| &loaded.agent);
         self.warnings().iter().chain(troubles.map(|trouble| &trouble.problem))
@@ -110,8 +110,8 @@ pub fn ask_driver<T: Send + 'static>(
     })
 }
 
-/// Runs a function that may hang, on a new thread. None if the function does not return before the deadline. The thread then
-/// goes on in the background.
+/// Runs a function that may hang, on a new thread. None if the function does not return before the deadline. After the deadline,
+/// the thread of the function goes on in the background.
 pub fn within<T: Send + 'static>(deadline: Duration, what: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (tell, answer) = mpsc::channel();
     std::thread::spawn(move || {
@@ -144,7 +144,7 @@ pub fn judge(mut loaded: Loaded, inventory: Option<&Inventory>) -> Checked {
     Checked::Right { loaded, driver, plan, missing }
 }
 
-/// The result of the check as text, one line for each element.
+/// The result of the check as lines of text.
 pub fn words(checked: &Checked) -> Vec<String> {
     let mut lines: Vec<String> =
         checked.all_warnings().map(|warning| format!("warning: {warning}")).collect();

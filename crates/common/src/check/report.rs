@@ -17,8 +17,8 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// Reads the files, looks at the host and asks the service. If the command line names no file, the check reads the file
-    /// that the service reads.
+    /// Reads the configuration files, looks at the host, and asks the service for its published values. If the command line names
+    /// no file, the check reads the file that the service reads.
     pub async fn new(Sources { config, sysroot }: Sources) -> Self {
         let bus = BusAnswer::ask().await;
         let config = config.or_else(|| bus.config(&sysroot));

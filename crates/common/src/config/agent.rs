@@ -1,7 +1,7 @@
 //! Settings that are correct for this service, but with which the platform's host agent or its containers fail.
 //!
-//! The agent reads the same files. Unless the agent uses D-Bus, it accepts only a render node as the name of a GPU, and gives
-//! every container the configured pipe directory.
+//! The host agent reads the same configuration files as this service. Unless the host agent uses D-Bus, it accepts only a render
+//! node as the name of a GPU, and gives every container the configured pipe directory.
 
 use std::path::Path;
 
@@ -34,12 +34,12 @@ pub struct Trouble {
     /// The stable name of this kind of trouble.
     pub name: &'static str,
     pub problem: LocatedProblem,
-    /// The path in the device file that the agent does not accept. None if the trouble is no path.
+    /// The path in the device file that the agent does not accept. None if the trouble is not about a path.
     pub path: Option<DevicePath>,
 }
 
 /// Returns true if the host belongs to the platform, and so has a host agent: the platform's programs are installed, or the
-/// files have keys of the platform.
+/// configuration files have keys of the platform.
 pub(super) fn is_here(sysroot: &Path, unknown_keys: &[(Origin, String)]) -> bool {
     !unknown_keys.is_empty() || below(sysroot, Path::new(PROGRAMS)).exists()
 }

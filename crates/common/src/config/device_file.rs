@@ -17,14 +17,14 @@ use super::{DeviceEntry, DevicePath, Findings, Isolation, MpsEntry, SliceKeys};
 use super::{memory, most_clients, percentage, slices};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The type of the entries that this service serves. The host agent compares it exactly.
+/// The type of the entries that this service serves. The host agent compares the type exactly.
 const MPS_TYPE: &str = "NVIDIA_MPS";
 
-/// The largest number of entries, of all types. A host has some dozens of devices, and each entry may add a problem to
-/// the report.
+/// The largest number of entries in the device file, of all types together. A host has some dozens of devices, and each entry may
+/// add a problem to the report.
 const MAX_ENTRIES: usize = 1024;
 
-/// The entries of the file, in its order.
+/// The entries of the device file, in the order of the file.
 pub(super) fn parse(file: &Path, text: &str, findings: &mut Findings) -> Vec<DeviceEntry> {
     let items = items(file, text, findings);
     let Some((list, items)) = findings.checked(items) else { return Vec::new() };
@@ -98,8 +98,8 @@ fn outside(origin: Origin, key: &str) -> LocatedProblem {
     LocatedProblem::new(origin, key, "the key stands outside of the list `devices`", remedy)
 }
 
-/// The keys of an entry. As for the host agent, other spellings with the same words are accepted: `virtual-number`,
-/// `virtualNumber`.
+/// The keys of an entry. As in the host agent, other spellings of a key with the same words are accepted, such as
+/// `virtual-number` and `virtualNumber` for `virtual_number`.
 const KEYS: [&str; 9] = [
     "path",
     "type",
@@ -149,7 +149,8 @@ impl<'t> Entry<'t> {
         findings.warnings.extend(warnings);
         let path = findings.checked(self.required("path", WRITE_PATH, path));
         let own = self.own_sizes(findings);
-        // If the list `slices` is unusable, the number of slices is not known, and its absence is no further problem.
+        // If the list `slices` is unusable, the number of slices is not known, and the absence of the number is no further
+        // problem.
         let slices = own.as_deref().and_then(|own| findings.checked(self.number(own)));
         let each = self.size(findings);
         let isolation = findings.checked(self.optional("isolation", isolation));
@@ -165,7 +166,7 @@ impl<'t> Entry<'t> {
         Some(DeviceEntry { name: self.name, origin: self.origin, device_type, path: Some(path?), mps })
     }
 
-    /// The number of slices. If the entry has a list `slices`, it is the length of the list.
+    /// The number of slices of the GPU: the length of the list `slices`, if the entry has this list, or else `virtual_number`.
     fn number(&self, own: &[SliceKeys]) -> Result<NonZeroU32, LocatedProblem> {
         let remedy = "write the number of slices of the GPU, 1 to 999";
         let listed = u32::try_from(own.len()).ok().and_then(NonZeroU32::new);
@@ -234,7 +235,8 @@ impl<'t> Entry<'t> {
             }
             Some(size)
         });
-        // All elements are read before a bad one counts, so that the administrator sees every problem at once.
+        // All elements of the list are read before a bad element makes the list unusable, so that the administrator sees every
+        // problem at once.
         let own: Vec<Option<SliceKeys>> = own.collect();
         own.into_iter().collect()
     }
@@ -310,10 +312,10 @@ fn device_type(value: &Value<'_>) -> Result<String, Problem> {
     }
 }
 
-/// Splits a key into words as the host agent does, and joins them in lower case with `_`: `virtual-number`,
-/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is
-/// neither letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital
-/// begins the next word (`VIRTUALNumber`).
+/// Splits a key into words as the host agent does, and joins the words in lower case with `_`. So `virtual-number`,
+/// `virtualNumber` and `VIRTUAL_NUMBER` are one key. A word begins at a capital letter, and after any character that is neither
+/// letter nor digit. Several capitals in a row form one word, but if small letters follow, the last capital begins the next word
+/// (`VIRTUALNumber`).
 fn words(key: &str) -> String {
     let bytes = key.as_bytes();
     let mut words = String::new();

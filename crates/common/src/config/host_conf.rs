@@ -1,7 +1,7 @@
 //! `host.conf` and `host_local.conf`: their two syntaxes, and every key that this service reads.
 //!
-//! The files belong to the platform's host agent, which reads dozens of other keys from them. This service does not check the
-//! agent's keys.
+//! The files belong to the platform's host agent, which reads dozens of other keys from the same files. This service does not
+//! check the agent's keys.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -16,12 +16,12 @@ use super::{Findings, MultiUser, Settings, ThreadPolicy, Topology};
 use super::{percentage, slices, whole};
 use crate::problem::{LocatedProblem, Origin, Problem};
 
-/// The settings from the files that were read so far.
+/// The settings from the configuration files that were read so far.
 pub(super) struct Draft {
     pub(super) settings: Settings,
     pub(super) device_file: Option<PathBuf>,
     pub(super) local_file: Option<PathBuf>,
-    /// The line of each key's value. A key without an origin has its default.
+    /// The file and line of each key's value. A key without an origin has its default value.
     origins: BTreeMap<&'static str, Origin>,
     /// The keys without a value that the host agent reads too. This service treats such a key as a missing key.
     pub(super) empty: Vec<EmptyKey>,
@@ -83,14 +83,15 @@ const KEYS: [(&str, Setter); 21] = [
         optional(value, directory).map(|path| draft.settings.cdi_directory = path)
     }),
     ("servers_path", |draft, value| {
-        // The host agent checks this path, which is a key of its own. Without a valid path, the service finds no records of
-        // guests.
+        // The host agent checks the path `servers_path`, which is a key of the agent. Without a valid path, the service finds no
+        // records of guests.
         draft.settings.supervision.servers_path = PathBuf::from(value.text().as_ref());
         Ok(())
     }),
 ];
 
-/// The most bytes of a socket's path. Control daemons of 535, 550 and 555 refuse a path that uses the last byte of `sockaddr_un`.
+/// The most bytes of a socket's path. Control daemons of the driver series 535, 550 and 555 refuse a path that uses the last byte
+/// of `sockaddr_un`.
 const SOCKET_PATH_BYTES: usize = 106;
 
 /// The control daemon's socket with the longest name. Without this socket, the control daemon does not start.
@@ -99,8 +100,8 @@ const LONGEST_SOCKET: &str = "control_privileged";
 /// The suffix of the directory that only control daemons use.
 const PRIVATE_SUFFIX: &str = ".private";
 
-/// The default log directory if the usual one would be in the pipe directory. NVIDIA's own default is not used, since a foreign
-/// control daemon may have its log there.
+/// The default log directory if the usual default would be in the pipe directory. NVIDIA's own default is not used, since a
+/// foreign control daemon may have its log there.
 pub const LOG_BESIDE_PIPE: &str = "/var/log/yunion-mps";
 
 impl Settings {
@@ -112,7 +113,7 @@ impl Settings {
     }
 }
 
-/// True if the path of this directory is short enough for the sockets of a control daemon.
+/// True if the path `directory` is short enough for the sockets of a control daemon.
 pub fn has_room_for_sockets(directory: &Path) -> bool {
     directory.as_os_str().len() + "/".len() + LONGEST_SOCKET.len() <= SOCKET_PATH_BYTES
 }
@@ -137,7 +138,7 @@ impl Draft {
         self.origins.get(key)
     }
 
-    /// Reads one file, whose values override the values of the files before.
+    /// Reads one configuration file, whose values override the values of the files that were read before.
     pub(super) fn overlay(&mut self, file: &Path, text: &str, findings: &mut Findings) {
         self.settings.sources.push(file.to_owned());
         let Some((syntax, pairs)) = findings.checked(read(file, text)) else { return };
@@ -147,8 +148,9 @@ impl Draft {
                 self.empty.extend(read_as(key, syntax).map(|read_as| EmptyKey { key, origin, read_as }));
                 continue;
             }
-            // A key without a value in the earlier file is excused if the later file has a text for it, as it is for the host
-            // agent. The key stays a mistake if the host agent can't read the earlier file because of it.
+            // A key without a value in an earlier file is no mistake if a later file has a text for the key: the host agent
+            // accepts this too. The key stays a mistake if the host agent can't read the earlier file because of the key without
+            // a value.
             self.empty.retain(|empty| empty.key != key || empty.read_as == MISTAKE);
             match setter(self, &value) {
                 Ok(()) => {
@@ -161,8 +163,8 @@ impl Draft {
         }
     }
 
-    /// A problem at the place where a file sets one of these keys: the first of the keys that is set. None if no file sets
-    /// them.
+    /// A problem at the place where a file sets one of `keys`: the first of `keys` that a file sets. None if no file sets one of
+    /// `keys`.
     fn problem_at(&self, keys: [&str; 2], found: String, remedy: &str) -> Option<LocatedProblem> {
         let (key, origin) = keys.iter().find_map(|key| self.origins.get_key_value(key))?;
         Some(LocatedProblem::new(origin.clone(), *key, found, remedy))
@@ -248,8 +250,8 @@ impl Draft {
     }
 }
 
-/// The meaning, in words, that the host agent gives this key without a value. None if the agent does not read the key, or
-/// treats it like this service.
+/// The meaning, in words, that the host agent gives the key `key` if the key has no value. None if the agent does not read the
+/// key, or treats it like this service.
 fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
     match (syntax, key) {
         (Syntax::Yaml, PIPE_KEY | LOG_KEY | DEVICE_FILE_KEY | "local_config_file") => {
@@ -265,10 +267,10 @@ fn read_as(key: &str, syntax: Syntax) -> Option<&'static str> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Syntax {
-    /// The file is YAML. If a key appears twice, the last one counts.
+    /// The file is YAML. If a key appears twice in a YAML file, the last value counts.
     Yaml,
-    /// The file has lines `key = value`, an older form that the host agent still reads. If a key appears twice, the first one
-    /// counts.
+    /// The file has lines `key = value`, an older form that the host agent still reads. If a key appears twice in this older
+    /// form, the first value counts.
     KeyValue,
 }
 
@@ -286,7 +288,7 @@ fn read<'t>(file: &Path, text: &'t str) -> Result<(Syntax, Vec<Pair<'t>>), Locat
     key_value_lines(text).map(|pairs| (Syntax::KeyValue, pairs)).ok_or(refused)
 }
 
-/// Reads the `key = value` form. None if a line has neither that form nor the form `[section]`, or if no line has a key.
+/// Reads the `key = value` form. None if a line is neither `key = value` nor `[section]`, or if no line has a key.
 fn key_value_lines(text: &str) -> Option<Vec<Pair<'_>>> {
     let mut pairs = Vec::new();
     for (at, line) in text.lines().enumerate() {
@@ -377,7 +379,7 @@ fn meant_for_us(name: &str) -> Option<String> {
     if let Some((key, _)) = KEYS.iter().find(|(key, _)| *key == lower) {
         return Some(format!("keys are written in lower case: {key}"));
     }
-    // The rest of the key is not compared, since the platform has further keys with this prefix.
+    // The rest of a key with the prefix `cuda_mps_` is not compared, since the platform has further keys with this prefix.
     lower.starts_with("cuda_mps_").then(|| "correct the spelling or remove the key".to_owned())
 }
 
@@ -394,7 +396,7 @@ fn optional<T>(value: &Value<'_>, read: fn(&Value<'_>) -> Result<T, Problem>) ->
     if value.as_text().is_some_and(|text| text.is_empty()) { Ok(None) } else { read(value).map(Some) }
 }
 
-/// Reads the absolute path of a file. Messages show the path as it is written, so it is not normalised.
+/// Reads the absolute path of a file. Messages show the path as the file has it, so the path is not normalised.
 fn file(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let text = value.text();
     if text.starts_with('/') && !text.contains(char::is_control) {
@@ -419,8 +421,8 @@ fn directory(value: &Value<'_>) -> Result<PathBuf, Problem> {
     }
 }
 
-/// Reads the path of a directory that appears in the options of container engines: in `--volume=HOST:CONTAINER`, and unquoted
-/// in a shell, which would split it at blanks and expand patterns.
+/// Reads the path of a directory that appears in the options of container engines: in `--volume=HOST:CONTAINER`, and unquoted in
+/// a shell, which would split the path at blanks and expand patterns in the path.
 fn directory_for_engines(value: &Value<'_>) -> Result<PathBuf, Problem> {
     let path = directory(value)?;
     if value.text().contains(|c: char| c.is_whitespace() || ":*?[\\".contains(c)) {

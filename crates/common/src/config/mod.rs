@@ -1,7 +1,7 @@
 //! The settings: read from the configuration files and checked, with every problem reported at once.
 //!
-//! `host.conf` is read first. `host_local.conf` overrides it, and the result names the device file. Each load reads all
-//! three files again.
+//! `host.conf` is read first. `host_local.conf` overrides values of `host.conf`, and a key of these two files names the device
+//! file. Each load reads all three files again.
 
 pub mod agent;
 mod device_file;
@@ -27,7 +27,7 @@ use yaml::Value;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// The key `enable_cuda_mps`. If it is false, no device is published.
+    /// The key `enable_cuda_mps`. If `enable_cuda_mps` is false, no device is published.
     pub enabled: bool,
     /// True if a file sets `enable_cuda_mps`. If no file sets the key, `enabled` is false by default.
     pub says_enabled: bool,
@@ -35,7 +35,8 @@ pub struct Settings {
     pub pipe_directory: PathBuf,
     /// `cuda_mps_log_directory`: the directory of control.log.
     pub log_directory: PathBuf,
-    /// The line that puts the log directory into the pipe directory, where control daemons make their own files.
+    /// The line of the configuration that puts the log directory into the pipe directory, where control daemons make their own
+    /// files.
     pub log_in_pipe: Option<Origin>,
     /// `cuda_mps_replicas`: the number of slices of each GPU if no entry of the device file says which GPUs to serve.
     pub replicas: NonZeroU32,
@@ -54,9 +55,9 @@ pub struct Settings {
     pub cdi_directory: Option<PathBuf>,
     /// The entries of the device file. Empty if `container_device_config_file` is not set.
     pub devices: Vec<DeviceEntry>,
-    /// The files that were read, in the order in which they were layered.
+    /// The configuration files that were read, in order: a later file overrides an earlier file.
     pub sources: Vec<PathBuf>,
-    /// The files that do not exist.
+    /// The configuration files that do not exist.
     pub absent: Vec<PathBuf>,
 }
 
@@ -91,7 +92,7 @@ impl Default for Settings {
 /// The settings that the supervisors of control daemons need besides the plan.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervision {
-    /// `cuda_mps_set_compute_mode`. If it is false, the service does not change compute modes.
+    /// `cuda_mps_set_compute_mode`: false if the service must not change the compute modes of GPUs.
     pub set_compute_mode: bool,
     /// `cuda_mps_quit_timeout`: the time between `quit` and SIGTERM.
     pub quit_timeout: Duration,
@@ -116,14 +117,14 @@ impl Default for Supervision {
     }
 }
 
-/// An entry of the device file, of any type. The service does not use the GPU of an entry with another type.
+/// An entry of the device file, of any type. The service does not use the GPU of an entry with another type than `NVIDIA_MPS`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceEntry {
     pub name: String,
     pub origin: Origin,
     /// `type`, as the device file has it.
     pub device_type: String,
-    /// `path`, classified. None if the entry has no path: some other types need none.
+    /// `path`, classified. None if the entry has no path: some types other than `NVIDIA_MPS` need no path.
     pub path: Option<DevicePath>,
     /// The keys that only an `NVIDIA_MPS` entry has. None if the entry has another type.
     pub mps: Option<MpsEntry>,
@@ -156,14 +157,14 @@ pub struct MpsEntry {
 pub struct SliceKeys {
     /// `memory` in MiB. Without this key, a slice has its share of the GPU's memory.
     pub memory_mib: Option<NonZeroU64>,
-    /// `thread_percentage`, 1 to 100. Without this key, the policy applies.
+    /// `thread_percentage`, 1 to 100. Without this key, the policy `cuda_mps_thread_percentage` applies.
     pub thread_percentage: Option<u8>,
     /// `max_clients`. Without this key, a slice has its share of the clients that the GPU can have.
     pub max_clients: Option<NonZeroU32>,
 }
 
 impl MpsEntry {
-    /// The keys of an entry that only sets this number of slices.
+    /// The keys of an entry that sets only the number of slices.
     pub fn with_slices(slices: NonZeroU32) -> Self {
         Self { slices, each: SliceKeys::default(), own: Vec::new(), isolation: None, overcommit: false }
     }
@@ -193,8 +194,8 @@ pub enum DevicePath {
     Uuid(String),
     /// The number N of `/dev/nvidiaN`.
     NvidiaMinor(u32),
-    /// Any other text, verbatim. In an `NVIDIA_MPS` entry such a path is an error. The plan writes the message, since the plan
-    /// knows the GPUs and can name the right path.
+    /// Any other text, verbatim. In an `NVIDIA_MPS` entry, a path of an unknown kind is an error. The plan writes the error
+    /// message about the path, since the plan knows the GPUs and can name the right path.
     Other(String),
 }
 
@@ -254,8 +255,8 @@ impl Settings {
         })
     }
 
-    /// The reason why no GPU is served while MPS is not enabled. The reason names the files that do not exist, which shows a
-    /// misspelt directory.
+    /// The reason why no GPU is served while MPS is not enabled. The reason names the configuration files that do not exist, so
+    /// that an administrator notices a misspelt directory.
     pub fn why_not_enabled(&self) -> Problem {
         if self.says_enabled {
             return format!("{ENABLE_KEY} is false").into();
@@ -294,10 +295,11 @@ pub enum ThreadPolicy {
 /// `cuda_mps_multiuser`: one server, which runs as root, serves the clients of every user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MultiUser {
-    /// One server serves every user if every GPU of the control daemon allows that and the driver knows the option.
+    /// One server serves every user if every GPU of the control daemon allows multi-user mode and the driver knows the option for
+    /// this mode.
     #[default]
     Auto,
-    /// One server always serves every user. A driver that refuses the option is an error.
+    /// One server always serves every user. It is an error if the driver refuses the option for multi-user mode.
     On,
     Off,
 }
@@ -316,7 +318,7 @@ pub enum CpuAffinity {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum MemoryLimit {
-    /// The kernel enforces the limit if it can. The service watches the memory too.
+    /// The kernel enforces the memory limit if it can. The service watches the memory of the clients too.
     #[default]
     Auto,
     /// The service alone watches the memory; the kernel enforces no limit.
@@ -327,7 +329,7 @@ pub enum MemoryLimit {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum OnOveruse {
-    /// The service only writes a message.
+    /// The service only writes a message about the overuse.
     #[default]
     Report,
     /// The service writes a message, and ends the GPU work of the newest clients of the slice, until the remaining clients fit.
@@ -340,16 +342,17 @@ pub enum OnOveruse {
 pub enum MayTerminate {
     #[default]
     Root,
-    /// Root and the user who has started the process.
+    /// Root, and the user who has started the process, may end the GPU work of the process.
     Owner,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sources {
-    /// The main file, if the command line names it. Without this option, the service searches for the main file.
+    /// The main configuration file, if the command line names the file. Without the option `--config`, the main file is searched
+    /// for in the usual places.
     pub config: Option<PathBuf>,
-    /// The directory below which every path is looked up, including the paths in the files. The directory is `/` on a real
-    /// host.
+    /// The directory below which every path is looked up, including the paths in the configuration files. The directory is `/` on
+    /// a real host.
     pub sysroot: PathBuf,
 }
 
@@ -362,7 +365,7 @@ pub struct Loaded {
     pub platform: bool,
     /// Settings that are correct for this service, but with which the platform's host agent or its containers fail.
     pub agent: Vec<agent::Trouble>,
-    /// The keys that this service does not know, with their places. Such keys help only to find a typing error.
+    /// The keys that this service does not know, with their places. An unknown key helps only to find a typing error.
     pub unknown_keys: Vec<(Origin, String)>,
     /// The keys that a later file overrides, each with the overridden place and the place that counts.
     pub overridden: Vec<(&'static str, Origin, Origin)>,
@@ -370,7 +373,7 @@ pub struct Loaded {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Every problem of every file, in the order of the files and their lines. The list has at least one problem.
+    /// Every problem of every configuration file, in the order of the files and their lines. The list has at least one problem.
     pub problems: Vec<LocatedProblem>,
     /// The warnings, one of which is often the reason for a problem.
     pub warnings: Vec<LocatedProblem>,
@@ -421,15 +424,15 @@ pub fn load(sources: &Sources) -> Result<Loaded, Refused> {
     }
 }
 
-/// The default path of the main file. Messages name it if there is no main file.
+/// The default path of the main file. Messages name this path if the host has no main file.
 pub const MAIN_FILE: &str = "/etc/yunion/host.conf";
 
-/// The first path to try for the main file. The platform's programs read ./etc/host.conf and run in this directory. This service
-/// can't use its own working directory: under systemd it is /, and /etc/host.conf belongs to the C library.
+/// The first path to try for the main file. The platform's programs read ./etc/host.conf and run in /opt/yunion/bin. This service
+/// can't use its own working directory: under systemd the working directory is /, and /etc/host.conf belongs to the C library.
 const PLATFORM_FILE: &str = "/opt/yunion/bin/etc/host.conf";
 
 impl Loaded {
-    /// The files that were read, for a message. If no file was read, the main file that does not exist.
+    /// The files that were read, for a message. If no file was read, the message names the main file that does not exist.
     pub fn files(&self) -> String {
         match self.settings.sources.as_slice() {
             [] => MAIN_FILE.to_owned(),
@@ -437,9 +440,9 @@ impl Loaded {
         }
     }
 
-    /// The reason why this configuration must not replace a configuration that serves GPUs, although it is correct: it would end
-    /// the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Usually host.conf is just being
-    /// written, or was removed.
+    /// The reason why this configuration must not replace a configuration that serves GPUs, although this configuration is
+    /// correct: the change would end the work of all tenants, and no administrator has written `enable_cuda_mps: false`. Usually
+    /// the reason is that host.conf is just being written, or was removed.
     pub fn silent_end(&self) -> Option<LocatedProblem> {
         (!self.settings.enabled && !self.settings.says_enabled).then(|| {
             let file = self.settings.sources.first().map_or(Path::new(MAIN_FILE), PathBuf::as_path);
@@ -487,8 +490,8 @@ fn read_main_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings)
 fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Findings) {
     let before = findings.problems.len();
     match (&draft.device_file, findings.nearly_device_file.take()) {
-        // Without a device file every GPU is served. A misspelt key of the device file must not cause that, so it is a
-        // problem.
+        // Without a device file every GPU is served. A misspelt `container_device_config_file` must not have the effect that
+        // every GPU is served, so the misspelt key is a problem.
         (None, problem) => findings.problems.extend(problem),
         (Some(_), problem) => findings.warnings.extend(problem),
     }
@@ -510,16 +513,16 @@ fn read_device_file(sources: &Sources, draft: &mut Draft, findings: &mut Finding
             None => {}
         }
     }
-    // A host without MPS may have an outdated device file, or use the file for devices of other types. So the problems of the
-    // file become warnings. But if the configuration has another problem, MPS may be off by mistake, and the problems of the
-    // file stay problems.
+    // A host without MPS may have an outdated device file, or use the file for devices of other types. So on a host without MPS,
+    // the problems of the device file become warnings. But if the configuration has another problem, MPS may be off by mistake,
+    // and the problems of the device file stay problems.
     if !draft.settings.enabled && before == 0 {
         findings.warnings.extend(findings.problems.drain(before..));
     }
 }
 
-/// The warning about a device file without an entry of the type `NVIDIA_MPS`: every GPU is served then. The warning is left
-/// out if the administrator has set `cuda_mps_replicas`, which is for this case.
+/// The warning about a device file without an entry of the type `NVIDIA_MPS`: without such an entry every GPU is served. The
+/// warning is left out if the administrator has set `cuda_mps_replicas`, which is the number of slices of GPUs without an entry.
 fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     let Settings { enabled, devices, replicas, .. } = &draft.settings;
     let is_wanted = draft.origin(REPLICAS_KEY).is_some() || devices.iter().any(|entry| entry.mps.is_some());
@@ -536,7 +539,7 @@ fn without_entry(file: &Path, draft: &Draft) -> Option<LocatedProblem> {
     })
 }
 
-/// The largest file that is read. A normal file has a few KiB.
+/// The largest configuration file that is read. A normal configuration file has a few KiB.
 const MAX_FILE_BYTES: u64 = 1024 * 1024;
 
 /// The text of a file. None if the file does not exist.

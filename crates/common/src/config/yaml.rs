@@ -1,8 +1,9 @@
-//! YAML as the settings need it: every key with its line, duplicate keys in order, and for each text if it was quoted. The last
-//! point matters, since YAML 1.1 reads a plain `yes` as true and a quoted `yes` as text.
+//! YAML as the settings need it: every key with its line, duplicate keys in order, and for each text the fact if it was quoted.
+//! The quotation marks matter, since YAML 1.1 reads a plain `yes` as true and a quoted `yes` as text.
 //!
-//! `serde_yaml::Value` has none of these. But `serde_yaml` borrows texts from its input instead of copying them. So the address
-//! of a text gives its line, and the byte after it shows if a quotation mark ended the text.
+//! `serde_yaml::Value` has no lines, no duplicate keys and no quotation marks. But `serde_yaml` borrows texts from its input
+//! instead of copying them. So the address of a text gives its line, and the byte after the text shows if a quotation mark ended
+//! the text.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -17,8 +18,8 @@ use crate::text::clean;
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Node<'t> {
-    /// The line, from 1. For a list or mapping, the first known line in it. None if the value is a number, a boolean or null:
-    /// the line of the key is used then.
+    /// The line of the value, from 1. The line of a list or mapping is the first known line of its elements. None if the value is
+    /// a number, a boolean or null: for such a value, the line of its key is used.
     pub(super) line: Option<usize>,
     pub(super) value: Value<'t>,
 }
@@ -68,7 +69,7 @@ impl Value<'_> {
     }
 
     /// Reads a whole number: `4`, `"4"` or `4.0`. A plain number with a leading zero is refused, since YAML 1.1 reads it as
-    /// octal, and hardly any user means that.
+    /// octal, and hardly any user wants an octal number.
     pub(super) fn as_integer(&self) -> Option<i128> {
         match self {
             Self::Integer(value) => Some(*value),
@@ -83,7 +84,7 @@ impl Value<'_> {
         }
     }
 
-    /// The value as text. None if it is null, a list or a mapping.
+    /// The value as text. None if the value is null, a list or a mapping.
     pub(super) fn as_text(&self) -> Option<Cow<'_, str>> {
         match self {
             Self::Bool(value) => Some(value.to_string().into()),
@@ -94,7 +95,7 @@ impl Value<'_> {
         }
     }
 
-    /// The value as text. Empty for null, a list or a mapping.
+    /// The value as text. The text is empty for null, a list or a mapping.
     pub(super) fn text(&self) -> Cow<'_, str> {
         self.as_text().unwrap_or_default()
     }
@@ -128,7 +129,7 @@ fn cut(text: &str, chars: usize) -> Cow<'_, str> {
     }
 }
 
-/// Reads the first document of a file. Null if the file has no document.
+/// Reads the first YAML document of a file. Null if the file has no document.
 pub(super) fn parse<'t>(file: &Path, text: &'t str) -> Result<Node<'t>, LocatedProblem> {
     let brackets = text.bytes().filter(|byte| matches!(byte, b'[' | b'{')).count();
     if brackets > MAX_BRACKETS {
@@ -166,7 +167,7 @@ fn problem(file: &Path, text: &str, error: &serde_yaml::Error) -> LocatedProblem
         Some(_) => ("a tab in the indentation", "YAML indents with spaces only: replace the tabs"),
         None => ("not valid YAML", "correct this line or the line before"),
     };
-    // The parser's message may quote keys of the file, so it is cleaned and cut.
+    // The parser's message may quote keys of the file, so the message is cleaned and cut.
     let found = format!("{found} ({})", clean(&cut(&error.to_string(), ERROR_CHARS)));
     LocatedProblem::new(Origin { file: file.to_owned(), line: tabbed.or(line) }, "", found, remedy)
 }
@@ -190,8 +191,8 @@ struct Source<'t> {
     text: &'t str,
     newlines: Vec<usize>,
     /// The number of values and copied bytes that the reader may still build. An alias repeats its value, so a small file could
-    /// ask for any number. A file without aliases never reaches the limit, since each value and each copied byte takes at least
-    /// half a byte of the file.
+    /// ask for any number of values. A file without aliases never reaches the limit, since each value and each copied byte takes
+    /// at least half a byte of the file.
     budget: Cell<usize>,
 }
 
@@ -274,7 +275,8 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
     }
 
     fn visit_u128<E: de::Error>(self, value: u128) -> Result<Node<'t>, E> {
-        // No setting takes such a large number, so it is kept as a text. A message about it can then show it unchanged.
+        // No setting takes a number that is too large for `i128`, so such a number is kept as a text. A message about the number
+        // can show this text unchanged.
         let text = || Value::Text { text: value.to_string().into(), quoted: false };
         Ok(Node::without_line(i128::try_from(value).map_or_else(|_| text(), Value::Integer)))
     }
@@ -287,8 +289,9 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         Ok(self.source.lent(text))
     }
 
-    /// A text that is not in the input in this form: it has escapes, is folded or spans several lines. A plain text like that is
-    /// neither a boolean nor a number, so it does not matter that all these texts count as quoted.
+    /// A text whose form in the input differs from its value: the text has escapes, is folded or spans several lines. A plain
+    /// text that spans several lines is neither a boolean nor a number, so it does not matter that every text with another form
+    /// in the input counts as quoted.
     fn visit_str<E: de::Error>(self, text: &str) -> Result<Node<'t>, E> {
         self.source.spend(text.len())?;
         Ok(Node::without_line(Value::Text { text: text.to_owned().into(), quoted: true }))
@@ -317,15 +320,16 @@ impl<'t> de::Visitor<'t> for NodeSeed<'_, 't> {
         Ok(Node { line, value: Value::Map(without_overridden(pairs)) })
     }
 
-    /// A value with a tag. The tag is ignored.
+    /// A value with a YAML tag. The tag is ignored.
     fn visit_enum<A: EnumAccess<'t>>(self, access: A) -> Result<Node<'t>, A::Error> {
         let (_tag, content) = access.variant::<String>()?;
         content.newtype_variant_seed(self)
     }
 }
 
-/// Adds the pairs of a merge key, `<<`, which inserts the pairs of the mappings in its value. As in the platform's parser, these
-/// pairs count at the place of the merge key: a later key overrides them, and they override an earlier one.
+/// Adds the pairs of a merge key, `<<`, which inserts the pairs of the mappings in its value. As in the platform's parser, the
+/// inserted pairs count at the place of the merge key: a later key overrides an inserted pair, and an inserted pair overrides an
+/// earlier key.
 fn merge<'t>(pairs: &mut Vec<(Pair<'t>, bool)>, value: Value<'t>) -> Result<(), &'static str> {
     match value {
         Value::Map(merged) => pairs.extend(merged.into_iter().map(|pair| (pair, true))),

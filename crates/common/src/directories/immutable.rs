@@ -1,18 +1,19 @@
-//! The immutable flag of a directory, the same as that of `chattr +i`. In such a directory no process can make, remove or rename
-//! anything; and no process can remove the directory or change its mode. Removing the flag needs `CAP_LINUX_IMMUTABLE`, which
-//! root in a container does not have. Clients can still connect to sockets there.
+//! The immutable flag of a directory, the same as that of `chattr +i`. In an immutable directory no process can make, remove or
+//! rename anything; and no process can remove the directory or change its mode. Removing the flag needs `CAP_LINUX_IMMUTABLE`,
+//! which root in a container does not have. Clients can still connect to sockets in an immutable directory.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{IFlags, Mode, OFlags};
 use rustix::io::{Errno, Result};
 
-/// Returns whether the directory has the immutable flag. An error if the file system has no such flags.
+/// Returns whether the directory has the immutable flag. An error if the file system has no immutable flag.
 pub fn is_set(directory: impl AsFd) -> Result<bool> {
     Ok(rustix::fs::ioctl_getflags(readable(directory)?)?.contains(IFlags::IMMUTABLE))
 }
 
-/// Sets or removes the immutable flag. Fails without the capability, and on a file system without such flags.
+/// Sets or removes the immutable flag. Fails if the service lacks `CAP_LINUX_IMMUTABLE`, or if the file system has no immutable
+/// flag.
 pub fn set(directory: impl AsFd, immutable: bool) -> Result<()> {
     let directory = readable(directory)?;
     let before = rustix::fs::ioctl_getflags(&directory)?;
@@ -29,8 +30,8 @@ pub fn change<T>(directory: impl AsFd, change: impl Fn() -> Result<T>) -> Result
     }
 }
 
-/// Opens the directory for reading. The kernel reads and sets flags only through such a descriptor, not through an `O_PATH`
-/// descriptor.
+/// Opens the directory for reading. The kernel reads and sets flags only through a descriptor that is open for reading, not
+/// through an `O_PATH` descriptor.
 fn readable(directory: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     rustix::fs::openat(directory, ".", flags, Mode::empty())

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 pub struct Blocking(Arc<Semaphore>);
 
 impl Blocking {
-    /// Allows this many questions at a time.
+    /// Allows as many questions at a time as `threads` says.
     pub fn new(threads: usize) -> Self {
         Self(Arc::new(Semaphore::new(threads)))
     }

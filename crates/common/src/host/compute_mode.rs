@@ -19,8 +19,8 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// The mode of a GPU that is served. `EXCLUSIVE_PROCESS` is for a GPU with one control daemon: the server can open the GPU,
-    /// and a program without MPS can't. Several control daemons can't share a GPU in that mode.
+    /// The compute mode of a GPU that is served. `EXCLUSIVE_PROCESS` is for a GPU with one control daemon: the server can open
+    /// the GPU, and a program without MPS can't. Several control daemons can't share a GPU in the mode `EXCLUSIVE_PROCESS`.
     pub fn while_served(tenure: Tenure) -> Self {
         match tenure {
             Tenure::Alone => Self::ExclusiveProcess,

@@ -1,7 +1,7 @@
 //! Control groups as the kernel shows them: the control group of a process, and the existence and use of a control group.
 //!
 //! On a host with several hierarchies (cgroup v1), only the hierarchy `name=systemd` counts, in which the service manager and
-//! every container runtime put processes. On other hosts there is one hierarchy.
+//! every container runtime put processes. A host with cgroup v2 has only one hierarchy.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -42,14 +42,15 @@ impl Hierarchies {
         mount.join(path.trim_start_matches('/'))
     }
 
-    /// The path of a process in the hierarchy that counts. `cgroups` is the text of `/proc/PID/cgroup`.
+    /// The path of a process's control group in the hierarchy that counts for the service. `cgroups` is the text of
+    /// `/proc/PID/cgroup`.
     fn path_in(self, cgroups: &str) -> Option<&str> {
         let wanted = match self {
             Self::One => "",
             Self::OfTheServiceManager => "name=systemd",
         };
-        // A line has a number, the name of a hierarchy, and a path. A tenant may have chosen names in the path, and the names
-        // can have colons.
+        // A line of `/proc/PID/cgroup` has a number, the name of a hierarchy, and a path. A tenant may have chosen names in the
+        // path, and the names can have colons.
         cgroups.lines().find_map(|line| {
             let mut fields = line.splitn(3, ':').skip(1);
             (fields.next()? == wanted).then(|| fields.next())?
@@ -60,7 +61,7 @@ impl Hierarchies {
 /// The path of the control group of a process.
 ///
 /// # Errors
-/// The process has ended, or is in no control group of that hierarchy.
+/// The process has ended, or is in no control group of the hierarchy that counts for the service.
 pub fn path_of(pid: u32) -> io::Result<String> {
     let cgroups = proc::cgroups_text(pid)?;
     let path = Hierarchies::of_this_host().path_in(&cgroups);
@@ -116,8 +117,8 @@ pub fn use_of(group: &ControlGroup) -> GroupUse {
         Ok(found) if found == *group && is_empty(&group.path) => GroupUse::Empty,
         Ok(found) if found == *group => GroupUse::Used,
         Err(error) if error.kind() != io::ErrorKind::NotFound => GroupUse::Used,
-        // A process of the pod's own runs until the pod ends, and the kubelet removes the pod's control group some time
-        // later. So a pod that is not empty goes on.
+        // A process of the pod's own runs until the pod ends, and the kubelet removes the pod's control group some time later. So
+        // a pod whose control group has a process still runs.
         Ok(_) | Err(_) => match pod_of(&group.path) {
             Some(pod) if find(pod).is_ok() && !is_empty(pod) => GroupUse::PodGoesOn,
             _ => GroupUse::Gone,
@@ -152,8 +153,8 @@ fn has_no_process(top: PathBuf) -> bool {
     true
 }
 
-/// The part of `path` that ends with the control group of the container with this id. `path` is the control group of a process
-/// in the container, which may be a descendant. The whole path if no name in the path has the id.
+/// The part of `path` that ends with the control group of the container with this id. `path` is the control group of a process in
+/// the container, which may be a descendant of the container's control group. The whole path if no name in the path has the id.
 pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
     let is_its = |name: &str| {
         let name = name.strip_suffix(".scope").unwrap_or(name);
@@ -168,7 +169,7 @@ pub fn of_container<'a>(path: &'a str, id: &str) -> &'a str {
 }
 
 /// The reason why a control group has no single owner, in words: it has processes of all users, or a user can move any own
-/// process into it. None if it can have one owner.
+/// process into it. None if the control group can have a single owner.
 pub fn shared_by(path: &str) -> Option<&'static str> {
     let name = path.rsplit('/').next().unwrap_or_default();
     let is = |prefix: &str, suffix: &str| {

@@ -8,7 +8,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use super::proc;
 
-/// A set of CPUs. The set has at least one CPU.
+/// A set of CPUs, which has at least one CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpus(CpuSet);
 
@@ -19,8 +19,8 @@ impl Cpus {
         (set.count() > 0).then_some(Self(set))
     }
 
-    /// Parses a list of the kernel: `0-3,8`. None if the list has no CPU, if the text is no list, and if a CPU number is too
-    /// large: the 1025th CPU.
+    /// Parses a list of CPUs as the kernel writes it, such as `0-3,8`. None if the list has no CPU, if the text is no list, or if
+    /// a CPU number is too large for the set: above 1023.
     pub fn parse(list: &str) -> Option<Self> {
         let range = |part: &str| {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -43,8 +43,8 @@ impl Cpus {
         Self::allowed_for(proc::FIRST)
     }
 
-    /// Binds the calling thread to these CPUs, and with it every program and thread that it starts. CPUs that the thread may
-    /// not use are left out. If the thread may use none of these CPUs, nothing changes.
+    /// Binds the calling thread to these CPUs, and every program and thread that the thread starts. CPUs that the thread may not
+    /// use are left out. If the thread may use none of these CPUs, nothing changes.
     pub fn bind(self) -> io::Result<()> {
         let own = sched_getaffinity(None)?;
         match Self::new(|cpu| self.0.is_set(cpu) && own.is_set(cpu)) {
@@ -57,7 +57,7 @@ impl Cpus {
         (0..CpuSet::MAX_CPU).all(|cpu| self.0.is_set(cpu) || !other.0.is_set(cpu))
     }
 
-    /// The CPUs of all sets together. None if one of the sets is None, or if there are no sets.
+    /// The CPUs of all sets together. None if one of the sets is None, or if `sets` is empty.
     pub fn union(mut sets: impl Iterator<Item = Option<Self>>) -> Option<Self> {
         let first = sets.next()??;
         sets.try_fold(first, |all, set| {
@@ -73,7 +73,7 @@ impl Cpus {
 }
 
 impl fmt::Display for Cpus {
-    /// The list as the kernel writes it: `0-3,8`.
+    /// Writes the list of CPUs as the kernel writes it, such as `0-3,8`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut cpus = (0..CpuSet::MAX_CPU).filter(|cpu| self.0.is_set(*cpu)).peekable();
         let mut separator = "";

@@ -24,7 +24,8 @@
 //! | memory limits that the kernel enforces for a control group: if NVML has the functions | 615 | not known | the documentation
 //! and `nvml.h` of CUDA 13.4 |
 //!
-//! The following facts are documentation only. No driver after [`NEWEST_TRIED`] was tried, and the service uses none of them:
+//! The following facts are known only from NVIDIA's documentation. No driver after [`NEWEST_TRIED`] was tried, and the service
+//! uses none of the facts in the following table:
 //!
 //! | | from driver | on GPUs from |
 //! |---|---|---|
@@ -86,19 +87,19 @@ const VOLTA: (u32, u32) = (7, 0);
 /// The driver enforces the limits of memory and threads that a control daemon sets.
 pub const LIMITS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
-/// One server serves the clients of every user. The service starts the control daemon with the option for that, and again
+/// One server serves the clients of every user. The service starts the control daemon with the multi-user option, and again
 /// without the option if the driver refuses the option.
 pub const MULTI_USER: Since = Since { series: 555, capability: VOLTA };
 
 /// A client can use a control daemon without the right to write to the pipe directory.
 pub const READ_ONLY_PIPE_DIRECTORY: Since = Since { series: 580, capability: VOLTA };
 
-/// A client of a multi-user server needs only a hard link to the control daemon's socket, in any directory. Such a client
-/// needs no memory that it shares with the host.
+/// A client of a multi-user server needs only a hard link to the control daemon's socket, in any directory. A client that
+/// connects through such a link needs no memory that it shares with the host.
 pub const LINKED_SOCKET: Since = Since { series: 580, capability: VOLTA };
 
-/// NVML lists the clients of MPS apart from the other processes on a GPU. Without this property an empty list of clients has no
-/// meaning.
+/// NVML lists the clients of MPS apart from the other processes on a GPU. On a GPU without this property, an empty list of
+/// clients has no meaning.
 pub const NVML_LISTS_CLIENTS: Since = Since { series: ANY_DRIVER, capability: VOLTA };
 
 const CLIENTS_60: Since = Since { series: 590, capability: VOLTA };
@@ -124,10 +125,10 @@ pub fn process_record(version: &str) -> usize {
     }
 }
 
-/// The option for multi-user mode. Every series with this mode knows it.
+/// The option for multi-user mode. Every driver series with multi-user mode knows this option.
 const MULTI_USER_OPTION: &str = "-multiuser-server";
 
-/// The options with which the program starts a control daemon in the foreground and in the background.
+/// The options with which NVIDIA's program starts a control daemon in the foreground and in the background.
 const FOREGROUND: &str = "-f";
 const BACKGROUND: &str = "-d";
 
@@ -140,19 +141,19 @@ pub fn control_daemon_arguments(multi_user: bool) -> Vec<&'static str> {
 /// daemon. If the control daemon can't make the FIFO, neither it nor a server writes a log.
 pub const LOG_FIFO: &str = "log";
 
-/// Returns whether the program starts a control daemon with these arguments. With other arguments the program is a front end,
-/// which sends a command to a control daemon.
+/// Returns whether NVIDIA's program starts a control daemon if it gets these arguments. With other arguments the program is a
+/// front end, which sends a command to a control daemon.
 pub fn starts_control_daemon(arguments: &[OsString]) -> bool {
     arguments.iter().any(|argument| argument == FOREGROUND || argument == BACKGROUND)
 }
 
-/// Returns whether a control daemon that has ended says in this line that it did not know an option. Without a known option,
-/// the program acts as a front end and finds no control daemon.
+/// Returns whether a control daemon that has ended says in this line that it did not know an option. If NVIDIA's program does not
+/// know its option, the program acts as a front end and finds no control daemon.
 pub fn refuses_an_option(line: &str) -> bool {
     finds_no_control_daemon(line) || line.contains("Unrecognized option")
 }
 
-/// Returns true if a server says that the GPUs are not connected yet: CUDA's error 802.
+/// Returns true if a server says, with CUDA's error 802, that `NVSwitch` has not connected the GPUs yet.
 pub fn fabric_is_not_ready(line: &str) -> bool {
     line.contains("system not yet initialized")
 }

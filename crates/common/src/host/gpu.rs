@@ -20,12 +20,12 @@ pub struct PcieLink {
 }
 
 impl PcieLink {
-    /// The PCI Express version that has this rate, in the platform's spelling: `3.0`, or `unknown`.
+    /// The PCI Express version that has the rate of the link, in the platform's spelling, such as `3.0` or `unknown`.
     pub fn version(&self) -> &'static str {
         self.version_and_lane().0
     }
 
-    /// The throughput of all lanes together, in the platform's spelling: `15.76 GB/s`.
+    /// The throughput of all lanes of the link together, in the platform's spelling, such as `15.76 GB/s`.
     pub fn throughput(&self) -> String {
         format!("{:.2} GB/s", self.version_and_lane().1 * f64::from(self.width))
     }
@@ -53,15 +53,15 @@ pub struct PciDevice {
     /// The PCI vendor number, 0x10de for NVIDIA.
     pub vendor: u16,
     pub device: u16,
-    /// The kernel driver that is bound to the device: `nvidia`, `vfio-pci`. None if the device has no driver, or if /sys does
-    /// not name it.
+    /// The kernel driver that is bound to the device, such as `nvidia` or `vfio-pci`. None if the device has no driver, or if
+    /// /sys does not name the driver.
     pub driver: Option<String>,
     pub render_node: Option<PathBuf>,
     pub card_node: Option<PathBuf>,
     pub numa_node: Option<i32>,
     /// The CPUs near the device. None if /sys does not list them.
     pub local_cpus: Option<Cpus>,
-    /// The fastest link that the device can have. None if the device does not report one.
+    /// The fastest link that the device can have. None if the device does not report a link.
     pub link: Option<PcieLink>,
     /// The marketing name from pci.ids: the text in its square brackets, such as `Tesla P40`.
     pub pci_ids_name: Option<String>,
@@ -95,7 +95,7 @@ impl Gpu {
         self.facts().map(|facts| facts.uuid.as_str())
     }
 
-    /// The published model: the name from pci.ids, otherwise NVML's name. The platform takes it from lspci.
+    /// The published model: the name from pci.ids, otherwise NVML's name. The platform takes the name of the model from lspci.
     pub fn model(&self) -> String {
         let nvml = self.facts().map(|facts| &facts.name);
         self.pci.pci_ids_name.as_ref().or(nvml).cloned().unwrap_or_default()

@@ -18,7 +18,7 @@ pub(super) struct Contexts {
 }
 
 impl Contexts {
-    /// Returns whether this process is a client of a server. Without a list of clients, every process on a GPU that has a
+    /// Returns whether this process is a client of an MPS server. Without a list of clients, every process on a GPU that has a
     /// server counts as a client.
     fn is_client(&self, pid: u32, command: &impl Fn(u32) -> Option<String>) -> bool {
         match &self.mps {

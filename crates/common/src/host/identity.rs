@@ -17,8 +17,8 @@ pub fn read(pid: u32) -> io::Result<ProcessId> {
     Ok(ProcessId { pid, start_time: stat.start_time })
 }
 
-/// Returns whether this process still runs. If the kernel does not say, for example because the service has no file descriptors
-/// left, the process counts as running.
+/// Returns whether this process still runs. If the kernel does not say whether the process runs, for example because the service
+/// has no file descriptors left, the process counts as running.
 pub fn runs(process: ProcessId) -> bool {
     match read(process.pid) {
         Ok(now) => now == process,

@@ -46,7 +46,7 @@ pub fn shortage(errno: Errno, no_files: bool) -> Problem {
     }
 }
 
-/// The reason why the service's user can't watch another file. None if the user can watch one.
+/// The reason why the service's user can't watch another file. None if the user can watch another file.
 pub fn none_left() -> Option<Problem> {
     let watched = new_instance().and_then(|queue| Ok(inotify::add_watch(&queue, "/", WatchFlags::CREATE)?));
     let errno = Errno::from_io_error(&watched.err()?)?;

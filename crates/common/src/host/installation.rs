@@ -31,7 +31,8 @@ pub(super) fn without_library(sysroot: &Path) -> Option<Problem> {
     })
 }
 
-/// The problem if the host does not have a program of the driver, but the operator's driver container has it.
+/// The problem if the host does not have a program of the driver, but the driver container of NVIDIA's GPU operator has the
+/// program.
 pub fn operators_program(sysroot: &Path, program: &str) -> Option<Problem> {
     let operators = sysroot.join(OPERATORS);
     operators.join("usr/bin").join(program).exists().then(|| {

@@ -18,11 +18,12 @@ pub struct Inventory {
     pub driver: Result<String, Problem>,
     /// The NVIDIA GPUs in the order of their addresses: the GPUs on the bus and the GPUs that NVML knows.
     pub gpus: Vec<Gpu>,
-    /// The display devices of other vendors. An entry of the device file may name one by mistake, and the message then says so.
+    /// The display devices of other vendors. An entry of the device file may name a device of another vendor by mistake, and the
+    /// error message about the entry says so.
     pub others: Vec<PciDevice>,
     /// The CPUs of this host. None if the host has more CPUs than the service can publish.
     pub cpus: Option<Cpus>,
-    /// The memory of this host in MiB. None if it can't be read.
+    /// The memory of this host in MiB. None if the amount of memory can't be read.
     pub memory_mib: Option<u64>,
 }
 
@@ -36,7 +37,7 @@ impl Inventory {
         Series::parse(self.driver.as_deref().unwrap_or_default())
     }
 
-    /// Returns these CPUs. None if they are all CPUs of the host.
+    /// Returns `cpus`. None if `cpus` are all CPUs of the host.
     pub fn if_not_all(&self, cpus: Cpus) -> Option<Cpus> {
         (!self.cpus.is_some_and(|all| cpus.includes(all))).then_some(cpus)
     }
@@ -92,7 +93,7 @@ impl Inventory {
             };
             gpus.push(Gpu { pci, nvml });
         }
-        // The rest are GPUs that NVML lists and /sys lacks, for example in a container that hides /sys.
+        // The remaining GPUs in `listed` are GPUs that NVML lists and /sys lacks, for example in a container that hides /sys.
         gpus.extend(listed.into_values());
         gpus.sort_by_key(|gpu| gpu.pci.address);
         Self { others, cpus: Cpus::of_host(), ..Self::of_gpus(driver, gpus) }

@@ -1,8 +1,8 @@
-//! The mounts that a process sees, as the kernel lists them, and the file systems and paths that are mounted there.
+//! The mounts that a process sees, as the kernel lists them, with the file system of each mount and the mounted path in it.
 //!
-//! One directory can have different paths in two mount namespaces. The place of the directory is the same in both: the device
-//! of its file system and its path in that file system, from mountinfo. The device number of `stat` is not used, since btrfs
-//! and overlayfs invent numbers there.
+//! One directory can have different paths in two mount namespaces. The place of a directory is the same in all mount namespaces:
+//! the device of its file system and its path in that file system, from mountinfo. The device number of `stat` is not used, since
+//! btrfs and overlayfs invent device numbers.
 
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -17,7 +17,7 @@ use super::proc;
 /// A place in a file system, independent of the mount through which it is reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// The device of the file system: `8:1`.
+    /// The device number of the file system, such as `8:1`.
     device: Vec<u8>,
     path: PathBuf,
 }
@@ -53,8 +53,8 @@ pub fn roots(process: impl Display) -> io::Result<Vec<Place>> {
     Ok(mounts(&proc::mountinfo(process)?).map(|mount| mount.root).collect())
 }
 
-/// The place of a path, by the id of the mount through which the path was opened. The order in the list does not count: a later
-/// mount can hide an earlier one at the same point or at an ancestor.
+/// The place of a path, by the id of the mount through which the path was opened. The order of the mounts in `mountinfo` does not
+/// count: a later mount can hide an earlier one at the same point or at an ancestor.
 fn place_in(mountinfo: &[u8], id: u64, path: &Path) -> Option<Place> {
     let MountPoint { root, point, .. } = mounts(mountinfo).find(|mount| mount.id == id)?;
     let rest = path.strip_prefix(point).ok()?;
@@ -66,8 +66,8 @@ fn mounts(mountinfo: &[u8]) -> impl Iterator<Item = MountPoint> {
     mountinfo.split(|byte| *byte == b'\n').filter_map(mount)
 }
 
-/// Reads a line of mountinfo: `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None if the line is cut off
-/// before the options, since it may be cut off within a path.
+/// Reads a line of mountinfo, such as `36 35 98:0 /root /point rw,noatime master:1 - ext3 /dev/root rw`. None if the line is cut
+/// off before the options, since such a line may be cut off within a path.
 fn mount(line: &[u8]) -> Option<MountPoint> {
     let mut fields = line.split(|byte| *byte == b' ');
     let id = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
@@ -77,7 +77,8 @@ fn mount(line: &[u8]) -> Option<MountPoint> {
     Some(MountPoint { id, root: Place { device, path: root }, point })
 }
 
-/// Decodes a path of mountinfo. The kernel writes bytes that would break a line as three octal digits: `\040` for a space.
+/// Decodes a path of mountinfo. The kernel writes bytes that would break a line as three octal digits, such as `\040` for a
+/// space.
 fn unescaped(field: &[u8]) -> PathBuf {
     let mut path = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -94,7 +95,8 @@ fn unescaped(field: &[u8]) -> PathBuf {
     OsString::from_vec(path).into()
 }
 
-/// Returns whether a test can find places on this machine. In a chroot, where packages are built, the root is often no mount.
+/// Returns whether a test can find the [`Place`] of a path on this machine. In a chroot, where packages are built, the root is
+/// often no mount.
 #[cfg(test)]
 pub fn root_is_a_mount() -> bool {
     Place::find(Path::new("/")).is_ok()

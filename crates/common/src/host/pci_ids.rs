@@ -3,7 +3,7 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// The paths of the list in different distributions. The first file that can be opened is used.
+/// The paths of the file pci.ids in different distributions. The first file that can be opened is used.
 const PLACES: [&str; 3] = ["usr/share/hwdata/pci.ids", "usr/share/misc/pci.ids", "usr/share/pci.ids"];
 
 /// The model names of devices, by vendor and device number: the text in square brackets in pci.ids. A device without such a
@@ -36,8 +36,8 @@ fn parse(mut list: impl BufRead, wanted: &BTreeSet<(u16, u16)>) -> BTreeMap<(u16
                 names.insert(id, name.to_owned());
             }
         } else if !text.is_empty() && !text.starts_with('#') {
-            // The list of device classes at the end has lines such as `C 03 ...`. Such a line does not begin with a vendor's
-            // number, so the last vendor's devices end there.
+            // The list of device classes at the end of pci.ids has lines such as `C 03 ...`. The line of a device class does not
+            // begin with a vendor's number, so the devices of the last vendor end at that line.
             vendor = numbered(text).map(|(vendor, _)| vendor);
         }
         line.clear();

@@ -1,9 +1,9 @@
-//! The files under /proc. No other module reads there.
+//! The files under /proc. No other module reads files under /proc.
 //!
-//! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So these files may
-//! not be valid text. The files are read as bytes, up to a limit. If a process may end during a read, the caller needs a
-//! handle of the process (see `mps::hold`), since another process may get its PID at any moment. An error means that the
-//! process has ended or that the file can't be read.
+//! A process can give itself any name, and the kernel cuts a name after 15 bytes, even within a character. So the files of a
+//! process under /proc may not be valid text. This module reads the files as bytes, up to a limit. If a process may end during a
+//! read, the caller needs a handle of the process (see `mps::hold`), since another process may get its PID at any moment. An
+//! error means that the process has ended or that the file can't be read.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Display;
@@ -28,12 +28,12 @@ pub const OWN_PROGRAM: &str = "/proc/self/exe";
 /// The list of mounted file systems.
 pub const MOUNTS: &str = "/proc/mounts";
 
-/// The most bytes that are read of a file. The kernel allows less for the arguments and the environment of a new process, but a
-/// process can name any part of its memory as its environment.
+/// The most bytes that are read of a process's file under /proc. The kernel allows less for the arguments and the environment of
+/// a new process, but a process can name any part of its memory as its environment.
 const MAX_BYTES: u64 = 8 << 20;
 
-/// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts. The mounts that its
-/// runtime has made come first.
+/// The most bytes that are read of a list of mounts. A container may be able to make any number of mounts. The mounts that the
+/// container's runtime has made come first in the list.
 const MOUNTINFO_BYTES: u64 = 1 << 20;
 
 /// The PID of the first process of the host.
@@ -83,7 +83,7 @@ pub fn pids() -> Vec<u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Returns whether this error means that no such process exists. After any other error the process may run.
+/// Returns whether this error means that no such process exists. After any other error the process may still run.
 pub fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
 }
@@ -246,8 +246,8 @@ pub fn program(pid: u32) -> String {
     program.trim_end_matches('\n').chars().take(PROGRAM_CHARACTERS).map(printable).collect()
 }
 
-/// The arguments of a process without empty ones. The first is the program's name. The arguments are in the memory of the
-/// process, so this call hangs if the process hangs in the driver.
+/// The arguments of a process, without empty arguments. The first argument is the program's name. The arguments are in the memory
+/// of the process, so this call hangs if the process hangs in the driver.
 pub fn arguments(pid: u32) -> Vec<OsString> {
     let all = read(path(pid, "cmdline")).unwrap_or_default();
     let arguments = all.split(|byte| *byte == 0).filter(|argument| !argument.is_empty());
@@ -278,8 +278,8 @@ pub fn variable<'a>(environment: &'a [u8], name: &str) -> Option<&'a [u8]> {
     variables.find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))
 }
 
-/// The control groups of a process, one line for each hierarchy: `0::/system.slice/a.service`. A user who may make control groups
-/// can give them any name.
+/// The control groups of a process, one line for each hierarchy, such as `0::/system.slice/a.service`. A user who may make
+/// control groups can give a control group any name.
 pub fn cgroups(process: impl Display) -> io::Result<Vec<u8>> {
     read(path(process, "cgroup"))
 }
@@ -324,7 +324,7 @@ pub fn location(file: impl AsFd) -> io::Result<(u64, PathBuf)> {
     Ok((mount, fs::read_link(open_file(OWN, descriptor))?))
 }
 
-/// The number of files that a process may open. The largest number of the type if the kernel sets no limit.
+/// The number of files that a process may open. The largest number of the type `u64` if the kernel sets no limit.
 pub fn open_files_limit(pid: u32) -> io::Result<u64> {
     let limit = soft_limit(&read(path(pid, "limits"))?, "Max open files");
     limit.ok_or_else(|| lacks(pid, "limits", "does not have the limit of open files"))
@@ -335,8 +335,8 @@ fn soft_limit(limits: &[u8], name: &str) -> Option<u64> {
     if soft == "unlimited" { Some(u64::MAX) } else { soft.parse().ok() }
 }
 
-/// Returns whether something is mounted at `place`, according to `mounts`, a file like /proc/mounts. A test gives a file below
-/// a sysroot.
+/// Returns whether something is mounted at `place`, according to `mounts`, a file like /proc/mounts. In a test, `mounts` is a
+/// file below a sysroot.
 pub fn is_mounted(mounts: &Path, place: &str) -> io::Result<bool> {
     let mounts = read(mounts)?;
     let mut lines = mounts.split(|byte| *byte == b'\n');

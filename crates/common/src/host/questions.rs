@@ -7,8 +7,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// The running questions, by the thing that each is about. About each thing there is only one question at a time, so a question
-/// that hangs occupies only one thread.
+/// The running questions, each by the thing (such as a GPU) that the question is about. About each thing there is only one
+/// question at a time, so a question that hangs occupies only one thread.
 #[derive(Debug)]
 pub(super) struct ParallelQuestions<K, T> {
     running: BTreeMap<K, JoinHandle<()>>,
@@ -25,9 +25,9 @@ impl<K, T> Default for ParallelQuestions<K, T> {
 }
 
 impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T> {
-    /// Asks about each of these things, and waits as long as answers keep coming: `patience` after the last answer for things
-    /// about which a new question was asked, and `remainder` for things about which an earlier question still runs. The result
-    /// has only the things with an answer.
+    /// Asks a question about each of these things on a thread of its own, and waits as long as answers keep coming. The call
+    /// waits for `patience` after the last answer while a new question has no answer, and for `remainder` while only earlier
+    /// questions have none. The result has only the things for which an answer came.
     pub(super) fn ask(
         &mut self,
         things: impl IntoIterator<Item = K>,
@@ -35,12 +35,13 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         remainder: Duration,
         question: impl Fn(&K) -> T + Clone + Send + 'static,
     ) -> BTreeMap<K, T> {
-        // A late answer to an earlier question is outdated and dropped. The thread of that question has ended, so a new
-        // question about that thing can be asked.
+        // A late answer to an earlier question is outdated and dropped. The thread of a question with a late answer has ended, so
+        // a new question about the same thing can be asked.
         while let Ok((thing, _)) = self.answers().try_recv() {
             self.running.remove(&thing);
         }
-        // A thread that has panicked is finished without an answer, so its question is no running question any more.
+        // A thread that has panicked is finished without an answer, so the question of the thread is no running question any
+        // more.
         self.running.retain(|_, thread| !thread.is_finished());
         let (mut new, mut old) = (Vec::new(), Vec::new());
         for thing in things {
@@ -81,7 +82,7 @@ impl<K: Clone + Ord + Send + 'static, T: Send + 'static> ParallelQuestions<K, T>
         let sender = self.sender.clone();
         thread::Builder::new().spawn(move || {
             let answer = question(&thing);
-            // Sending fails if the caller no longer exists.
+            // Sending the answer fails if the caller no longer exists.
             let _ = sender.send((thing, answer));
         })
     }

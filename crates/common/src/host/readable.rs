@@ -11,7 +11,7 @@ use tokio::io::unix::AsyncFd;
 pub struct Readable(AsyncFd<OwnedFd>);
 
 impl Readable {
-    /// Registers the descriptor with the runtime of the caller.
+    /// Registers the descriptor with the caller's tokio runtime.
     pub fn new(fd: OwnedFd) -> io::Result<Self> {
         // tokio deprecates this function for types with an AsRawFd that may return another descriptor each time, and
         // offers an unsafe function instead. An OwnedFd always returns the same descriptor.

@@ -25,7 +25,8 @@ pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>, Unreadable> {
     // With NONBLOCK, a FIFO that has replaced the file after the check does not block.
     let file = File::options().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;
     check(file.metadata()?.file_type())?;
-    // A file of /proc may block its reader until the kernel has news. Each line of /proc/kmsg can be read only once.
+    // A file of /proc may block its reader until the kernel has news. A line of /proc/kmsg can be read only once, so this read
+    // would take the line from other readers.
     if fstatfs(&file).map_err(io::Error::from)?.f_type == PROC_SUPER_MAGIC {
         return Err(Unreadable::NotRegular("a file of /proc"));
     }

@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::os::fd::AsFd;
 
 /// Returns whether standard error is the journal. systemd sets `JOURNAL_STREAM` to the device and inode of its socket. After a
-/// redirection, standard error has other numbers.
+/// redirection, standard error has another device and inode.
 pub fn is_journal() -> bool {
     let said = std::env::var("JOURNAL_STREAM").unwrap_or_default();
     let Some((device, inode)) = said.split_once(':') else { return false };

@@ -63,7 +63,8 @@ fn driver(directory: &Path) -> Option<String> {
     Some(target.file_name()?.to_str()?.to_owned())
 }
 
-/// The device node in /dev/dri whose name begins with this prefix. If there are several, the one with the lowest number.
+/// The device node in /dev/dri whose name begins with this prefix. If several nodes have the prefix, the node with the lowest
+/// number.
 fn node(drm: &Path, prefix: &str) -> Option<PathBuf> {
     let numbers = fs::read_dir(drm).ok()?.flatten().filter_map(|entry| {
         let name = entry.file_name();
@@ -138,7 +139,7 @@ fn link_in_config(config: &[u8]) -> Result<Option<PcieLink>, CutShort> {
     Ok(None)
 }
 
-/// The rates in GT/s, by the number that the register has for each.
+/// The rates of links in GT/s, by their numbers in the Link Capabilities register.
 const RATES: [&str; 9] = ["", "2.5", "5", "8", "16", "32", "64", "", "128"];
 
 /// Changes the kernel's `8.0 GT/s PCIe` (in older kernels `8 GT/s`) into lspci's spelling. `Unknown` becomes None.

@@ -16,24 +16,25 @@ use super::variant::json;
 use crate::host::proc;
 use crate::problem::Problem;
 
-/// The time that the service waits for systemd's answer about a unit. A caller of the service waits meanwhile.
+/// The time that the service waits for systemd's answer about a unit. A caller of the service waits as long as systemd does not
+/// answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The time that the service waits for systemd's other answers, and for the move of a process into its scope. systemd needs
-/// milliseconds, but answers no request while it reloads its units, which can take seconds on a large host. The time is long,
-/// since after a stop for an unknown reason the service leaves the control daemons running. If the bus has ended, a call fails
-/// at once.
+/// The time that the service waits for systemd's answers about scopes, limits and jobs, and for the move of a process into its
+/// scope. systemd needs milliseconds, but answers no request while it reloads its units, which can take seconds on a large host.
+/// The time is long, since a service that does not get the reason for its stop from systemd leaves the control daemons running.
+/// If the bus has ended, a call fails at once.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 const NAMESAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 const NAMESAKE_PAUSE: Duration = Duration::from_millis(50);
 
-/// The pause between two looks at a process that is being moved. systemd needs about a millisecond.
+/// The pause between two looks at a process that systemd is moving into its scope. systemd needs about a millisecond.
 const MOVE_PAUSE: Duration = Duration::from_millis(2);
 
-/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops their scope. Measured: 4 ms.
-/// systemd's default of 90 s would only delay a shutdown.
+/// The time that a control daemon and its servers have to end after SIGTERM when systemd stops their scope. In a measurement, a
+/// control daemon and its servers ended after 4 ms, so systemd's default of 90 s would only delay a shutdown.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The reason why this process got SIGTERM.
@@ -45,9 +46,10 @@ pub enum Stopping {
     Restart,
     /// This process is no service of systemd, so SIGTERM means that it should stop.
     NotUnderSystemd,
-    /// The reason is unknown, for the reason in the text: systemd did not answer, or has no job for the unit (`kill`,
-    /// `systemctl kill`, or a limit such as `RuntimeMaxSec=` was the cause). The service then leaves the clients running, as
-    /// for a restart: a control daemon can still be stopped later, but a job that was ended is lost.
+    /// The reason for SIGTERM is unknown, and the text says why it is unknown: systemd did not answer, or has no job for the unit
+    /// (`kill`, `systemctl kill`, or a limit such as `RuntimeMaxSec=` was the cause). If the reason is unknown, the service
+    /// leaves the clients running, as for a restart: a control daemon can still be stopped later, but a job that was ended is
+    /// lost.
     Unknown(String),
 }
 
@@ -66,8 +68,8 @@ pub fn runs_us() -> bool {
 /// scope.
 ///
 /// # Errors
-/// This process is no service of systemd, or systemd refuses or does not answer. The process is then most likely still in its
-/// old unit, but systemd may still move it a moment later.
+/// This process is no service of systemd, or systemd refuses or does not answer. After an error, the process is most likely still
+/// in its old unit, but systemd may still move the process a moment later.
 pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     let own = own_service().ok_or("this process does not run in a service of systemd")?;
     let name = scope_name(id);
@@ -77,10 +79,10 @@ pub async fn move_to_scope(id: &str, pid: u32) -> Result<String, Problem> {
     Ok(name)
 }
 
-/// Moves this process, and every process that it starts, into its own scope: `yunion-mps-run-<PID>.scope`.
+/// Moves this process, and every process that it starts, into its own scope, `yunion-mps-run-<PID>.scope`.
 ///
 /// # Errors
-/// systemd does not run the host, refuses, or does not answer. The process is then most likely still in its old unit.
+/// systemd does not run the host, refuses, or does not answer. After an error, the process is most likely still in its old unit.
 pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     let pid = std::process::id();
     let name = format!("yunion-mps-run-{pid}.scope");
@@ -93,8 +95,8 @@ pub async fn move_self_to_scope(description: &str) -> Result<(), Problem> {
     arrival(pid, &name).await
 }
 
-/// Waits until systemd has moved a process into a unit. systemd's answer only means that the job is queued. The control group
-/// of the process shows when the job is done.
+/// Waits until systemd has moved a process into a unit. systemd's answer only means that the job for the move is queued. The
+/// control group of the process shows when the move is done.
 async fn arrival(pid: u32, name: &str) -> Result<(), Problem> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -127,7 +129,7 @@ pub async fn lift_limits() -> Result<(), Problem> {
     answer(PATIENCE, &format!("refuses to lift the limits of {own}"), lifted).await
 }
 
-/// Asks systemd which job it has for this service's unit. Takes at most 10 s.
+/// Asks systemd which job it has for this service's unit. The call takes at most 10 s.
 pub async fn why_stopping() -> Stopping {
     let Some(own) = own_service() else { return Stopping::NotUnderSystemd };
     match answer(PATIENCE, &format!("does not say which job it has for {own}"), own_job()).await {
@@ -155,7 +157,7 @@ fn classify(job: Option<&str>, unit: &str) -> Stopping {
 /// The properties of a unit's Unit and Service interfaces, with systemd's names.
 pub type UnitProperties = serde_json::Map<String, serde_json::Value>;
 
-/// Asks systemd about a service, which may not be installed. Takes at most 2 s.
+/// Asks systemd about a service, which may not be installed. The call takes at most 2 s.
 pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     let asked = async {
         let connection = Connection::system().await?;
@@ -171,7 +173,7 @@ pub async fn unit(name: &str) -> Result<UnitProperties, Problem> {
     answer(ANSWER_TIMEOUT, "can't be asked on the system bus", asked).await
 }
 
-/// Waits for an answer of systemd. If systemd refuses, the error begins with `refused`.
+/// Waits for an answer of systemd. If systemd refuses the request, the error begins with the text `refused`.
 async fn answer<T>(
     patience: Duration,
     refused: &str,
@@ -211,7 +213,7 @@ trait Systemd {
 
 #[zbus::proxy(interface = "org.freedesktop.systemd1.Unit", default_service = "org.freedesktop.systemd1")]
 trait Unit {
-    /// The job's number and path. The number is 0 if there is no job.
+    /// The number and the object path of systemd's job for the unit. The number is 0 if systemd has no job for the unit.
     #[zbus(property)]
     fn job(&self) -> zbus::Result<(u32, OwnedObjectPath)>;
 }
@@ -238,8 +240,9 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     let connection = Connection::system().await?;
     let deadline = Instant::now() + NAMESAKE_TIMEOUT;
     let systemd = SystemdProxy::new(&connection).await?;
-    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the other processes. systemd 253 and
-    // later have the property `OOMPolicy` for scopes. Earlier versions behave like that without it.
+    // If the kernel's OOM killer ends a process in the scope, systemd must not stop the other processes. systemd 253 and later
+    // have the property `OOMPolicy` for scopes. Earlier versions of systemd leave the other processes running without this
+    // property.
     let policy = ("OOMPolicy", Variant::from("continue"));
     properties.push(policy.clone());
     loop {
@@ -250,7 +253,7 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
             {
                 properties.pop();
             }
-            // The former control daemon had a scope with the same name. That control daemon has ended, but its scope stays
+            // The former control daemon had a scope with the same name. The former control daemon has ended, but its scope stays
             // while its servers are ending.
             Err(zbus::Error::MethodError(error, ..))
                 if error == "org.freedesktop.systemd1.UnitExists" && Instant::now() < deadline =>
@@ -262,24 +265,25 @@ async fn start_scope(name: &str, mut properties: Vec<Property>) -> zbus::Result<
     }
 }
 
-/// The properties of a control daemon's scope. Two defaults are kept on purpose. `KillMode=control-group` fits, since servers
-/// and clients end with their control daemon anyway. No `BindsTo=` or similar setting is used, since it would end the scope
-/// together with the service's unit.
+/// The properties of a control daemon's scope. Two of systemd's defaults for scopes are kept on purpose. `KillMode=control-group`
+/// fits, since servers and clients end with their control daemon anyway. No `BindsTo=` or similar setting is used, since it would
+/// end the scope together with the service's unit.
 fn scope_properties(id: &str, pid: u32, own_unit: &str) -> Vec<Property> {
     let stop_timeout = u64::try_from(STOP_TIMEOUT.as_micros()).unwrap_or(u64::MAX);
     vec![
         ("Description", Variant::from(format!("NVIDIA MPS control daemon {id} of {own_unit}"))),
         ("PIDs", Variant::from(vec![pid])),
-        // systemd stops units in the reverse order: at a shutdown this service stops first, and ends the control daemon itself.
+        // systemd stops units in the reverse of the order that `Before` sets: at a shutdown this service stops first, and ends
+        // the control daemon itself.
         ("Before", Variant::from(vec![own_unit.to_owned()])),
-        // Without this property, systemd would keep a failed scope, and no new scope could have its name.
+        // Without the property `CollectMode`, systemd would keep a failed scope, and no new scope could have its name.
         ("CollectMode", Variant::from("inactive-or-failed")),
         ("TimeoutStopUSec", Variant::from(stop_timeout)),
     ]
 }
 
-/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it: `\x` and two digits. A `-` is not
-/// escaped, since it has no special meaning here.
+/// The scope's name. Characters that a unit's name can't have are escaped as systemd does it, with `\x` and two digits. A `-` is
+/// not escaped, since a `-` has no special meaning in the name of a scope.
 fn scope_name(id: &str) -> String {
     let mut name = "yunion-mps-control-".to_owned();
     for byte in id.bytes() {

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum FollowUp {
     /// A program has caused the error. The GPU works.
     Application,
-    /// An administrator should check the GPU. The service still serves it.
+    /// An administrator should check the GPU. The service still serves the GPU.
     Look,
     /// The GPU needs a reset, or the host a reboot, before the GPU takes another client.
     Reset,
@@ -87,7 +87,7 @@ impl CriticalError {
         all.find(|(number, ..)| *number == self.xid).map(|(_, meaning, follow_up)| (meaning, follow_up))
     }
 
-    /// The consequence of the error. If the driver asks for an action, the action counts instead of the catalogue.
+    /// The consequence of the error for the GPU. If the driver asks for an action, the action counts instead of the catalogue.
     pub fn follow_up(self) -> FollowUp {
         match (self.action, self.known()) {
             (Some(RecoveryAction::Reset | RecoveryAction::Reboot), _) => Reset,
@@ -102,7 +102,7 @@ impl CriticalError {
     }
 }
 
-/// `Xid 48 (an ECC error of two bits)`.
+/// Writes the error with its meaning, such as `Xid 48 (an ECC error of two bits)`.
 impl fmt::Display for CriticalError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Xid {}", self.xid)?;

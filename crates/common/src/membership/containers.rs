@@ -14,8 +14,8 @@ fn paths_in(cgroups: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The container that the host's own runtime has made for the process with these control groups: the outermost container in a
-/// path, if root has made the container's control group and all ancestors. No other user can have chosen the name of such a
-/// control group.
+/// path, if root has made the container's control group and all ancestors. No other user can have chosen the name of a control
+/// group that root has made.
 pub fn of_the_hosts(cgroups: &str) -> Option<&str> {
     made_by(cgroups, control_groups::is_believed)
 }

@@ -1,7 +1,7 @@
 //! The host agent's records of its guests: which guest has which containers, and which devices the containers have.
 //!
-//! The agent writes the files in place, without renaming, so a reader may get half of a file. The records contain
-//! credentials: only the names here are stored, logged or published.
+//! The agent writes the files in place, without renaming, so a reader may get half of a file. The records contain credentials, so
+//! only the names that this module returns are stored, logged or published.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -33,11 +33,12 @@ const DESCRIPTION: &str = "desc";
 /// The type of a device that is a slice of this service.
 const OUR_TYPE: &str = "NVIDIA_MPS";
 
-/// The largest record that the service reads, in bytes. A guest's description has some ten thousand.
+/// The largest record that the service reads, in bytes. A guest's description has some ten thousand bytes.
 const LARGEST: u64 = 1024 * 1024;
 
-/// The most bytes of all records that the service reads for one look. In memory, the ids of containers need about five times as
-/// much, and several looks may run at once. The ids of 4,096 guests, or the descriptions of a thousand, are smaller.
+/// The most bytes of all records that the service reads for one look at processes. In memory, the ids of containers need about
+/// five times as much as in the records, and several looks at processes may run at once. The records with the container ids of
+/// 4,096 guests, or the descriptions of a thousand guests, are smaller than this limit.
 const ALL: u64 = 16 * 1024 * 1024;
 
 /// The most guests whose records the service reads.
@@ -49,8 +50,8 @@ const NAME: usize = 128;
 /// The mode bits of a file that users other than its owner can write.
 const WRITTEN_BY_OTHERS: u32 = 0o022;
 
-/// The number of attempts to read a file that is half-written, and the pause between them. The agent needs less time to write a
-/// file.
+/// The number of attempts to read a file that is half-written, and the pause between them. The host agent needs less time than
+/// these attempts take to write a file.
 const ATTEMPTS: usize = 5;
 const PAUSE: Duration = Duration::from_millis(25);
 
@@ -68,14 +69,14 @@ pub(super) struct GuestRecord {
 pub(super) struct GuestRecords {
     directory: PathBuf,
     room: Room,
-    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests
-    /// have the id.
+    /// The containers by id: the directory of the guest, and the container's key in the guest's record. None if two guests have a
+    /// container with the same id.
     containers: OnceLock<BTreeMap<String, Option<(OsString, String)>>>,
     /// The descriptions of guests that were read, by the guest's directory. None if the description can't be used.
     guests: Mutex<BTreeMap<OsString, Option<Guest>>>,
 }
 
-/// The number of bytes of records that may still be read in this look.
+/// The number of bytes of records that may still be read during one look at processes.
 #[derive(Debug)]
 struct Room(AtomicU64);
 
@@ -134,8 +135,8 @@ impl GuestRecords {
         Self { directory, room: Room::new(), containers: OnceLock::new(), guests: Mutex::default() }
     }
 
-    /// The record of the container with this id of 64 hexadecimal digits. None if no guest has the id, or if two guests have
-    /// it.
+    /// The record of the container with this id of 64 hexadecimal digits. None if no guest has a container with this id, or if
+    /// two guests have one.
     pub(super) fn record_of(&self, id: &str) -> Option<GuestRecord> {
         let containers = self.containers.get_or_init(|| read_containers(&self.directory, &self.room));
         let (guest, key) = containers.get(id)?.as_ref()?;
@@ -182,7 +183,7 @@ enum BadRecord {
     TooLarge,
     /// The records that were read before have used up the allowed bytes.
     NoRoom,
-    /// The text is no valid record. The agent may have written only half of it yet.
+    /// The text is no valid record. The host agent may have written only half of the record yet.
     NotUnderstood {
         line: usize,
         column: usize,
@@ -260,7 +261,8 @@ fn keep(
 ) {
     for (key, RecordedId { cri_id }) in found {
         let Some(id) = cri_id else { continue };
-        // An id belongs to one container. If two records have the same id, at least one of them is wrong.
+        // The id of a container belongs to only one container. If two records have the same id, at least one of the records is
+        // wrong.
         let owner = if containers.contains_key(&id) { None } else { Some((guest.clone(), key)) };
         containers.insert(id, owner);
     }
@@ -318,8 +320,8 @@ fn believed(stat: &Stat) -> Result<(), BadRecord> {
     if is_the_agents { Ok(()) } else { Err(BadRecord::NotTheAgents) }
 }
 
-/// Reads a record of the agent. If the record is half-written, tries again until it is complete. If it can't be read, the
-/// reason is logged.
+/// Reads a record of the host agent. If the record is half-written, tries again until it is complete. If the record can't be
+/// read, the reason is logged.
 fn believed_file<T: DeserializeOwned>(
     directory: &Path,
     guest: &OsString,
@@ -366,7 +368,8 @@ pub fn records_without_effect(directory: &Path) -> Vec<(PathBuf, String)> {
 }
 
 fn not_read(file: &Path, error: &BadRecord) {
-    // A virtual machine has no file of containers, and most guests are virtual machines. So a missing file is not logged.
+    // A virtual machine has no file of containers, and most guests are virtual machines. So a missing file of containers is not
+    // logged.
     if !error.is_missing() {
         tracing::debug!("{}: {error}", file.display());
     }

@@ -1,19 +1,22 @@
-//! Finds the owner and the slices of each process that may be a client. The core (`register/evidence.rs`) has the order of trust
-//! between the sources.
+//! Finds the owner and the slices of each process that may be a client. The module `register::evidence` of `mps_core` has the
+//! order of trust between the sources of a process's slices.
 //!
 //! Root binds a control group to slices, and a program can't leave its control group unless it is root on the host. So a binding
-//! counts no matter what is mounted or stands in the environment, and no other process can claim such a slice by its environment.
+//! counts no matter what is mounted or stands in the environment, and no other process can claim a bound slice by its
+//! environment.
 //!
 //! A container's runtime mounts the directories of the container's slices, and no program in the container can mount the
-//! directory of another slice. So in a container the mounts count, no matter what the environment says. The environment counts if
-//! no runtime has mounted a slice's directory: on the host, or if an agent has mounted the pipe directory itself. It names the
-//! slice in a variable, or by the directory in which the process looks for its control daemon.
+//! directory of another slice. So in a container the mounts count, no matter what the environment says. The environment of a
+//! process counts if no runtime has mounted a slice's directory: for a process on the host, or if an agent has mounted the pipe
+//! directory itself. The environment names the slice in a variable, or by the directory in which the process looks for its
+//! control daemon.
 //!
 //! Mounts prove nothing in a user namespace that an unprivileged user has made, since that user can mount any visible directory
-//! there. So a process's mounts count only in the user namespace of the service, or in a container that the host's own runtime
-//! has made. A tenant in such a container can make another user namespace. So in a user namespace other than the service's, a
-//! slice counts only if the first process of the container also sees the slice's directory, and if neither process sees a whole
-//! pipe directory, from which the tenant could have mounted the directory.
+//! in the namespace. So a process's mounts count only in the user namespace of the service, or in a container that the host's own
+//! runtime has made. A tenant in a container of the host's runtime can make another user namespace. So in a user namespace other
+//! than the service's, a slice counts only if the first process of the container also sees the slice's directory, and if neither
+//! this first process nor the process itself sees a whole pipe directory, from which the tenant could have mounted the slice's
+//! directory.
 
 mod commands;
 pub mod containers;
@@ -55,7 +58,8 @@ const CLAIMS: usize = 64;
 
 const ANCESTORS: usize = 32;
 
-/// The slices of all control daemons, as the plan and the state file have them. No process has to be looked at for that.
+/// The slices of all control daemons, as the plan and the state file have them. The service needs no look at a process to know
+/// these slices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Slices {
     /// The pipe directories, which contain the directories of slices.
@@ -119,8 +123,8 @@ impl Slices {
         gpus.map(|(uuid, _)| uuid.as_str()).collect()
     }
 
-    /// The slices of a process, `all`, as far as they count on the GPU with this UUID. All of them if the process uses no GPU
-    /// yet.
+    /// The slices of a process, `all`, as far as they count on the GPU with this UUID. All slices of the process if it uses no
+    /// GPU yet.
     pub fn on(&self, gpu: &str, all: Membership) -> Option<Membership> {
         match self.gpus.get(gpu) {
             Some(gpu) => all.on(*gpu),
@@ -129,8 +133,8 @@ impl Slices {
     }
 }
 
-/// The places of the slices' directories, and the other facts that are equal for all processes. The service makes this for one
-/// look at processes, on a thread on which it may ask the kernel: reading an environment can hang in the driver.
+/// The places of the slices' directories, and the other facts that are equal for all processes. The service makes a `SliceMounts`
+/// for one look at processes, on a thread on which it may ask the kernel: reading an environment can hang in the driver.
 #[derive(Debug)]
 pub struct SliceMounts {
     /// The pipe directories as places, which are independent of a mount.
@@ -141,8 +145,8 @@ pub struct SliceMounts {
     host: Vec<PathBuf>,
     /// The service's user namespace.
     user: Option<PathBuf>,
-    /// The first process of each container, by the container's id. The service searches for these processes when it needs one
-    /// of them.
+    /// The first process of each container, by the container's id. The service searches for the first processes of containers
+    /// only when it needs one of them.
     first: OnceLock<BTreeMap<String, u32>>,
     bindings: Arc<SliceBindings>,
     records: Option<GuestRecords>,
@@ -156,7 +160,7 @@ struct Sight {
     slices: BTreeSet<SliceId>,
     /// True if a mount shows a part of a pipe directory, or contains one.
     pipe: bool,
-    /// True if a mount contains a pipe directory, or the directory of all slices in it.
+    /// True if a mount contains a pipe directory, or the directory in it that contains the directories of all slices.
     whole: bool,
     /// True if a mount contains a control daemon's own directory.
     own: bool,
@@ -223,10 +227,10 @@ impl SliceMounts {
         if identity::read(pid)? == process { Ok((client, seen)) } else { Err(Errno::SRCH.into()) }
     }
 
-    /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so
-    /// the mounts of its ancestors count too. The mounts of ancestors in other namespaces count up to the host, for a sandbox
-    /// in a container: the sandbox has the slices of the container. The sandbox reaches no directory that only its ancestors
-    /// see.
+    /// Finds the slices in the mounts of a process. A program that calls chroot sees fewer mounts than its container has, so the
+    /// mounts of its ancestors count too. The mounts of ancestors in other namespaces count up to the host, for a sandbox in a
+    /// container: the sandbox has the slices of the container. A sandbox in a container reaches no directory that only the
+    /// ancestors of the sandbox see.
     ///
     /// # Errors
     /// The process has ended, or can't be read.
@@ -288,7 +292,7 @@ impl SliceMounts {
     }
 
     /// The recorded container of a process, if the container is not bound to all of its slices yet. The result has only devices
-    /// on GPUs of which the process is not bound to a slice.
+    /// on those GPUs that have no slice to which the process is bound.
     fn recorded_container(&self, pid: u32, record: &GuestRecord) -> Option<RecordedContainer> {
         let binding = self.binding_of(pid);
         if binding.is_some_and(|its| its.by == BoundBy::Root) {
@@ -364,7 +368,7 @@ impl ProcessSight {
         self.evidence.asks_environment()
     }
 
-    /// The slices of the process. This reads the memory of the process if its environment counts.
+    /// The slices of the process. The call reads the memory of the process if the environment of the process counts.
     ///
     /// # Errors
     /// The process has ended, or can't be read.
@@ -402,8 +406,8 @@ fn bound(binding: &Binding<SliceId>) -> Membership {
     Membership { slices: binding.slices.iter().copied().map(DeviceName::Slice).collect(), known_by }
 }
 
-/// The parent of a process, the parent's parent and further ancestors. The list stops where a PID may belong to another process
-/// by now.
+/// The parent of a process, the parent's parent and further ancestors. The list stops before an ancestor whose PID may belong to
+/// another process by now.
 fn ancestors(pid: u32) -> impl Iterator<Item = u32> {
     let parent = |child: &proc::Stat| {
         let parent = proc::stat(child.parent).ok()?;
@@ -447,14 +451,14 @@ fn named(environment: &[u8]) -> Vec<DeviceName> {
         proc::variable(environment, DEVICE_VARIABLE).and_then(|value| std::str::from_utf8(value).ok());
     let mut slices = Vec::new();
     for name in value.unwrap_or_default().split(',').take(CLAIMS) {
-        // The result is published, and every user can read it. So only names of slices are returned, each once, and never
-        // another text from the environment.
+        // The names that this function returns are published, and every user can read them. So only names of slices are returned,
+        // each once, and never another text from the environment.
         slices.extend(name.trim().parse().ok().filter(|name| !slices.contains(name)));
     }
     slices
 }
 
-/// The slice with this directory, as a path below the pipe directory: `slices/00_06.0-1`.
+/// The slice with this directory, which is a path below the pipe directory, such as `slices/00_06.0-1`.
 fn slice_with_directory(path: &Path) -> Option<SliceId> {
     SliceId::with_directory_name(path.strip_prefix(DIRECTORIES).ok()?.to_str()?)
 }

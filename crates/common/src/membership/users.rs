@@ -6,7 +6,7 @@ use std::fs;
 /// long to answer.
 const USERS: &str = "/etc/passwd";
 
-/// The text of /etc/passwd. Empty if the file can't be read.
+/// The text of /etc/passwd. The text is empty if the file can't be read.
 pub(super) fn all() -> String {
     String::from_utf8_lossy(&fs::read(USERS).unwrap_or_default()).into_owned()
 }

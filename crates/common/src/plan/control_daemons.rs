@@ -21,8 +21,8 @@ use crate::problem::LocatedProblem;
 pub struct ControlDaemonPlan {
     pub id: DaemonId,
     pub pipe_directory: PathBuf,
-    /// The directory in which the control daemon makes its sockets, and which only root can read. The pipe directory then has a
-    /// link to the socket for clients. None if the sockets are in the pipe directory.
+    /// The directory in which the control daemon makes its sockets, and which only root can read. With a private directory, the
+    /// pipe directory has a link to the socket for clients. None if the sockets are in the pipe directory.
     pub private_directory: Option<PathBuf>,
     /// The control daemon's `CUDA_MPS_LOG_DIRECTORY`.
     pub log_directory: PathBuf,
@@ -36,7 +36,7 @@ pub struct ControlDaemonPlan {
     pub thread_percentage: u8,
     /// True if one server should serve the clients of every user.
     pub multiuser: bool,
-    /// True if the control daemon is started without multi-user mode when its driver refuses it.
+    /// True if the control daemon is started without multi-user mode when its driver refuses that mode.
     pub multiuser_optional: bool,
     pub prewarm: bool,
     /// The CPUs to which the control daemon should be bound, near its GPUs. None if the control daemon should not be bound.
@@ -87,8 +87,8 @@ impl ControlDaemonPlan {
         self.id.tenure()
     }
 
-    /// Returns whether this control daemon looks for programs without MPS on its GPU. Of the control daemons that take turns on
-    /// a GPU, only the one of slice 0 looks for such programs.
+    /// Returns whether this control daemon looks for programs without MPS on its GPU. Of the control daemons that take turns on a
+    /// GPU, only the control daemon of slice 0 looks for programs without MPS.
     pub fn stands_guard(&self) -> bool {
         self.tenure() == Tenure::InTurns && self.gpus.iter().any(|gpu| gpu.sizes.contains_key(&0))
     }
@@ -205,7 +205,7 @@ fn slice_directories(gpus: &[(&GpuPlan, &NvmlFacts)], settings: &Settings) -> Op
     (path < SOCKET_PATH_BYTES).then_some(directories)
 }
 
-/// Plans the control daemon with this pipe directory, for these GPUs. With `only`, it serves that slice alone.
+/// Plans the control daemon with this pipe directory, for these GPUs. With `slice`, the control daemon serves that slice alone.
 fn control_daemon(
     gpus: &[(&GpuPlan, &NvmlFacts)],
     slice: Option<(SliceId, PathBuf)>,
@@ -224,8 +224,8 @@ fn control_daemon(
     let all_can = gpus.iter().all(|(_, facts)| MULTI_USER.holds_on(facts.compute_capability));
     let if_possible = settings.multiuser == MultiUser::Auto && all_can;
     let multiuser = settings.multiuser == MultiUser::On || if_possible;
-    // Control daemons of these drivers let clients connect through a link in any directory, which private directories and
-    // directories of slices need.
+    // Control daemons with the property `LINKED_SOCKET` let clients connect through a link in any directory, which private
+    // directories and directories of slices need.
     let series = inventory.series();
     let linked =
         multiuser && gpus.iter().all(|(_, facts)| LINKED_SOCKET.holds(series, facts.compute_capability));
@@ -313,7 +313,8 @@ pub(super) fn warn_of_loose_defaults(gpus: &mut [GpuPlan], control_daemons: &[Co
     }
 }
 
-/// The slices of the GPU with smaller limits than the control daemon's defaults, in words. None if there is no such slice.
+/// The slices of the GPU with smaller limits than the control daemon's defaults, in words. None if no slice of the GPU has
+/// smaller limits.
 fn smaller(
     gpu: &GpuPlan,
     served: &ServedGpu,

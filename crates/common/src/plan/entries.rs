@@ -1,5 +1,5 @@
-//! From the entries of the device file to the GPUs that should be served. Without an entry of type `NVIDIA_MPS` these are all
-//! GPUs that have no entry of another type.
+//! From the entries of the device file to the GPUs that should be served. Without an entry of the type `NVIDIA_MPS`, all GPUs
+//! that have no entry of another type should be served.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,7 +14,7 @@ use crate::problem::{LocatedProblem, Origin, Problem};
 
 pub(super) struct ConfiguredGpu<'a> {
     pub gpu: &'a Gpu,
-    /// The keys of the GPU's own entry. Without an entry, the keys that all GPUs get.
+    /// The keys of the GPU's own entry. If the GPU has no entry, the keys that all GPUs without an entry get.
     pub keys: MpsEntry,
     /// The reason why the host does not have the GPU at present. None if the host has the GPU.
     pub gone: Option<Problem>,
@@ -30,8 +30,8 @@ pub(super) fn wanted<'a>(
     let mut not_yet = inventory.driver.as_ref().err().cloned();
     let mut wanted = Vec::new();
     let mut missing = Vec::new();
-    // Without a driver, the service can't find out if two different paths name the same GPU. So only equal paths are reported
-    // as a repetition.
+    // Without a driver, the service can't find out if two different paths name the same GPU. So without a driver, only equal
+    // paths are reported as a repetition.
     let mut named: HashMap<DevicePath, (&Origin, &DevicePath)> = HashMap::new();
     for entry in &settings.devices {
         let (Some(mps), Some(path)) = (&entry.mps, &entry.path) else { continue };
@@ -94,8 +94,8 @@ pub(super) fn wanted<'a>(
     }
 }
 
-/// Turns an address without a domain into the full address that it had in the plan before. If the GPU with that address was
-/// removed, another GPU whose address differs only in the domain is not served instead.
+/// Turns an address without a domain into the full address of the GPU that the address named in the former plan. So if that GPU
+/// was removed, another GPU whose address differs only in the domain is not served instead.
 fn as_before(path: &DevicePath, before: &Inventory) -> DevicePath {
     match (path, find(path, before)) {
         (DevicePath::ShortPci(_), Ok(gpu)) => DevicePath::Pci(gpu.pci.address),
@@ -129,7 +129,7 @@ fn unclaimed<'a>(
     for path in settings.devices.iter().filter_map(|entry| entry.path.as_ref()) {
         match claim(path, inventory) {
             Ok(address) => claimed.extend(address),
-            // If it is not known which GPU this entry of another type names, no GPU is safe to serve: any could be the one
+            // If it is not known which GPU this entry of another type names, no GPU is safe to serve: each GPU could be the GPU
             // that is used for something else.
             Err(problem) => {
                 not_yet.get_or_insert(problem);

@@ -24,13 +24,13 @@ pub struct GpuPlan {
     pub limits_enforced: bool,
     pub obstacles: Vec<NamedProblem>,
     pub warnings: Vec<NamedProblem>,
-    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, their pipe directories are inside
-    /// this directory.
+    /// The pipe directory of the GPU's control daemon. If each slice has a control daemon, the pipe directories of these control
+    /// daemons are inside the GPU's pipe directory.
     pub pipe_directory: PathBuf,
     /// The directory that contains the directories of the GPU's slices. None if slices have no directories.
     pub slice_directories: Option<PathBuf>,
-    /// The CPUs near the GPU, on which its control daemon and its clients should run. None if they are not bound to CPUs, or if
-    /// these are all CPUs of the host.
+    /// The CPUs near the GPU, on which its control daemon and its clients should run. None if the control daemon and the clients
+    /// are not bound to CPUs, or if the CPUs near the GPU are all CPUs of the host.
     pub cpus: Option<Cpus>,
 }
 
@@ -62,7 +62,7 @@ impl GpuPlan {
         u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
     }
 
-    /// The size of the slice with this ordinal. All zero for a slice that does not exist.
+    /// The size of the slice with this ordinal. Every value is zero for a slice that does not exist.
     pub fn size(&self, ordinal: u32) -> SliceSize {
         usize::try_from(ordinal).ok().and_then(|ordinal| self.sizes.get(ordinal)).copied().unwrap_or_default()
     }
@@ -77,13 +77,13 @@ impl GpuPlan {
         self.sizes.iter().all(|size| Some(size) == self.sizes.first())
     }
 
-    /// The most clients of the slice with this ordinal. None if the service can't count the GPU's clients.
+    /// The most clients that the slice with this ordinal may have. None if the service can't count the GPU's clients.
     pub fn max_clients(&self, ordinal: u32) -> Option<u32> {
         self.clients_counted.then(|| self.size(ordinal).max_clients)
     }
 
-    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has its own, or if NVML
-    /// can't read the GPU.
+    /// The most clients of all slices together, if the slices share a control daemon. None if each slice has its own control
+    /// daemon, or if NVML can't read the GPU.
     pub fn shared_places(&self) -> Option<u32> {
         (self.isolation == Isolation::Gpu && self.gpu.facts().is_some()).then_some(self.places)
     }
@@ -113,7 +113,7 @@ impl GpuPlan {
     }
 }
 
-/// The obstacles to serving a GPU, except for processes that use it. All of them are returned at once, so that an administrator
+/// The obstacles to serving a GPU, except for processes that use it. All obstacles are returned at once, so that an administrator
 /// can correct all before the next attempt.
 pub(super) fn obstacles(gpu: &Gpu, sizes: &[SliceSize]) -> Vec<NamedProblem> {
     match &gpu.nvml {

@@ -80,7 +80,8 @@ pub(super) fn gpu_plan(wanted: &ConfiguredGpu<'_>, settings: &Settings, inventor
     }
 }
 
-/// The obstacle that processes without MPS prevent the start of a server on the GPU. None if there are no such processes.
+/// The obstacle that processes without MPS prevent the start of a server on the GPU. None if no process prevents the start of a
+/// server.
 fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     let exclusive = facts.state.compute_mode.is_some_and(ComputeMode::is_exclusive);
     if facts.state.foreign_processes.is_empty() || !(settings.supervision.set_compute_mode || exclusive) {
@@ -96,7 +97,7 @@ fn held(facts: &NvmlFacts, settings: &Settings) -> Option<NamedProblem> {
     Some(NamedProblem::new(HELD, found, format!("end these processes: kill {pids}", pids = pids.join(" "))))
 }
 
-/// The obstacle that the slices of a GPU should have a control daemon each, but can't. None if they can.
+/// The obstacle that the slices of a GPU should have a control daemon each, but can't have one each. None if they can.
 fn inseparable(
     gpu: &Gpu,
     facts: &NvmlFacts,

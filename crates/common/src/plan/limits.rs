@@ -9,11 +9,12 @@ use crate::host::inventory::Inventory;
 use crate::host::nvml::facts::NvmlFacts;
 use crate::problem::Problem;
 
-/// If a GPU shares the memory of the host, one part of this many stays with the host.
+/// If a GPU shares the memory of the host, the host keeps the part 1/`HOST_PART` of the memory, and slices can have the rest.
 const HOST_PART: u64 = 8;
 
 /// The memory that all slices of a GPU can have together, in MiB. NVML does not report the memory of a GPU that shares the memory
-/// of the host: its slices can have that memory, except for the part that stays with the host. None if neither is known.
+/// of the host: its slices can have that memory, except for the part that stays with the host. None if neither the memory of the
+/// GPU nor the memory of the host is known.
 pub fn memory_for_slices(facts: &NvmlFacts, inventory: &Inventory) -> Option<u64> {
     let of_host = || inventory.memory_mib.map(|host| host - host / HOST_PART);
     facts.memory_total_mib.or_else(of_host)
@@ -50,7 +51,7 @@ pub(super) fn max_clients(places: u32, slices: NonZeroU32) -> u32 {
     (places / slices.get()).max(1)
 }
 
-/// The number of slices that share a control daemon on the GPU, and with it the clients and the threads.
+/// The number of slices that share a control daemon on the GPU, and so share the clients and the threads of the control daemon.
 pub(super) fn sharing(isolation: Isolation, slices: NonZeroU32) -> NonZeroU32 {
     match isolation {
         Isolation::Gpu => slices,
@@ -151,13 +152,13 @@ pub(super) fn overcommitted(total: u64, keys: &MpsEntry) -> Option<u64> {
 /// The limit of a slice, then the control daemon's default for that limit.
 pub(super) type Limit = (u64, u64);
 
-/// Returns whether the slice's clients get the new limit only after the control daemon has got another default. The first pair
-/// is the new limit and default, the second pair the former ones. A slice whose own limit stays does not wait, even if the
-/// default changes.
+/// Returns whether the slice's clients get the new limit only after the control daemon has got another default. The first pair is
+/// the new limit and default, the second pair is the former limit and default. A slice whose own limit stays the same does not
+/// wait, even if the default changes.
 pub(super) fn waits_for_default((own, default): Limit, (own_before, default_before): Limit) -> bool {
     // If the present default is below the slice's new limit, clients would get too little. If the new limit equals the new
-    // default, clients set no limit of their own, and the old default would apply to them. In both cases the slice waits for
-    // the new default.
+    // default, clients set no limit of their own, and the old default would apply to the clients. In both cases, a present
+    // default that is too low and a new limit that equals the new default, the slice waits for the new default.
     own != own_before && default != default_before && (own > default_before || own == default)
 }
 

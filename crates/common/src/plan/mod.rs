@@ -1,8 +1,9 @@
 //! The plan: the control daemons to run, with their GPUs, slices and limits. The plan is a pure function of the settings and
 //! the host's GPUs.
 //!
-//! `entries` finds the GPUs that the configuration asks for, with `paths` for the GPU of each path. `gpus` plans each GPU, with
-//! the `limits` of its slices and its `warnings`. `control_daemons` divides the usable GPUs among control daemons.
+//! The module `entries` finds the GPUs that the configuration asks for, and `paths` finds the GPU of each path. The module `gpus`
+//! plans each GPU, with the modules `limits` for the limits of its slices and `warnings` for its warnings. The module
+//! `control_daemons` divides the usable GPUs among control daemons.
 
 mod control_daemons;
 mod entries;
@@ -39,22 +40,24 @@ pub struct Plan {
     pub nothing: String,
 }
 
-/// An entry of the device file that names no GPU of this host. The GPU may be added later, or come back.
+/// An entry of the device file that names no GPU of this host. The GPU that the entry names may be added later, or come back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Missing {
     pub problem: LocatedProblem,
     pub path: DevicePath,
-    /// True if the host certainly does not have the GPU. False while a GPU that may be the right one does not answer.
+    /// True if the host certainly does not have the GPU that the entry names. False while a GPU that may be the named GPU does
+    /// not answer.
     pub certain: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PlanError {
-    /// An administrator has to correct the configuration. The list has every problem, at least one.
+    /// An administrator has to correct the configuration. The list has every problem of the configuration, at least one.
     Problems(Vec<LocatedProblem>),
-    /// The host has none of the configured GPUs. The list has their entries, at least one.
+    /// The host has none of the configured GPUs. The list has the entries of the configured GPUs, at least one.
     Missing(Vec<Missing>),
-    /// The service can't check the configuration yet, since there is no driver. The reason is in words for an administrator.
+    /// The service can't check the configuration yet, since there is no driver. The reason why the host has no driver is in words
+    /// for an administrator.
     NotYet(Problem),
 }
 
@@ -62,8 +65,8 @@ pub fn problems(missing: &[Missing]) -> Vec<LocatedProblem> {
     missing.iter().map(|missing| missing.problem.clone()).collect()
 }
 
-/// Makes the plan. A GPU that does not work or is missing is no error: the plan says so. A GPU of the former plan, `before`,
-/// that is missing now stays in the plan, so its devices become unhealthy but still exist.
+/// Makes the plan. A GPU that does not work or is missing is no error: the plan has the problem of each such GPU. A GPU of the
+/// former plan, `before`, that is missing now stays in the plan, so its devices become unhealthy but still exist.
 pub fn plan(settings: &Settings, inventory: &Inventory, before: &[GpuPlan]) -> Result<Plan, PlanError> {
     let gpus = before.iter().map(|plan| plan.gpu.clone()).collect();
     let before = Inventory::of_gpus(Ok(String::new()), gpus);

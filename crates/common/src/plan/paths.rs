@@ -1,4 +1,4 @@
-//! From the path in an entry of the device file to the GPU on this host, or to the reason why there is none.
+//! From the path in an entry of the device file to the GPU on this host, or to the reason why the path names no GPU.
 
 use std::path::Path;
 
@@ -15,7 +15,7 @@ pub(super) enum Miss {
     Wrong(Problem),
     /// The path names several GPUs.
     Ambiguous(Problem),
-    /// The path names no GPU of this host. `certain` is false while a GPU that may be the right one does not answer.
+    /// The path names no GPU of this host. `certain` is false while a GPU that the path may name does not answer.
     Absent { problem: Problem, certain: bool },
     /// The service can't find the GPU of this path without a driver. The text is the reason why there is no driver.
     NotYet(Problem),
@@ -61,7 +61,7 @@ pub(super) fn can_be(path: &DevicePath, gpu: &Gpu) -> bool {
     }
 }
 
-/// The display device that an entry of another type names. None if the entry names no display device.
+/// The display device that an entry of another type than `NVIDIA_MPS` names. None if the entry names no display device.
 pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<PciAddress>, Problem> {
     if let DevicePath::Other(text) = path {
         return Ok(behind(text, inventory).map(|device| device.address));
@@ -75,7 +75,7 @@ pub(super) fn claim(path: &DevicePath, inventory: &Inventory) -> Result<Option<P
     }
 }
 
-/// The display device that an entry names for certain. None if that is not known.
+/// The display device that an entry names for certain. None if it is not known which device the entry names.
 pub(super) fn claimed_by(entry: &DeviceEntry, inventory: &Inventory) -> Option<PciAddress> {
     claim(entry.path.as_ref()?, inventory).ok()?
 }
@@ -102,7 +102,7 @@ fn devices(inventory: &Inventory) -> impl Iterator<Item = &PciDevice> {
     inventory.gpus.iter().map(|gpu| &gpu.pci).chain(&inventory.others)
 }
 
-/// Finds a GPU by a name that only NVML knows. A GPU that NVML can't read may be the right one.
+/// Finds a GPU by a name that only NVML knows. A GPU that NVML can't read may be the GPU with this name.
 fn with_facts<'a>(
     path: &DevicePath,
     inventory: &'a Inventory,
@@ -123,7 +123,8 @@ fn with_facts<'a>(
     }
 }
 
-/// The miss for a path that no GPU has: with a working driver the GPU is absent, without a driver nothing is known yet.
+/// The [`Miss`] for a path that no GPU has: with a working driver the GPU is absent, without a driver it is not known yet which
+/// GPU has the path.
 fn absent(inventory: &Inventory, found: String) -> Miss {
     match &inventory.driver {
         Ok(_) => Miss::Absent { problem: Problem::new(found, choices(inventory)), certain: true },
@@ -168,7 +169,7 @@ fn not_nvidia(path: String, device: &PciDevice, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem::new(found, choices(inventory)))
 }
 
-/// The miss for a path that is of none of the accepted kinds.
+/// The [`Miss`] for a path that is of none of the accepted kinds.
 fn no_path(text: &str, inventory: &Inventory) -> Miss {
     let quoted = format!("{text:?}");
     let kind = if is_card_node(text) {
@@ -194,7 +195,8 @@ fn no_path(text: &str, inventory: &Inventory) -> Miss {
     Miss::Wrong(Problem { found, remedy })
 }
 
-/// The display device behind a card node or a link. An entry can't have such a path, but the message can name the right one.
+/// The display device behind a card node or a link. An entry can't name a GPU by a card node or a link, but the error message can
+/// name the right path.
 fn behind<'a>(text: &str, inventory: &'a Inventory) -> Option<&'a PciDevice> {
     let address = by_path_address(text);
     devices(inventory).find(|device| {

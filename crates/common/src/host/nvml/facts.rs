@@ -29,7 +29,7 @@ pub struct NvmlFacts {
     pub state: GpuState,
 }
 
-/// The state of a GPU at the moment when it was read. Only the plan uses it: the state is soon outdated, so it must not be
+/// The state of a GPU at the moment when it was read. Only the plan uses the state: the state is soon outdated, so it must not be
 /// shown.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct GpuState {
@@ -41,7 +41,7 @@ pub struct GpuState {
 }
 
 impl NvmlFacts {
-    /// Asks NVML for the facts. An error if the whole GPU is lost.
+    /// Asks NVML for the facts about a GPU. An error if the whole GPU is lost.
     pub(super) fn read(device: &Device<'_>, index: u32, process_record: usize) -> Result<Self, Problem> {
         let uuid = device.uuid().map_err(|error| match error {
             error if is_gone(&error) => words(&error),
@@ -86,7 +86,8 @@ fn foreign_processes(device: &Device<'_>, process_record: usize) -> Result<Vec<(
     let foreign = || {
         let mut foreign = contexts(device, process_record)?.foreign(proc::name);
         if !foreign.is_empty() {
-            // A client that has ended between the two lists is only in the first, and would count as a foreign process.
+            // A client that has ended after NVML listed all processes, and before NVML listed the clients, is only in the first
+            // list, and would count as a foreign process.
             let still = list(device, ProcessList::Compute, process_record)?;
             foreign.retain(|(pid, _)| still.contains_key(pid));
         }

@@ -1,5 +1,5 @@
-//! The memory limits of control groups. The service sets them and reads them back, and removes only limits that it has set
-//! itself.
+//! The memory limits of control groups on GPUs. The service sets memory limits and reads them back, and removes only limits that
+//! it has set itself.
 
 use mps_core::bindings::ControlGroup;
 use mps_core::kernel_limits::{LimitGoal, LimitOutcome};
@@ -34,8 +34,8 @@ impl Driver {
         }
     }
 
-    /// Sets a control group's limit. The limit is set even if the same value is read: a control group without its own limit
-    /// shows the limit of its nearest ancestor.
+    /// Sets a control group's memory limit. The limit is set even if the same value is read: a control group without its own
+    /// limit shows the limit of its nearest ancestor.
     fn hold(&self, uuid: &str, group: &ControlGroup, mib: u64) -> Result<LimitOutcome, NvmlError> {
         let (device, directory) = (self.nvml.device_by_uuid(uuid)?, control_groups::directory(&group.path));
         let wanted = mib.saturating_mul(MIB);
@@ -55,8 +55,9 @@ impl Driver {
         })
     }
 
-    /// The reason why the limit does not count all memory of the processes in a control group, in words. None if it counts
-    /// all. Without the dmem controller the driver does not count memory that was allocated before the limit was set.
+    /// The reason why the memory limit does not count all memory of the processes in a control group, in words. None if the
+    /// memory limit counts all memory. Without the dmem controller the driver does not count memory that was allocated before the
+    /// limit was set.
     fn uncounted(&self, uuid: &str, group: &ControlGroup, counted: u64) -> Option<String> {
         if control_groups::directory(&group.path).join("dmem.max").exists() {
             return None;

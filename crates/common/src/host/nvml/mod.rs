@@ -1,5 +1,5 @@
-//! NVIDIA's driver, asked through NVML. Only this folder names `nvml_wrapper`. All errors are in words for an
-//! administrator.
+//! NVIDIA's driver, asked through NVML. Only the modules in this folder use the crate `nvml_wrapper`. All errors are in words for
+//! an administrator.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -45,8 +45,8 @@ const MIB: u64 = 1 << 20;
 /// The number of tries for a list of processes that grows while it is copied.
 const TRIES: u32 = 5;
 
-/// The longest time of one call of NVML that waits for a critical error. The calls have a thread of their own, so no other task
-/// waits for them.
+/// The longest time of one call of NVML that waits for a critical error. The calls that wait for critical errors have a thread of
+/// their own, so no other task waits for these calls.
 const XID_WAIT_MS: u32 = 60_000;
 
 /// NVIDIA's driver, with NVML's loaded library. The library stays valid while processes and compute modes change. After the
@@ -64,12 +64,12 @@ impl Driver {
         let nvml = Nvml::builder().lib_path(OsStr::new(LIBRARY)).init();
         let nvml = nvml.map_err(|error| why_not_open(&error, sysroot))?;
         if nvml.lib().nvmlShutdown.is_err() {
-            // Dropping `nvml` would call the missing function, and the wrapper would panic.
+            // Dropping `nvml` would call the missing function `nvmlShutdown`, and the wrapper would panic.
             std::mem::forget(nvml);
             let found = format!("{LIBRARY} is not NVIDIA's library: the function nvmlShutdown is missing");
             return Err(Problem::new(found, "reinstall the driver"));
         }
-        // Without a version, the driver is assumed to write records of the usual length.
+        // If the driver's version is not known, the driver is assumed to write records of the usual length.
         let version = nvml.sys_driver_version().unwrap_or_default();
         Ok(Self { nvml, process_record: driver::process_record(&version) })
     }
@@ -86,7 +86,7 @@ impl Driver {
             .map_err(|_| format!("NVML reports the impossible CUDA version {version}").into())
     }
 
-    /// The number of GPUs that NVML lists, including lost ones.
+    /// The number of GPUs that NVML lists, including lost GPUs.
     pub(super) fn count(&self) -> Result<u32, Problem> {
         self.nvml.device_count().map_err(|error| words(&error).prefixed("the driver can't list its GPUs"))
     }
@@ -99,8 +99,8 @@ impl Driver {
         )
     }
 
-    /// The GPU with this index in NVML's list. An error if NVML does not report the GPU's address: [`Driver::facts_at`] then
-    /// gives the reason for each address.
+    /// The GPU with this index in NVML's list. An error if NVML does not report the GPU's address: in that case
+    /// [`Driver::facts_at`] gives the reason for each address.
     fn listed(&self, index: u32) -> Result<Gpu, Problem> {
         let device = self.nvml.device_by_index(index).map_err(|error| words(&error));
         let listed = device.and_then(|device| listed_as(&device, index, self.process_record));
@@ -129,7 +129,7 @@ impl Driver {
         read("the persistence mode", self.device(uuid)?.is_in_persistent_mode())
     }
 
-    /// Sets the compute mode and verifies it by reading it back.
+    /// Sets the compute mode of a GPU, and reads the mode back to verify it.
     pub fn set_compute_mode(&self, uuid: &str, mode: ComputeMode) -> Result<(), Problem> {
         self.device(uuid)?.set_compute_mode(nvmls(mode)).map_err(|error| match error {
             NvmlError::NoPermission => {
@@ -181,8 +181,8 @@ impl Driver {
                 Some(XidError::Unknown) => 999,
                 None => continue,
             };
-            // NVML may not know the UUID of a GPU that has fallen off the bus. In that case the error is reported for every
-            // GPU that does not answer.
+            // NVML may not know the UUID of a GPU that has fallen off the bus. An error whose GPU is not known is reported for
+            // every GPU that does not answer.
             let met = event.device.uuid().map_or_else(
                 |_| uuids.iter().filter(|uuid| self.device(uuid).is_err()).cloned().collect(),
                 |uuid| vec![uuid],
@@ -194,8 +194,8 @@ impl Driver {
         }
     }
 
-    /// Makes an event set for the critical errors of all GPUs that can report them. Also returns the UUIDs of these GPUs. If
-    /// NVML refuses a GPU, the event set is lost, so another set is made without that GPU.
+    /// Makes an event set for the critical errors of all GPUs that can report them. Also returns the UUIDs of the GPUs in the
+    /// event set. If NVML refuses a GPU, the event set is lost, so another set is made without that GPU.
     fn xid_events(&self) -> Result<(EventSet<'_>, Vec<String>), Problem> {
         let mut gpus: Vec<u32> = (0..self.nvml.device_count().map_err(|error| words(&error))?).collect();
         'without_refused: loop {
@@ -234,7 +234,7 @@ impl Driver {
     }
 }
 
-/// The recovery action that the driver asks for. None with older drivers, and for a GPU that does not answer.
+/// The recovery action that the driver asks for on a GPU. None with older drivers, and for a GPU that does not answer.
 fn recovery_action(device: &Device<'_>) -> Option<RecoveryAction> {
     let values = device.field_values_for(&[FieldId(NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)]).ok()?;
     match values.into_iter().next()?.ok()?.value.ok()? {
@@ -268,7 +268,8 @@ fn is_gone(error: &NvmlError) -> bool {
 fn contexts(device: &Device<'_>, process_record: usize) -> Result<Contexts, NotListed> {
     let compute = list(device, ProcessList::Compute, process_record)?;
     let capability = device.cuda_compute_capability().ok().and_then(|known| numbers(&known));
-    // NVML lists no MPS clients for these GPUs. `None` says so: an empty list would mean that the GPU has no clients.
+    // NVML lists no MPS clients for GPUs without the property `NVML_LISTS_CLIENTS`. `None` says that NVML does not list clients:
+    // an empty list would mean that the GPU has no clients.
     if !NVML_LISTS_CLIENTS.holds_on(capability) {
         return Ok(Contexts { compute, mps: None });
     }

@@ -33,8 +33,8 @@ pub(crate) struct ToldByNvml {
     pub(crate) version: String,
     /// The GPUs whose address NVML lists, in NVML's order.
     pub(crate) listed: Vec<Gpu>,
-    /// The other GPUs on the PCI bus, by address: the facts if NVML answers when it is asked for the address, otherwise the
-    /// reason why NVML can't reach the GPU.
+    /// The GPUs on the PCI bus whose address NVML does not list, by address: the facts if NVML answers when it is asked for the
+    /// address, otherwise the reason why NVML can't reach the GPU.
     pub(crate) unlisted: BTreeMap<PciAddress, Result<NvmlFacts, Problem>>,
 }
 
@@ -64,8 +64,8 @@ impl GpuQuestions {
         let addresses: Vec<PciAddress> =
             on_bus.iter().filter(|address| !is_listed(address)).copied().collect();
         let driver = Arc::clone(&self.driver);
-        // One of these addresses may belong to the GPU that has not answered the first question. So the service does not wait
-        // long for it again.
+        // One of the unlisted addresses may belong to the GPU that has not answered the first question. So the service does not
+        // wait long for a GPU that has not answered once.
         let patience = if all_answer { PATIENCE } else { REMAINDER };
         let mut answers = self
             .unlisted
